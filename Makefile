@@ -1,0 +1,38 @@
+# Both main targets set up their own environment: `make demo` what a user needs, `make test` all.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test check gpu-test benchmarks clean
+
+demo: .venv/.demo
+	$(BIN)/python examples/recovery.py
+
+test: .venv/.test
+	$(BIN)/python -m pytest -n auto
+
+check: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layering.py tests/test_docs_run.py tests/test_public_api.py
+
+gpu-test: .venv/.test
+	$(BIN)/python -m pytest -m gpu
+
+benchmarks: .venv/.test
+	$(PIP) -r benchmarks/requirements.txt
+	for question in load save growth; do $(BIN)/python benchmarks/$$question.py || exit 1; done
+
+.venv/.demo: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) --editable . torch==2.13.0
+	touch $@
+
+.venv/.test: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) --editable '.[frameworks,test]'
+	touch .venv/.demo $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

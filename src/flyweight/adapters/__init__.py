@@ -1,0 +1,1 @@
+"""Tensors: the only room that knows torch, Paddle and numpy arrays. None is imported here."""

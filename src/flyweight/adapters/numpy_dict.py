@@ -1,0 +1,54 @@
+"""Numpy arrays, also of the dtypes that ml_dtypes adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flyweight.errors import SpecError
+from flyweight.memory import Buffer, Bytes, Staging, block_of, items_of
+from flyweight.spec.box import Box
+from flyweight.spec.dtype import BY_NUMPY
+from flyweight.spec.manifest import TensorSpec
+
+
+@dataclass(frozen=True)
+class HostTensor:
+    """A tensor in memory that the CPU can reach, of any framework."""
+
+    spec: TensorSpec
+    host: Buffer
+    staging: Staging | None = None
+
+    @property
+    def memory_key(self) -> tuple[object, ...]:
+        return (self.host.address, self.host.shape, self.host.strides, self.spec.dtype.name)
+
+    def read(self, items: Box, into: Bytes) -> None:
+        goal = items_of(into, self.spec.item_bytes, items.shape)
+        np.copyto(goal, block_of(self.host.items(), items))
+
+    def write(self, items: Box, data: Bytes) -> None:
+        block = items_of(data, self.spec.item_bytes, items.shape)
+        np.copyto(block_of(self.host.items(), items), block)
+
+    def touched(self) -> None:
+        """Nobody to tell."""
+
+
+def tensor_of(leaf: object) -> HostTensor | None:
+    if not isinstance(leaf, np.ndarray):
+        return None
+    dtype = BY_NUMPY.get(leaf.dtype.name)
+    if dtype is None or leaf.dtype.byteorder == ">":
+        raise SpecError(f"numpy dtype {leaf.dtype!r} has no place in a snapshot")
+    buffer = Buffer(
+        leaf.__array_interface__["data"][0],
+        leaf.shape,
+        leaf.strides,
+        leaf.dtype.itemsize,
+        leaf,
+        bool(leaf.flags.writeable),
+    )
+    return HostTensor(TensorSpec(dtype, leaf.shape), buffer)

@@ -1,0 +1,151 @@
+"""Torch modules and tensors. On the CPU by address; on a GPU through pinned staging.
+
+torch is not imported to move tensors: who passes one has imported it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from flyweight.adapters.numpy_dict import HostTensor
+from flyweight.errors import SpecError
+from flyweight.memory import Buffer, Bytes, Staging
+from flyweight.spec.box import Box
+from flyweight.spec.dtype import BY_TORCH
+from flyweight.spec.manifest import TensorSpec
+
+_PINNED_SHELF_BYTES = 128 << 20  # pinning is slow and pinned memory scarce: keep, but not much
+
+
+def _torch() -> Any:
+    return sys.modules.get("torch")
+
+
+def state_of(thing: object) -> Mapping[str, object] | None:
+    """Return a module's parameters and persistent buffers, the live ones."""
+    torch = _torch()
+    if torch is None or not isinstance(thing, torch.nn.Module):
+        return None
+    state: dict[str, object] = thing.state_dict(keep_vars=True)
+    extra = [name for name in state if name.endswith("_extra_state")]
+    if extra:
+        raise SpecError(
+            f"module keeps {len(extra)} extra states, which are code's business and not tensors "
+            f"({extra[0]!r}); pass a dict of its tensors"
+        )
+    return state
+
+
+def tensor_of(leaf: object) -> HostTensor | DeviceTensor | None:
+    torch = _torch()
+    if torch is None or not isinstance(leaf, torch.Tensor):
+        return None
+    tensor: Any = leaf
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout != torch.strided or name not in BY_TORCH:
+        raise SpecError(f"torch tensor of layout {tensor.layout} and dtype {tensor.dtype}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise SpecError("lazily conjugated or negated tensor; call .resolve_conj().resolve_neg()")
+    if tensor.device.type == "meta":
+        raise SpecError("tensor on the meta device has no memory; call .to_empty(device=...)")
+    dtype, shape, items = BY_TORCH[name], tuple(tensor.shape), tuple(tensor.shape)
+    if dtype.bits < 8:  # torch counts packed bytes, we count elements
+        if not shape:
+            raise SpecError(f"scalar of packed dtype {tensor.dtype}")
+        shape = (*shape[:-1], shape[-1] * 8 // dtype.bits)
+    spec = TensorSpec(dtype, shape)
+    if not _is_plain(torch, tensor):
+        raise SpecError(f"{type(tensor).__name__} is not a plain tensor; pass its local tensor")
+    if tensor.device.type != "cpu":
+        return DeviceTensor(spec, tensor.detach())
+    width = tensor.element_size()
+    strides = tuple(width * stride for stride in tensor.stride())
+    return TorchTensor(spec, Buffer(tensor.data_ptr(), items, strides, width, tensor))
+
+
+def _is_plain(torch: Any, tensor: Any) -> bool:
+    kind = type(tensor)
+    return kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or (
+        getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
+    )
+
+
+@dataclass(frozen=True)
+class TorchTensor(HostTensor):
+    """A torch tensor in host memory."""
+
+    def touched(self) -> None:
+        # Autograd then notices if it saved the old value for a backward pass.
+        _torch().autograd.graph.increment_version(self.host.owner)
+
+
+@dataclass(frozen=True)
+class DeviceTensor:
+    """A torch tensor the CPU cannot reach; bytes cross in blocks, each call waits for its own."""
+
+    spec: TensorSpec
+    tensor: Any
+
+    @property
+    def host(self) -> Buffer | None:
+        return None
+
+    @property
+    def staging(self) -> Staging | None:
+        return _pinned_staging()
+
+    @property
+    def memory_key(self) -> tuple[object, ...]:
+        tensor = self.tensor
+        place = (str(tensor.device), tensor.data_ptr())
+        return (*place, tuple(tensor.shape), tensor.stride(), self.spec.dtype.name)
+
+    def read(self, items: Box, into: Bytes) -> None:
+        self._cross(self._staged(items, into), self._block(items))
+
+    def write(self, items: Box, data: Bytes) -> None:
+        self._cross(self._block(items), self._staged(items, data))
+
+    def touched(self) -> None:
+        _torch().autograd.graph.increment_version(self.tensor)
+
+    def _block(self, items: Box) -> Any:
+        return self.tensor[(..., *items.slices)]
+
+    def _staged(self, items: Box, data: Bytes) -> Any:
+        return _torch().from_numpy(data).view(self.tensor.dtype).reshape(items.shape)
+
+    def _cross(self, goal: Any, block: Any) -> None:
+        torch = _torch()
+        with torch.no_grad():
+            goal.copy_(block, non_blocking=True)
+        if self.tensor.device.type == "cuda":
+            torch.cuda.current_stream(self.tensor.device).synchronize()
+
+
+@cache
+def _pinned_staging() -> Staging:
+    torch = _torch()
+
+    def allocate(nbytes: int) -> Bytes:
+        # torch's pinned memory starts on a page, which unbuffered reads need.
+        data: Bytes = torch.empty(
+            nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+        ).numpy()
+        return data
+
+    return Staging(shelf_bytes=_PINNED_SHELF_BYTES, allocate=allocate)
+
+
+def gpus() -> list[str]:
+    """Return the names of the GPUs that torch sees; this, and only this, imports torch."""
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -1,0 +1,390 @@
+"""The command line. Everything it prints it got as data from `verbs`; `--json` prints that data.
+
+Exit codes: 0 done; 1 done, and the answer is no (verify found damage, diff found differences);
+2 the command line is wrong; 3 bytes at rest are wrong; 4 not there: path or version;
+5 source and target do not fit; 6 the operating system said no; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.tree import Tree
+
+import flyweight
+from flyweight.errors import (
+    FlyweightError,
+    FormatError,
+    SnapshotNotFound,
+    StoreError,
+    VersionError,
+)
+from flyweight.events import Event, listening
+from flyweight.spec.manifest import Json
+from flyweight.verbs import describe
+from flyweight.verbs.compare import diff as diff_weights
+from flyweight.verbs.compare import verify as verify_weights
+from flyweight.verbs.convert import convert as convert_weights
+from flyweight.verbs.find import prune as prune_versions
+
+EXIT_NO, EXIT_FORMAT, EXIT_NOT_THERE, EXIT_PLAN, EXIT_STORE, EXIT_INTERRUPTED = 1, 3, 4, 5, 6, 130
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes: 268435456, 256M, 256MiB, 4G."""
+
+    name = "size"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().upper().removesuffix("B").removesuffix("I")
+        unit = text[-1:] if text[-1:] in _UNITS and not text[-1:].isdigit() else ""
+        number = text.removesuffix(unit)
+        if not number.isdigit():
+            self.fail(f"{value!r} is not a size; write 268435456, 256M or 4G", param, ctx)
+        return int(number) * _UNITS[unit]
+
+
+def exit_code(error: FlyweightError) -> int:
+    """Return the exit code that goes with an error."""
+    kinds: tuple[tuple[type[FlyweightError], int], ...] = (
+        (SnapshotNotFound, EXIT_NOT_THERE),
+        (VersionError, EXIT_NOT_THERE),
+        (FormatError, EXIT_FORMAT),
+        (StoreError, EXIT_STORE),
+    )
+    return next((code for kind, code in kinds if isinstance(error, kind)), EXIT_PLAN)
+
+
+class Commands(click.Group):
+    """Turns our errors into a line on stderr and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FlyweightError as error:
+            _fail(type(error).__name__, str(error), exit_code(error))
+        except KeyboardInterrupt:
+            _fail("Interrupted", "stopped; nothing half-written was left", EXIT_INTERRUPTED)
+        except BrokenPipeError:
+            sys.stderr.close()  # who read our output has gone; Python would complain of it at exit
+            raise SystemExit(0) from None
+
+
+def _fail(kind: str, text: str, code: int) -> NoReturn:
+    if _wants_json():
+        click.echo(json.dumps({"error": kind, "message": text, "exit_code": code}), err=True)
+    else:
+        err.print(f"[bold red]{kind}[/]: {escape(text)}")
+    raise SystemExit(code)
+
+
+def _wants_json() -> bool:
+    context = click.get_current_context(silent=True)
+    return (
+        "--json" in sys.argv[1:]
+        if context is None
+        else bool(context.params.get("as_json")) or ("--json" in sys.argv[1:])
+    )
+
+
+@contextmanager
+def progress() -> Iterator[None]:
+    """Show bars for whatever reports progress, on a terminal; elsewhere nothing."""
+    if not err.is_terminal:
+        yield
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(True),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def listener(event: Event) -> None:
+            if event.kind != "progress":
+                return
+            verb = str(event.fields["verb"])
+            if verb not in tasks:
+                tasks[verb] = bars.add_task(verb, total=event.fields["total_bytes"])  # type: ignore[arg-type]
+            bars.update(tasks[verb], completed=event.fields["done_bytes"])  # type: ignore[arg-type]
+
+        with listening(listener):
+            yield
+
+
+def show(data: Json | Mapping[str, Any], as_json: bool, view: Callable[[], None]) -> None:
+    if as_json:
+        click.echo(json.dumps(data, ensure_ascii=False))
+    else:
+        view()
+
+
+def human(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if nbytes < 1024 or unit == "TiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError("unreachable")
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print data, for machines.")
+version_option = click.option("--version", type=click.IntRange(0), help="Which version of a run.")
+memory_option = click.option(
+    "--memory", "memory_bytes", type=Size(), default="256M", show_default=True,
+    help="Extra memory to use at most.",
+)  # fmt: skip
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(flyweight.__version__, prog_name="flyweight")
+def main() -> None:
+    """Move a model's weights from where they are to where they are wanted."""
+
+
+@main.command()
+@click.argument("path", type=click.Path())
+@version_option
+@json_option
+def inspect(path: str, version: int | None, as_json: bool) -> None:
+    """Show what rests at PATH: tensors, sizes, dtypes, versions, parts."""
+    found = describe.inspect(path, version=version)
+    show(found, as_json, lambda: out.print(_tree(found)))
+
+
+def _tree(found: Mapping[str, Any]) -> Tree:
+    title = f"[bold]{escape(found['place'])}[/]  {found['format']}"
+    if found["version"] is not None:
+        title += f" version {found['version']}"
+    root = Tree(f"{title}  {found['num_tensors']} tensors, {human(found['nbytes'])}")
+    if found["versions"]:
+        root.add(f"versions: {', '.join(map(str, found['versions']))}")
+    if found["writer"]:
+        root.add("written by: " + escape(", ".join(f"{k} {v}" for k, v in found["writer"].items())))
+    files = root.add(f"files: {len(found['files'])}")
+    for name, nbytes in found["files"].items():
+        files.add(f"{escape(name)}  {human(nbytes)} of tensors")
+    root.add("dtypes: " + ", ".join(f"{k} {human(v)}" for k, v in found["dtypes"].items()))
+    branches: dict[str, Tree] = {"": root.add("tensors")}
+    for name, tensor in found["tensors"].items():
+        *path, leaf = name.split(".")
+        for depth in range(len(path)):
+            full = ".".join(path[: depth + 1])
+            if full not in branches:
+                branches[full] = branches[".".join(path[:depth])].add(escape(path[depth]))
+        shape = " × ".join(map(str, tensor["shape"])) or "scalar"
+        cut = f"  in {tensor['shards']} shards" if tensor["shards"] > 1 else ""
+        branches[".".join(path)].add(
+            f"[bold]{escape(leaf)}[/]  {tensor['dtype']}  {shape}  {human(tensor['nbytes'])}{cut}"
+        )
+    for alias, name in found["tied"].items():
+        root.add(f"tied: {escape(alias)} is {escape(name)}")
+    for name, value in found["values"].items():
+        root.add(f"value: {escape(name)} = {escape(repr(value))}")
+    return root
+
+
+@main.command()
+@click.argument("path", type=click.Path())
+@version_option
+@memory_option
+@json_option
+def verify(path: str, version: int | None, memory_bytes: int, as_json: bool) -> None:
+    """Read everything at PATH and compare it with its checksums and digests."""
+    with progress():
+        report = verify_weights(path, version=version, memory_bytes=memory_bytes)
+
+    def view() -> None:
+        for line in report.damage:
+            err.print(f"[bold red]damaged[/]: {escape(line)}")
+        checked = (
+            f"{human(report.checked_bytes)} checked"
+            if report.checked_bytes
+            else (f"{report.format} keeps no checksums: structure checked only")
+        )
+        state = "whole" if report.is_whole else f"{len(report.damage)} damaged places"
+        out.print(f"{escape(report.place)}: {state}, {report.num_tensors} tensors, {checked}")
+
+    show({**asdict(report), "is_whole": report.is_whole}, as_json, view)
+    if not report.is_whole:
+        raise SystemExit(EXIT_NO)
+
+
+@main.command()
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@json_option
+def diff(a: str, b: str, as_json: bool) -> None:
+    """Show which tensors of A and B differ, and by how much."""
+    with progress():
+        report = diff_weights(a, b)
+
+    def view() -> None:
+        for side, names in (("A", report.only_a), ("B", report.only_b)):
+            for name in names:
+                out.print(f"only in {side}: {escape(name)}")
+        for name, (left, right) in report.other_spec.items():
+            out.print(f"other kind: {escape(name)}  {escape(left)} and {escape(right)}")
+        if report.changed:
+            table = Table("tensor", "differ", "of", "largest", "mean", box=None)
+            for each in report.changed:
+                distances = (
+                    "-" if d is None else f"{d:.3g}"
+                    for d in (each.max_distance, each.mean_distance)
+                )
+                table.add_row(
+                    escape(each.name), str(each.num_different), str(each.num_elements), *distances
+                )
+            out.print(table)
+        out.print(f"{report.num_same} tensors are the same")
+
+    show({**asdict(report), "is_same": report.is_same}, as_json, view)
+    if not report.is_same:
+        raise SystemExit(EXIT_NO)
+
+
+@main.command()
+@click.argument("source", type=click.Path())
+@click.argument("destination", type=click.Path())
+@click.option(
+    "--to", type=click.Choice(["snapshot", "hf", "safetensors", "pdparams"]), required=True
+)
+@click.option("--version", type=click.IntRange(0), help="The version to write, for snapshots.")
+@click.option(
+    "--assume", multiple=True, metavar="OLD=NEW",
+    help="Tell a dtype that a pickle cannot, as u16=bf16. May be repeated.",
+)  # fmt: skip
+@click.option("--part", "part_bytes", type=Size(), default="4G", show_default=True)
+@memory_option
+@json_option
+def convert(
+    *,
+    source: str,
+    destination: str,
+    to: Any,
+    version: int | None,
+    assume: tuple[str, ...],
+    part_bytes: int,
+    memory_bytes: int,
+    as_json: bool,
+) -> None:
+    """Write the weights at SOURCE to DESTINATION in another format, streaming."""
+    pairs = [each.partition("=") for each in assume]
+    if any(not old or not new for old, _, new in pairs):
+        raise click.BadParameter("write OLD=NEW, as u16=bf16", param_hint="--assume")
+    with progress():
+        report = convert_weights(
+            source,
+            destination,
+            to=to,
+            version=version,
+            assume={old: new for old, _, new in pairs},
+            part_bytes=part_bytes,
+            memory_bytes=memory_bytes,
+        )
+
+    def view() -> None:
+        speed = f"{human(report.nbytes)} in {report.seconds:.1f} s, {report.gb_per_second:.2f} GB/s"
+        out.print(f"{escape(report.place)}: {report.num_tensors} tensors, {speed}")
+        if report.left_out:
+            out.print(f"left out {len(report.left_out)} values that are no tensors")
+
+    show({**asdict(report), "gb_per_second": report.gb_per_second}, as_json, view)
+
+
+@main.command()
+@click.argument("path", type=click.Path())
+@json_option
+def versions(path: str, as_json: bool) -> None:
+    """List the committed versions of the run at PATH."""
+    lines = describe.inspect_versions(path)
+
+    def view() -> None:
+        table = Table("version", "parent", "tensors", "size", "written", box=None)
+        for line in lines:
+            if line["error"]:
+                table.add_row(
+                    str(line["version"]), "", "", "", f"[red]{escape(str(line['error']))}[/]"
+                )
+            else:
+                parent = "" if line["parent"] is None else str(line["parent"])
+                size = human(float(str(line["nbytes"])))
+                table.add_row(
+                    str(line["version"]), parent, str(line["num_tensors"]), size, str(line["time"])
+                )
+        out.print(table if lines else f"{escape(path)} has no versions")
+
+    show(lines, as_json, view)  # type: ignore[arg-type]
+
+
+@main.command()
+@click.argument("path", type=click.Path())
+@click.option("--keep", type=click.IntRange(1), required=True, help="How many versions stay.")
+@json_option
+def prune(path: str, keep: int, as_json: bool) -> None:
+    """Remove all but the newest versions of the run at PATH, and what killed saves left."""
+    gone = prune_versions(path, keep=keep)
+    removed = ", ".join(map(str, gone)) or "nothing"
+    show({"removed": list(gone)}, as_json, lambda: out.print(f"removed: {removed}"))
+
+
+@main.command()
+@click.argument("path", type=click.Path(exists=True), required=False)
+@json_option
+def doctor(path: str | None, as_json: bool) -> None:
+    """Show what is installed and what this machine can do, at PATH if given."""
+    found = describe.doctor(path)
+
+    def view() -> None:
+        table = Table(show_header=False, box=None)
+        for key, value in found.items():
+            if isinstance(value, dict):
+                words = (
+                    f"{k} {'no' if v in (None, False) else 'yes' if v is True else v}"
+                    for k, v in value.items()
+                )
+                text = ", ".join(words)
+            elif key.endswith("bytes") and isinstance(value, int):
+                text = human(value)
+            else:
+                text = (
+                    ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+                )
+            table.add_row(key, escape(text))
+        out.print(table)
+
+    show(found, as_json, view)
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script that completes this command in SHELL; see docs/cli.md."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(main, {}, "flyweight", "_FLYWEIGHT_COMPLETE").source())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Digests: a checksum for bytes that pass, and a digest for a tensor wherever it lives.
+
+The checksum is XXH3, the fastest thing a CPU does to bytes. The digest is a sum
+over words, so that any number of threads, or a GPU, add it up in any order:
+
+    row r = 1024 little-endian words, the tail of the tensor padded with zeros
+    T(r)  = sum over j of B[j] * g(A[j] * word[j]),   g(x) = x ^ (x >> 32)      mod 2**64
+    H     = fmix(fmix(nbytes) + sum over r of fmix(T(r)) * (splitmix(r) | 1))   mod 2**64
+
+A and B are odd, so a change of any one word always changes H: docs/format.md has the argument.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from flyweight.memory import Bytes
+
+Words = NDArray[np.uint64]
+
+CHECKSUM, DIGEST = "xxh3-64", "rowsum-64"
+ROW_WORDS = 1024
+ROW_BYTES = 8 * ROW_WORDS
+_ROWS_AT_ONCE = 32  # 256 KiB of words and two scratch arrays of that size stay in a core's L2
+_MASK = 2**64 - 1
+_THIRTY_TWO = np.uint64(32)
+
+
+def checksum(data: Bytes) -> int:
+    """Return the 64-bit XXH3 of the bytes."""
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
+def splitmix(index: Words) -> Words:
+    """Return the `index`-th numbers of the splitmix64 sequence that starts at seed 0."""
+    x = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Words = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def fmix(x: Words) -> Words:
+    """Mix 64 bits so that each bit of `x` moves about half of the result; no two collide."""
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    mixed: Words = x ^ (x >> np.uint64(33))
+    return mixed
+
+
+_COLUMNS = np.arange(ROW_WORDS, dtype=np.uint64)
+_A = splitmix(_COLUMNS) | np.uint64(1)
+_B = splitmix(_COLUMNS + np.uint64(ROW_WORDS)) | np.uint64(1)
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.mixed = np.empty((_ROWS_AT_ONCE, ROW_WORDS), np.uint64)
+        self.shifted = np.empty_like(self.mixed)
+
+
+_scratch = _Scratch()
+
+
+def _sum_of_rows(first_row: int, data: Bytes) -> int:
+    """Return the sum over whole rows, the first of which is row `first_row` of its tensor."""
+    words = data.view("<u8").reshape(-1, ROW_WORDS)
+    sums = np.empty(len(words), np.uint64)
+    for start in range(0, len(words), _ROWS_AT_ONCE):
+        some = words[start : start + _ROWS_AT_ONCE]
+        mixed, shifted = _scratch.mixed[: len(some)], _scratch.shifted[: len(some)]
+        np.multiply(some, _A, out=mixed)
+        np.right_shift(mixed, _THIRTY_TWO, out=shifted)
+        np.bitwise_xor(mixed, shifted, out=mixed)
+        np.multiply(mixed, _B, out=mixed)
+        np.add.reduce(mixed, axis=1, out=sums[start : start + len(some)])
+    rows = np.arange(first_row, first_row + len(words), dtype=np.uint64)
+    return int(np.add.reduce(fmix(sums) * (splitmix(rows) | np.uint64(1))))
+
+
+class Digest:
+    """Adds up the digest of `nbytes` bytes that arrive in pieces, in any order, from any thread."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes, self._left, self._sum = nbytes, nbytes, 0
+        self._edges: dict[int, tuple[Bytes, int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, offset: int, data: Bytes) -> None:
+        """Count the bytes that stand at `offset`; each byte must be added exactly once."""
+        head = min(-offset % ROW_BYTES, len(data))
+        body = (len(data) - head) // ROW_BYTES * ROW_BYTES
+        total = 0
+        if body:
+            total = _sum_of_rows((offset + head) // ROW_BYTES, data[head : head + body])
+        with self._lock:
+            self._sum += total
+            self._left -= len(data)
+            self._edge(offset, data[:head])
+            self._edge(offset + head + body, data[head + body :])
+
+    def _edge(self, offset: int, data: Bytes) -> None:
+        """Keep a piece of a row until the rest of the row is there."""
+        if not len(data):
+            return
+        row, start = divmod(offset, ROW_BYTES)
+        edge, held = self._edges.pop(row, (np.zeros(ROW_BYTES, np.uint8), 0))
+        edge[start : start + len(data)] = data
+        held += len(data)
+        if held == min(ROW_BYTES, self._nbytes - row * ROW_BYTES):
+            self._sum += _sum_of_rows(row, edge)
+        else:
+            self._edges[row] = edge, held
+
+    def value(self) -> int:
+        """Return the digest; all bytes have been added."""
+        assert self._left == 0, f"{self._left} of {self._nbytes} bytes were never added"
+        total = int(fmix(np.array([self._nbytes], np.uint64))[0]) + self._sum
+        return int(fmix(np.array([total & _MASK], np.uint64))[0])
+
+
+def digest(data: Bytes) -> int:
+    """Return the digest of a whole tensor's bytes."""
+    running = Digest(len(data))
+    running.add(0, data)
+    return running.value()

@@ -1,0 +1,70 @@
+"""Every error this library raises on purpose.
+
+FlyweightError
+├── SpecError (ValueError)                 a shape, box, layout or option that describes nothing
+├── PlanError                              source and sink cannot be matched
+│   ├── DTypeMismatch (TypeError)          the same name, another dtype
+│   └── ShapeMismatch (ValueError)         the same name, another shape
+├── FormatError                            bytes at rest are wrong
+│   ├── ChecksumMismatch                   bytes are there, and are not the bytes that were written
+│   ├── SnapshotIncomplete                 a save that never committed, or lost a part since
+│   └── SnapshotNotFound (FileNotFoundError)  nothing at this place that we can read
+├── StoreError (OSError)                   the operating system said no: full, forbidden, gone
+├── VersionError                           a version that is not there, or is there already
+│   └── DigestMismatch                     not the weights that were committed
+└── MissingDependency (ImportError)        names the extra to install
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class FlyweightError(Exception):
+    """Catch this to catch all of ours. Layers on the way up add notes; they do not wrap."""
+
+    def note(self, text: str) -> None:
+        """Append a line that says where this happened: version, file, what was touched."""
+        self.args = (f"{self}\n  {text}",)
+
+
+class SpecError(FlyweightError, ValueError): ...
+
+
+class PlanError(FlyweightError): ...
+
+
+class DTypeMismatch(PlanError, TypeError): ...
+
+
+class ShapeMismatch(PlanError, ValueError): ...
+
+
+class FormatError(FlyweightError): ...
+
+
+class ChecksumMismatch(FormatError): ...
+
+
+class SnapshotIncomplete(FormatError): ...
+
+
+class SnapshotNotFound(FormatError, FileNotFoundError): ...
+
+
+class StoreError(FlyweightError, OSError): ...
+
+
+class VersionError(FlyweightError): ...
+
+
+class DigestMismatch(VersionError): ...
+
+
+class MissingDependency(FlyweightError, ImportError): ...
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first five of `names`, quoted, and how many more there are."""
+    head = ", ".join(repr(name) for name in sorted(names)[:5])
+    return head if len(names) <= 5 else f"{head} and {len(names) - 5} more"

@@ -1,0 +1,45 @@
+"""Events: what the library says while it works.
+
+Log lines, progress bars, metrics and status pages are listeners of one stream.
+Listeners run in the thread that emits, so they must be quick; an exception in
+one is its own and reaches the caller of `emit`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened: a dotted `kind` and its facts."""
+
+    kind: str
+    fields: Mapping[str, int | float | str | None] = field(default_factory=dict)
+
+
+Listener = Callable[[Event], None]
+_listeners: tuple[Listener, ...] = ()
+_lock = threading.Lock()
+
+
+def emit(kind: str, **fields: int | float | str | None) -> None:
+    """Hand an event to every listener; costs next to nothing when there is none."""
+    for listener in _listeners:
+        listener(Event(kind, fields))
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call `listener` for each event emitted inside the block, by any thread."""
+    global _listeners  # noqa: PLW0603
+    with _lock:
+        _listeners = (*_listeners, listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners = tuple(each for each in _listeners if each is not listener)

@@ -1,0 +1,91 @@
+"""Hugging Face checkpoints: one `model.safetensors`, or numbered files and an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from flyweight.errors import FormatError, SnapshotIncomplete, SnapshotNotFound, listed
+from flyweight.formats.safetensors import file_plan, open_files
+from flyweight.formats.stored import Stored
+from flyweight.ports import FilePlan, Format, Store
+from flyweight.spec.box import Box
+from flyweight.spec.manifest import Manifest, TensorSpec, check_file_name, parse_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 << 20
+PART_BYTES = 4 << 30
+
+
+def has_checkpoint(names: list[str]) -> bool:
+    return SINGLE in names or INDEX in names
+
+
+def open_huggingface(store: Store) -> Stored:
+    """Open the directory's checkpoint; the index and the files must agree tensor by tensor."""
+    names = store.names()
+    if INDEX not in names:
+        if SINGLE not in names:
+            raise SnapshotNotFound(f"{store.place!r} has neither {SINGLE!r} nor {INDEX!r}")
+        return open_files(store, [SINGLE], format="huggingface")
+    if store.size(INDEX) > MAX_INDEX_BYTES:
+        raise FormatError(f"{INDEX!r} in {store.place!r} has {store.size(INDEX)} bytes")
+    record = parse_json(store.read(INDEX, 0, store.size(INDEX)), f"{INDEX!r} in {store.place!r}")
+    places = record.get("weight_map") if isinstance(record, dict) else None
+    if not isinstance(places, dict):
+        raise FormatError(f"{INDEX!r} in {store.place!r} has no weight_map")
+    files = sorted({check_file_name(file) for file in places.values()})
+    if missing := [file for file in files if file not in names]:
+        raise SnapshotIncomplete(
+            f"{store.place!r} lacks {len(missing)} of the {len(files)} files its index names: "
+            f"{listed(missing)}"
+        )
+    stored = open_files(store, files, format="huggingface")
+    found = {extent.name: extent.file for extent in stored.manifest.extents}
+    astray = {name for name in {*found, *places} if found.get(name) != places.get(name)}
+    if astray:
+        raise FormatError(
+            f"index and files of {store.place!r} disagree on {len(astray)} tensors: "
+            f"{listed(astray)}"
+        )
+    return stored
+
+
+def split_parts(
+    manifest: Manifest, part_bytes: int = PART_BYTES
+) -> list[dict[str, tuple[TensorSpec, Box]]]:
+    """Deal whole tensors out to parts of at most `part_bytes`, in order; one larger is alone."""
+    parts: list[dict[str, tuple[TensorSpec, Box]]] = [{}]
+    held_bytes = 0
+    for name, spec in manifest.tensors.items():
+        if parts[-1] and held_bytes + spec.nbytes > part_bytes:
+            parts.append({})
+            held_bytes = 0
+        parts[-1][name] = spec, Box.whole(spec.shape)
+        held_bytes += spec.nbytes
+    return parts
+
+
+def layout(manifest: Manifest, part_bytes: int = PART_BYTES) -> list[FilePlan]:
+    parts = split_parts(manifest, part_bytes)
+    if len(parts) == 1:
+        return [file_plan(SINGLE, parts[0])]
+    return [
+        file_plan(f"model-{number:05d}-of-{len(parts):05d}.safetensors", part)
+        for number, part in enumerate(parts, 1)
+    ]
+
+
+def seal(manifest: Manifest, plans: Sequence[FilePlan]) -> Mapping[str, bytes]:
+    """Return the index, where there is more than one file."""
+    if len(plans) == 1:
+        return {}
+    index = {
+        "metadata": {"total_size": manifest.nbytes},
+        "weight_map": {extent.name: extent.file for extent in manifest.extents},
+    }
+    return {INDEX: json.dumps(index, indent=1, ensure_ascii=False).encode("utf-8")}
+
+
+def huggingface_format(part_bytes: int = PART_BYTES) -> Format:
+    return Format("huggingface", lambda manifest: layout(manifest, part_bytes), seal)

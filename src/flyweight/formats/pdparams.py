@@ -1,0 +1,454 @@
+"""`.pdparams`: Paddle's pickles of numpy arrays, and safetensors under the same suffix.
+
+Pickles do not say bf16 or fp8: the first is stored as uint16, the second as int8, and
+the target knows which it is. Old engines look for these files under fixed names at
+four places; `find_legacy` is that search, done on listed names instead of patterns.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from flyweight.errors import FormatError, SnapshotIncomplete, SnapshotNotFound, SpecError, listed
+from flyweight.events import emit
+from flyweight.formats.huggingface import split_parts
+from flyweight.formats.pickles import Made, Span, read_pickle
+from flyweight.formats.safetensors import file_plan as safetensors_plan
+from flyweight.formats.safetensors import looks_like_safetensors, open_files
+from flyweight.formats.stored import Stored
+from flyweight.memory import Bytes
+from flyweight.ports import FilePlan, Format, Store
+from flyweight.spec.box import Box, stretch
+from flyweight.spec.dtype import BY_NUMPY, DType
+from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorSpec, check_name
+
+SHARED_DIRECTORY = "/shared_ipc_meta"
+MAX_LEAVES = 5_000_000
+MAX_NESTING = 32
+
+_ARRAY = {(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")}
+_SCALAR = {(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")}
+_ENCODE, _DTYPE = ("_codecs", "encode"), ("numpy", "dtype")
+_TUPLE = {("builtins", "tuple"), ("__builtin__", "tuple")}
+_BYTES = {("builtins", "bytes"), ("__builtin__", "bytes")}  # empty ones, before protocol 3
+_ORDERED = ("collections", "OrderedDict")
+ALLOWED = _ARRAY | _SCALAR | _TUPLE | _BYTES | {("numpy", "ndarray"), _DTYPE, _ENCODE, _ORDERED}
+_SKIPPED = "StructuredToParameterName@@"  # Paddle's own names of the same tensors
+_SPLIT = "UnpackBigParamInfor@@"  # where protocols 2 and 3 cut arrays over 1 GiB
+_RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}
+
+
+def open_pdparams(store: Store, files: Iterable[str]) -> Stored:
+    """Open files that together hold one model, each a pickle or safetensors by its content."""
+    decoded = _DecodedStore(store)
+    tensors: dict[str, TensorSpec] = {}
+    values: dict[str, Leaf] = {}
+    extents: list[Extent] = []
+    has_raw_dtypes = False
+    for file in files:
+        head = store.read(file, 0, min(store.size(file), 9))
+        if head[:1] == b"\x80":
+            found = _Pickled(decoded, file).manifest()
+            has_raw_dtypes = True
+        elif looks_like_safetensors(head):
+            found = open_files(store, [file]).manifest
+        else:
+            raise FormatError(
+                f"{file!r} in {store.place!r} starts with {head!r}: neither a pickle nor "
+                f"safetensors"
+            )
+        if doubled := (tensors.keys() | values.keys()) & (
+            found.tensors.keys() | found.values.keys()
+        ):
+            raise FormatError(
+                f"{len(doubled)} tensors of {file!r} are in another part in {store.place!r} too: "
+                f"{listed(doubled)}; parts of two saves may be mixed"
+            )
+        tensors |= found.tensors
+        values |= found.values
+        extents += found.extents
+    manifest = Manifest(tensors, values=values, extents=extents)
+    return Stored(manifest, decoded, format="pdparams", has_raw_dtypes=has_raw_dtypes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    dtype: DType
+    shape: tuple[int, ...]
+    data: Span | bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.nbytes(prod(self.shape))
+
+
+class _Pickled:
+    """One pickle's arrays and leaves."""
+
+    def __init__(self, store: _DecodedStore, file: str) -> None:
+        self._store, self._file = store, file
+        self._count = 0
+
+    def _refuse(self, why: str) -> FormatError:
+        return FormatError(f"pickle {self._file!r} in {self._store.place!r} {why}")
+
+    def manifest(self) -> Manifest:
+        root = read_pickle(self._store, self._file, ALLOWED)
+        content = self._content(root)
+        if content is None:
+            raise self._refuse(f"holds a {type(root).__name__}, expected a dict of arrays")
+        splits = content.pop(_SPLIT, None)
+        leaves = dict(self._leaves("", content, 0))
+        arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
+        values = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, _Array)}
+        joined = self._joined(splits, arrays)
+        tensors, extents = {}, []
+        for name, array in arrays.items():
+            if name not in joined:
+                tensors[name] = TensorSpec(array.dtype, array.shape)
+                extents.append(self._extent(name, Box.whole(array.shape), array, 0))
+        for name, shape, pieces in dict.fromkeys(joined.values()):
+            tensors[name] = TensorSpec(arrays[pieces[0]].dtype, shape)
+            start = 0
+            for piece in pieces:
+                # A flat cut across rows is a few boxes, one after the other in the file.
+                at = 0
+                for box in stretch(shape, start, prod(arrays[piece].shape)):
+                    extents.append(self._extent(name, box, arrays[piece], at))
+                    at += tensors[name].box_bytes(box)
+                start += prod(arrays[piece].shape)
+        return Manifest(tensors, values=values, extents=extents)
+
+    def _extent(self, name: str, box: Box, array: _Array, skip_bytes: int) -> Extent:
+        if isinstance(array.data, Span) and not array.data.is_text:
+            return Extent(name, box, self._file, array.data.offset + skip_bytes)
+        return Extent(name, box, self._store.add(self._file, array.data, array.nbytes), skip_bytes)
+
+    def _content(self, value: object) -> dict[object, object] | None:
+        if isinstance(value, Made) and (value.what.module, value.what.name) == _ORDERED:
+            return value.items
+        return value if isinstance(value, dict) else None
+
+    def _leaves(self, name: str, value: object, depth: int) -> Iterator[tuple[str, _Array | Leaf]]:
+        self._count += 1
+        if depth > MAX_NESTING or self._count > MAX_LEAVES:
+            raise self._refuse(f"nests deeper than {MAX_NESTING} or has over {MAX_LEAVES} leaves")
+        content = self._content(value)
+        if content is None and isinstance(value, (list, tuple)):
+            content = dict(enumerate(value))
+        if content is not None:
+            for key, each in content.items():
+                if key != _SKIPPED:
+                    yield from self._leaves(f"{name}.{key}" if name else str(key), each, depth + 1)
+            return
+        if isinstance(value, Made):
+            kind = (value.what.module, value.what.name)
+            if kind in _TUPLE:  # (Paddle's internal name, array), as tensors in nested dicts are
+                match value.args:
+                    case (((str() | Span()), each),):
+                        yield from self._leaves(name, each, depth + 1)
+                        return
+            if kind in _ARRAY:
+                yield check_name(name), self._array(name, value)
+                return
+            if kind in _SCALAR:
+                yield check_name(name), self._scalar(name, value)
+                return
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            yield check_name(name), value
+            return
+        raise self._refuse(f"has a {getattr(value, 'what', type(value).__name__)} at {name!r}")
+
+    def _array(self, name: str, made: Made) -> _Array:
+        match made.state:
+            case (int(), tuple() as shape, Made() as described, bool() as is_fortran, data):
+                pass
+            case _:
+                raise self._refuse(f"has an array {name!r} without shape, dtype and bytes")
+        if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+            raise self._refuse(f"has an array {name!r} of shape {str(shape)[:80]}")
+        if is_fortran and sum(size > 1 for size in shape) > 1:
+            raise self._refuse(f"has an array {name!r} in column order, expected row order")
+        try:
+            array = _Array(self._dtype(name, described), shape, self._data(name, data))
+            TensorSpec(array.dtype, shape)
+        except SpecError as cause:
+            raise self._refuse(f"has an array {name!r}: {cause}") from cause
+        exact = isinstance(array.data, bytes) or not array.data.is_text
+        nbytes = len(array.data) if isinstance(array.data, bytes) else array.data.nbytes
+        # Text takes one byte for a character below 128 and two for one from there to 255.
+        if nbytes != array.nbytes if exact else not array.nbytes <= nbytes <= 2 * array.nbytes:
+            raise self._refuse(
+                f"has {nbytes} bytes for {name!r}, {array.dtype}{list(shape)} needs {array.nbytes}"
+            )
+        return array
+
+    def _dtype(self, name: str, made: Made) -> DType:
+        match (made.what.module, made.what.name), made.args, made.state:
+            case (module, "dtype"), (str() as code, *_), (_, str() as order, *_):
+                if module == "numpy" and re.fullmatch(r"[biufc][0-9]{1,2}", code) and order in "<|":
+                    known = BY_NUMPY.get(np.dtype(code).name) if _is_dtype(code) else None
+                    if known:
+                        return known
+        raise self._refuse(f"has an array {name!r} of dtype {made.args!r}, state {made.state!r}")
+
+    def _data(self, name: str, data: object) -> Span | bytes:
+        if isinstance(data, Span) and not data.is_text:
+            return data
+        if isinstance(data, Made):
+            kind = (data.what.module, data.what.name)
+            if kind in _BYTES and data.args == ():
+                return b""
+            match kind, data.args:
+                case ("_codecs", "encode"), (Span() as span, "latin1") if span.is_text:
+                    return span
+                case ("_codecs", "encode"), (str() as text, "latin1"):
+                    try:
+                        return text.encode("latin1")
+                    except UnicodeEncodeError as cause:
+                        raise self._refuse(f"has text for {name!r} that is not latin1") from cause
+        raise self._refuse(f"has a {type(data).__name__} for the bytes of {name!r}")
+
+    def _scalar(self, name: str, made: Made) -> Leaf:
+        match made.args:
+            case (Made() as described, data):
+                dtype, found = self._dtype(name, described), self._data(name, data)
+                if isinstance(found, Span):
+                    found = self._store.read(self._file, found.offset, min(found.nbytes, 16))
+                if dtype.numpy and len(found) == dtype.nbytes(1) and dtype.name[0] in "buif":
+                    value: Leaf = np.frombuffer(found, dtype.numpy)[0].item()
+                    return value
+        raise self._refuse(f"has a scalar {name!r} that is no number")
+
+    def _joined(
+        self, splits: object, arrays: Mapping[str, _Array]
+    ) -> dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]]:
+        """Return, for each piece of an array cut flat, (name, shape, pieces) of the whole."""
+        joined = {}
+        for name, entry in (splits if isinstance(splits, dict) else {}).items():
+            match entry:
+                case {
+                    "OriginShape": tuple() | list() as shape,
+                    "slices": list() | tuple() as pieces,
+                }:
+                    pass
+                case _:
+                    raise self._refuse(f"cut {str(name)[:80]!r} up and does not say how")
+            if not pieces or any(piece not in arrays or piece in joined for piece in pieces):
+                raise self._refuse(
+                    f"cut {name!r} into {str(pieces)[:200]}, which are not all there"
+                )
+            held = sum(prod(arrays[piece].shape) for piece in pieces)
+            sizes_ok = all(type(size) is int and size >= 0 for size in shape)
+            if not sizes_ok or held != prod(shape) or len({arrays[p].dtype for p in pieces}) != 1:
+                raise self._refuse(f"cut {name!r} of {str(shape)[:80]} into {held} elements")
+            whole = (check_name(str(name)), tuple(shape), tuple(pieces))
+            joined.update(dict.fromkeys(pieces, whole))
+        return joined
+
+
+def _is_dtype(code: str) -> bool:
+    try:
+        np.dtype(code)
+    except TypeError:
+        return False
+    return True
+
+
+class _DecodedStore:
+    """A store with extra files: arrays that their pickle wrote as text, decoded when looked at.
+
+    Text is not seekable, so such an array is decoded whole; only the last one is kept.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._texts: dict[str, Callable[[], Bytes]] = {}
+        self._last: tuple[str, Bytes] | None = None
+        self._lock = threading.Lock()
+
+    def add(self, file: str, data: Span | bytes, nbytes: int) -> str:
+        def decode() -> Bytes:
+            if isinstance(data, bytes):
+                return np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
+            text = self._store.read(file, data.offset, data.nbytes)
+            try:
+                raw = text.decode("utf-8").encode("latin1")
+            except UnicodeError as cause:
+                raise FormatError(f"array text in {file!r} is not latin1: {cause}") from cause
+            if len(raw) != nbytes:
+                raise FormatError(f"array text in {file!r} has {len(raw)} bytes, not {nbytes}")
+            return np.frombuffer(raw, np.uint8)
+
+        name = f"{file}#{len(self._texts)}"
+        self._texts[name] = decode
+        return name
+
+    @property
+    def place(self) -> str:
+        return self._store.place
+
+    def names(self) -> list[str]:
+        return self._store.names()
+
+    def size(self, name: str) -> int:
+        return self._store.size(name)
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        return self._store.read(name, offset, nbytes)
+
+    def window(
+        self, name: str, offset: int, nbytes: int, staging: Bytes, *, may_map: bool = True
+    ) -> AbstractContextManager[Bytes]:
+        if name not in self._texts:
+            return self._store.window(name, offset, nbytes, staging, may_map=may_map)
+        with self._lock:
+            if self._last is None or self._last[0] != name:
+                self._last = name, self._texts[name]()
+            return nullcontext(self._last[1][offset : offset + nbytes])
+
+    def close(self) -> None:
+        self._store.close()
+
+
+# Writing.
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _int(number: int) -> bytes:
+    if -(2**31) <= number < 2**31:
+        return b"J" + struct.pack("<i", number)
+    data = number.to_bytes(9, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def _global(module: str, name: str) -> bytes:
+    return _text(module) + _text(name) + b"\x93"
+
+
+def _array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
+    """Return the opcodes before an array's bytes: rebuild an empty one, then its state."""
+    if spec.dtype.numpy is None and spec.dtype.name not in _RAW:
+        raise SpecError(f"a .pdparams pickle cannot hold {spec.dtype}; write it as safetensors")
+    code = _RAW.get(spec.dtype.name) or np.dtype(spec.dtype.numpy).str[1:]
+    order = "|" if spec.item_bytes == 1 else "<"
+    # numpy 1 and 2 both know the array builder under this name.
+    rebuilt = _global("numpy.core.multiarray", "_reconstruct") + _global("numpy", "ndarray")
+    dtype = _global("numpy", "dtype") + _text(code) + b"\x89\x88\x87R("
+    dtype += _int(3) + _text(order) + b"NNN" + _int(-1) + _int(-1) + _int(0) + b"tb"
+    sizes = b"(" + b"".join(map(_int, shape)) + b"t"
+    nbytes = struct.pack("<Q", spec.dtype.nbytes(prod(shape)))
+    return rebuilt + _int(0) + b"\x85C\x01b\x87R(" + _int(1) + sizes + dtype + b"\x89\x8e" + nbytes
+
+
+def pickle_plan(file: str, boxes: Mapping[str, tuple[TensorSpec, Box]]) -> FilePlan:
+    """Lay out a pickle that `paddle.load` reads: a dict of arrays, protocol 4."""
+    literals: list[tuple[int, bytes]] = []
+    extents = []
+    pending, at = b"\x80\x04}(", 0
+    for name, (spec, box) in boxes.items():
+        pending += _text(name) + _array_head(spec, box.shape)
+        literals.append((at, pending))
+        at += len(pending)
+        extents.append(Extent(name, box, file, at))
+        at += spec.box_bytes(box)
+        pending = b"tb"
+    pending += b"u."
+    literals.append((at, pending))
+    return FilePlan(file, at + len(pending), literals, extents)
+
+
+def legacy_format(
+    *, rank: int, legacy_id: int | str, part_bytes: int | None, as_safetensors: bool
+) -> Format:
+    """Return the format that old engines search for: one file, or parts of at most `part_bytes`."""
+    names = LegacyNames(rank, legacy_id)
+    plan = safetensors_plan if as_safetensors else pickle_plan
+
+    def layout(manifest: Manifest) -> list[FilePlan]:
+        if part_bytes is None:
+            boxes = {name: (spec, Box.whole(spec.shape)) for name, spec in manifest.tensors.items()}
+            return [plan(names.single, boxes)]
+        parts = split_parts(manifest, part_bytes)
+        return [plan(names.part(number), boxes) for number, boxes in enumerate(parts)]
+
+    return Format("pdparams", layout, lambda manifest, plans: {})
+
+
+# The four places.
+
+
+@dataclass(frozen=True)
+class LegacyNames:
+    """The names old engines give a rank's files; `legacy_id` is a GPU's number or its UUID."""
+
+    rank: int
+    legacy_id: int | str
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", str(self.legacy_id)):
+            raise SpecError(
+                f"rank {self.rank} and legacy_id {self.legacy_id!r} make no file name; a rank is 0 "
+                f"or more, an id a GPU's number or UUID"
+            )
+
+    @property
+    def single(self) -> str:
+        return f"model_state.tp{self.rank}.{self.legacy_id}.pdparams"
+
+    @property
+    def undotted(self) -> str:
+        return f"model_state.tp0{self.legacy_id}.pdparams"
+
+    def part(self, number: int) -> str:
+        return f"model_state.tp{self.rank}.{self.legacy_id}.part{number}.pdparams"
+
+    def parts(self, names: Iterable[str]) -> dict[int, str]:
+        """Return the parts among `names` by number; a base name must match in full."""
+        prefix = f"model_state.tp{self.rank}.{self.legacy_id}.part"
+        found: dict[int, str] = {}
+        for name in names:
+            if not name.startswith(prefix):
+                continue
+            match = re.fullmatch(r"([0-9]{1,9})\.pdparams", name[len(prefix) :])
+            if match is None:
+                emit("legacy.ignored", file=name)
+            elif int(match[1]) in found:
+                raise FormatError(f"{name!r} and {found[int(match[1])]!r} are the same part")
+            else:
+                found[int(match[1])] = name
+        return dict(sorted(found.items()))
+
+
+def find_legacy(model: Store, shared: Store | None, names: LegacyNames) -> tuple[Store, list[str]]:
+    """Return the store and the files that answer for this rank, by the old order of places."""
+    here = model.names()
+    if parts := names.parts(here):
+        first, last = min(parts), max(parts)
+        missing = [number for number in range(min(first, 1), last) if number not in parts]
+        if missing:
+            raise SnapshotIncomplete(
+                f"{model.place!r} has parts {list(parts)} of rank {names.rank}, id "
+                f"{names.legacy_id}; missing: {missing}"
+            )
+        return model, list(parts.values())
+    for candidate in (names.single, names.undotted):
+        if candidate in here:
+            return model, [candidate]
+    if shared is not None and names.single in shared.names():
+        return shared, [names.single]
+    tried = [f"{model.place}/{each}" for each in (names.part(0), names.single, names.undotted)]
+    tried += [f"{shared.place}/{names.single}"] if shared is not None else []
+    raise SnapshotNotFound(f"none of the old files is there: {', '.join(tried)}")

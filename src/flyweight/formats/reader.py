@@ -1,0 +1,252 @@
+"""The reader: pours extents into memory, in windows, by threads, checked before they land.
+
+A piece is a chunk of an extent that some target wants: its place in the file, its
+checksum, and where its items go. Pieces near each other in a file are read as one
+window. A chunk's checksum is compared before any of its items is copied, so bytes
+that are wrong never reach a target; what landed before them did, and the error says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from math import prod
+from time import monotonic
+
+import numpy as np
+
+from flyweight.digest import checksum
+from flyweight.errors import ChecksumMismatch, FlyweightError, SpecError
+from flyweight.events import emit
+from flyweight.memory import Bytes, Items, Staging, block_of, items_of
+from flyweight.ports import WINDOW_SLACK, Store
+from flyweight.spec.box import Box
+from flyweight.spec.manifest import Extent, Manifest
+
+WINDOW_BYTES = 8 << 20
+_GAP_BYTES = 64 << 10  # reading past a hole this small is cheaper than a second window
+
+
+@dataclass(frozen=True)
+class Target:
+    """A box of a tensor, in items, that wants bytes: host items, or a function that takes them."""
+
+    box: Box
+    items: Items | Callable[[Box, Bytes], None]
+    staging: Staging
+    may_map: bool = True
+    """False if bytes should come by way of `staging` even from the page cache: it is pinned."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    offset: int
+    nbytes: int
+    extent: Extent
+    chunk: Box
+    """The chunk in items, counted from the corner of the whole tensor."""
+    index: int | None
+    """Which checksum of the extent is this piece's; None if it is not checked."""
+    item_bytes: int
+    targets: list[Target] = field(default_factory=list)
+
+
+class Reader:
+    """Collects what is wanted of a store's files, then reads it in the order of the files."""
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        *,
+        should_verify: bool = True,
+        on_damage: Callable[[Extent, ChecksumMismatch], None] | None = None,
+    ) -> None:
+        self._store, self._manifest, self._should_verify = store, manifest, should_verify
+        self._on_damage = on_damage
+        self._pieces: dict[str, dict[int, _Piece]] = {}
+        self._staging: Staging | None = None
+        self._may_map = True
+        self.read_bytes = self.checked_bytes = 0
+        self._landed_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, extent: Extent, box: Box, target: Target) -> None:
+        """Want `box`, in elements, of what the extent holds."""
+        spec = self._manifest.tensors[extent.name]
+        wanted, held = spec.stored(box), spec.stored(extent.box)
+        self._staging = target.staging
+        self._may_map = self._may_map and target.may_map
+        pieces = self._pieces.setdefault(extent.file, {})
+        is_checked = self._should_verify and extent.checksums is not None
+        at = extent.offset
+        for index, chunk in enumerate(spec.chunks(extent.box, self._manifest.chunk_bytes)):
+            nbytes = prod(chunk.shape) * spec.item_bytes
+            block = Box(tuple(map(int.__add__, chunk.offset, held.offset)), chunk.shape)
+            meet = block if wanted == held else block.overlap(wanted)
+            if meet is not None:
+                piece = pieces.get(at)
+                if piece is None:
+                    number = index if is_checked else None
+                    piece = _Piece(at, nbytes, extent, block, number, spec.item_bytes)
+                    pieces[at] = piece
+                piece.targets.append(target)
+            at += nbytes
+
+    def run(
+        self, *, num_threads: int, memory_bytes: int | None = None, verb: str | None = None
+    ) -> None:
+        """Read everything that was added; afterwards every target holds its bytes."""
+        windows = list(self._windows())
+        if not windows:
+            return
+        largest = max(end - start for _, start, end, _ in windows)
+        block_bytes = largest + WINDOW_SLACK
+        if memory_bytes is not None:
+            if memory_bytes < block_bytes:
+                raise SpecError(
+                    f"memory_bytes is {memory_bytes}, chunks of this size need {block_bytes}"
+                )
+            num_threads = min(num_threads, memory_bytes // block_bytes)
+        num_threads = min(num_threads, len(windows))
+        total_bytes = sum(end - start for _, start, end, _ in windows)
+        started, queue, stop = monotonic(), iter(windows), threading.Event()
+
+        def work() -> None:
+            assert self._staging is not None
+            with self._staging.lend(block_bytes) as staging:
+                while not stop.is_set():
+                    with self._lock:
+                        window = next(queue, None)
+                    if window is None:
+                        return
+                    self._read(*window, staging)
+                    with self._lock:
+                        self.read_bytes += window[2] - window[1]
+                        done = self.read_bytes
+                    if verb:
+                        emit(
+                            "progress",
+                            verb=verb,
+                            done_bytes=done,
+                            total_bytes=total_bytes,
+                            seconds=monotonic() - started,
+                        )
+
+        try:
+            if num_threads == 1:
+                work()
+            else:
+                with ThreadPoolExecutor(num_threads, "flyweight-read") as pool:
+                    try:
+                        jobs = [pool.submit(work) for _ in range(num_threads)]
+                        wait(jobs, return_when=FIRST_EXCEPTION)
+                    finally:  # an error or Ctrl-C: each thread ends after the window it is in
+                        stop.set()
+                for job in jobs:
+                    job.result()
+        except FlyweightError as error:
+            if verb:
+                error.note(self._aftermath())
+            raise
+
+    def _aftermath(self) -> str:
+        if not self._landed_bytes:
+            return "the target was not touched"
+        return (
+            f"{self._landed_bytes} bytes had been written: the target holds a mix and must not be "
+            f"used before a whole load"
+        )
+
+    def _windows(self) -> Iterator[tuple[str, int, int, list[_Piece]]]:
+        """Yield (file, start, end, pieces): neighbours together, up to the size of a window."""
+        for file, by_offset in self._pieces.items():
+            window: list[_Piece] = []
+            start = end = 0
+            for offset in sorted(by_offset):
+                piece = self._narrowed(by_offset[offset])
+                reach = piece.offset + piece.nbytes
+                if window and (piece.offset - end > _GAP_BYTES or reach - start > WINDOW_BYTES):
+                    yield file, start, end, window
+                    window = []
+                if not window:
+                    start = piece.offset
+                window.append(piece)
+                end = reach
+            if window:
+                yield file, start, end, window
+
+    def _narrowed(self, piece: _Piece) -> _Piece:
+        """Cut an unchecked piece down to the rows that are wanted, if they are one stretch."""
+        if piece.index is not None or len(piece.targets) != 1:
+            return piece
+        meet = piece.chunk.overlap(piece.targets[0].box)
+        if meet is None or meet == piece.chunk:
+            return piece
+        runs = list(meet.within(piece.chunk).runs(piece.chunk.shape))
+        if len(runs) != 1:
+            return piece
+        start, length = runs[0]
+        return _Piece(
+            piece.offset + start * piece.item_bytes,
+            length * piece.item_bytes,
+            piece.extent,
+            meet,
+            None,
+            piece.item_bytes,
+            piece.targets,
+        )
+
+    def _read(self, file: str, start: int, end: int, pieces: list[_Piece], staging: Bytes) -> None:
+        with self._store.window(file, start, end - start, staging, may_map=self._may_map) as window:
+            landed = checked = 0
+            try:
+                for piece in pieces:
+                    data = window[piece.offset - start : piece.offset - start + piece.nbytes]
+                    if piece.index is not None:
+                        checked += piece.nbytes
+                        if not self._is_right(piece, data):
+                            continue
+                    landed += piece.nbytes
+                    self._land(piece, data)
+            finally:
+                del data, window  # or the mapping cannot be closed
+                with self._lock:
+                    self._landed_bytes += landed
+                    self.checked_bytes += checked
+
+    def _is_right(self, piece: _Piece, data: Bytes) -> bool:
+        """Compare the checksum; raises, or tells who asked to be told and returns False."""
+        assert piece.extent.checksums is not None
+        assert piece.index is not None
+        found, expected = checksum(data), piece.extent.checksums[piece.index]
+        if found == expected:
+            return True
+        error = ChecksumMismatch(
+            f"{piece.extent.name!r}: bytes {piece.offset}..{piece.offset + piece.nbytes} of "
+            f"{piece.extent.file!r} in {self._store.place!r} have checksum {found:016x}, "
+            f"{expected:016x} was written"
+        )
+        if self._on_damage is None:
+            raise error
+        self._on_damage(piece.extent, error)
+        return False
+
+    def _land(self, piece: _Piece, data: Bytes) -> None:
+        source = items_of(data, piece.item_bytes, piece.chunk.shape)
+        for target in piece.targets:
+            meet = piece.chunk.overlap(target.box)
+            if meet is None:
+                continue
+            block = block_of(source, meet.within(piece.chunk))
+            place = meet.within(target.box)
+            if callable(target.items):
+                target.items(place, np.ascontiguousarray(block).reshape(-1).view(np.uint8))
+                continue
+            goal = block_of(target.items, place)
+            if block.flags.c_contiguous and goal.flags.c_contiguous:
+                # As bytes: items of a file may stand at odd addresses, which numpy copies singly.
+                block, goal = block.reshape(-1).view(np.uint8), goal.reshape(-1).view(np.uint8)
+            np.copyto(goal, block)

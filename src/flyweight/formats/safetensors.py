@@ -1,0 +1,141 @@
+"""Safetensors: eight bytes of length, a JSON head, then the tensors without a hole.
+
+A head is believed only after every number in it has been checked against the
+others and against the size of the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from flyweight.errors import FormatError, SpecError, listed
+from flyweight.formats.stored import Stored
+from flyweight.ports import FilePlan, Store
+from flyweight.spec.box import Box
+from flyweight.spec.dtype import BY_SAFETENSORS, DTYPES
+from flyweight.spec.manifest import (
+    MAX_DIMS,
+    Extent,
+    Json,
+    Manifest,
+    TensorSpec,
+    check_name,
+    parse_json,
+)
+
+MAX_HEAD_BYTES = 100_000_000  # the format's own limit
+_HEAD_ALIGN = 4096  # tensors start on a page, which unbuffered reads and mappings like
+
+
+def looks_like_safetensors(head: bytes) -> bool:
+    """True if a file that starts with these nine bytes can only be safetensors."""
+    return len(head) >= 9 and head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 2**40
+
+
+def read_head(store: Store, file: str) -> tuple[dict[str, TensorSpec], list[Extent], int]:
+    """Return the specs, the extents and the length of the head of one file."""
+    size, what = store.size(file), f"{file!r} in {store.place!r}"
+    if size < 8:
+        raise FormatError(f"{what} has {size} bytes, a safetensors file at least 8")
+    length = int.from_bytes(store.read(file, 0, 8), "little")
+    if length > min(size - 8, MAX_HEAD_BYTES):
+        raise FormatError(
+            f"{what} claims a head of {length} bytes; the file has {size}, a head at most "
+            f"{MAX_HEAD_BYTES}"
+        )
+    record = parse_json(store.read(file, 8, length), f"head of {what}")
+    if not isinstance(record, dict):
+        raise FormatError(f"head of {what} is a {type(record).__name__}, expected an object")
+    record.pop("__metadata__", None)
+    tensors, extents = {}, []
+    for name, entry in record.items():
+        spec, begin, end = _entry(check_name(name), entry, what)
+        if end - begin != spec.nbytes:
+            raise FormatError(
+                f"{name!r} of {what} is {spec}, {spec.nbytes} bytes, and has room for {end - begin}"
+            )
+        tensors[name] = spec
+        extents.append(Extent(name, Box.whole(spec.shape), file, 8 + length + begin))
+    at = 8 + length
+    for extent in sorted(extents, key=lambda each: (each.offset, tensors[each.name].nbytes)):
+        if extent.offset != at:
+            raise FormatError(f"{extent.name!r} of {what} starts at {extent.offset}, expected {at}")
+        at += tensors[extent.name].nbytes
+    if at != size:
+        raise FormatError(f"{what} has {size} bytes, its head accounts for {at}")
+    return tensors, extents, 8 + length
+
+
+def _entry(name: str, entry: Json, what: str) -> tuple[TensorSpec, int, int]:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise FormatError(f"{name!r} of {what} is described by {str(entry)[:80]!r}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BY_SAFETENSORS:
+        known = ", ".join(BY_SAFETENSORS)
+        raise FormatError(f"{name!r} of {what} has dtype {str(dtype)[:80]!r}, known are {known}")
+    for numbers, limit in ((shape, MAX_DIMS), (offsets, 2)):
+        if (
+            not isinstance(numbers, list)
+            or len(numbers) > limit
+            or not all(type(each) is int and 0 <= each < 2**63 for each in numbers)
+        ):
+            raise FormatError(f"{name!r} of {what} has numbers {str(numbers)[:80]}")
+    assert isinstance(shape, list)
+    assert isinstance(offsets, list)
+    if len(offsets) != 2:
+        raise FormatError(f"{name!r} of {what} has {len(offsets)} data_offsets, expected 2")
+    dims = tuple(each for each in shape if isinstance(each, int))
+    begin, end = (each for each in offsets if isinstance(each, int))
+    try:
+        return TensorSpec(BY_SAFETENSORS[dtype], dims), begin, end
+    except SpecError as cause:
+        raise FormatError(f"{name!r} of {what}: {cause}") from cause
+
+
+def open_files(store: Store, files: Iterable[str], *, format: str = "safetensors") -> Stored:
+    """Open files that together hold one model; a name in two of them is refused."""
+    tensors: dict[str, TensorSpec] = {}
+    extents: list[Extent] = []
+    for file in files:
+        found, places, _ = read_head(store, file)
+        if doubled := found.keys() & tensors.keys():
+            raise FormatError(
+                f"{len(doubled)} tensors of {file!r} are in another file of {store.place!r} too: "
+                f"{listed(doubled)}"
+            )
+        tensors |= found
+        extents += places
+    return Stored(Manifest(tensors, extents=extents), store, format=format)
+
+
+def file_plan(file: str, boxes: Mapping[str, tuple[TensorSpec, Box]]) -> FilePlan:
+    """Lay one file out: widest items first, so that every tensor is aligned to its items."""
+    order = sorted(boxes, key=lambda name: -boxes[name][0].item_bytes)
+    head: dict[str, Json] = {"__metadata__": {"format": "pt"}}
+    at, places = 0, []
+    for name in order:
+        spec, box = boxes[name]
+        dtype, shape = spec.dtype, box.shape
+        if dtype.safetensors is None:  # a dtype this format lacks: its bytes, as bytes
+            shape = spec.stored(box).shape + ((spec.item_bytes,) if dtype.bits > 8 else ())
+            dtype = DTYPES["u8"]
+        nbytes = spec.box_bytes(box)
+        head[name] = {
+            "dtype": dtype.safetensors,
+            "shape": list(shape),
+            "data_offsets": [at, at + nbytes],
+        }
+        places.append((name, box, at))
+        at += nbytes
+    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-(8 + len(text)) % _HEAD_ALIGN)
+    if len(text) > MAX_HEAD_BYTES:
+        raise SpecError(f"head of {file!r} has {len(text)} bytes, at most {MAX_HEAD_BYTES}")
+    start = 8 + len(text)
+    return FilePlan(
+        file,
+        start + at,
+        [(0, len(text).to_bytes(8, "little") + text)],
+        [Extent(name, box, file, start + offset) for name, box, offset in places],
+    )

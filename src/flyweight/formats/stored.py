@@ -1,0 +1,93 @@
+"""Stored: an opened checkpoint of any format, told as one manifest with extents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+
+import numpy as np
+
+from flyweight.errors import PlanError, SpecError
+from flyweight.formats.reader import Reader, Target
+from flyweight.memory import STAGING, Bytes, items_of
+from flyweight.plan.reshard import Shard, reshard
+from flyweight.ports import Store
+from flyweight.spec.box import Box
+from flyweight.spec.dtype import dtype_named
+from flyweight.spec.manifest import Manifest
+
+
+class Stored:
+    """A source at rest. Reads are checked wherever the format keeps checksums."""
+
+    def __init__(
+        self, manifest: Manifest, store: Store, *, format: str, has_raw_dtypes: bool = False
+    ) -> None:
+        self._manifest = manifest
+        self.store = store
+        self.format = format
+        self.has_raw_dtypes = has_raw_dtypes
+        """True where bf16 is told as u16 and fp8 as i8, so that only the target knows."""
+        self._shards: dict[str, list[Shard]] = {name: [] for name in manifest.tensors}
+        for index, extent in enumerate(manifest.extents):
+            self._shards[extent.name].append(Shard(index, extent.box))
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def assuming(self, dtypes: Mapping[str, str]) -> Stored:
+        """Return the same source with tensors of one dtype told as another of the same width."""
+        told = {dtype_named(old).name: dtype_named(new) for old, new in dtypes.items()}
+        for old, new in dtypes.items():
+            if dtype_named(old).bits != dtype_named(new).bits:
+                raise SpecError(f"{old} and {new} differ in width; one cannot be told as the other")
+        tensors = {
+            name: replace(spec, dtype=told.get(spec.dtype.name, spec.dtype))
+            for name, spec in self._manifest.tensors.items()
+        }
+        manifest = replace(self._manifest, tensors=tensors)
+        return Stored(manifest, self.store, format=self.format)
+
+    def shards(self, name: str) -> list[Shard]:
+        """Return the boxes at rest; a shard's rank is the number of its extent."""
+        return self._shards[self._manifest.tied.get(name, name)]
+
+    def read(
+        self,
+        name: str,
+        box: Box | None = None,
+        *,
+        into: Bytes | None = None,
+        should_verify: bool = True,
+    ) -> Bytes:
+        """Return the box's bytes, row-major and checked; copied to `into` where it is given."""
+        if name not in self._manifest.tensors and name not in self._manifest.tied:
+            count = len(self._manifest.names)
+            raise PlanError(f"{name!r} is not among the {count} tensors of {self.store.place!r}")
+        spec = self._manifest.spec(name)
+        box = Box.whole(spec.shape) if box is None else box
+        items, nbytes = spec.stored(box), spec.box_bytes(box)
+        data = np.empty(nbytes, np.uint8) if into is None else into[:nbytes]
+        target = Target(items, items_of(data, spec.item_bytes, items.shape), STAGING)
+        copies = reshard({name: self.shards(name)}, {name: [Shard(0, box)]})
+        reader = Reader(self.store, self._manifest, should_verify=should_verify)
+        for copy in copies:
+            reader.add(self._manifest.extents[copy.source.rank], copy.box, target)
+        reader.run(num_threads=1)
+        return data
+
+    def close(self) -> None:
+        self.store.close()
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

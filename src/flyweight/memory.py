@@ -1,0 +1,145 @@
+"""Memory: where a tensor's elements lie, and staging that is taken once and reused.
+
+Fresh pages are zeroed by the kernel one fault at a time, which on many machines is
+several times slower than copying into pages already there. So staging blocks go
+back to a small process-wide shelf instead of to the system.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyweight.errors import SpecError
+from flyweight.spec.box import Box, strides_of
+
+Bytes = NDArray[np.uint8]
+Items = NDArray[Any]
+"""An array whose dtype only says how wide an item is; its values are nobody's business."""
+
+_ITEM: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
+
+
+def item_dtype(item_bytes: int) -> np.dtype[Any]:
+    """Return a numpy dtype of that width that numpy copies without looking inside."""
+    return _ITEM[item_bytes] if item_bytes in _ITEM else np.dtype(f"V{item_bytes}")
+
+
+def items_of(data: Bytes, item_bytes: int, shape: tuple[int, ...]) -> Items:
+    """View row-major bytes as items of `shape`."""
+    return data.view(item_dtype(item_bytes)).reshape(shape)
+
+
+def block_of(items: Items, box: Box) -> Items:
+    """View a box of an array where it lies; of a scalar too, which plain indexing would copy."""
+    index: tuple[Any, ...] = (Ellipsis, *box.slices)
+    block: Items = items[index]
+    return block
+
+
+def bytes_of(view: memoryview | bytes | bytearray | mmap.mmap) -> Bytes:
+    """View anything with the buffer protocol as a flat array of bytes."""
+    return np.frombuffer(view, np.uint8) if len(view) else np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Items at a host address, `strides` in bytes; `owner` keeps the memory alive."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+    owner: object
+    is_writable: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.item_bytes * Box.whole(self.shape).num_elements
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the items lie row-major without gaps; dims of size 1 have no stride to check."""
+        wanted = (self.item_bytes * stride for stride in strides_of(self.shape))
+        return self.nbytes == 0 or all(
+            size == 1 or stride == want
+            for size, stride, want in zip(self.shape, self.strides, wanted, strict=True)
+        )
+
+    def items(self) -> Items:
+        """View the items where they lie."""
+        dtype = item_dtype(self.item_bytes)
+        if self.nbytes == 0:
+            return np.empty(self.shape, dtype)
+        reach = [stride * (size - 1) for size, stride in zip(self.shape, self.strides, strict=True)]
+        below, above = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+        span = (ctypes.c_char * (above - below + self.item_bytes)).from_address(
+            self.address + below
+        )
+        array: Items = np.ndarray(
+            self.shape, dtype, memoryview(span), offset=-below, strides=self.strides
+        )
+        return array
+
+    def flat(self) -> Bytes | None:
+        """View the bytes in row-major order where they lie so, else None."""
+        return self.items().reshape(-1).view(np.uint8) if self.is_contiguous else None
+
+
+def page_memory(nbytes: int) -> Bytes:
+    """Return page-aligned memory, zeroed."""
+    return bytes_of(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
+
+
+class Staging:
+    """Page-aligned blocks, lent and taken back; keeps up to `shelf_bytes` for the next borrower."""
+
+    def __init__(self, *, shelf_bytes: int, allocate: Callable[[int], Bytes] = page_memory) -> None:
+        self._allocate, self._shelf_bytes = allocate, shelf_bytes
+        self._shelf: list[Bytes] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lend(self, nbytes: int) -> Iterator[Bytes]:
+        """Lend a block of exactly `nbytes` until the end of the block of code."""
+        block = self._take(nbytes)
+        try:
+            yield block[:nbytes]
+        finally:
+            with self._lock:
+                if sum(each.nbytes for each in self._shelf) + block.nbytes <= self._shelf_bytes:
+                    self._shelf.append(block)
+
+    def _take(self, nbytes: int) -> Bytes:
+        with self._lock:
+            for index, block in enumerate(self._shelf):
+                # A block twice too large would push the caller over its memory budget.
+                if nbytes <= block.nbytes <= 2 * nbytes:
+                    return self._shelf.pop(index)
+        return self._allocate(nbytes)
+
+
+STAGING = Staging(shelf_bytes=32 << 20)
+
+MEMORY_BYTES = 256 << 20
+"""The extra memory a verb may use unless it is told otherwise."""
+MIN_MEMORY_BYTES = 1 << 20
+
+
+def check_memory_bytes(memory_bytes: int) -> int:
+    if memory_bytes < MIN_MEMORY_BYTES:
+        raise SpecError(f"memory_bytes is {memory_bytes}, at least {MIN_MEMORY_BYTES} are needed")
+    return memory_bytes

@@ -1,0 +1,1 @@
+"""What must move: pure functions from what is there and what is wanted to data."""

@@ -1,0 +1,1 @@
+"""What a tensor is: dtypes, boxes, layouts, manifests. Pure, standard library only."""

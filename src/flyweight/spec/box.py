@@ -1,0 +1,137 @@
+"""Boxes: where a shard sits inside its tensor.
+
+Resharding asks two questions. Where do two shards meet? `Box.overlap`. Which
+stretches of a buffer is that? `Box.runs`. Everything here counts elements in
+row-major order; bytes first appear in `flyweight.memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from operator import mul
+
+from flyweight.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of elements that starts at `offset` and spans `shape`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise SpecError(f"box offset {self.offset} and shape {self.shape} differ in rank")
+        if min(self.offset + self.shape, default=0) < 0:
+            raise SpecError(f"box offset {self.offset} or shape {self.shape} is negative")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box that is all of a tensor of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(start + length for start, length in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index an array with this to get the block."""
+        return tuple(slice(lo, hi) for lo, hi in zip(self.offset, self.end, strict=True))
+
+    def overlap(self, other: Box) -> Box | None:
+        """Return the block both boxes cover, or None if they share no element."""
+        start = tuple(map(max, self.offset, other.offset))
+        shape = tuple(hi - lo for lo, hi in zip(start, map(min, self.end, other.end), strict=True))
+        return Box(start, shape) if all(length > 0 for length in shape) else None
+
+    def contains(self, other: Box) -> bool:
+        return all(map(int.__le__, self.offset, other.offset)) and all(
+            map(int.__ge__, self.end, other.end)
+        )
+
+    def within(self, outer: Box) -> Box:
+        """Return the same block with its offset counted from the corner of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def runs(self, buffer_shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """Yield (start, length) of each contiguous run of this block in a buffer."""
+        if any(end > size for end, size in zip(self.end, buffer_shape, strict=True)):
+            raise SpecError(f"box {self.offset}..{self.end} leaves a buffer of {buffer_shape}")
+        # Trailing dimensions covered edge to edge melt into the run of the dimension before them.
+        head = len(buffer_shape)
+        while head and self.shape[head - 1] == buffer_shape[head - 1]:
+            head -= 1
+        head = max(head - 1, 0)
+        strides = strides_of(buffer_shape)
+        corner, length = sum(map(mul, self.offset, strides)), prod(self.shape[head:])
+        for index in product(*map(range, self.shape[:head])) if length else ():
+            yield corner + sum(map(mul, index, strides)), length
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major strides of `shape`, in elements."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _block_dim(shape: Sequence[int], max_elements: int) -> int:
+    """Return the outermost dim whose rows hold at most `max_elements`."""
+    return next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= max_elements)
+
+
+def num_blocks(shape: Sequence[int], max_elements: int) -> int:
+    """Return how many boxes `blocks` would yield, without making them."""
+    if prod(shape) <= max_elements:
+        return 1 if prod(shape) else 0
+    dim = _block_dim(shape, max_elements)
+    step = max_elements // prod(shape[dim + 1 :])
+    return prod(shape[:dim]) * -(-shape[dim] // step)
+
+
+def blocks(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of at most `max_elements`, in row-major order.
+
+    Each box is one contiguous stretch of the tensor, and the stretches follow each other
+    without a gap; a box is as many whole rows as fit, of the outermost dim whose rows fit.
+    """
+    if max_elements < 1:
+        raise SpecError(f"blocks of {max_elements} elements; at least 1")
+    if prod(shape) == 0:
+        return
+    if prod(shape) <= max_elements:
+        yield Box.whole(shape)
+        return
+    dim = _block_dim(shape, max_elements)
+    step, tail = max_elements // prod(shape[dim + 1 :]), tuple(shape[dim + 1 :])
+    for index in product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim], step):
+            length = min(step, shape[dim] - start)
+            yield Box((*index, start, *(0 for _ in tail)), (*(1 for _ in index), length, *tail))
+
+
+def stretch(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
+    """Cover `length` elements from flat index `start` with boxes, in row-major order.
+
+    Each box is contiguous. This is how a tensor cut flat, across rows, is told in boxes.
+    """
+    if start < 0 or length < 0 or start + length > prod(shape):
+        raise SpecError(f"elements {start}..{start + length} leave a tensor of {tuple(shape)}")
+    strides = strides_of(shape)
+    if not strides and length:
+        yield Box((), ())
+        return
+    while length:
+        index = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
+        # The outermost dim at whose row edge we stand and whose rows still fit.
+        dim = next(d for d, s in enumerate(strides) if not any(index[d + 1 :]) and s <= length)
+        count = min(length // strides[dim], shape[dim] - index[dim])
+        yield Box(index, (*(1 for _ in range(dim)), count, *shape[dim + 1 :]))
+        start, length = start + count * strides[dim], length - count * strides[dim]

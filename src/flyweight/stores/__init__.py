@@ -1,0 +1,1 @@
+"""Where bytes rest: directories today, object stores behind the same port."""

@@ -1,0 +1,397 @@
+"""Local directories: ranged reads by the cheapest way there is, and drafts that commit at once.
+
+A window of a file that lies in the page cache is mapped and shown where it lies. A
+window that does not is read past the cache (O_DIRECT), which on fast disks beats the
+kernel's read-ahead. Where neither is to be had, plain reads. A mapped file that
+somebody else cuts short while we look ends in SIGBUS; committed files are never
+rewritten by us, and sizes are checked before each mapping.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import shutil
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from flyweight.errors import FormatError, StoreError
+from flyweight.memory import STAGING, Bytes, bytes_of, page_memory
+from flyweight.ports import WINDOW_SLACK
+
+PAGE = WINDOW_SLACK // 2
+_DIRECT_BYTES = 1 << 20
+_BOUNCE_BYTES = 4 << 20
+_DRAFT = re.compile(r"\.(draft|trash)-.+-[0-9a-f]{16}")
+
+
+def refused(cause: OSError, text: str) -> StoreError:
+    """Return the operating system's refusal as ours, errno kept."""
+    error = StoreError(f"{text}: {cause.strerror or cause}")
+    error.errno = cause.errno
+    return error
+
+
+class _File:
+    """An open file, its size when it was opened, and the ways of reading it that work."""
+
+    def __init__(self, path: Path, *, unbuffered: bool) -> None:
+        self.path = path
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            status = os.fstat(self.fd)
+        except OSError as cause:
+            raise refused(cause, f"cannot open {str(path)!r}") from cause
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise FormatError(f"{str(path)!r} is not a regular file")
+        self.size = status.st_size
+        self._direct_fd = -1
+        self.may_map = hasattr(os, "preadv") and hasattr(os, "RWF_NOWAIT")
+        self.may_direct = unbuffered and hasattr(os, "O_DIRECT")
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        for fd in (self.fd, getattr(self, "_direct_fd", -1)):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._direct_fd = -1
+
+    def is_cached(self, offset: int, nbytes: int) -> bool:
+        """True if the window's first, middle and last byte can be had without the disk."""
+        if not self.may_map:
+            return False
+        try:
+            return all(
+                os.preadv(self.fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1
+                for at in (offset, offset + nbytes // 2, offset + nbytes - 1)
+            )
+        except BlockingIOError:
+            return False
+        except OSError:  # this file system cannot say: network mounts, FUSE
+            self.may_map = False
+            return False
+
+    def mapped(self, offset: int, nbytes: int) -> mmap.mmap:
+        """Map the window; the mapping starts at the page below `offset`."""
+        self._check_size(offset + nbytes)
+        below = offset % mmap.ALLOCATIONGRANULARITY
+        return mmap.mmap(
+            self.fd, below + nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset - below
+        )
+
+    def read(self, offset: int, nbytes: int, staging: Bytes, *, unbuffered: bool = True) -> Bytes:
+        """Read the window into `staging` and return the part that is the window."""
+        if self.may_direct and unbuffered:
+            below = offset % PAGE
+            reach = -(-(below + nbytes) // PAGE) * PAGE
+            fd = self._direct()
+            if fd >= 0:
+                try:
+                    self._fill(fd, offset - below, staging[:reach], below + nbytes)
+                    return staging[below : below + nbytes]
+                except OSError as cause:
+                    if cause.errno != errno.EINVAL:
+                        raise refused(cause, f"cannot read {str(self.path)!r}") from cause
+                    self.may_direct = False
+        try:
+            self._fill(self.fd, offset, staging[:nbytes], nbytes)
+        except OSError as cause:
+            raise refused(cause, f"cannot read {str(self.path)!r}") from cause
+        return staging[:nbytes]
+
+    def _direct(self) -> int:
+        with self._lock:
+            if self._direct_fd < 0:
+                try:
+                    flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+                    # By way of the open file, so that both are the same file whatever happened.
+                    self._direct_fd = os.open(f"/proc/self/fd/{self.fd}", flags)
+                except OSError:
+                    self.may_direct = False
+            return self._direct_fd
+
+    def _fill(self, fd: int, offset: int, into: Bytes, needed: int) -> None:
+        """Read until `needed` bytes are there; the file may end inside the last page."""
+        view, done = memoryview(into), 0
+        while done < needed:
+            count = os.preadv(fd, [view[done:]], offset + done)
+            if count == 0:
+                self._check_size(offset + needed)
+                raise FormatError(f"{str(self.path)!r} gave no bytes at {offset + done}")
+            done += count
+
+    def _check_size(self, needed: int) -> None:
+        size = os.fstat(self.fd).st_size
+        if size < needed:
+            raise FormatError(
+                f"{str(self.path)!r} has {size} bytes, {self.size} when it was opened; "
+                f"byte {needed} is wanted"
+            )
+
+
+class LocalStore:
+    """The files of one directory, opened when first used and kept open until `close`."""
+
+    def __init__(self, root: str | os.PathLike[str], *, unbuffered: bool = True) -> None:
+        self._root, self._unbuffered = Path(root), unbuffered
+        self._files: dict[str, _File] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def place(self) -> str:
+        return str(self._root)
+
+    def names(self) -> list[str]:
+        try:
+            with os.scandir(self._root) as entries:
+                return sorted(entry.name for entry in entries if not entry.is_dir())
+        except OSError as cause:
+            raise refused(cause, f"cannot list {self.place!r}") from cause
+
+    def size(self, name: str) -> int:
+        return self._file(name).size
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        into = np.empty(nbytes, np.uint8)
+        return self._file(name).read(offset, nbytes, into, unbuffered=False).tobytes()
+
+    @contextmanager
+    def window(
+        self, name: str, offset: int, nbytes: int, staging: Bytes, *, may_map: bool = True
+    ) -> Iterator[Bytes]:
+        file = self._file(name)
+        if not nbytes:
+            yield staging[:0]
+            return
+        if not (is_cached := file.is_cached(offset, nbytes)) or not may_map:
+            yield file.read(offset, nbytes, staging, unbuffered=not is_cached)
+            return
+        mapping = file.mapped(offset, nbytes)
+        try:
+            yield bytes_of(mapping)[len(mapping) - nbytes :]
+        finally:
+            with suppress(BufferError):  # somebody still looks; it goes when they stop
+                mapping.close()
+
+    def ways(self, name: str) -> dict[str, bool]:
+        """Try which ways of reading work for a file of at least a page."""
+        file = self._file(name)
+        file.is_cached(0, 1)
+        file.read(0, PAGE, page_memory(PAGE))
+        return {"mapped_reads": file.may_map, "unbuffered_reads": file.may_direct}
+
+    def close(self) -> None:
+        with self._lock:
+            files, self._files = self._files, {}
+        for file in files.values():
+            file.close()
+
+    def _file(self, name: str) -> _File:
+        with self._lock:
+            if name not in self._files:
+                path = self._root / name
+                self._files[name] = _File(path, unbuffered=self._unbuffered)
+            return self._files[name]
+
+
+class LocalDraft:
+    """Files written under a hidden name beside their place.
+
+    Whole (`into=False`): the hidden directory itself becomes `place`, which must not
+    exist; two writers of one place both write, and the second to commit is refused.
+    Into (`into=True`): the files replace those of their names in an existing directory,
+    and files in `stale` go.
+    """
+
+    def __init__(self, place: str | os.PathLike[str], *, into: bool = False) -> None:
+        self._place, self._into = Path(place), into
+        self.stale: Iterable[str] = ()
+        self._fds: dict[str, int] = {}
+        self._direct_fds: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._parent = self._place if into else self._place.parent
+        try:
+            self._parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not into and os.path.lexists(self._place):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            self._work, self._work_fd = self._begin()
+        except OSError as cause:
+            raise refused(cause, f"cannot write {self.place!r}") from cause
+
+    @property
+    def place(self) -> str:
+        return str(self._place)
+
+    def _begin(self) -> tuple[Path, int]:
+        while True:
+            work = self._parent / f".draft-{self._place.name}-{secrets.token_hex(8)}"
+            work.mkdir(mode=0o700)
+            fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            # The lock tells sweepers that the writer lives. One may have come between the two
+            # calls above and taken the directory for a dead writer's: then begin again.
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if work.exists():
+                    return work, fd
+            os.close(fd)
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._fds[name] = os.open(self._work / name, flags, 0o600)
+            if nbytes:
+                os.posix_fallocate(self._fds[name], 0, nbytes)
+        except OSError as cause:
+            free = shutil.disk_usage(self._parent).free
+            text = f"cannot reserve {nbytes} bytes for {name!r} in {str(self._parent)!r}"
+            raise refused(cause, f"{text} ({free} bytes free)") from cause
+
+    def write(self, name: str, offset: int, data: Bytes) -> None:
+        # Whole pages go past the page cache: filling fresh cache pages costs more than the disk
+        # does. The ragged ends go through it; no page is written both ways.
+        head = -offset % PAGE
+        body = (len(data) - head) // PAGE * PAGE if len(data) >= _DIRECT_BYTES else 0
+        try:
+            if body and self._write_direct(name, offset + head, data[head : head + body]):
+                _write_all(self._fds[name], offset, data[:head])
+                _write_all(self._fds[name], offset + head + body, data[head + body :])
+            else:
+                _write_all(self._fds[name], offset, data)
+        except OSError as cause:
+            raise refused(cause, f"cannot write {name!r} of {self.place!r}") from cause
+
+    def _write_direct(self, name: str, offset: int, data: Bytes) -> bool:
+        """Write whole pages unbuffered; False if this file system cannot."""
+        with self._lock:
+            fd = self._direct_fds.get(name)
+            if fd is None:
+                try:
+                    fd = os.open(self._work / name, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+                except OSError:
+                    fd = -1
+                self._direct_fds[name] = fd
+        if fd < 0:
+            return False
+        try:
+            if data.ctypes.data % PAGE == 0:
+                _write_all(fd, offset, data)
+                return True
+            with STAGING.lend(min(len(data), _BOUNCE_BYTES)) as bounce:
+                for start in range(0, len(data), len(bounce)):
+                    some = data[start : start + len(bounce)]
+                    bounce[: len(some)] = some
+                    _write_all(fd, offset + start, bounce[: len(some)])
+            return True
+        except OSError as cause:
+            if cause.errno != errno.EINVAL:
+                raise
+            with self._lock:
+                os.close(self._direct_fds[name])
+                self._direct_fds[name] = -1
+            return False
+
+    def is_unbuffered(self, name: str) -> bool:
+        """True if whole pages of this file have gone past the page cache."""
+        return self._direct_fds.get(name, -1) >= 0
+
+    def commit(self) -> None:
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(os.fsync, self._fds.values()))
+            os.fsync(self._work_fd)
+            if self._into:
+                for name in self._fds:
+                    os.rename(self._work / name, self._parent / name)
+                for name in self.stale:
+                    (self._parent / name).unlink(missing_ok=True)
+            else:
+                os.rename(self._work, self._place)  # refuses a place that is not empty
+            sync_directory(self._parent)
+            if not self._into and self._parent.parent != self._parent:
+                sync_directory(self._parent.parent)  # it may be us who made the parent
+        except OSError as cause:
+            if cause.errno == errno.ENOTEMPTY:
+                cause = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            raise refused(cause, f"cannot commit {self.place!r}") from cause
+
+    def abort(self) -> None:
+        for fd in (*self._fds.values(), *self._direct_fds.values()):
+            if fd >= 0:
+                os.close(fd)
+        self._fds, self._direct_fds = {}, {}
+        shutil.rmtree(self._work, ignore_errors=True)
+        if self._work_fd >= 0:
+            os.close(self._work_fd)
+            self._work_fd = -1
+
+    def __enter__(self) -> LocalDraft:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()  # after a commit nothing is left under the hidden name
+
+
+def _write_all(fd: int, offset: int, data: Bytes) -> None:
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable; a directory we may not open is not ours to sync."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sweep(root: str | os.PathLike[str]) -> list[str]:
+    """Remove the hidden directories of writers that died, and return their names."""
+    gone = []
+    try:
+        names = [name for name in os.listdir(root) if _DRAFT.fullmatch(name)]
+    except OSError as cause:
+        raise refused(cause, f"cannot list {str(root)!r}") from cause
+    for name in sorted(names):
+        path = Path(root) / name
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+                gone.append(name)
+            finally:
+                os.close(fd)
+    return gone
+
+
+def remove(path: Path) -> None:
+    """Remove a directory so that at no moment it is there and not whole."""
+    trash = path.parent / f".trash-{path.name}-{secrets.token_hex(8)}"
+    try:
+        os.rename(path, trash)
+        sync_directory(path.parent)
+        shutil.rmtree(trash)
+    except OSError as cause:
+        raise refused(cause, f"cannot remove {str(path)!r}") from cause

@@ -1,0 +1,242 @@
+"""Compare: is what rests here what was written, and how do two sets of weights differ."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyweight.digest import Digest
+from flyweight.errors import ChecksumMismatch, DigestMismatch
+from flyweight.formats import snapshot
+from flyweight.formats.reader import Reader, Target
+from flyweight.formats.stored import Stored
+from flyweight.memory import MEMORY_BYTES, STAGING, Bytes, items_of
+from flyweight.spec.box import Box, strides_of
+from flyweight.spec.dtype import DType
+from flyweight.spec.manifest import Extent, TensorSpec
+from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.load import whole_digest
+from flyweight.verbs.save import default_threads
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a verification found. `damage` is one line per chunk or tensor that is wrong."""
+
+    place: str
+    format: str
+    version: int | None
+    num_tensors: int
+    read_bytes: int
+    checked_bytes: int
+    """0 for formats that keep no checksums: then only their structure was checked."""
+    seconds: float
+    damage: list[str] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.damage
+
+
+def verify(
+    source: PathLike | Stored, *, version: int | None = None, memory_bytes: int = MEMORY_BYTES
+) -> VerifyReport:
+    """Read everything and compare it with every checksum and digest there is.
+
+    What cannot even be opened raises; damage inside the tensors is all listed.
+    """
+    if not isinstance(source, Stored):
+        with open_source(source, version=version) as stored:
+            return verify(stored, memory_bytes=memory_bytes)
+    started, stored = perf_counter(), source
+    if stored.format == "snapshot":
+        snapshot.check_heads(stored)
+    damage: list[str] = []
+    damaged: set[tuple[str, int]] = set()
+    lock = threading.Lock()
+
+    def on_damage(extent: Extent, error: ChecksumMismatch) -> None:
+        with lock:
+            damage.append(str(error))
+            damaged.add((extent.file, extent.offset))
+
+    reader = Reader(stored.store, stored.manifest, on_damage=on_damage)
+    digests = [(extent, _digesting(reader, stored, extent)) for extent in stored.manifest.extents]
+    reader.run(num_threads=default_threads(), memory_bytes=memory_bytes, verb="verify")
+    for extent, running in digests:
+        if extent.digest is None or (extent.file, extent.offset) in damaged:
+            continue
+        if (found := running.value()) != extent.digest:
+            mismatch = DigestMismatch(
+                f"{extent.name!r} in {stored.store.place!r} has digest {found:016x}, "
+                f"{extent.digest:016x} was committed"
+            )
+            damage.append(str(mismatch))
+    return VerifyReport(
+        stored.store.place,
+        stored.format,
+        stored.manifest.version,
+        len(stored.manifest.tensors),
+        reader.read_bytes,
+        reader.checked_bytes,
+        perf_counter() - started,
+        sorted(damage),
+    )
+
+
+def _digesting(reader: Reader, stored: Stored, extent: Extent) -> Digest:
+    """Have the reader pass the extent's bytes by, and return the digest that adds them up."""
+    spec = stored.manifest.tensors[extent.name]
+    items = spec.stored(extent.box)
+    strides = strides_of(items.shape)
+    running = Digest(spec.box_bytes(extent.box))
+
+    def add(place: Box, data: Bytes) -> None:
+        if extent.digest is not None:
+            start = sum(a * b for a, b in zip(place.offset, strides, strict=True))
+            running.add(start * spec.item_bytes, data)
+
+    reader.add(extent, extent.box, Target(items, add, STAGING))
+    return running
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """How one tensor differs. Distances are None for dtypes without numbers, and where a NaN is."""
+
+    name: str
+    num_elements: int
+    num_different: int
+    max_distance: float | None
+    mean_distance: float | None
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """How two sets of weights differ; empty lists mean that they do not."""
+
+    only_a: list[str]
+    only_b: list[str]
+    other_spec: dict[str, tuple[str, str]]
+    changed: list[TensorDiff]
+    num_same: int
+
+    @property
+    def is_same(self) -> bool:
+        return not (self.only_a or self.only_b or self.other_spec or self.changed)
+
+
+def diff(a: PathLike | Stored, b: PathLike | Stored) -> DiffReport:
+    """Compare two sets of weights tensor by tensor; equal digests settle it without reading."""
+    if not isinstance(a, Stored):
+        with open_source(a) as stored:
+            return diff(stored, b)
+    if not isinstance(b, Stored):
+        with open_source(b) as stored:
+            return diff(a, stored)
+    names_a, names_b = set(a.manifest.names), set(b.manifest.names)
+    other_spec, changed, num_same = {}, [], 0
+    for name in sorted(names_a & names_b):
+        spec, other = a.manifest.spec(name), b.manifest.spec(name)
+        if spec != other:
+            other_spec[name] = str(spec), str(other)
+            continue
+        digests = whole_digest(a, name), whole_digest(b, name)
+        if None not in digests and digests[0] == digests[1]:
+            num_same += 1
+            continue
+        found = _tensor_diff(a, b, name, spec)
+        if found.num_different:
+            changed.append(found)
+        else:
+            num_same += 1
+    return DiffReport(
+        sorted(names_a - names_b), sorted(names_b - names_a), other_spec, changed, num_same
+    )
+
+
+def _tensor_diff(a: Stored, b: Stored, name: str, spec: TensorSpec) -> TensorDiff:
+    num_different, largest, total = 0, 0.0, 0.0
+    has_numbers = True
+    for items in spec.chunks(Box.whole(spec.shape), a.manifest.chunk_bytes):
+        box = spec.elements(items)
+        left, right = a.read(name, box), b.read(name, box)
+        width = spec.item_bytes
+        differ = np.flatnonzero(
+            items_of(left, width, (-1,)) != items_of(right, width, (-1,))
+            if width <= 8
+            else (left.reshape(-1, width) != right.reshape(-1, width)).any(axis=1)
+        )
+        if not len(differ):
+            continue
+        num_different += len(differ)
+        x, y = numbers(left, spec.dtype), numbers(right, spec.dtype)
+        if x is None or y is None:
+            has_numbers = False
+            continue
+        with np.errstate(all="ignore"):
+            distance = np.abs(x[differ] - y[differ])
+        has_numbers = has_numbers and bool(np.isfinite(distance).all())
+        largest, total = max(largest, float(distance.max())), total + float(distance.sum())
+    count = box_elements(spec)
+    return TensorDiff(
+        name,
+        count,
+        num_different,
+        largest if has_numbers else None,
+        total / count if has_numbers and count else None,
+    )
+
+
+def box_elements(spec: TensorSpec) -> int:
+    """Return how many items are compared: elements, or packed bytes for dtypes below a byte."""
+    return spec.stored(Box.whole(spec.shape)).num_elements
+
+
+def numbers(data: Bytes, dtype: DType) -> NDArray[Any] | None:
+    """Return what the bytes mean as numbers, or None for packed dtypes."""
+    if dtype.numpy is not None:
+        kind = np.complex128 if dtype.name.startswith("c") else np.float64
+        return data.view(dtype.numpy).astype(kind)
+    if dtype.name == "bf16":
+        wide = data.view("<u2").astype(np.uint32) << np.uint32(16)
+        return wide.view(np.float32).astype(np.float64)
+    if dtype.name.startswith("f8_"):
+        table: NDArray[np.float64] = _FLOAT8[dtype.name][data]
+        return table
+    return None
+
+
+def _float8(
+    exponent_bits: int, bias: int, *, has_infinity: bool, is_fnuz: bool
+) -> NDArray[np.float64]:
+    """Return the value of each of the 256 codes of an 8-bit float."""
+    codes = np.arange(256)
+    mantissa_bits = 7 - exponent_bits
+    exponent = (codes & 0x7F) >> mantissa_bits
+    fraction = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    value = np.where(
+        exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias)
+    )
+    if is_fnuz:
+        value[0x80] = np.nan
+    elif has_infinity:
+        top = exponent == (1 << exponent_bits) - 1
+        value[top] = np.where(fraction[top] == 0, np.inf, np.nan)
+    else:
+        value[[0x7F, 0xFF]] = np.nan
+    return np.where(codes >= 0x80, -value, value)
+
+
+_FLOAT8 = {
+    "f8_e4m3": _float8(4, 7, has_infinity=False, is_fnuz=False),
+    "f8_e5m2": _float8(5, 15, has_infinity=True, is_fnuz=False),
+    "f8_e4m3fnuz": _float8(4, 8, has_infinity=False, is_fnuz=True),
+    "f8_e5m2fnuz": _float8(5, 16, has_infinity=False, is_fnuz=True),
+    "f8_e8m0": np.append(2.0 ** (np.arange(255.0) - 127), np.nan),
+}

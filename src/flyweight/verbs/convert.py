@@ -1,0 +1,90 @@
+"""Convert: from any format to any writable one, streaming, without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from flyweight.errors import SpecError, StoreError
+from flyweight.formats.huggingface import huggingface_format
+from flyweight.formats.pdparams import pickle_plan
+from flyweight.formats.safetensors import file_plan
+from flyweight.formats.stored import Stored
+from flyweight.memory import MEMORY_BYTES
+from flyweight.ports import FilePlan, Format
+from flyweight.spec.box import Box
+from flyweight.spec.manifest import Manifest
+from flyweight.stores.local import LocalDraft
+from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.save import PART_BYTES, SaveReport, save_files, save_version
+
+Writable = Literal["snapshot", "hf", "safetensors", "pdparams"]
+
+
+def convert(
+    source: PathLike | Stored,
+    destination: PathLike,
+    *,
+    to: Writable,
+    version: int | None = None,
+    assume: Mapping[str, str] | None = None,
+    part_bytes: int = PART_BYTES,
+    memory_bytes: int = MEMORY_BYTES,
+) -> SaveReport:
+    """Write the source's tensors in another format; every byte is checked where it can be.
+
+    `snapshot` adds a version to the run at `destination`, `hf` makes that directory,
+    `safetensors` and `pdparams` that file. `assume` tells dtypes that a pickle cannot:
+    {"u16": "bf16"}. Formats without ties get bytes of their own for each name.
+    """
+    if not isinstance(source, Stored):
+        with open_source(source) as stored:
+            return convert(
+                stored,
+                destination,
+                to=to,
+                version=version,
+                assume=assume,
+                part_bytes=part_bytes,
+                memory_bytes=memory_bytes,
+            )
+    stored = source.assuming(assume or {}) if assume else source
+    if to == "snapshot":
+        return save_version(
+            stored,
+            destination,
+            version=stored.manifest.version if version is None else version,
+            part_bytes=part_bytes,
+            memory_bytes=memory_bytes,
+            num_threads=None,
+            verb="convert",
+        )
+    if version is not None:
+        raise SpecError(f"version {version} for {to}, which has no versions")
+    place = Path(destination)
+    if place.exists():
+        raise StoreError(f"{str(place)!r} is there already; convert never overwrites")
+    into_directory = to != "hf"
+    return save_files(
+        stored,
+        replace(stored.manifest.untied(), parts=(), extents=()),
+        huggingface_format(part_bytes) if to == "hf" else _single_file(to, place.name),
+        lambda: LocalDraft(place.parent if into_directory else place, into=into_directory),
+        memory_bytes=memory_bytes,
+        num_threads=None,
+        verb="convert",
+    )
+
+
+def _single_file(to: str, name: str) -> Format:
+    plans = {"safetensors": file_plan, "pdparams": pickle_plan}
+    if to not in plans:
+        raise SpecError(f"format {to!r} is not one of snapshot, hf, {', '.join(plans)}")
+
+    def layout(manifest: Manifest) -> list[FilePlan]:
+        boxes = {each: (spec, Box.whole(spec.shape)) for each, spec in manifest.tensors.items()}
+        return [plans[to](name, boxes)]
+
+    return Format(to, layout, lambda manifest, plans: {})

@@ -1,0 +1,138 @@
+"""Describe: what a path holds, and what this machine can do, as plain data for any view."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from flyweight import __version__
+from flyweight.adapters import torch_module
+from flyweight.errors import FlyweightError
+from flyweight.formats.snapshot import directory_name
+from flyweight.spec.manifest import Json
+from flyweight.stores.local import LocalDraft, LocalStore
+from flyweight.verbs.find import PathLike, open_source, versions
+from flyweight.verbs.save import default_threads
+
+_PACKAGES = (
+    "numpy",
+    "xxhash",
+    "click",
+    "rich",
+    "torch",
+    "paddlepaddle",
+    "safetensors",
+    "ml_dtypes",
+)
+
+
+def inspect(path: PathLike, *, version: int | None = None) -> dict[str, Json]:
+    """Return what rests at `path`: tensors, files, versions."""
+    with open_source(path, version=version) as stored:
+        manifest = stored.manifest
+        files: Counter[str] = Counter()
+        for extent in manifest.extents:
+            files[extent.file] += manifest.tensors[extent.name].box_bytes(extent.box)
+        dtypes: Counter[str] = Counter()
+        for spec in manifest.tensors.values():
+            dtypes[spec.dtype.name] += spec.nbytes
+        heres = versions(path) if Path(path).is_dir() else []
+        return {
+            "place": stored.store.place,
+            "format": stored.format,
+            "version": manifest.version,
+            "parent": manifest.parent,
+            "versions": list(heres),
+            "writer": dict(manifest.writer),
+            "num_tensors": len(manifest.tensors),
+            "nbytes": manifest.nbytes,
+            "dtypes": dict(dtypes),
+            "files": dict(files),
+            "tensors": {
+                name: {
+                    "dtype": spec.dtype.name,
+                    "shape": list(spec.shape),
+                    "nbytes": spec.nbytes,
+                    "shards": len(stored.shards(name)),
+                    "file": manifest.extents[shards[0].rank].file
+                    if (shards := stored.shards(name))
+                    else None,
+                }
+                for name, spec in manifest.tensors.items()
+            },
+            "tied": dict(manifest.tied),
+            "values": dict(manifest.values),
+        }
+
+
+def inspect_versions(path: PathLike) -> list[dict[str, Json]]:
+    """Return a line per version of a run; one that cannot be opened says why."""
+    lines: list[dict[str, Json]] = []
+    for version in versions(path):
+        place = Path(path) / directory_name(version)
+        try:
+            with open_source(place) as stored:
+                manifest = stored.manifest
+                lines.append(
+                    {
+                        "version": version,
+                        "parent": manifest.parent,
+                        "num_tensors": len(manifest.tensors),
+                        "nbytes": manifest.nbytes,
+                        "time": manifest.writer.get("time"),
+                        "error": None,
+                    }
+                )
+        except FlyweightError as error:
+            lines.append({"version": version, "error": str(error)})
+    return lines
+
+
+def doctor(path: PathLike | None = None) -> dict[str, Json]:
+    """Return what is installed and what this machine can do at `path`."""
+    place = Path(path) if path is not None else Path(tempfile.gettempdir())
+    packages: dict[str, Json] = {}
+    for package in _PACKAGES:
+        try:
+            packages[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            packages[package] = None
+    return {
+        "flyweight": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "threads": default_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "packages": packages,
+        "gpus": list(torch_module.gpus()),
+        "place": str(place),
+        "free_bytes": shutil.disk_usage(place).free,
+        "disk": _disk(place),
+    }
+
+
+def _disk(place: Path) -> dict[str, Json]:
+    """Try, on a file of our own, which ways of reading and writing work here."""
+    with tempfile.TemporaryDirectory(dir=place, prefix=".flyweight-doctor-") as scratch:
+        directory = Path(scratch) / "probe"
+        with LocalDraft(directory) as draft:
+            data = np.zeros(1 << 20, np.uint8)
+            draft.reserve("probe", len(data))
+            draft.write("probe", 0, data)
+            can_write_unbuffered = draft.is_unbuffered("probe")
+            draft.commit()
+        store = LocalStore(directory)
+        try:
+            store.read("probe", 0, 4096)
+            ways = store.ways("probe")
+        finally:
+            store.close()
+    return {"unbuffered_writes": can_write_unbuffered, **ways}

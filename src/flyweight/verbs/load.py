@@ -1,0 +1,265 @@
+"""Load: from files into a model that is there already, in place, checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal
+
+import numpy as np
+
+from flyweight.adapters.model import Model, adapt
+from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, VersionError, listed
+from flyweight.events import emit
+from flyweight.formats import pdparams
+from flyweight.formats.reader import Reader, Target
+from flyweight.formats.stored import Stored
+from flyweight.memory import MEMORY_BYTES, check_memory_bytes
+from flyweight.plan.reshard import Shard, reshard
+from flyweight.spec.box import Box
+from flyweight.spec.dtype import DType
+from flyweight.spec.manifest import Leaf, TensorSpec
+from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.save import default_threads
+
+_RAW = {"u16": {"bf16"}, "i8": {"f8_e4m3", "f8_e5m2"}}
+"""What formats that keep no true dtype may mean by these."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did."""
+
+    place: str
+    format: str
+    version: int | None
+    num_tensors: int
+    nbytes: int
+    read_bytes: int
+    checked_bytes: int
+    """Bytes whose checksum was compared; 0 for formats that keep none."""
+    seconds: float
+    unused: list[str] = field(default_factory=list)
+    """Tensors of the source that the target has no use for."""
+    kept: list[str] = field(default_factory=list)
+    """Tensors of the target that the source lacks, left as they were (`partial_over`)."""
+    values: Mapping[str, Leaf] = field(default_factory=dict)
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.nbytes / 1e9 / max(self.seconds, 1e-9)
+
+
+def load(
+    source: PathLike | Stored,
+    *,
+    into: object,
+    version: int | None = None,
+    rank: int | None = None,
+    legacy_id: int | str | None = None,
+    shared_directory: PathLike = pdparams.SHARED_DIRECTORY,
+    should_verify: bool = True,
+    extra: Literal["refuse", "report"] = "refuse",
+    partial_over: int | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+    num_threads: int | None = None,
+    unbuffered: bool = True,
+) -> LoadReport:
+    """Fill the model's own tensors from weights at rest; nothing of it is replaced.
+
+    Names, dtypes and shapes are matched before the first byte is written. `extra` says what
+    becomes of tensors the model lacks; `partial_over` says that tensors the source lacks
+    already hold that version. Within `memory_bytes` of extra memory, whatever the model's size.
+    `unbuffered=False` leaves what is read in the page cache, for others on this machine.
+    """
+    started = perf_counter()
+    check_memory_bytes(memory_bytes)
+    sink = adapt(into)
+    sink.check_writable()
+    if isinstance(source, Stored):
+        opened: AbstractContextManager[Stored] = nullcontext(source)
+        if version is not None and source.manifest.version != version:
+            raise VersionError(
+                f"{source.store.place!r} holds version {source.manifest.version}, not {version}"
+            )
+    else:
+        opened = open_source(
+            source,
+            version=version,
+            rank=rank,
+            legacy_id=legacy_id,
+            shared_directory=shared_directory,
+            unbuffered=unbuffered,
+        )
+    with opened as stored:
+        return _load(
+            stored,
+            sink,
+            should_verify=should_verify,
+            extra=extra,
+            partial_over=partial_over,
+            memory_bytes=memory_bytes,
+            num_threads=num_threads,
+            started=started,
+        )
+
+
+def _load(
+    stored: Stored,
+    sink: Model,
+    *,
+    should_verify: bool,
+    extra: Literal["refuse", "report"],
+    partial_over: int | None,
+    memory_bytes: int,
+    num_threads: int | None,
+    started: float,
+) -> LoadReport:
+    matches = match(stored, sink)
+    if matches.missing and partial_over is None:
+        raise PlanError(
+            f"target wants {len(matches.missing)} tensors that {stored.store.place!r} lacks: "
+            f"{listed(matches.missing)}"
+        )
+    if matches.unused and extra == "refuse":
+        raise PlanError(
+            f"{stored.store.place!r} has {len(matches.unused)} tensors that the target lacks: "
+            f"{listed(matches.unused)}; load with extra='report' to leave them out"
+        )
+    reader = Reader(stored.store, stored.manifest, should_verify=should_verify)
+    source_shards, sink_shards = {}, {}
+    for name, source_name in matches.pairs.items():
+        source_shards[name] = stored.shards(source_name)
+        sink_shards[name] = [Shard(0, Box.whole(sink.manifest.tensors[name].shape))]
+    targets = {name: _target(sink, name) for name in matches.pairs}
+    for copy in reshard(source_shards, sink_shards):
+        reader.add(stored.manifest.extents[copy.source.rank], copy.box, targets[copy.name])
+    reader.run(
+        num_threads=default_threads() if num_threads is None else num_threads,
+        memory_bytes=memory_bytes,
+        verb="load",
+    )
+    sink.finish(stored.manifest)
+    report = LoadReport(
+        stored.store.place,
+        stored.format,
+        stored.manifest.version,
+        len(matches.pairs),
+        sum(sink.manifest.tensors[name].nbytes for name in matches.pairs),
+        reader.read_bytes,
+        reader.checked_bytes,
+        perf_counter() - started,
+        matches.unused,
+        matches.missing,
+        stored.manifest.values,
+    )
+    emit(
+        "load.done",
+        place=report.place,
+        version=report.version,
+        nbytes=report.nbytes,
+        seconds=report.seconds,
+    )
+    return report
+
+
+def _target(sink: Model, name: str) -> Target:
+    spec = sink.manifest.tensors[name]
+    items = spec.stored(Box.whole(spec.shape))
+    buffer = sink.host(name)
+    if buffer is None:
+        return Target(
+            items, lambda box, data: sink.write(name, box, data), sink.staging, may_map=False
+        )
+    return Target(items, buffer.items(), sink.staging)
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Which tensor of the source fills which of the target, and who is left over."""
+
+    pairs: Mapping[str, str]
+    missing: list[str]
+    unused: list[str]
+
+
+def match(stored: Stored, sink: Model) -> Matches:
+    """Pair the names, and raise if a pair differs in dtype or shape, all of a kind at once."""
+    have, want = stored.manifest, sink.manifest
+    known = set(have.names)
+    aliases: dict[str, list[str]] = {name: [name] for name in want.tensors}
+    for alias, name in want.tied.items():
+        aliases[name].append(alias)
+    pairs, missing, used = {}, [], set()
+    for name, names in aliases.items():
+        found = [each for each in names if each in known]
+        if not found:
+            missing.append(name)
+            continue
+        used.update(found)
+        pairs[name] = found[0]
+    missing += [name for name in want.values if name not in have.values]
+    _check_specs(stored, want.tensors, pairs)
+    for names in aliases.values():
+        _check_tied(stored, [each for each in names if each in known])
+    return Matches(pairs, missing, sorted(known - used))
+
+
+def _check_specs(
+    stored: Stored, wanted: Mapping[str, TensorSpec], pairs: Mapping[str, str]
+) -> None:
+    have = {name: stored.manifest.spec(source_name) for name, source_name in pairs.items()}
+    place = stored.store.place
+    wrong = [name for name in pairs if not _is_same(have[name].dtype, wanted[name].dtype, stored)]
+    if wrong:
+        name = wrong[0]
+        raise DTypeMismatch(
+            f"{name!r} is {have[name].dtype} in {place!r} and {wanted[name].dtype} in the target; "
+            f"{len(wrong)} tensors differ in dtype: {listed(wrong)}"
+        )
+    wrong = [name for name in pairs if have[name].shape != wanted[name].shape]
+    if wrong:
+        name = wrong[0]
+        raise ShapeMismatch(
+            f"{name!r} is {have[name].shape} in {place!r} and {wanted[name].shape} in the target; "
+            f"{len(wrong)} tensors differ in shape: {listed(wrong)}"
+        )
+
+
+def _is_same(have: DType, want: DType, stored: Stored) -> bool:
+    return have == want or (stored.has_raw_dtypes and want.name in _RAW.get(have.name, ()))
+
+
+def _check_tied(stored: Stored, names: list[str]) -> None:
+    """Raise if names that share memory in the target hold different bytes in the source."""
+    tied = stored.manifest.tied
+    first, *others = dict.fromkeys(tied.get(name, name) for name in names) or [""]
+    for other in others:
+        if not same_bytes(stored, first, stored, other):
+            raise PlanError(
+                f"{first!r} and {other!r} are one tensor in the target and differ in "
+                f"{stored.store.place!r}"
+            )
+
+
+def same_bytes(a: Stored, a_name: str, b: Stored, b_name: str) -> bool:
+    """True if two tensors hold the same bytes; by digest where both have one for the whole."""
+    a_digest, b_digest = whole_digest(a, a_name), whole_digest(b, b_name)
+    if a_digest is not None and b_digest is not None:
+        return a_digest == b_digest
+    spec = a.manifest.spec(a_name)
+    if spec.shape != b.manifest.spec(b_name).shape:
+        return False
+    for items in spec.chunks(Box.whole(spec.shape), a.manifest.chunk_bytes):
+        box = spec.elements(items)
+        if not np.array_equal(a.read(a_name, box), b.read(b_name, box)):
+            return False
+    return True
+
+
+def whole_digest(stored: Stored, name: str) -> int | None:
+    """Return the digest of a tensor that rests in one piece, if the format keeps digests."""
+    shards = stored.shards(name)
+    return stored.manifest.extents[shards[0].rank].digest if len(shards) == 1 else None
