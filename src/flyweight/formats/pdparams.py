@@ -31,7 +31,7 @@ from flyweight.spec.dtype import BY_NUMPY, DType
 from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorSpec, check_name
 
 SHARED_DIRECTORY = "/shared_ipc_meta"
-MAX_LEAVES = 5_000_000
+MAX_LEAVES = 1_000_000
 MAX_NESTING = 32
 
 _ARRAY = {(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")}
@@ -432,23 +432,31 @@ class LegacyNames:
         return dict(sorted(found.items()))
 
 
-def find_legacy(model: Store, shared: Store | None, names: LegacyNames) -> tuple[Store, list[str]]:
-    """Return the store and the files that answer for this rank, by the old order of places."""
-    here = model.names()
-    if parts := names.parts(here):
-        first, last = min(parts), max(parts)
-        missing = [number for number in range(min(first, 1), last) if number not in parts]
-        if missing:
-            raise SnapshotIncomplete(
-                f"{model.place!r} has parts {list(parts)} of rank {names.rank}, id "
-                f"{names.legacy_id}; missing: {missing}"
-            )
-        return model, list(parts.values())
-    for candidate in (names.single, names.undotted):
-        if candidate in here:
-            return model, [candidate]
+def find_legacy(
+    model: Store | None, shared: Store | None, names: LegacyNames, *, looked_at: tuple[str, str]
+) -> tuple[Store, list[str]]:
+    """Return the store and the files that answer for this rank, by the old order of places.
+
+    A directory that is not there is None; `looked_at` names both, for the error.
+    """
+    if model is not None:
+        here = model.names()
+        if parts := names.parts(here):
+            first, last = min(parts), max(parts)
+            missing = [number for number in range(min(first, 1), last) if number not in parts]
+            if missing:
+                raise SnapshotIncomplete(
+                    f"{model.place!r} has parts {list(parts)} of rank {names.rank}, id "
+                    f"{names.legacy_id}; missing: {missing}"
+                )
+            return model, list(parts.values())
+        for candidate in (names.single, names.undotted):
+            if candidate in here:
+                return model, [candidate]
     if shared is not None and names.single in shared.names():
         return shared, [names.single]
-    tried = [f"{model.place}/{each}" for each in (names.part(0), names.single, names.undotted)]
-    tried += [f"{shared.place}/{names.single}"] if shared is not None else []
+    model_place, shared_place = looked_at
+    candidates = (names.part(0), names.part(1), names.single, names.undotted)
+    tried = [f"{model_place}/{each}" for each in candidates]
+    tried.append(f"{shared_place}/{names.single}")
     raise SnapshotNotFound(f"none of the old files is there: {', '.join(tried)}")

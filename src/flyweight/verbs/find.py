@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from flyweight.errors import (
@@ -61,42 +62,55 @@ def open_source(
     if (rank is None) != (legacy_id is None):
         raise SpecError(f"rank is {rank} and legacy_id {legacy_id}; the old names need both")
     place = Path(path)
+    with ExitStack() as on_failure:
+
+        def store_at(directory: Path) -> LocalStore:
+            store = LocalStore(directory, unbuffered=unbuffered)
+            on_failure.callback(store.close)
+            return store
+
+        try:
+            if _is_there(place) and not place.is_dir():
+                stored = _open_file(place, store_at)
+            else:
+                names = _listing(place)
+                if snapshot.MANIFEST in names:
+                    stored = snapshot.open_snapshot(store_at(place), version=version)
+                elif (committed := versions(place)) or version is not None:
+                    stored = _open_run(place, committed, version, store_at)
+                elif rank is not None and legacy_id is not None:
+                    legacy = pdparams.LegacyNames(rank, legacy_id)
+                    stored = _open_legacy(place, Path(shared_directory), legacy, store_at)
+                elif huggingface.has_checkpoint(names):
+                    stored = huggingface.open_huggingface(store_at(place))
+                else:
+                    raise _nothing(place, names)
+        except FormatError as error:
+            if str(place) not in str(error):
+                error.note(f"in {str(place)!r}")
+            raise
+        if version is not None and stored.manifest.version != version:
+            raise VersionError(
+                f"{str(place)!r} is {stored.format} and has no versions; {version} was wanted"
+                if stored.manifest.version is None
+                else f"{str(place)!r} holds version {stored.manifest.version}, not {version}"
+            )
+        on_failure.pop_all()
+        return stored
+
+
+StoreAt = Callable[[Path], LocalStore]
+
+
+def _is_there(place: Path) -> bool:
     try:
-        is_file, is_directory = place.is_file(), place.is_dir()
+        return place.exists()
     except OSError as cause:
         raise refused(cause, f"cannot look at {str(place)!r}") from cause
-    if is_file:
-        stored = _open_file(place, unbuffered)
-    elif is_directory:
-        names = _listing(place)
-        if snapshot.MANIFEST in names:
-            return _open_version(place, version, unbuffered)
-        committed = versions(place)
-        if committed or version is not None:
-            return _open_run(place, committed, version, unbuffered)
-        store = LocalStore(place, unbuffered=unbuffered)
-        if rank is not None and legacy_id is not None:
-            shared_place = Path(shared_directory)
-            shared = (
-                LocalStore(shared_place, unbuffered=unbuffered) if shared_place.is_dir() else None
-            )
-            legacy = pdparams.LegacyNames(rank, legacy_id)
-            return pdparams.open_pdparams(*pdparams.find_legacy(store, shared, legacy))
-        if not huggingface.has_checkpoint(names):
-            raise _nothing(place, names)
-        stored = huggingface.open_huggingface(store)
-    else:
-        raise SnapshotNotFound(f"{str(place)!r} is not there")
-    if version is not None:
-        stored.close()
-        raise VersionError(
-            f"{str(place)!r} is {stored.format} and has no versions; version {version} was wanted"
-        )
-    return stored
 
 
-def _open_file(place: Path, unbuffered: bool) -> Stored:
-    store = LocalStore(place.parent, unbuffered=unbuffered)
+def _open_file(place: Path, store_at: StoreAt) -> Stored:
+    store = store_at(place.parent)
     if place.name == snapshot.MANIFEST:
         return snapshot.open_snapshot(store)
     if place.name == huggingface.INDEX:
@@ -112,17 +126,8 @@ def _open_file(place: Path, unbuffered: bool) -> Stored:
     )
 
 
-def _open_version(place: Path, version: int | None, unbuffered: bool) -> Stored:
-    store = LocalStore(place, unbuffered=unbuffered)
-    try:
-        return snapshot.open_snapshot(store, version=version)
-    except BaseException:
-        store.close()
-        raise
-
-
 def _open_run(
-    place: Path, committed: Sequence[int], version: int | None, unbuffered: bool
+    place: Path, committed: Sequence[int], version: int | None, store_at: StoreAt
 ) -> Stored:
     wanted = committed[-1] if version is None else version
     if wanted not in committed:
@@ -135,7 +140,8 @@ def _open_run(
             f"{newest}"
         )
     try:
-        return _open_version(place / snapshot.directory_name(wanted), wanted, unbuffered)
+        store = store_at(place / snapshot.directory_name(wanted))
+        return snapshot.open_snapshot(store, version=wanted)
     except FormatError as error:
         older = [each for each in committed if each < wanted]
         if older:
@@ -143,7 +149,21 @@ def _open_run(
         raise
 
 
+def _open_legacy(
+    place: Path, shared: Path, names: pdparams.LegacyNames, store_at: StoreAt
+) -> Stored:
+    found = pdparams.find_legacy(
+        store_at(place) if place.is_dir() else None,
+        store_at(shared) if shared.is_dir() else None,
+        names,
+        looked_at=(str(place), str(shared)),
+    )
+    return pdparams.open_pdparams(*found)
+
+
 def _nothing(place: Path, names: Sequence[str]) -> SnapshotNotFound | SnapshotIncomplete:
+    if not _is_there(place):
+        return SnapshotNotFound(f"{str(place)!r} is not there")
     drafts = [name for name in names if name.startswith(".draft-")]
     if drafts:
         return SnapshotIncomplete(

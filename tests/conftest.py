@@ -1,0 +1,72 @@
+"""What several tests need: small models of odd tensors, and damage done to files on purpose."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+RNG_SEED = 7
+
+
+def random_bytes(nbytes, seed=RNG_SEED):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def odd_arrays(seed=RNG_SEED):
+    """Arrays of every awkward kind: scalar, empty, odd sizes, transposed, sliced, reversed."""
+    rng = np.random.default_rng(seed)
+    return {
+        "scalar": np.array(rng.random(), dtype=np.float64),
+        "empty": np.empty((0, 3), dtype=np.float32),
+        "odd.bytes": rng.integers(0, 256, (7, 3), dtype=np.uint8),
+        "odd.half": rng.random((5, 3, 2)).astype(np.float16),
+        "transposed": rng.random((4, 6)).astype(np.float32).T,
+        "sliced": rng.integers(0, 9, (8, 8), dtype=np.int64)[::2, 1::3],
+        "reversed": rng.random(9)[::-1],
+        "flag": np.array([True, False, True]),
+        "complex": (rng.random(3) + 1j * rng.random(3)).astype(np.complex64),
+        "wide_complex": rng.random((2, 2)) + 1j * rng.random((2, 2)),
+    }
+
+
+def zeros_like(arrays):
+    """The same shapes and strides, other values."""
+    blank = {}
+    for name, array in arrays.items():
+        fresh = np.zeros_like(array, order="K")
+        blank[name] = fresh if fresh.strides == array.strides else fresh.reshape(array.shape)
+    return blank
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(
+        a[name].tobytes() == b[name].tobytes() and a[name].dtype == b[name].dtype for name in a
+    )
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Flip one bit of a file, as a tired disk does."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def drop_cache(path: Path) -> None:
+    """Make the next read of a file come from the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with three versions of the odd arrays: 1, 2 and 5."""
+    import flyweight as fw
+
+    for version in (1, 2, 5):
+        fw.save(odd_arrays(version), tmp_path / "run", version=version)
+    return tmp_path / "run"

@@ -1,0 +1,174 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from flyweight.errors import FormatError, SpecError
+from flyweight.spec.box import Box
+from flyweight.spec.dtype import DTYPES
+from flyweight.spec.manifest import (
+    Extent,
+    Manifest,
+    Part,
+    TensorSpec,
+    check_file_name,
+    decode_manifest,
+    encode_manifest,
+)
+
+F32, I4, BF16 = DTYPES["f32"], DTYPES["i4"], DTYPES["bf16"]
+
+
+def example():
+    """Two tensors in two parts, one of them cut in two, one packed, one tied."""
+    tensors = {"w": TensorSpec(BF16, (4, 6)), "q": TensorSpec(I4, (2, 4))}
+    return Manifest(
+        tensors,
+        version=7,
+        parent=3,
+        tied={"head": "w"},
+        values={"step": 12, "rate": 0.5, "name": "run", "none": None, "flag": True},
+        writer={"host": "somewhere"},
+        parts=[Part("a.safetensors", 100 + 24 + 4, 100, 1), Part("b.safetensors", 64 + 24, 64, 2)],
+        extents=[
+            Extent("w", Box((0, 0), (2, 6)), "a.safetensors", 100, (11,), 21),
+            Extent("w", Box((2, 0), (2, 6)), "b.safetensors", 64, (12,), None),
+            Extent("q", Box((0, 0), (2, 4)), "a.safetensors", 124, (13,), 23),
+        ],
+        chunk_bytes=4096,
+    )
+
+
+def test_a_manifest_survives_json():
+    manifest = example()
+    text = encode_manifest(manifest)
+    assert decode_manifest(text) == manifest
+    assert encode_manifest(decode_manifest(text)) == text
+
+
+def edited(*path, to):
+    record = json.loads(encode_manifest(example()))
+    place = record
+    for key in path[:-1]:
+        place = place[key]
+    if to is KeyError:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = to
+    return json.dumps(record).encode()
+
+
+HUGE = 10**30
+FAULTS = {
+    "no version": (("version",), KeyError, "fields"),
+    "an extra field": (("surprise",), 1, "surprise"),
+    "another format": (("format",), "tarball", "tarball"),
+    "a newer format": (("format_version",), 2, "version 2"),
+    "a huge version": (("version",), HUGE, "version is 1000"),
+    "a negative version": (("version",), -1, "version is -1"),
+    "a fractional version": (("version",), 7.0, r"version is 7\.0"),
+    "a bool for a version": (("version",), True, "version is True"),
+    "a parent of its own age": (("parent",), 7, "parent 7"),
+    "chunks of a byte": (("chunk_bytes",), 1, "chunks of 1 bytes"),
+    "chunks of a terabyte": (("chunk_bytes",), 1 << 40, "chunks of 1099511627776 bytes"),
+    "parts that are no list": (("parts",), {}, "parts is a dict"),
+    "a part upstairs": (("parts", 0, "file"), "../a.safetensors", r"\.\./a"),
+    "a part with a root": (("parts", 0, "file"), "/etc/passwd", "/etc/passwd"),
+    "a hidden part": (("parts", 0, "file"), ".a", "plain name"),
+    "a part with a null": (("parts", 0, "file"), "a\0b", "plain name"),
+    "a part twice": (("parts", 0, "file"), "b.safetensors", "a part twice"),
+    "a head longer than its part": (("parts", 0, "head_bytes"), 1000, "head of 1000"),
+    "a shorter part": (("parts", 0, "bytes"), 126, "which has 126"),
+    "a longer part": (("parts", 0, "bytes"), 200, "a hole"),
+    "a checksum that is no number": (("parts", 0, "head_checksum"), "xyz", "16 hexadecimal"),
+    "an unknown dtype": (("tensors", "w", "dtype"), "f128", "f128"),
+    "a dtype that is a list": (("tensors", "w", "dtype"), [], "dtype"),
+    "a negative size": (("tensors", "w", "shape"), [-4, 6], "-4"),
+    "a shape of absurd size": (("tensors", "w", "shape"), [2**62, 2**62], r"2\*\*63 bytes"),
+    "a shape of 65 dims": (("tensors", "w", "shape"), [1] * 65, "65 dims"),
+    "a shape that is larger": (("tensors", "w", "shape"), [5, 6], "24 of its 30 elements"),
+    "a box outside": (("tensors", "w", "shards", 0, "offset"), [3, 0], "leaves a tensor"),
+    "a box of another rank": (("tensors", "w", "shards", 0, "offset"), [0], "differ in rank"),
+    "a box of fewer dims": (("tensors", "w", "shards", 0), "x", "is a str"),
+    "a box twice": (("tensors", "w", "shards", 1, "offset"), [1, 0], "twice"),
+    "a part that is not there": (("tensors", "w", "shards", 0, "part"), 2, "part 2 of 2"),
+    "a place in the head": (("tensors", "w", "shards", 0, "at"), 10, "an overlap|a hole"),
+    "a place past the end": (("tensors", "w", "shards", 0, "at"), HUGE, "at|whole number"),
+    "too few checksums": (("tensors", "w", "shards", 0, "checksums"), "", "0 checksum digits"),
+    "checksums of words": (("tensors", "w", "shards", 0, "checksums"), "z" * 16, "checksum"),
+    "a digest that is a number": (("tensors", "w", "shards", 0, "digest"), 5, "digest of 'w'"),
+    "a lost shard": (("tensors", "w", "shards"), [], "a hole|0 of its 24"),
+    "a nibble cut": (("tensors", "q", "shards", 0, "shape"), [2, 3], "inside a byte"),
+    "an empty name": (("tensors", ""), {"dtype": "u8", "shape": [0], "shards": []}, "tensor name"),
+    "a name with a bell": (("tied", "\a"), "w", "tensor name"),
+    "a tie to nothing": (("tied", "head"), "gone", "not there"),
+    "a tie that is a tensor": (("tied", "q"), "w", "names twice"),
+    "a value that is a tensor": (("values", "q"), 1, "names twice"),
+    "a value that nests": (("values", "deep"), {"a": 1}, "plain leaf"),
+    "a writer of numbers": (("writer", "pid"), 5, "expected text"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_manifest_is_refused_that_has(fault):
+    path, value, message = FAULTS[fault]
+    with pytest.raises(FormatError, match=message):
+        decode_manifest(edited(*path, to=value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"format":"flyweight-snapshot"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"9" * 5000,
+        b'{"version":NaN}',
+        b'{"a":1,"a":2}',
+    ],
+    ids=repr,
+)
+def test_what_is_no_manifest_is_refused(text):
+    with pytest.raises(FormatError):
+        decode_manifest(text[:200_000])
+
+
+def test_names_given_twice_are_named():
+    with pytest.raises(FormatError, match="names 'a' twice"):
+        decode_manifest(b'{"a":1,"b":2,"a":3}')
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "-rf", "x" * 256, 5, None, "ä"])
+def test_only_plain_file_names_pass(name):
+    with pytest.raises(FormatError, match="plain name"):
+        check_file_name(name)
+
+
+def test_packed_dtypes_count_bytes_along_the_last_dim():
+    spec = TensorSpec(I4, (3, 8))
+    assert (spec.nbytes, spec.item_bytes) == (12, 1)
+    box = Box((1, 4), (2, 4))
+    assert spec.stored(box) == Box((1, 2), (2, 2))
+    assert spec.elements(spec.stored(box)) == box
+    with pytest.raises(SpecError, match="inside a byte"):
+        spec.stored(Box((0, 1), (1, 2)))
+    with pytest.raises(SpecError, match="do not fill whole bytes"):
+        TensorSpec(I4, (3, 7))
+
+
+def test_six_bit_floats_pack_four_to_three_bytes():
+    spec = TensorSpec(DTYPES["f6_e2m3"], (2, 8))
+    assert spec.nbytes == 12
+    assert spec.stored(Box.whole((2, 8))) == Box.whole((2, 6))
+
+
+def test_an_untied_manifest_has_a_spec_for_every_name():
+    manifest = replace(example(), parts=(), extents=())
+    assert manifest.untied().tensors["head"] == manifest.tensors["w"]
+    assert not manifest.untied().tied
+    assert manifest.spec("head") == manifest.spec("w")

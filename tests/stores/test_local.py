@@ -1,0 +1,229 @@
+import errno
+import os
+import stat
+
+import numpy as np
+import pytest
+from conftest import drop_cache, random_bytes
+
+from flyweight.errors import FormatError, StoreError
+from flyweight.memory import page_memory
+from flyweight.ports import WINDOW_SLACK
+from flyweight.stores.local import LocalDraft, LocalStore, remove, sweep
+
+DATA = random_bytes(3 << 20)
+
+
+@pytest.fixture
+def store(tmp_path):
+    (tmp_path / "file").write_bytes(DATA.tobytes())
+    store = LocalStore(tmp_path)
+    yield store
+    store.close()
+
+
+RANGES = [(0, 1), (0, len(DATA)), (4095, 2), (12345, 700_001), (len(DATA) - 1, 1), (4096, 4096)]
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), RANGES)
+@pytest.mark.parametrize("is_cold", [False, True])
+@pytest.mark.parametrize("may_map", [False, True])
+def test_a_window_shows_the_files_bytes(store, tmp_path, offset, nbytes, is_cold, may_map):
+    if is_cold:
+        drop_cache(tmp_path / "file")
+    staging = page_memory(nbytes + WINDOW_SLACK)
+    with store.window("file", offset, nbytes, staging, may_map=may_map) as window:
+        assert window.tobytes() == DATA[offset : offset + nbytes].tobytes()
+
+
+def test_a_warm_window_is_mapped_and_a_cold_one_is_read_past_the_cache(store, tmp_path):
+    staging = page_memory(len(DATA) + WINDOW_SLACK)
+    store.read("file", 0, len(DATA))
+    with store.window("file", 0, len(DATA), staging) as window:
+        assert not np.may_share_memory(window, staging)
+    drop_cache(tmp_path / "file")
+    with store.window("file", 0, len(DATA), staging) as window:
+        assert np.may_share_memory(window, staging)
+    with store.window("file", 0, len(DATA), staging) as window:  # the first left no trace in it
+        assert np.may_share_memory(window, staging)
+
+
+def test_plain_reads_work_where_nothing_better_does(tmp_path):
+    (tmp_path / "file").write_bytes(DATA.tobytes())
+    drop_cache(tmp_path / "file")
+    store = LocalStore(tmp_path, unbuffered=False)
+    with store.window("file", 5, 1000, page_memory(1000 + WINDOW_SLACK)) as window:
+        assert window.tobytes() == DATA[5:1005].tobytes()
+    store.close()
+
+
+def test_an_empty_window_is_empty(store):
+    with store.window("file", 5, 0, page_memory(WINDOW_SLACK)) as window:
+        assert len(window) == 0
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_a_file_cut_after_it_was_opened_is_refused_not_a_crash(store, tmp_path, is_cold):
+    assert store.size("file") == len(DATA)
+    os.truncate(tmp_path / "file", 1 << 20)
+    if is_cold:
+        drop_cache(tmp_path / "file")
+    staging = page_memory(len(DATA) + WINDOW_SLACK)
+    with (
+        pytest.raises(FormatError, match=r"has 1048576 bytes, 3145728 when it was opened"),
+        store.window("file", 0, len(DATA), staging),
+    ):
+        pass
+
+
+def test_a_missing_file_a_directory_and_a_pipe_are_refused(tmp_path):
+    store = LocalStore(tmp_path)
+    with pytest.raises(StoreError, match="No such file") as refusal:
+        store.size("gone")
+    assert refusal.value.errno == errno.ENOENT
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(FormatError, match="not a regular file"):
+        store.size("directory")
+    store.close()
+    with pytest.raises(StoreError, match="cannot list"):
+        LocalStore(tmp_path / "gone").names()
+
+
+def test_closing_gives_every_descriptor_back(tmp_path):
+    (tmp_path / "file").write_bytes(DATA.tobytes())
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        store = LocalStore(tmp_path)
+        drop_cache(tmp_path / "file")
+        with store.window("file", 0, 100, page_memory(100 + WINDOW_SLACK)):
+            pass
+        store.close()
+        store.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# Drafts.
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 100_000])
+@pytest.mark.parametrize("shift", [0, 1, 64])
+def test_writes_of_any_alignment_land_exactly(tmp_path, offset, shift):
+    data = page_memory(2_500_000 + 4096)[shift : 2_500_000 + shift]
+    data[:] = random_bytes(len(data))
+    with LocalDraft(tmp_path / "place") as draft:
+        draft.reserve("file", offset + len(data) + 10)
+        draft.write("file", offset, data)
+        draft.commit()
+    content = (tmp_path / "place" / "file").read_bytes()
+    assert content == bytes(offset) + data.tobytes() + bytes(10)
+
+
+def test_neighbouring_writes_do_not_disturb_each_other(tmp_path):
+    data = random_bytes(9 << 20)
+    cuts = [0, 1_500_001, 3_000_017, 3_000_020, 7_777_777, len(data)]
+    with LocalDraft(tmp_path / "place") as draft:
+        draft.reserve("file", len(data))
+        for start, end in sorted(zip(cuts, cuts[1:], strict=False), key=lambda p: -p[0] % 7):
+            draft.write("file", start, data[start:end])
+        draft.commit()
+    assert (tmp_path / "place" / "file").read_bytes() == data.tobytes()
+
+
+def test_nothing_is_visible_before_the_commit(tmp_path):
+    with LocalDraft(tmp_path / "place") as draft:
+        draft.reserve("file", 3)
+        draft.write("file", 0, random_bytes(3))
+        assert not (tmp_path / "place").exists()
+        draft.commit()
+    assert os.listdir(tmp_path) == ["place"]
+
+
+def test_a_draft_that_is_left_without_commit_leaves_nothing(tmp_path):
+    fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt), LocalDraft(tmp_path / "place") as draft:
+        draft.reserve("file", 3 << 20)
+        draft.write("file", 0, DATA)
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_files_are_readable_by_their_owner_only(tmp_path):
+    with LocalDraft(tmp_path / "place") as draft:
+        draft.reserve("file", 1)
+        draft.commit()
+    assert stat.S_IMODE((tmp_path / "place").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "place" / "file").stat().st_mode) == 0o600
+
+
+def test_the_second_of_two_writers_is_refused_and_the_first_is_whole(tmp_path):
+    with LocalDraft(tmp_path / "place") as first, LocalDraft(tmp_path / "place") as second:
+        for draft, byte in ((first, 1), (second, 2)):
+            draft.reserve("file", 4)
+            draft.write("file", 0, np.full(4, byte, np.uint8))
+        second.commit()
+        with pytest.raises(StoreError) as refusal:
+            first.commit()
+    assert refusal.value.errno == errno.EEXIST
+    assert (tmp_path / "place" / "file").read_bytes() == b"\2\2\2\2"
+    assert os.listdir(tmp_path) == ["place"]
+
+
+def test_a_place_that_is_there_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "place").mkdir()
+    with pytest.raises(StoreError) as refusal:
+        LocalDraft(tmp_path / "place")
+    assert refusal.value.errno == errno.EEXIST
+
+
+def test_a_draft_into_a_directory_replaces_and_removes(tmp_path):
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "stale").write_bytes(b"stale")
+    (tmp_path / "other").write_bytes(b"other")
+    with LocalDraft(tmp_path, into=True) as draft:
+        draft.stale = ["stale", "never-was"]
+        draft.reserve("old", 3)
+        draft.write("old", 0, np.frombuffer(b"new", np.uint8))
+        draft.commit()
+    assert sorted(os.listdir(tmp_path)) == ["old", "other"]
+    assert (tmp_path / "old").read_bytes() == b"new"
+
+
+def test_room_that_is_not_there_is_refused_with_both_numbers(tmp_path):
+    with (
+        LocalDraft(tmp_path / "place") as draft,
+        pytest.raises(StoreError, match=r"cannot reserve \d+ bytes for 'file'.*bytes free"),
+    ):
+        draft.reserve("file", 1 << 62)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_may_not_be_written_is_refused(tmp_path):
+    # Tests may run as root, whom no mode stops; a file where a directory should be stops all.
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="cannot write"):
+        LocalDraft(tmp_path / "file" / "place")
+
+
+def test_sweeping_removes_dead_drafts_and_spares_live_ones(tmp_path):
+    (tmp_path / ".draft-place-0123456789abcdef").mkdir()
+    (tmp_path / ".draft-place-0123456789abcdef" / "file").write_bytes(b"x")
+    (tmp_path / ".trash-place-0123456789abcdef").mkdir()
+    (tmp_path / ".draft-but-not-ours").mkdir()
+    with LocalDraft(tmp_path / "place") as draft:
+        draft.reserve("file", 1)
+        assert sweep(tmp_path) == [
+            ".draft-place-0123456789abcdef",
+            ".trash-place-0123456789abcdef",
+        ]
+        draft.commit()
+    assert sorted(os.listdir(tmp_path)) == [".draft-but-not-ours", "place"]
+
+
+def test_removing_is_all_at_once(tmp_path):
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / "file").write_bytes(b"x")
+    remove(tmp_path / "place")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(StoreError, match="cannot remove"):
+        remove(tmp_path / "place")

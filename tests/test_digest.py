@@ -1,0 +1,144 @@
+import random
+import threading
+
+import numpy as np
+import pytest
+from conftest import random_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flyweight.digest import _A, _B, ROW_BYTES, ROW_WORDS, Digest, checksum, digest
+
+MASK = 2**64 - 1
+
+
+def splitmix(index):
+    x = (index + 1) * 0x9E3779B97F4A7C15 & MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31
+
+
+def fmix(x):
+    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD & MASK
+    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 & MASK
+    return x ^ x >> 33
+
+
+def by_the_book(data):
+    """The digest as docs/format.md defines it, word by word, in Python's own integers."""
+    padded = data + bytes(-len(data) % ROW_BYTES)
+    total = fmix(len(data))
+    for row in range(len(padded) // ROW_BYTES):
+        held = 0
+        for column in range(ROW_WORDS):
+            at = row * ROW_BYTES + 8 * column
+            word = int.from_bytes(padded[at : at + 8], "little")
+            mixed = word * (splitmix(column) | 1) & MASK
+            mixed ^= mixed >> 32
+            held += mixed * (splitmix(column + ROW_WORDS) | 1)
+        total += fmix(held & MASK) * (splitmix(row) | 1)
+    return fmix(total & MASK)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 8191, 8192, 8193, 20_000])
+def test_the_digest_is_the_one_in_the_book(nbytes):
+    data = random_bytes(nbytes)
+    assert digest(data) == by_the_book(data.tobytes())
+
+
+def test_the_digest_of_known_bytes_never_changes():
+    assert f"{digest(np.arange(256, dtype=np.uint8)):016x}" == "baa7544b90888366"
+    assert f"{digest(np.empty(0, np.uint8)):016x}" == "0000000000000000"
+
+
+@given(st.integers(0, 70_000), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_pieces_in_any_order_make_the_same_digest(nbytes, rng):
+    data = random_bytes(nbytes)
+    cuts = sorted(rng.randrange(nbytes + 1) for _ in range(rng.randrange(6)))
+    pieces = list(zip([0, *cuts], [*cuts, nbytes], strict=True))
+    rng.shuffle(pieces)
+    running = Digest(nbytes)
+    for start, end in pieces:
+        running.add(start, data[start:end])
+    assert running.value() == digest(data)
+
+
+def test_threads_make_the_same_digest():
+    data = random_bytes(1 << 20)
+    running = Digest(len(data))
+    step = 12_345
+
+    def add(first):
+        for start in range(first * step, len(data), 4 * step):
+            running.add(start, data[start : start + step])
+
+    threads = [threading.Thread(target=add, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert running.value() == digest(data)
+
+
+def test_a_digest_of_missing_bytes_is_refused():
+    running = Digest(10)
+    running.add(0, random_bytes(9))
+    with pytest.raises(AssertionError, match="1 of 10 bytes were never added"):
+        running.value()
+
+
+def test_every_single_flipped_bit_is_seen():
+    data = random_bytes(ROW_BYTES + 40)
+    before = digest(data)
+    rng = random.Random(0)
+    for at in [*range(64), *rng.sample(range(len(data)), 400)]:
+        for bit in range(8):
+            data[at] ^= 1 << bit
+            assert digest(data) != before
+            data[at] ^= 1 << bit
+
+
+def test_swapped_words_are_seen_even_if_they_differ_by_a_sign():
+    # bf16 x and -x in the top lane of two words: the hardest pair for a weighted sum.
+    for kind in ("random", "ones"):
+        words = np.frombuffer(random_bytes(3 * ROW_BYTES).tobytes(), np.uint64).copy()
+        if kind == "ones":
+            words[:] = 0x3F803F803F803F80
+        for lane in range(4):
+            rng = random.Random(lane)
+            for _ in range(100):
+                i, j = rng.sample(range(len(words)), 2)
+                changed = words.copy()
+                changed[j] = changed[i] ^ np.uint64(1 << (16 * lane + 15))
+                before = digest(changed.view(np.uint8))
+                changed[[i, j]] = changed[[j, i]]
+                assert digest(changed.view(np.uint8)) != before
+
+
+def test_no_two_columns_have_weights_that_cancel():
+    # Words that differ in their top bit only move the sum by 2**31 * (+-B[i] +- B[j]), so
+    # neither the sum nor the difference of two weights may vanish modulo 2**33.
+    low = np.sort(np.concatenate([_B, -_B]) & np.uint64(2**33 - 1))
+    assert len(np.unique(low)) == 2 * ROW_WORDS
+    assert len(np.unique(_A)) == ROW_WORDS
+    assert (_A & 1).all()
+    assert (_B & 1).all()
+
+
+def test_swapped_and_shifted_rows_are_seen():
+    data = random_bytes(4 * ROW_BYTES)
+    rows = data.reshape(4, ROW_BYTES)
+    assert digest(rows[[1, 0, 2, 3]].reshape(-1)) != digest(data)
+    assert digest(np.roll(data, 64)) != digest(data)
+    assert digest(np.roll(data, ROW_BYTES)) != digest(data)
+
+
+def test_zeros_of_another_length_are_another_tensor():
+    lengths = [0, 1, 8, ROW_BYTES, ROW_BYTES + 1, 2 * ROW_BYTES]
+    assert len({digest(np.zeros(n, np.uint8)) for n in lengths}) == len(lengths)
+
+
+def test_the_checksum_is_xxh3():
+    assert checksum(np.frombuffer(b"flyweight", np.uint8)) == 0x6509ca2be5334716

@@ -1,0 +1,31 @@
+import json
+import subprocess
+import sys
+
+
+def modules_after(code):
+    script = f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return set(json.loads(done.stdout))
+
+
+def test_importing_flyweight_imports_no_framework_and_prints_nothing():
+    assert not modules_after("import flyweight") & {"torch", "paddle", "numpy", "rich", "click"}
+
+
+def test_using_every_public_name_imports_no_framework():
+    code = "import flyweight as fw\nfor name in fw.__all__: getattr(fw, name)"
+    assert not modules_after(code) & {"torch", "paddle"}
+
+
+def test_saving_and_loading_numpy_arrays_imports_no_framework(tmp_path):
+    code = (
+        "import numpy as np, flyweight as fw\n"
+        f"fw.save({{'a': np.ones(3)}}, {str(tmp_path)!r}); "
+        f"fw.load({str(tmp_path)!r}, into={{'a': np.zeros(3)}})"
+    )
+    assert not modules_after(code) & {"torch", "paddle"}

@@ -1,0 +1,55 @@
+"""Data flows one way: a file imports its own room and rooms on lower levels."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+LEVELS = (
+    "errors events|spec|memory plan|digest ports|stores formats adapters transports"
+    "|verbs sync|lifecycle|server|cli"
+)
+LEVEL = {room: n for n, rooms in enumerate(LEVELS.split("|")) for room in rooms.split()}
+PURE = {"errors", "events", "spec", "plan"}
+FRAMEWORKS = {"torch", "paddle", "vllm", "sglang"}
+SRC = Path(__file__).parents[1] / "src" / "flyweight"
+
+
+def imports_of(text):
+    for node in ast.walk(ast.parse(text)):  # also inside functions and TYPE_CHECKING
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # `from flyweight.formats import snapshot` names a module too
+            yield node.module or ""
+
+
+def faults(room, text):
+    for name in imports_of(text):
+        top, *rest = name.split(".")
+        if top == "flyweight" and rest and rest[0] != room and LEVEL[rest[0]] >= LEVEL[room]:
+            yield f"{room} imports {name}"
+        if room in PURE and top != "flyweight" and top not in sys.stdlib_module_names:
+            yield f"{room} is pure but imports {name}"
+        if top in FRAMEWORKS and room != "adapters":
+            yield f"{room} imports {name}; only adapters may"
+
+
+@pytest.mark.parametrize("path", sorted(SRC.glob("*/*.py")) + sorted(SRC.glob("[!_]*.py")), ids=str)
+def test_a_file_imports_only_from_below(path):
+    room = path.relative_to(SRC).parts[0].removesuffix(".py")
+    assert list(faults(room, path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "text"),
+    [
+        ("spec", "import numpy"),
+        ("spec", "from flyweight.plan.reshard import reshard"),
+        ("formats", "from flyweight.stores.local import LocalStore"),
+        ("stores", "def f():\n    import torch"),
+    ],
+)
+def test_the_check_itself_sees_a_fault(room, text):
+    assert list(faults(room, text))

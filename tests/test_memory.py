@@ -1,0 +1,126 @@
+import threading
+
+import numpy as np
+import pytest
+
+from flyweight.memory import Buffer, Staging, block_of, bytes_of, items_of, page_memory
+from flyweight.spec.box import Box
+
+
+def buffer_of(array):
+    address = array.__array_interface__["data"][0]
+    return Buffer(address, array.shape, array.strides, array.itemsize, array)
+
+
+BASE = np.arange(120, dtype=np.float32).reshape(4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        BASE,
+        BASE.T,
+        BASE[::2],
+        BASE[::-1],
+        BASE[:, ::-2, 1:4],
+        BASE[1, 2, 3:4].reshape(()),
+        BASE[:0],
+        np.arange(6, dtype=np.complex128),
+    ],
+    ids=lambda a: f"{a.shape}{a.strides}",
+)
+def test_a_buffer_shows_the_items_where_they_lie(array):
+    buffer = buffer_of(array)
+    items = buffer.items()
+    assert items.shape == array.shape
+    assert items.tobytes() == array.tobytes()
+    assert buffer.nbytes == array.nbytes
+    assert buffer.is_contiguous == array.flags.c_contiguous
+    assert array.size == 0 or np.may_share_memory(items, array)
+
+
+def test_writing_to_a_buffers_items_changes_the_array():
+    array = np.zeros((3, 4), np.float16).T
+    buffer_of(array).items()[...] = np.arange(12, dtype=np.uint16).reshape(4, 3)
+    assert array.view(np.uint16).tolist() == np.arange(12).reshape(4, 3).tolist()
+
+
+def test_flat_is_none_unless_the_bytes_are_in_order():
+    assert buffer_of(BASE).flat().tobytes() == BASE.tobytes()
+    assert buffer_of(BASE.T).flat() is None
+
+
+def test_a_block_of_a_scalar_is_a_view():
+    scalar = np.zeros((), np.uint32)
+    block_of(scalar, Box((), ()))[...] = 5
+    assert scalar == 5
+
+
+def test_items_and_bytes_are_views_of_each_other():
+    data = bytes_of(bytearray(range(24)))
+    items = items_of(data, 4, (2, 3))
+    items[1, 2] = 0
+    assert data[20:].tolist() == [0, 0, 0, 0]
+    assert len(bytes_of(b"")) == 0
+
+
+def test_page_memory_starts_on_a_page():
+    assert page_memory(10).ctypes.data % 4096 == 0
+    assert len(page_memory(0)) == 0
+
+
+def test_staging_lends_the_same_block_again():
+    staging = Staging(shelf_bytes=1 << 20)
+    with staging.lend(1000) as first:
+        address = first.ctypes.data
+        assert len(first) == 1000
+    with staging.lend(900) as second:
+        assert second.ctypes.data == address
+        assert len(second) == 900
+
+
+def test_staging_never_lends_one_block_to_two():
+    staging = Staging(shelf_bytes=1 << 20)
+    seen, lock = [], threading.Lock()
+    gate = threading.Barrier(4)
+
+    def borrow():
+        for _ in range(50):
+            with staging.lend(4096) as block:
+                with lock:
+                    assert block.ctypes.data not in seen
+                    seen.append(block.ctypes.data)
+                block[:] = threading.get_ident() % 251
+                gate.wait(timeout=30)
+                assert (block == threading.get_ident() % 251).all()
+                with lock:
+                    seen.remove(block.ctypes.data)
+
+    threads = [threading.Thread(target=borrow) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not seen
+
+
+def test_the_shelf_keeps_no_more_than_it_may():
+    allocated = []
+
+    def allocate(nbytes):
+        allocated.append(nbytes)
+        return page_memory(nbytes)
+
+    staging = Staging(shelf_bytes=5000, allocate=allocate)
+    for _ in range(3):
+        with staging.lend(4000), staging.lend(4000):
+            pass
+    assert len(allocated) == 4  # the first round two, later rounds one: one stays on the shelf
+
+
+def test_a_block_far_too_large_is_not_lent_for_a_small_want():
+    staging = Staging(shelf_bytes=1 << 20)
+    with staging.lend(100_000) as large:
+        address = large.ctypes.data
+    with staging.lend(1000) as small:
+        assert small.ctypes.data != address
