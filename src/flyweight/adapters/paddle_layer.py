@@ -38,13 +38,13 @@ def tensor_of(leaf: object) -> HostTensor | None:
     name = str(tensor.dtype).removeprefix("paddle.")
     if name not in BY_PADDLE:
         raise SpecError(f"paddle tensor of dtype {tensor.dtype}")
-    if not tensor._is_initialized():
+    spec = TensorSpec(BY_PADDLE[name], tuple(tensor.shape))
+    if spec.nbytes and not tensor._is_initialized():
         raise SpecError("paddle tensor has no memory; initialise the layer first")
     if tensor.is_dist():
         raise SpecError("paddle dist tensor; pass its local tensor")
-    if not tensor.place.is_cpu_place():
+    if spec.nbytes and not tensor.place.is_cpu_place():
         raise SpecError(f"paddle tensor on {tensor.place}; only tensors in host memory are moved")
-    spec = TensorSpec(BY_PADDLE[name], tuple(tensor.shape))
     width = spec.item_bytes
     strides = tuple(width * stride for stride in tensor.strides)
     address = tensor.data_ptr() if spec.nbytes else 0

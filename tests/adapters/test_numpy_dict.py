@@ -1,0 +1,91 @@
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import odd_arrays, same, zeros_like
+
+import flyweight as fw
+from flyweight.adapters.model import adapt
+from flyweight.errors import SpecError
+
+
+def test_odd_arrays_survive(tmp_path):
+    arrays = odd_arrays()
+    fw.save(arrays, tmp_path)
+    target = zeros_like(arrays)
+    fw.load(tmp_path, into=target)
+    assert same(target, arrays)
+
+
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu"]
+)
+def test_arrays_of_ml_dtypes_survive(tmp_path, name):
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    source = {"w": np.arange(12, dtype=np.uint8).view(dtype)}
+    target = {"w": np.zeros(12 // dtype.itemsize, dtype)}
+    fw.save(source, tmp_path)
+    fw.load(tmp_path, into=target)
+    assert target["w"].tobytes() == source["w"].tobytes()
+
+
+def test_nested_dicts_lists_and_leaves_survive(tmp_path):
+    def state(value):
+        return {
+            "model": {"w": np.full(3, value), "layers": [{"b": np.full(2, value)}, np.full(1, value)]},
+            "step": int(value),
+            "rate": value / 8,
+            "name": f"run {value}",
+            "done": value > 1,
+            "none": None,
+            "scale": np.float32(value),
+        }
+
+    fw.save(state(3.0), tmp_path)
+    target = state(1.0)
+    weights = target["model"]["w"]
+    fw.load(tmp_path, into=target)
+    assert target["model"]["w"] is weights
+    assert weights.tolist() == [3.0] * 3
+    assert target["model"]["layers"][0]["b"].tolist() == [3.0] * 2
+    assert (target["step"], target["rate"], target["name"]) == (3, 0.375, "run 3.0")
+    assert target["done"] is True
+    assert target["none"] is None
+    assert target["scale"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        ({}, "dict holds no tensors"),
+        ({"step": 3}, "dict holds no tensors .1 other leaves"),
+        ([], "list holds no tensors"),
+        ({"a": {"b": np.zeros(1)}, "a.b": np.zeros(1)}, "two leaves are called 'a.b'"),
+        ({"a": object(), "b": np.zeros(1)}, "'a' is a builtins.object"),
+        ({"a": {1, 2}, "b": np.zeros(1)}, "'a' is a builtins.set"),
+        ({(1, 2): np.zeros(1)}, "is a tuple, not text"),
+        ({"a": float("nan"), "b": np.zeros(1)}, "JSON has no such number"),
+        ({"a": np.array([object()])}, "numpy dtype"),
+        ({"a": np.array(["text"])}, "numpy dtype"),
+        ({"a": np.zeros(2, ">f4")}, "numpy dtype"),
+        ({"": np.zeros(2)}, "names are printable and not empty"),
+        ({"a\n": np.zeros(2)}, "names are printable and not empty"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_model_is_refused(thing, message):
+    with pytest.raises(SpecError, match=message):
+        adapt(thing)
+
+
+def test_c13_an_empty_dict_is_a_value_error():
+    with pytest.raises(ValueError, match="holds no tensors"):
+        adapt({})
+
+
+def test_read_only_arrays_are_no_targets(tmp_path):
+    fw.save({"w": np.zeros(3)}, tmp_path)
+    frozen = np.ones(3)
+    frozen.flags.writeable = False
+    with pytest.raises(SpecError, match="1 tensors are read-only memory: 'w'"):
+        fw.load(tmp_path, into={"w": frozen})
+    assert frozen.tolist() == [1, 1, 1]

@@ -1,0 +1,83 @@
+import paddle
+import pytest
+
+import flyweight as fw
+from flyweight.adapters.model import adapt
+from flyweight.errors import SpecError
+
+
+class Net(paddle.nn.Layer):
+    def __init__(self, seed=0):
+        super().__init__()
+        paddle.seed(seed)
+        self.embed = paddle.nn.Embedding(11, 4)
+        self.norm = paddle.nn.BatchNorm1D(4)
+        self.tied = self.embed.weight
+        self.register_buffer("steps", paddle.arange(6) + seed)
+        self.register_buffer("cache", paddle.randn([2]), persistable=False)
+
+
+def content(layer):
+    model = adapt(layer)
+    return {name: model.read(name).tobytes() for name in model.manifest.names}
+
+
+def test_a_layer_survives_and_keeps_its_own_tensors(tmp_path):
+    source, target = Net(0), Net(1)
+    before = {name: (id(p), p.data_ptr()) for name, p in target.named_parameters()}
+    cache = target.cache.numpy().copy()
+    assert content(source) != content(target)
+    fw.save(source, tmp_path, version=1)
+    fw.load(tmp_path, into=target)
+    assert content(target) == content(source)
+    assert {name: (id(p), p.data_ptr()) for name, p in target.named_parameters()} == before
+    assert (target.embed.weight.numpy() == source.embed.weight.numpy()).all()
+    assert (target.cache.numpy() == cache).all()
+    assert target.tied is target.embed.weight
+
+
+def test_tied_layers_are_stored_once(tmp_path):
+    fw.save(Net(), tmp_path)
+    with fw.open(tmp_path) as source:
+        assert set(source.manifest.tied.values()) <= {"embed.weight", "tied"}
+        assert len(source.manifest.tied) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "int32", "int64",
+     "bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"],
+)  # fmt: skip
+def test_every_dtype_survives(tmp_path, dtype):
+    source = {"w": (paddle.randn([5, 3]) * 9).astype(dtype)}
+    target = {"w": paddle.zeros([5, 3]).astype(dtype)}
+    fw.save(source, tmp_path)
+    fw.load(tmp_path, into=target)
+    assert content(target) == content(source)
+
+
+def test_strided_views_survive_and_their_neighbours_are_not_touched(tmp_path):
+    source = paddle.randn([6, 4])
+    fw.save({"w": source.t().contiguous().t()}, tmp_path)
+    base = paddle.zeros([6, 8])
+    view = base[:, ::2]
+    fw.load(tmp_path, into={"w": view})
+    assert (view.numpy() == source.numpy()).all()
+    assert (base[:, 1::2].numpy() == 0).all()
+
+
+def test_paddle_and_torch_trade_weights(tmp_path):
+    import torch
+
+    source = {"w": paddle.randn([4, 5]).astype("bfloat16")}
+    target = {"w": torch.zeros(4, 5, dtype=torch.bfloat16)}
+    fw.save(source, tmp_path)
+    fw.load(tmp_path, into=target)
+    assert content(target) == content(source)
+
+
+def test_a_parameter_whose_memory_was_given_back_is_refused():
+    layer = paddle.nn.Linear(2, 2)
+    layer.weight._clear_data()
+    with pytest.raises(SpecError, match="paddle tensor has no memory"):
+        adapt(layer)
