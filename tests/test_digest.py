@@ -3,10 +3,10 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import random_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import random_bytes
 from flyweight.digest import _A, _B, ROW_BYTES, ROW_WORDS, Digest, checksum, digest
 
 MASK = 2**64 - 1
@@ -141,4 +141,4 @@ def test_zeros_of_another_length_are_another_tensor():
 
 
 def test_the_checksum_is_xxh3():
-    assert checksum(np.frombuffer(b"flyweight", np.uint8)) == 0x6509ca2be5334716
+    assert checksum(np.frombuffer(b"flyweight", np.uint8)) == 0x6509CA2BE5334716

@@ -40,8 +40,15 @@ from flyweight.verbs.find import prune as prune_versions
 EXIT_NO, EXIT_FORMAT, EXIT_NOT_THERE, EXIT_PLAN, EXIT_STORE, EXIT_INTERRUPTED = 1, 3, 4, 5, 6, 130
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+def _console(*, stderr: bool) -> Console:
+    # Where nobody looks, nothing is cut off at a width nobody has.
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else 10_000
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=width)
+
+
+out, err = _console(stderr=False), _console(stderr=True)
 
 
 class Size(click.ParamType[int]):
@@ -56,7 +63,7 @@ class Size(click.ParamType[int]):
             return value
         text = str(value).strip().upper().removesuffix("B").removesuffix("I")
         unit = text[-1:] if text[-1:] in _UNITS and not text[-1:].isdigit() else ""
-        number = text.removesuffix(unit)
+        number = text.removesuffix(unit).strip()
         if not number.isdigit():
             self.fail(f"{value!r} is not a size; write 268435456, 256M or 4G", param, ctx)
         return int(number) * _UNITS[unit]

@@ -1,9 +1,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import odd_arrays, same, zeros_like
 
 import flyweight as fw
+from conftest import odd_arrays, same, zeros_like
 from flyweight.adapters.model import adapt
 from flyweight.errors import SpecError
 
@@ -31,7 +31,10 @@ def test_arrays_of_ml_dtypes_survive(tmp_path, name):
 def test_nested_dicts_lists_and_leaves_survive(tmp_path):
     def state(value):
         return {
-            "model": {"w": np.full(3, value), "layers": [{"b": np.full(2, value)}, np.full(1, value)]},
+            "model": {
+                "w": np.full(3, value),
+                "layers": [{"b": np.full(2, value)}, np.full(1, value)],
+            },
             "step": int(value),
             "rate": value / 8,
             "name": f"run {value}",

@@ -3,10 +3,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import odd_arrays, random_bytes, same, zeros_like
 from safetensors.torch import save_file
 
 import flyweight as fw
+from conftest import odd_arrays, random_bytes, same, zeros_like
 from flyweight.errors import FormatError, PlanError, SnapshotIncomplete, SnapshotNotFound
 
 

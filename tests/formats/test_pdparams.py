@@ -1,4 +1,4 @@
-"""C1 to C10: the old files, written by Paddle itself, found in the old order, read without running."""
+"""C1 to C10: the old files, written by Paddle itself, found in the old order, never run."""
 
 import os
 import shutil
@@ -7,9 +7,9 @@ import numpy as np
 import paddle
 import pytest
 import torch
-from conftest import flip
 
 import flyweight as fw
+from conftest import flip
 from flyweight.errors import FormatError, PlanError, SnapshotIncomplete, SnapshotNotFound, SpecError
 from flyweight.formats.pdparams import LegacyNames
 
@@ -90,7 +90,9 @@ def test_arrays_cut_at_a_gibibyte_are_joined(tmp_path, monkeypatch):
     from paddle.framework import io as paddle_io
 
     original = paddle_io._unpack_saved_dict
-    monkeypatch.setattr(paddle_io, "_unpack_saved_dict", lambda d, p: cut_at_100_bytes(d, p, original))
+    monkeypatch.setattr(
+        paddle_io, "_unpack_saved_dict", lambda d, p: cut_at_100_bytes(d, p, original)
+    )
     tensors = {"w": paddle.randn([11, 13]), "v": paddle.randn([3])}
     paddle.save(tensors, str(tmp_path / "m.pdparams"), protocol=3)
     content = (tmp_path / "m.pdparams").read_bytes()
@@ -181,9 +183,7 @@ def places(tmp_path):
     model, shared = tmp_path / "model", tmp_path / "shared"
     model.mkdir()
     shared.mkdir()
-    for number, name in enumerate(
-        ["tp1.4.part0", "tp1.4.part1", "tp1.4", "tp04"], start=1
-    ):
+    for number, name in enumerate(["tp1.4.part0", "tp1.4.part1", "tp1.4", "tp04"], start=1):
         content = {"b": paddle.full([2], 10 + number)} if name.endswith("part1") else {}
         content = content or {"a": paddle.full([2], number)}
         if not name.endswith(("part0", "part1")):
@@ -247,7 +247,9 @@ def test_c2_rank_and_id_do_not_run_together():
     assert LegacyNames(1, 234).part(0) != LegacyNames(12, 34).part(0)
 
 
-@pytest.mark.parametrize(("rank", "legacy_id"), [(-1, 0), (0, "../x"), (0, ""), (0, "a.b"), (0, -1.5)])
+@pytest.mark.parametrize(
+    ("rank", "legacy_id"), [(-1, 0), (0, "../x"), (0, ""), (0, "a.b"), (0, -1.5)]
+)
 def test_ranks_and_ids_that_make_no_name_are_refused(rank, legacy_id, tmp_path):
     with pytest.raises(SpecError, match="make no file name"):
         fw.load(tmp_path, into={"a": np.zeros(1)}, rank=rank, legacy_id=legacy_id)
@@ -319,7 +321,14 @@ def test_c4_the_directorys_own_name_confuses_nobody(tmp_path, directory):
 
 
 @pytest.mark.parametrize(
-    "name", ["part0.tmp.pdparams", "partx.pdparams", "part.pdparams", "part-1.pdparams", "part2.pdparams.bak"]
+    "name",
+    [
+        "part0.tmp.pdparams",
+        "partx.pdparams",
+        "part.pdparams",
+        "part-1.pdparams",
+        "part2.pdparams.bak",
+    ],
 )
 def test_c4_names_that_only_look_like_parts_are_passed_over_and_told(tmp_path, name):
     from flyweight.events import listening
@@ -337,7 +346,9 @@ def test_c4_names_that_only_look_like_parts_are_passed_over_and_told(tmp_path, n
 
 def test_one_part_under_two_names_is_refused(tmp_path):
     parts(tmp_path, range(2))
-    shutil.copy(tmp_path / LegacyNames(0, 0).part(1), tmp_path / "model_state.tp0.0.part01.pdparams")
+    shutil.copy(
+        tmp_path / LegacyNames(0, 0).part(1), tmp_path / "model_state.tp0.0.part01.pdparams"
+    )
     with pytest.raises(FormatError, match="are the same part"):
         fw.load(tmp_path, into={"w0": paddle.zeros([3])}, rank=0, legacy_id=0)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import flip, odd_arrays, random_bytes, same, zeros_like
 
 import flyweight as fw
+from conftest import flip, odd_arrays, random_bytes, same, zeros_like
 from flyweight.errors import (
     ChecksumMismatch,
     FormatError,
@@ -184,7 +184,9 @@ def test_a_directory_renamed_to_another_version_is_refused(run):
 
 
 def test_a_version_that_is_not_there_is_named_with_the_newest(run):
-    load_untouched(run, VersionError, "version 4 is not one of the 3 versions.*newest is 5", version=4)
+    load_untouched(
+        run, VersionError, "version 4 is not one of the 3 versions.*newest is 5", version=4
+    )
 
 
 def resealed(place: Path, change) -> None:
@@ -202,7 +204,9 @@ def resealed(place: Path, change) -> None:
 
 
 def test_a_manifest_with_a_right_checksum_and_an_escaping_path_is_refused(run):
-    resealed(run / V5, lambda record: record["parts"][0].update(file="../v0000000002/x.safetensors"))
+    resealed(
+        run / V5, lambda record: record["parts"][0].update(file="../v0000000002/x.safetensors")
+    )
     load_untouched(run, FormatError, "plain name inside the directory")
 
 

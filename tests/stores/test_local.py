@@ -1,11 +1,12 @@
 import errno
 import os
 import stat
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import drop_cache, random_bytes
 
+from conftest import drop_cache, random_bytes
 from flyweight.errors import FormatError, StoreError
 from flyweight.memory import page_memory
 from flyweight.ports import WINDOW_SLACK
@@ -123,7 +124,7 @@ def test_neighbouring_writes_do_not_disturb_each_other(tmp_path):
     cuts = [0, 1_500_001, 3_000_017, 3_000_020, 7_777_777, len(data)]
     with LocalDraft(tmp_path / "place") as draft:
         draft.reserve("file", len(data))
-        for start, end in sorted(zip(cuts, cuts[1:], strict=False), key=lambda p: -p[0] % 7):
+        for start, end in sorted(pairwise(cuts), key=lambda p: -p[0] % 7):
             draft.write("file", start, data[start:end])
         draft.commit()
     assert (tmp_path / "place" / "file").read_bytes() == data.tobytes()

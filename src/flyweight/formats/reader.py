@@ -99,7 +99,10 @@ class Reader:
         self, *, num_threads: int, memory_bytes: int | None = None, verb: str | None = None
     ) -> None:
         """Read everything that was added; afterwards every target holds its bytes."""
-        windows = list(self._windows())
+        window_bytes = WINDOW_BYTES
+        if memory_bytes is not None:
+            window_bytes = min(WINDOW_BYTES, memory_bytes // num_threads - WINDOW_SLACK)
+        windows = list(self._windows(window_bytes))
         if not windows:
             return
         largest = max(end - start for _, start, end, _ in windows)
@@ -160,15 +163,15 @@ class Reader:
             f"used before a whole load"
         )
 
-    def _windows(self) -> Iterator[tuple[str, int, int, list[_Piece]]]:
-        """Yield (file, start, end, pieces): neighbours together, up to the size of a window."""
+    def _windows(self, window_bytes: int) -> Iterator[tuple[str, int, int, list[_Piece]]]:
+        """Yield (file, start, end, pieces): neighbours together, a piece too large alone."""
         for file, by_offset in self._pieces.items():
             window: list[_Piece] = []
             start = end = 0
             for offset in sorted(by_offset):
                 piece = self._narrowed(by_offset[offset])
                 reach = piece.offset + piece.nbytes
-                if window and (piece.offset - end > _GAP_BYTES or reach - start > WINDOW_BYTES):
+                if window and (piece.offset - end > _GAP_BYTES or reach - start > window_bytes):
                     yield file, start, end, window
                     window = []
                 if not window:

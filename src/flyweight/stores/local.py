@@ -223,6 +223,8 @@ class LocalDraft:
         self._lock = threading.Lock()
         self._parent = self._place if into else self._place.parent
         try:
+            if self._parent.exists() and not self._parent.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             self._parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not into and os.path.lexists(self._place):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))

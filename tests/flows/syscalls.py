@@ -1,0 +1,92 @@
+"""Runs a save with every system call that changes the disk counted, recorded, or cut short.
+
+    python syscalls.py kill N RUN VERSION        SIGKILL at call N, or in the middle of it
+    python syscalls.py record FILE RUN VERSION   write each call, as JSON lines, to FILE
+
+The calls are the functions of `os` that the store uses, wrapped; everything else is the real
+thing, and so is the signal.
+"""
+
+import base64
+import json
+import os
+import signal
+import sys
+import threading
+
+import numpy as np
+
+import flyweight as fw
+
+CALLS = ("mkdir", "open", "posix_fallocate", "pwrite", "fsync", "rename", "unlink", "rmdir")
+lock = threading.RLock()
+
+
+def weights(version):
+    """Large enough for several chunks and parts, small enough to do a hundred times."""
+    rng = np.random.default_rng(version)
+    return {
+        "large": rng.integers(0, 256, 5 << 20, dtype=np.uint8),
+        "small": rng.random((100, 7)),
+        "other": rng.integers(0, 9, (3, 400_000)),
+    }
+
+
+def changes_the_disk(name, args):
+    return name != "open" or bool(args[1] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR))
+
+
+def wrap(act):
+    for name in CALLS:
+        original = getattr(os, name)
+
+        def wrapped(*args, _name=name, _original=original, **kwargs):
+            if not changes_the_disk(_name, args):
+                return _original(*args, **kwargs)
+            with lock:
+                return act(_name, _original, args, kwargs)
+
+        setattr(os, name, wrapped)
+
+
+def kill_at(number):
+    count = 0
+
+    def act(name, original, args, kwargs):
+        nonlocal count
+        if count == number:
+            if name == "pwrite":  # a torn write: half of it reached the file
+                half = len(args[1]) // 2 // 4096 * 4096
+                original(args[0], args[1][:half], args[2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+        return original(*args, **kwargs)
+
+    wrap(act)
+
+
+def record_to(path):
+    log = open(path, "w")  # noqa: SIM115
+
+    def told(value):
+        if isinstance(value, (bytes, memoryview)):
+            return base64.b64encode(bytes(value)).decode()
+        return str(value) if isinstance(value, os.PathLike) else value
+
+    def act(name, original, args, kwargs):
+        result = original(*args, **kwargs)
+        place = None
+        if isinstance(args[0], int):
+            place = os.readlink(f"/proc/self/fd/{args[0]}")
+        log.write(json.dumps([name, place, [told(a) for a in args], told(result)]) + "\n")
+        log.flush()
+        return result
+
+    wrap(act)
+
+
+if __name__ == "__main__":
+    mode, how, run, version = sys.argv[1:]
+    kill_at(int(how)) if mode == "kill" else record_to(how)
+    fw.save(weights(int(version)), run, version=int(version), part_bytes=6 << 20, num_threads=2)
+    print("saved")

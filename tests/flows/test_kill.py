@@ -1,0 +1,170 @@
+"""A save that dies at any moment: the newest whole version is there, right, and nothing else is."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from base64 import b64decode
+from pathlib import Path
+
+import pytest
+
+import flyweight as fw
+from conftest import same, zeros_like
+
+SCRIPT = Path(__file__).with_name("syscalls.py")
+sys.path.insert(0, str(SCRIPT.parent))
+import syscalls  # noqa: E402
+
+
+def child(*words):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, words)], capture_output=True, text=True, timeout=60
+    )
+
+
+def loaded(run):
+    target = zeros_like(syscalls.weights(0))
+    version = fw.load(run, into=target).version
+    assert same(target, syscalls.weights(version)), f"version {version} is not what was saved"
+    return version
+
+
+@pytest.fixture(scope="module")
+def num_calls(tmp_path_factory):
+    place = tmp_path_factory.mktemp("count")
+    done = child("record", place / "log", place / "run", 1)
+    assert done.returncode == 0, done.stderr
+    return len((place / "log").read_text().splitlines())
+
+
+def test_the_calls_that_matter_are_all_seen(num_calls):
+    assert num_calls > 15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_killed_at_every_call_the_newest_whole_version_is_right(tmp_path, num_calls):
+    outcomes = []
+    for number in range(num_calls):
+        run = tmp_path / str(number)
+        fw.save(syscalls.weights(1), run, version=1)
+        died = child("kill", number, run, 2)
+        assert died.returncode == -signal.SIGKILL, died.stderr
+        version = loaded(run)
+        outcomes.append(version)
+        assert fw.versions(run) == ([1] if version == 1 else [1, 2])
+        # The trainer comes back and saves on; nothing of the dead one is in its way or left.
+        fw.save(syscalls.weights(3), run, version=3)
+        assert loaded(run) == 3
+        leftovers = [name for name in os.listdir(run) if name.startswith(".")]
+        assert leftovers == []
+    assert outcomes == sorted(outcomes), "once committed, always committed"
+    assert set(outcomes) == {1, 2}
+
+
+@pytest.mark.parametrize("number", [2, 6, 12])
+def test_a_first_save_that_dies_leaves_a_run_without_versions(tmp_path, number):
+    assert child("kill", number, tmp_path / "run", 1).returncode == -signal.SIGKILL
+    assert fw.versions(tmp_path / "run") == []
+    with pytest.raises(fw.FlyweightError):
+        loaded(tmp_path / "run")
+    assert fw.save(syscalls.weights(0), tmp_path / "run").version == 0
+    assert loaded(tmp_path / "run") == 0
+
+
+def test_a_prune_that_dies_leaves_every_version_whole_or_gone(tmp_path):
+    code = (
+        "import os, signal, sys, flyweight as fw\n"
+        "real, count = os.unlink, 0\n"
+        "def unlink(*a, **k):\n"
+        "    global count\n"
+        "    if count == int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    count += 1; return real(*a, **k)\n"
+        "os.unlink = unlink\n"
+        "fw.prune(sys.argv[1], keep=1)\n"
+    )
+    for number in range(5):
+        run = tmp_path / str(number)
+        for version in (1, 2, 3):
+            fw.save(syscalls.weights(version), run, version=version)
+        died = subprocess.run([sys.executable, "-c", code, str(run), str(number)], timeout=60)
+        assert died.returncode in (-signal.SIGKILL, 0)
+        for version in fw.versions(run):
+            assert fw.verify(run, version=version).is_whole
+        assert loaded(run) == 3
+        fw.prune(run, keep=1)
+        assert os.listdir(run) == ["v0000000003"]
+
+
+# Power loss: what was written and not synced may be gone, and names may be too.
+
+
+def replay(log, run, disk, upto):
+    """Rebuild on `disk` what a power cut after call `upto` is sure to leave: only what was synced.
+
+    File content counts once its file was fsynced, a name once its directory was, and a rename
+    takes a directory along as its names were when it was last synced.
+    """
+    content, synced = {}, {}
+    names, durable_names = set(), set()
+    pending, renames = [], []
+    for name, place, args, _ in log[:upto]:
+        if name in ("pwrite", "posix_fallocate"):
+            data = content.setdefault(place, bytearray())
+            raw = b64decode(args[1]) if name == "pwrite" else b""
+            end = args[2] + len(raw) if name == "pwrite" else args[1] + args[2]
+            data.extend(bytes(max(0, end - len(data))))
+            data[end - len(raw) : end] = raw
+        elif name == "open" and args[1] & os.O_CREAT:
+            names.add(args[0])
+        elif name == "rename":
+            pending.append((args[0], args[1]))
+        elif name == "fsync" and place in content:
+            synced[place] = bytes(content[place])
+        elif name == "fsync":
+            durable_names |= {path for path in names if os.path.dirname(path) == place}
+            renames += [each for each in pending if os.path.dirname(each[1]) == place]
+    for path in durable_names:
+        goal = path
+        for old, new in renames:
+            if goal.startswith(old + "/"):
+                goal = new + goal[len(old) :]
+        if goal != path:  # under its hidden name it is nobody's version
+            target = disk / os.path.relpath(goal, run)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(synced.get(path, b""))
+
+
+def test_after_a_power_cut_at_any_call_a_version_is_whole_or_not_there(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    assert child("record", tmp_path / "log", run, 1).returncode == 0
+    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    seen = []
+    for upto in range(len(log) + 1):
+        disk = tmp_path / f"disk{upto}"
+        disk.mkdir()
+        replay(log, str(run), disk, upto)
+        if fw.versions(disk):
+            assert fw.verify(disk).is_whole
+            assert loaded(disk) == 1
+        seen.append(bool(fw.versions(disk)))
+    assert seen == sorted(seen)
+    assert seen[-1]
+    assert not seen[0]
+
+
+def test_nothing_is_written_after_its_sync_and_the_commit_comes_last(tmp_path):
+    assert child("record", tmp_path / "log", tmp_path / "run", 1).returncode == 0
+    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    order = [name for name, *_ in log]
+    commit = order.index("rename")
+    last_write = max(i for i, name in enumerate(order) if name == "pwrite")
+    synced = {place for name, place, *_ in log[last_write:commit] if name == "fsync"}
+    written = {place for name, place, *_ in log if name == "pwrite"}
+    assert written <= synced
+    work = os.path.dirname(next(iter(written)))
+    assert work in synced  # the names of the files, before the name of their directory
+    assert "fsync" in order[commit:]  # and that name itself

@@ -1,0 +1,257 @@
+"""The commands as a user types them: a real process, its output, its exit code."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from conftest import flip, odd_arrays, random_bytes
+from flyweight.cli import Size, exit_code, human
+from flyweight.errors import (
+    ChecksumMismatch,
+    DigestMismatch,
+    FlyweightError,
+    PlanError,
+    SnapshotIncomplete,
+    SnapshotNotFound,
+    SpecError,
+    StoreError,
+    VersionError,
+)
+
+COMMAND = [sys.executable, "-m", "flyweight.cli"]
+
+
+def flyweight(*words, **options):
+    return subprocess.run(
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=60, **options
+    )
+
+
+def answer(*words, code=0):
+    done = flyweight(*words, "--json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_inspect_shows_tensors_files_and_versions(run):
+    done = flyweight("inspect", run)
+    assert done.returncode == 0
+    for words in (
+        "version 5",
+        "versions: 1, 2, 5",
+        "10 tensors",
+        "half",
+        "f16  5 × 3 × 2",
+        "scalar",
+    ):
+        assert words in done.stdout
+    found = answer("inspect", run, "--version", 2)
+    assert found["version"] == 2
+    assert found["tensors"]["odd.half"] == {
+        "dtype": "f16", "shape": [5, 3, 2], "nbytes": 60, "shards": 1, "file": "model.safetensors",
+    }  # fmt: skip
+
+
+def test_verify_says_whole_or_lists_damage_and_exits_1(run):
+    assert "whole, 10 tensors" in flyweight("verify", run).stdout
+    assert answer("verify", run)["is_whole"] is True
+    part = run / "v0000000005" / "model.safetensors"
+    flip(part, part.stat().st_size - 1)
+    done = flyweight("verify", run)
+    assert done.returncode == 1
+    assert "damaged" in done.stderr
+    assert len(answer("verify", run, code=1)["damage"]) == 1
+
+
+def test_diff_tells_and_exits_1_if_there_is_a_difference(tmp_path):
+    a, b = {"w": np.zeros(4), "x": np.ones(1)}, {"w": np.array([0, 0, 2.5, 0]), "y": np.ones(1)}
+    fw.save(a, tmp_path / "a")
+    fw.save(b, tmp_path / "b")
+    assert flyweight("diff", tmp_path / "a", tmp_path / "a").returncode == 0
+    done = flyweight("diff", tmp_path / "a", tmp_path / "b")
+    assert done.returncode == 1
+    for words in ("only in A: x", "only in B: y", "2.5", "0 tensors are the same"):
+        assert words in done.stdout
+    found = answer("diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert found["changed"][0]["num_different"] == 1
+
+
+def test_convert_versions_and_prune(run, tmp_path):
+    assert answer("convert", run, tmp_path / "hf", "--to", "hf")["num_tensors"] == 10
+    done = flyweight("convert", run, tmp_path / "again", "--to", "snapshot", "--memory", "64M")
+    assert done.returncode == 0
+    assert "10 tensors" in done.stdout
+    assert [line["version"] for line in answer("versions", run)] == [1, 2, 5]
+    assert "2" in flyweight("versions", run).stdout
+    assert answer("prune", run, "--keep", 1) == {"removed": [1, 2]}
+    assert "removed: nothing" in flyweight("prune", run, "--keep", 1).stdout
+
+
+def test_versions_shows_a_damaged_one_as_such(run):
+    (run / "v0000000002" / "model.safetensors").unlink()
+    lines = answer("versions", run)
+    assert "missing: 'model.safetensors'" in lines[1]["error"]
+    assert flyweight("versions", run).returncode == 0
+
+
+def test_a_pickles_dtypes_can_be_told(tmp_path):
+    import torch
+
+    fw.save_legacy({"w": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path, rank=0, legacy_id=0)
+    old = tmp_path / "model_state.tp0.0.pdparams"
+    answer("convert", old, tmp_path / "run", "--to", "snapshot", "--assume", "u16=bf16")
+    assert answer("inspect", tmp_path / "run")["tensors"]["w"]["dtype"] == "bf16"
+    assert flyweight("convert", old, "x", "--to", "hf", "--assume", "u16").returncode == 2
+
+
+def test_doctor_says_what_works_here(tmp_path):
+    found = answer("doctor", tmp_path)
+    assert found["flyweight"] == fw.__version__
+    assert found["packages"]["numpy"] == np.__version__
+    assert set(found["disk"]) == {"unbuffered_writes", "unbuffered_reads", "mapped_reads"}
+    assert os.listdir(tmp_path) == []
+    assert "numpy" in flyweight("doctor").stdout
+
+
+EXITS = [
+    (["inspect", "gone"], 4, "SnapshotNotFound"),
+    (["inspect", "RUN", "--version", "3"], 4, "VersionError"),
+    (["verify", "BAD"], 3, "FormatError"),
+    (["convert", "RUN", "RUN", "--to", "hf"], 6, "StoreError"),
+    (["convert", "RUN", "out", "--to", "hf", "--memory", "1"], 5, "SpecError"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "kind"), EXITS)
+def test_errors_are_a_line_and_a_code_and_json_if_asked(run, tmp_path, words, code, kind):
+    (tmp_path / "bad").write_bytes(b"not weights at all")
+    words = [{"RUN": str(run), "BAD": str(tmp_path / "bad")}.get(word, word) for word in words]
+    done = flyweight(*words, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith(f"{kind}: ")
+    assert "Traceback" not in done.stderr
+    done = flyweight(*words, "--json", cwd=tmp_path)
+    told = json.loads(done.stderr)
+    assert (told["error"], told["exit_code"], done.returncode) == (kind, code, code)
+
+
+def test_every_kind_of_error_has_its_code():
+    codes = {
+        SnapshotNotFound: 4, VersionError: 4, DigestMismatch: 4, ChecksumMismatch: 3,
+        SnapshotIncomplete: 3, StoreError: 6, PlanError: 5, SpecError: 5,
+    }  # fmt: skip
+    assert {kind: exit_code(kind("x")) for kind in codes} == codes
+    assert exit_code(FlyweightError("x")) == 5
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["inspect", "--help"], ["--version"]])
+def test_help_and_version_work(words):
+    done = flyweight(*words)
+    assert "flyweight" in (done.stdout + done.stderr).lower() or "Usage" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["inspect"], ["prune", "x"], ["nope"], ["prune", "x", "--keep", "0"]]
+)
+def test_a_wrong_command_line_exits_2(words):
+    assert flyweight(*words).returncode == 2
+
+
+def test_no_bar_and_no_colour_where_there_is_no_terminal(run, tmp_path):
+    done = flyweight("convert", run, tmp_path / "out", "--to", "hf")
+    assert "\x1b" not in done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+def test_a_bar_on_a_terminal(tmp_path):
+    fw.save({f"w{i}": random_bytes(30 << 20, i) for i in range(4)}, tmp_path)
+    main, side = pty.openpty()
+    child = subprocess.Popen(
+        [*COMMAND, "verify", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=side,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )  # fmt: skip
+    os.close(side)
+    shown = b""
+    try:
+        while chunk := os.read(main, 65536):
+            shown += chunk
+    except OSError:  # the other side closed: how a terminal ends
+        pass
+    assert child.wait(timeout=30) == 0
+    os.close(main)
+    assert b"verify" in shown
+
+
+def test_ctrl_c_stops_cleanly(tmp_path):
+    fw.save({f"w{i}": random_bytes(40 << 20, i) for i in range(8)}, tmp_path / "run")
+    child = subprocess.Popen(
+        [*COMMAND, "convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "hf"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not any(name.startswith(".draft") for name in os.listdir(tmp_path)):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert "Interrupted: stopped" in said
+    assert "Traceback" not in said
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(shell):
+    done = flyweight("completion", shell)
+    assert done.returncode == 0
+    assert "_FLYWEIGHT_COMPLETE" in done.stdout
+
+
+def test_completion_in_bash_completes_commands():
+    env = {**os.environ, "_FLYWEIGHT_COMPLETE": "bash_complete", "COMP_WORDS": "flyweight ver",
+           "COMP_CWORD": "1"}  # fmt: skip
+    command = os.path.join(os.path.dirname(sys.executable), "flyweight")
+    done = subprocess.run([command], capture_output=True, text=True, timeout=60, env=env)
+    assert [line.partition(",")[2] for line in done.stdout.split()] == ["verify", "versions"]
+
+
+def test_output_to_a_closed_pipe_is_no_crash(run):
+    done = subprocess.run(
+        f"{' '.join(COMMAND)} inspect {run} | head -1", shell=True, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("5", 5), ("256M", 256 << 20), ("4GiB", 4 << 30), ("1k", 1024), ("2 TB", 2 << 40), (7, 7)],
+)
+def test_sizes_are_read(text, nbytes):
+    assert Size().convert(text, None, None) == nbytes
+
+
+def test_sizes_are_told():
+    assert [human(n) for n in (5, 2048, 3 << 20, 5 << 40)] == [
+        "5 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5.0 TiB",
+    ]
+
+
+def test_odd_names_do_not_confuse_the_terminal(tmp_path):
+    fw.save({"[bold]x[/]": np.zeros(1), "a.[red]": np.zeros(1)}, tmp_path)
+    shown = flyweight("inspect", tmp_path).stdout
+    assert "[bold]x[/]" in shown
+    assert "[red]" in shown
+    assert len(odd_arrays()) == 10

@@ -1,0 +1,170 @@
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from conftest import odd_arrays, random_bytes, same, zeros_like
+from flyweight.errors import SpecError, StoreError, VersionError
+from flyweight.events import listening
+
+
+def test_the_report_says_what_was_done(tmp_path):
+    report = fw.save(odd_arrays(), tmp_path / "a" / "b", version=42)
+    assert report.version == 42
+    assert report.place == str(tmp_path / "a" / "b" / "v0000000042")
+    assert report.num_tensors == 10
+    assert report.num_files == 1
+    assert report.nbytes == sum(array.nbytes for array in odd_arrays().values())
+    assert report.gb_per_second > 0
+
+
+def test_versions_count_up_by_themselves(tmp_path):
+    assert [fw.save(odd_arrays(), tmp_path).version for _ in range(3)] == [0, 1, 2]
+    fw.save(odd_arrays(), tmp_path, version=10)
+    assert fw.save(odd_arrays(), tmp_path).version == 11
+    assert fw.versions(tmp_path) == [0, 1, 2, 10, 11]
+
+
+def test_the_parent_is_the_version_before(tmp_path):
+    for version in (3, 7):
+        fw.save(odd_arrays(), tmp_path, version=version)
+    with fw.open(tmp_path) as source:
+        assert source.manifest.parent == 3
+        assert source.manifest.writer["pid"] == str(os.getpid())
+    with fw.open(tmp_path, version=3) as source:
+        assert source.manifest.parent is None
+
+
+def test_a_version_is_never_overwritten_and_only_grows(tmp_path):
+    fw.save(odd_arrays(1), tmp_path, version=5)
+    with pytest.raises(VersionError, match="version 5 .* is there already"):
+        fw.save(odd_arrays(2), tmp_path, version=5)
+    with pytest.raises(VersionError, match="version 4 .* is older than the newest, 5"):
+        fw.save(odd_arrays(2), tmp_path, version=4)
+    target = zeros_like(odd_arrays())
+    fw.load(tmp_path, into=target)
+    assert same(target, odd_arrays(1))
+
+
+@pytest.mark.parametrize("version", [-1, 2**63])
+def test_a_version_that_is_no_number_is_refused(tmp_path, version):
+    with pytest.raises(SpecError, match="whole number"):
+        fw.save(odd_arrays(), tmp_path, version=version)
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_writers_of_one_version_one_wins_and_nothing_is_mixed(tmp_path):
+    outcomes, gate = [], threading.Barrier(2)
+    sources = [{f"w{i}": np.full(200_000, k, np.uint8) for i in range(20)} for k in (1, 2)]
+
+    def save(source):
+        gate.wait(timeout=30)
+        try:
+            fw.save(source, tmp_path, version=7)
+            outcomes.append(source["w0"][0])
+        except VersionError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=save, args=(source,)) for source in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    winners = [each for each in outcomes if not isinstance(each, str)]
+    assert len(winners) == 1
+    target = zeros_like(sources[0])
+    fw.load(tmp_path, into=target)
+    assert all((array == winners[0]).all() for array in target.values())
+    assert os.listdir(tmp_path) == ["v0000000007"]
+
+
+def test_many_processes_of_one_version_exactly_one_wins(tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, numpy as np, flyweight as fw\n"
+        "k = int(sys.argv[2])\n"
+        "sys.stdin.readline()\n"
+        "weights = {f'w{i}': np.full(50_000, k, np.uint8) for i in range(10)}\n"
+        "try: fw.save(weights, sys.argv[1], version=3); print('won')\n"
+        "except fw.FlyweightError as error: print(type(error).__name__)\n"
+    )
+    children = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(k)],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for k in range(1, 6)
+    ]  # fmt: skip
+    for child in children:
+        child.stdin.write("\n")
+        child.stdin.flush()
+    said = [child.communicate(timeout=60)[0].strip() for child in children]
+    assert sorted(said) == ["VersionError"] * 4 + ["won"]
+    target = {f"w{i}": np.zeros(50_000, np.uint8) for i in range(10)}
+    fw.load(tmp_path, into=target)
+    assert len({int(value) for array in target.values() for value in array}) == 1
+    assert {int(array[0]) for array in target.values()} == {said.index("won") + 1}
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path):
+    fw.save(odd_arrays(1), tmp_path, version=1)
+    large = {f"w{i}": random_bytes(8 << 20) for i in range(4)}
+
+    def interrupt(event):
+        if event.kind == "progress":
+            raise KeyboardInterrupt
+
+    with listening(interrupt), pytest.raises(KeyboardInterrupt):
+        fw.save(large, tmp_path, version=2)
+    assert os.listdir(tmp_path) == ["v0000000001"]
+    assert fw.versions(tmp_path) == [1]
+
+
+def test_a_save_leaves_no_descriptor_and_no_thread(tmp_path):
+    fw.save(odd_arrays(), tmp_path)
+    fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        fw.save(odd_arrays(), tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == fds
+    assert threading.active_count() == threads
+
+
+def test_a_save_clears_away_what_a_killed_one_left(tmp_path):
+    fw.save(odd_arrays(), tmp_path)
+    (tmp_path / ".draft-v0000000001-0123456789abcdef").mkdir()
+    fw.save(odd_arrays(), tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["v0000000000", "v0000000001"]
+
+
+def test_a_model_is_saved_as_it_is_within_a_small_budget(tmp_path):
+    source = {"w": random_bytes(64 << 20).view(np.float32).reshape(-1, 1024).T}
+    fw.save(source, tmp_path, memory_bytes=16 << 20)
+    target = zeros_like(source)
+    fw.load(tmp_path, into=target, memory_bytes=16 << 20)
+    assert same(target, source)
+    with pytest.raises(SpecError, match="memory_bytes is 8388608, chunks of 4194304 bytes need"):
+        fw.save(source, tmp_path, memory_bytes=8 << 20)
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError):
+        fw.save(odd_arrays(), tmp_path / "file")
+
+
+def test_values_and_ties_are_part_of_a_version(tmp_path):
+    shared = np.arange(4.0)
+    fw.save({"a": shared, "b": shared, "step": 3}, tmp_path)
+    with fw.open(tmp_path) as source:
+        assert source.manifest.tied == {"b": "a"}
+        assert source.manifest.values == {"step": 3}
+
+
+def test_thousands_of_small_tensors_survive(tmp_path):
+    source = {f"layer.{i}.w": np.full(i % 50, i, np.int32) for i in range(5000)}
+    fw.save(source, tmp_path)
+    target = zeros_like(source)
+    fw.load(tmp_path, into=target)
+    assert same(target, source)
