@@ -243,6 +243,7 @@ def cases() -> Iterator[tuple[str, bytes, str]]:
         "a size that is text",
     )
     yield "pk-bomb.pdparams", bomb(), "2**40 leaves in a file of a thousand bytes"
+    yield "pk-name-list.pdparams", b"\x80\x04N]\x93.", "names a function by a list"
     yield "pk-cycle.pdparams", b"\x80\x03}q\0X\x01\0\0\0ah\0s.", "a dict that holds itself"
     yield (
         "pk-class.pdparams",

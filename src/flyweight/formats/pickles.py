@@ -183,9 +183,13 @@ class _Machine:
         self._pop()
 
     def name(self, module: object, name: object) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            self._refuse(
+                f"names something by a {type(module).__name__} and a {type(name).__name__}"
+            )
         if (module, name) not in self._allowed:
             self._refuse(f"names {module}.{name}, which is not on the list of what arrays need")
-        self._push(Global(str(module), str(name)))
+        self._push(Global(module, name))
 
     def line_global(self) -> None:
         self.name(self._line(), self._line())
