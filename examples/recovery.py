@@ -99,7 +99,6 @@ class Life:
 
     recovered: int | None = None
     saved: list[int] = field(default_factory=list)
-    loss: float = float("nan")
     ended: str = ""
 
 
@@ -110,7 +109,8 @@ def watch(run: Path, versions: int, pace: float, kill_at: int | None) -> Life:
     words += ["--versions", str(versions), "--pace", str(pace)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        for line in child.stdout:
+        is_killed, saving = False, -1
+        for line in child.stdout:  # after a kill, what it still said before
             told = json.loads(line)
             if told["event"] == "started":
                 life.recovered = told["recovered"]
@@ -118,20 +118,20 @@ def watch(run: Path, versions: int, pace: float, kill_at: int | None) -> Life:
                 console.print(f"  trainer {child.pid} starts {was}, at step {told['step']}")
             elif told["event"] == "saved":
                 life.saved.append(told["version"])
-                life.loss = told["loss"]
-                took = f"{1000 * told['seconds']:3.0f} ms"
-                console.print(
-                    f"  version {told['version']:2d} saved in {took}, loss {life.loss:.3f}"
-                )
-            elif kill_at is not None and told["version"] >= kill_at and is_caught(run, child):
-                child.send_signal(signal.SIGKILL)
-                child.wait(timeout=WAIT_SECONDS)
-                console.print(
-                    f"  [red]SIGKILL in the middle of saving version {told['version']}[/]"
-                )
-                life.ended = f"killed saving {told['version']}"
-                return life
-        life.ended = "finished" if child.wait(timeout=WAIT_SECONDS) == 0 else "failed"
+                took = f"{1000 * told['seconds']:3.0f} ms, loss {told['loss']:.3f}"
+                console.print(f"  version {told['version']:2d} saved in {took}")
+            else:
+                saving = told["version"]
+                if kill_at is not None and saving >= kill_at and not is_killed:
+                    is_killed = is_caught(run, child)
+                    if is_killed:
+                        child.send_signal(signal.SIGKILL)
+        code = child.wait(timeout=WAIT_SECONDS)
+    if is_killed:
+        console.print(f"  [red]SIGKILL in the middle of saving version {saving}[/]")
+        life.ended = f"killed saving {saving}"
+    else:
+        life.ended = "finished" if code == 0 else f"failed with {code}"
     return life
 
 

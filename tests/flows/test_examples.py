@@ -1,0 +1,24 @@
+"""Every example runs, and says that all went well."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.slow
+def test_the_recovery_demo_loses_and_mixes_nothing():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "recovery.py", "--versions", "6", "--pace", "0.1"],
+        capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("SIGKILL in the middle of saving version") == 2
+    assert done.stdout.count("  yes  ") == 6
+
+
+def test_no_example_is_forgotten():
+    assert [path.name for path in EXAMPLES.glob("*.py")] == ["recovery.py"]
