@@ -47,6 +47,9 @@ class MemoryStore:
 
         return nullcontext(np.frombuffer(self.read(name, offset, nbytes), np.uint8))
 
+    def scatter(self, name, offset, goals):
+        return False
+
     def close(self):
         pass
 

@@ -52,6 +52,13 @@ def fmix(x: Words) -> Words:
     return mixed
 
 
+def _fmix_int(x: int) -> int:
+    """Mix one number as `fmix` does an array of them."""
+    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD & _MASK
+    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 & _MASK
+    return x ^ x >> 33
+
+
 _COLUMNS = np.arange(ROW_WORDS, dtype=np.uint64)
 _A = splitmix(_COLUMNS) | np.uint64(1)
 _B = splitmix(_COLUMNS + np.uint64(ROW_WORDS)) | np.uint64(1)
@@ -119,8 +126,7 @@ class Digest:
     def value(self) -> int:
         """Return the digest; all bytes have been added."""
         assert self._left == 0, f"{self._left} of {self._nbytes} bytes were never added"
-        total = int(fmix(np.array([self._nbytes], np.uint64))[0]) + self._sum
-        return int(fmix(np.array([total & _MASK], np.uint64))[0])
+        return _fmix_int((_fmix_int(self._nbytes) + self._sum) & _MASK)
 
 
 def digest(data: Bytes) -> int:

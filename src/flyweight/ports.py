@@ -81,6 +81,12 @@ class Store(Protocol):
         window; what lies in memory already is shown there if `may_map`.
         """
 
+    def scatter(self, name: str, offset: int, goals: Sequence[Bytes]) -> bool:
+        """Read straight into `goals`, one after the other, if the bytes lie in memory already.
+
+        Returns False, with nothing or something written, if a window is the way to read them.
+        """
+
     def close(self) -> None:
         """Let go of open files. Safe to repeat."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -314,6 +314,9 @@ class _DecodedStore:
             if self._last is None or self._last[0] != name:
                 self._last = name, self._texts[name]()
             return nullcontext(self._last[1][offset : offset + nbytes])
+
+    def scatter(self, name: str, offset: int, goals: Sequence[Bytes]) -> bool:
+        return name not in self._texts and self._store.scatter(name, offset, goals)
 
     def close(self) -> None:
         self._store.close()

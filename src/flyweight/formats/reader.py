@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from time import monotonic
 
@@ -39,6 +40,13 @@ class Target:
     may_map: bool = True
     """False if bytes should come by way of `staging` even from the page cache: it is pinned."""
 
+    @cached_property
+    def flat(self) -> Bytes | None:
+        """The target's bytes in row-major order, if they lie so."""
+        if callable(self.items) or not self.items.flags.c_contiguous:
+            return None
+        return self.items.reshape(-1).view(np.uint8)
+
 
 @dataclass(slots=True)
 class _Piece:
@@ -51,6 +59,8 @@ class _Piece:
     """Which checksum of the extent is this piece's; None if it is not checked."""
     item_bytes: int
     targets: list[Target] = field(default_factory=list)
+    goal: Bytes | None = None
+    """Where the bytes go as they are, if one target wants them all and has them in this order."""
 
 
 class Reader:
@@ -81,17 +91,22 @@ class Reader:
         self._may_map = self._may_map and target.may_map
         pieces = self._pieces.setdefault(extent.file, {})
         is_checked = self._should_verify and extent.checksums is not None
-        at = extent.offset
+        is_all = wanted == held
+        flat = target.flat if is_all and wanted == target.box else None
+        at, is_corner = extent.offset, not any(held.offset)
         for index, chunk in enumerate(spec.chunks(extent.box, self._manifest.chunk_bytes)):
             nbytes = prod(chunk.shape) * spec.item_bytes
-            block = Box(tuple(map(int.__add__, chunk.offset, held.offset)), chunk.shape)
-            meet = block if wanted == held else block.overlap(wanted)
-            if meet is not None:
+            block = chunk if is_corner else chunk.moved(held.offset)
+            if is_all or block.overlap(wanted) is not None:
                 piece = pieces.get(at)
                 if piece is None:
                     number = index if is_checked else None
                     piece = _Piece(at, nbytes, extent, block, number, spec.item_bytes)
                     pieces[at] = piece
+                    if flat is not None:
+                        piece.goal = flat[at - extent.offset : at - extent.offset + nbytes]
+                else:
+                    piece.goal = None
                 piece.targets.append(target)
             at += nbytes
 
@@ -183,7 +198,7 @@ class Reader:
 
     def _narrowed(self, piece: _Piece) -> _Piece:
         """Cut an unchecked piece down to the rows that are wanted, if they are one stretch."""
-        if piece.index is not None or len(piece.targets) != 1:
+        if piece.goal is not None or piece.index is not None or len(piece.targets) != 1:
             return piece
         meet = piece.chunk.overlap(piece.targets[0].box)
         if meet is None or meet == piece.chunk:
@@ -203,6 +218,12 @@ class Reader:
         )
 
     def _read(self, file: str, start: int, end: int, pieces: list[_Piece], staging: Bytes) -> None:
+        goals = [piece.goal for piece in pieces if piece.goal is not None and piece.index is None]
+        if len(goals) == len(pieces) and sum(map(len, goals)) == end - start:
+            with self._lock:
+                self._landed_bytes += end - start
+            if self._store.scatter(file, start, goals):
+                return
         with self._store.window(file, start, end - start, staging, may_map=self._may_map) as window:
             landed = checked = 0
             try:
@@ -238,6 +259,9 @@ class Reader:
         return False
 
     def _land(self, piece: _Piece, data: Bytes) -> None:
+        if piece.goal is not None:
+            np.copyto(piece.goal, data)
+            return
         source = items_of(data, piece.item_bytes, piece.chunk.shape)
         for target in piece.targets:
             meet = piece.chunk.overlap(target.box)

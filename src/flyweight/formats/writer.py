@@ -18,7 +18,7 @@ import numpy as np
 from flyweight.digest import Digest, checksum
 from flyweight.errors import SpecError
 from flyweight.events import emit
-from flyweight.memory import STAGING, Bytes, bytes_of
+from flyweight.memory import STAGING, Bytes, bytes_of, collector_paused
 from flyweight.ports import Draft, Format, Source
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Manifest, TensorSpec
@@ -58,24 +58,18 @@ def write(
     verb: str = "save",
 ) -> Manifest:
     """Write `manifest`, whose bytes `source` has, and return it with extents; no commit yet."""
-    plans = format.layout(manifest)
-    running = {
-        (extent.name, extent.offset, plan.name): _running(manifest, extent)
-        for plan in plans
-        for extent in plan.extents
-    }
+    with collector_paused():
+        plans = format.layout(manifest)
+        running = {plan.name: [_running(manifest, each) for each in plan.extents] for plan in plans}
+        batches = [
+            (plan.name, batch)
+            for plan in plans
+            for batch in _batches(running[plan.name], manifest.chunk_bytes)
+        ]
     for plan in plans:
         draft.reserve(plan.name, plan.nbytes)
         for offset, literal in plan.literals:
             draft.write(plan.name, offset, bytes_of(literal))
-    batches = [
-        (plan.name, batch)
-        for plan in plans
-        for batch in _batches(
-            [running[extent.name, extent.offset, plan.name] for extent in plan.extents],
-            manifest.chunk_bytes,
-        )
-    ]
     _run(
         source,
         draft,
@@ -85,10 +79,12 @@ def write(
         memory_bytes=memory_bytes,
         verb=verb,
     )
-    extents = [
-        replace(each.extent, checksums=tuple(each.checksums), digest=each.digest.value())
-        for each in running.values()
-    ]
+    with collector_paused():
+        extents = [
+            replace(each.extent, checksums=tuple(each.checksums), digest=each.digest.value())
+            for plan in plans
+            for each in running[plan.name]
+        ]
     whole = replace(manifest, extents=extents)
     for name, content in format.seal(whole, plans).items():
         draft.reserve(name, len(content))
@@ -195,5 +191,5 @@ def _read(source: Source, chunk: _Chunk, slot: Bytes) -> Bytes:
     """Return a chunk's bytes; a box of the extent is a box of the tensor, moved to its corner."""
     running = chunk.running
     corner = running.spec.stored(running.extent.box).offset
-    items = Box(tuple(map(int.__add__, chunk.box.offset, corner)), chunk.box.shape)
+    items = chunk.box.moved(corner)
     return source.read(running.extent.name, running.spec.elements(items), into=slot)

@@ -58,6 +58,8 @@ def reshard(
 
 
 def _fill(name: str, sink: Shard, held: Sequence[Shard], load: Counter[int]) -> list[Copy]:
+    if len(held) == 1 and held[0].box == sink.box:
+        return [Copy(name, sink.box, held[0], sink)]
     replicas: dict[Box, list[Shard]] = {}
     for shard in held:
         replicas.setdefault(shard.box, []).append(shard)

@@ -58,6 +58,10 @@ class Box:
             map(int.__ge__, self.end, other.end)
         )
 
+    def moved(self, by: Sequence[int]) -> Box:
+        """Return the same block with its offset counted from `by` elements further out."""
+        return Box(tuple(map(int.__add__, self.offset, by)), self.shape)
+
     def within(self, outer: Box) -> Box:
         """Return the same block with its offset counted from the corner of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)

@@ -390,7 +390,10 @@ def _extent(
     fields = _fields(value, what, "offset shape part at digest checksums")
     try:
         box = Box(_numbers(fields["offset"], what), _numbers(fields["shape"], what))
-        if len(box.shape) != len(spec.shape) or not Box.whole(spec.shape).contains(box):
+        is_whole = box.shape == spec.shape and not any(box.offset)
+        if not is_whole and (
+            len(box.shape) != len(spec.shape) or not Box.whole(spec.shape).contains(box)
+        ):
             raise SpecError(f"box {box.offset}..{box.end} leaves a tensor of {spec.shape}")
         nbytes = spec.box_bytes(box)
     except SpecError as cause:

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +33,7 @@ from flyweight.ports import WINDOW_SLACK
 PAGE = WINDOW_SLACK // 2
 _DIRECT_BYTES = 1 << 20
 _BOUNCE_BYTES = 4 << 20
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _DRAFT = re.compile(r"\.(draft|trash)-.+-[0-9a-f]{16}")
 
 
@@ -184,6 +185,19 @@ class LocalStore:
         finally:
             with suppress(BufferError):  # somebody still looks; it goes when they stop
                 mapping.close()
+
+    def scatter(self, name: str, offset: int, goals: Sequence[Bytes]) -> bool:
+        file, nbytes = self._file(name), sum(map(len, goals))
+        if not file.is_cached(offset, nbytes):
+            return False
+        for start in range(0, len(goals), _MAX_BUFFERS):
+            some = [memoryview(goal) for goal in goals[start : start + _MAX_BUFFERS]]
+            wanted = sum(map(len, some))
+            # A short read is rare, and reading again costs little: leave it to the window.
+            if os.preadv(file.fd, some, offset) != wanted:
+                return False
+            offset += wanted
+        return True
 
     def ways(self, name: str) -> dict[str, bool]:
         """Try which ways of reading work for a file of at least a page."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
@@ -16,7 +16,7 @@ from flyweight.events import emit
 from flyweight.formats import pdparams
 from flyweight.formats.reader import Reader, Target
 from flyweight.formats.stored import Stored
-from flyweight.memory import MEMORY_BYTES, check_memory_bytes
+from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
 from flyweight.plan.reshard import Shard, reshard
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import DType
@@ -76,72 +76,37 @@ def load(
     """
     started = perf_counter()
     check_memory_bytes(memory_bytes)
-    sink = adapt(into)
-    sink.check_writable()
-    if isinstance(source, Stored):
-        opened: AbstractContextManager[Stored] = nullcontext(source)
-        if version is not None and source.manifest.version != version:
-            raise VersionError(
-                f"{source.store.place!r} holds version {source.manifest.version}, not {version}"
-            )
-    else:
-        opened = open_source(
-            source,
-            version=version,
-            rank=rank,
-            legacy_id=legacy_id,
-            shared_directory=shared_directory,
-            unbuffered=unbuffered,
-        )
-    with opened as stored:
-        return _load(
-            stored,
-            sink,
-            should_verify=should_verify,
-            extra=extra,
-            partial_over=partial_over,
+    with ExitStack() as stack:
+        with collector_paused():
+            sink = adapt(into)
+            sink.check_writable()
+            if isinstance(source, Stored):
+                stored = source
+                if version is not None and stored.manifest.version != version:
+                    raise VersionError(
+                        f"{stored.store.place!r} holds version {stored.manifest.version}, "
+                        f"not {version}"
+                    )
+            else:
+                stored = stack.enter_context(
+                    open_source(
+                        source,
+                        version=version,
+                        rank=rank,
+                        legacy_id=legacy_id,
+                        shared_directory=shared_directory,
+                        unbuffered=unbuffered,
+                    )
+                )
+            matches = match(stored, sink)
+            _check_names(stored, matches, extra=extra, partial_over=partial_over)
+            reader = _reader(stored, sink, matches, should_verify=should_verify)
+        reader.run(
+            num_threads=default_threads() if num_threads is None else num_threads,
             memory_bytes=memory_bytes,
-            num_threads=num_threads,
-            started=started,
+            verb="load",
         )
-
-
-def _load(
-    stored: Stored,
-    sink: Model,
-    *,
-    should_verify: bool,
-    extra: Literal["refuse", "report"],
-    partial_over: int | None,
-    memory_bytes: int,
-    num_threads: int | None,
-    started: float,
-) -> LoadReport:
-    matches = match(stored, sink)
-    if matches.missing and partial_over is None:
-        raise PlanError(
-            f"target wants {len(matches.missing)} tensors that {stored.store.place!r} lacks: "
-            f"{listed(matches.missing)}"
-        )
-    if matches.unused and extra == "refuse":
-        raise PlanError(
-            f"{stored.store.place!r} has {len(matches.unused)} tensors that the target lacks: "
-            f"{listed(matches.unused)}; load with extra='report' to leave them out"
-        )
-    reader = Reader(stored.store, stored.manifest, should_verify=should_verify)
-    source_shards, sink_shards = {}, {}
-    for name, source_name in matches.pairs.items():
-        source_shards[name] = stored.shards(source_name)
-        sink_shards[name] = [Shard(0, Box.whole(sink.manifest.tensors[name].shape))]
-    targets = {name: _target(sink, name) for name in matches.pairs}
-    for copy in reshard(source_shards, sink_shards):
-        reader.add(stored.manifest.extents[copy.source.rank], copy.box, targets[copy.name])
-    reader.run(
-        num_threads=default_threads() if num_threads is None else num_threads,
-        memory_bytes=memory_bytes,
-        verb="load",
-    )
-    sink.finish(stored.manifest)
+        sink.finish(stored.manifest)
     report = LoadReport(
         stored.store.place,
         stored.format,
@@ -163,6 +128,38 @@ def _load(
         seconds=report.seconds,
     )
     return report
+
+
+def _check_names(
+    stored: Stored,
+    matches: Matches,
+    *,
+    extra: Literal["refuse", "report"],
+    partial_over: int | None,
+) -> None:
+    if matches.missing and partial_over is None:
+        raise PlanError(
+            f"target wants {len(matches.missing)} tensors that {stored.store.place!r} lacks: "
+            f"{listed(matches.missing)}"
+        )
+    if matches.unused and extra == "refuse":
+        raise PlanError(
+            f"{stored.store.place!r} has {len(matches.unused)} tensors that the target lacks: "
+            f"{listed(matches.unused)}; load with extra='report' to leave them out"
+        )
+
+
+def _reader(stored: Stored, sink: Model, matches: Matches, *, should_verify: bool) -> Reader:
+    """Return a reader that will fill every matched tensor of the sink."""
+    source_shards, sink_shards = {}, {}
+    for name, source_name in matches.pairs.items():
+        source_shards[name] = stored.shards(source_name)
+        sink_shards[name] = [Shard(0, Box.whole(sink.manifest.tensors[name].shape))]
+    targets = {name: _target(sink, name) for name in matches.pairs}
+    reader = Reader(stored.store, stored.manifest, should_verify=should_verify)
+    for copy in reshard(source_shards, sink_shards):
+        reader.add(stored.manifest.extents[copy.source.rank], copy.box, targets[copy.name])
+    return reader
 
 
 def _target(sink: Model, name: str) -> Target:

@@ -1,0 +1,179 @@
+"""What every benchmark needs: LLM-like weights, a clock with a memory gauge, and a record."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def llm_shapes(
+    total_bytes: int, *, hidden: int = 2048, width: int = 2
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a decoder, layer after layer until `total_bytes` of `width`-byte elements."""
+    inner, keys = hidden * 43 // 16, hidden // 4
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (32000, hidden)}
+    total, layer = 32000 * hidden * width, 0
+    while total < total_bytes:
+        block = {
+            "self_attn.q_proj.weight": (hidden, hidden), "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden), "self_attn.o_proj.weight": (hidden, hidden),
+            "mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner), "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+        }  # fmt: skip
+        for name, shape in block.items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+            total += width * (shape[0] * (shape[1] if len(shape) > 1 else 1))
+        layer += 1
+    return shapes
+
+
+def llm_weights(total_bytes: int, *, fill: bool = True) -> dict[str, torch.Tensor]:
+    """bf16 tensors of those shapes, every page of them touched."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in llm_shapes(total_bytes).items():
+        tensor = torch.empty(shape, dtype=torch.bfloat16)
+        weights[name] = tensor.normal_(generator=generator) if fill else tensor.fill_(1)
+    return weights
+
+
+def nbytes(weights: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def drop_cache(paths: Iterable[Path]) -> None:
+    """Put files out of the page cache."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def warm_cache(paths: Iterable[Path]) -> None:
+    """Read files into the page cache."""
+    block = bytearray(8 << 20)
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+
+
+class MemoryGauge:
+    """Watches this process's anonymous memory from another process, so as not to slow it down.
+
+    Anonymous memory is what the page cache cannot take back: mapped files do not count.
+    """
+
+    _WATCH = """
+import select, sys
+path, peak = f"/proc/{sys.argv[1]}/status", 0
+def anonymous():
+    with open(path) as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
+while True:
+    peak = max(peak, anonymous())
+    if select.select([sys.stdin], [], [], 0.005)[0]:
+        if not sys.stdin.readline():
+            break
+        print(max(peak, anonymous()), flush=True)
+        peak = 0
+"""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-S", "-c", self._WATCH, str(os.getpid())]
+        self._child = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def peak_bytes(self) -> int:
+        """Return the highest reading since the last call."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write("\n")
+        self._child.stdin.flush()
+        return int(self._child.stdout.readline())
+
+
+GAUGE = MemoryGauge()
+
+
+@dataclass
+class Runs:
+    """The repeats of one contender."""
+
+    seconds: list[float] = field(default_factory=list)
+    extra_bytes: list[int] = field(default_factory=list)
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Time one run, and watch its extra memory."""
+        gc.collect()
+        GAUGE.peak_bytes()
+        before = GAUGE.peak_bytes()
+        started = time.perf_counter()
+        work()
+        self.seconds.append(time.perf_counter() - started)
+        self.extra_bytes.append(max(GAUGE.peak_bytes() - before, 0))
+
+    def summary(self, total_bytes: int) -> dict[str, object]:
+        rates = [total_bytes / 1e9 / seconds for seconds in self.seconds]
+        return {
+            "gb_per_second_median": round(statistics.median(rates), 3),
+            "gb_per_second_min": round(min(rates), 3),
+            "gb_per_second_max": round(max(rates), 3),
+            "extra_mib_max": round(max(self.extra_bytes) / 2**20, 1),
+            "seconds": [round(each, 4) for each in self.seconds],
+        }
+
+
+def machine() -> dict[str, object]:
+    with open("/proc/cpuinfo") as file:
+        cpu = next((line.split(":")[1].strip() for line in file if "model name" in line), "unknown")
+    return {
+        "cpu": cpu,
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in ("flyweight", "numpy", "xxhash", "torch", *packages):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def record(question: str, result: dict[str, object], *packages: str) -> None:
+    """Keep a result, with all that is needed to ask again, and print where it is."""
+    entry = {
+        "question": question,
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "versions": versions(*packages),
+        **result,
+    }
+    path = RESULTS / f"{Path(sys.argv[0]).stem}.json"
+    path.write_text(json.dumps(entry, indent=1) + "\n")
+    print(f"kept in {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
