@@ -16,7 +16,7 @@ from flyweight.adapters.numpy_dict import HostTensor
 from flyweight.errors import SpecError
 from flyweight.memory import Buffer, Bytes, Staging
 from flyweight.spec.box import Box
-from flyweight.spec.dtype import BY_TORCH
+from flyweight.spec.dtype import BY_TORCH, DType
 from flyweight.spec.manifest import TensorSpec
 
 _PINNED_SHELF_BYTES = 128 << 20  # pinning is slow and pinned memory scarce: keep, but not much
@@ -46,14 +46,15 @@ def tensor_of(leaf: object) -> HostTensor | DeviceTensor | None:
     if torch is None or not isinstance(leaf, torch.Tensor):
         return None
     tensor: Any = leaf
-    name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout != torch.strided or name not in BY_TORCH:
+    dtype = _dtype_of(tensor.dtype)
+    if tensor.layout != torch.strided or dtype is None:
         raise SpecError(f"torch tensor of layout {tensor.layout} and dtype {tensor.dtype}")
     if tensor.is_conj() or tensor.is_neg():
         raise SpecError("lazily conjugated or negated tensor; call .resolve_conj().resolve_neg()")
-    if tensor.device.type == "meta":
+    device = tensor.device.type
+    if device == "meta":
         raise SpecError("tensor on the meta device has no memory; call .to_empty(device=...)")
-    dtype, shape, items = BY_TORCH[name], tuple(tensor.shape), tuple(tensor.shape)
+    items = shape = tuple(tensor.shape)
     if dtype.bits < 8:  # torch counts packed bytes, we count elements
         if not shape:
             raise SpecError(f"scalar of packed dtype {tensor.dtype}")
@@ -61,11 +62,16 @@ def tensor_of(leaf: object) -> HostTensor | DeviceTensor | None:
     spec = TensorSpec(dtype, shape)
     if not _is_plain(torch, tensor):
         raise SpecError(f"{type(tensor).__name__} is not a plain tensor; pass its local tensor")
-    if tensor.device.type != "cpu":
+    if device != "cpu":
         return DeviceTensor(spec, tensor.detach())
-    width = tensor.element_size()
-    strides = tuple(width * stride for stride in tensor.stride())
+    width = spec.item_bytes
+    strides = tuple([width * stride for stride in tensor.stride()])
     return TorchTensor(spec, Buffer(tensor.data_ptr(), items, strides, width, tensor))
+
+
+@cache
+def _dtype_of(dtype: object) -> DType | None:
+    return BY_TORCH.get(str(dtype).removeprefix("torch."))
 
 
 def _is_plain(torch: Any, tensor: Any) -> bool:

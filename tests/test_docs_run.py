@@ -1,0 +1,43 @@
+"""Every example in the README and in docs/ runs, in order, in an empty directory."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_examples_of_a_page_run(page, tmp_path):
+    """Python blocks of a page are one program; the shell blocks stand where they stand in it."""
+    bin_directory = os.path.dirname(sys.executable)
+    program = ["import os, subprocess"]
+    for language, text in BLOCK.findall(page.read_text()):
+        if language == "python":
+            program.append(text)
+        else:
+            program += [f"subprocess.run({line!r}, shell=True, check=True)"
+                        for line in text.splitlines() if line and not line.startswith("#")]  # fmt: skip
+    env = {**os.environ, "PATH": f"{bin_directory}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(program)],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_somewhere(page):
+    for link in LINK.findall(page.read_text()):
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_readme_has_examples_at_all():
+    assert len(BLOCK.findall((ROOT / "README.md").read_text())) >= 2
