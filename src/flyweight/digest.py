@@ -35,6 +35,19 @@ def checksum(data: Bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(data))
 
 
+class Checksum:
+    """The same checksum of bytes that come one stretch after the other."""
+
+    def __init__(self) -> None:
+        self._running = xxhash.xxh3_64()
+
+    def add(self, data: Bytes) -> None:
+        self._running.update(data)
+
+    def value(self) -> int:
+        return int(self._running.intdigest())
+
+
 def splitmix(index: Words) -> Words:
     """Return the `index`-th numbers of the splitmix64 sequence that starts at seed 0."""
     x = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

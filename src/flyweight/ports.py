@@ -81,11 +81,11 @@ class Store(Protocol):
         window; what lies in memory already is shown there if `may_map`.
         """
 
-    def scatter(self, name: str, offset: int, goals: Sequence[Bytes]) -> bool:
-        """Read straight into `goals`, one after the other, if the bytes lie in memory already.
+    def is_cached(self, name: str, offset: int, nbytes: int) -> bool:
+        """True if this stretch can be had without waiting for a disk."""
 
-        Returns False, with nothing or something written, if a window is the way to read them.
-        """
+    def read_into(self, name: str, offset: int, goals: Sequence[Bytes]) -> None:
+        """Read a stretch straight into `goals`, one after the other; best where `is_cached`."""
 
     def close(self) -> None:
         """Let go of open files. Safe to repeat."""

@@ -315,8 +315,11 @@ class _DecodedStore:
                 self._last = name, self._texts[name]()
             return nullcontext(self._last[1][offset : offset + nbytes])
 
-    def scatter(self, name: str, offset: int, goals: Sequence[Bytes]) -> bool:
-        return name not in self._texts and self._store.scatter(name, offset, goals)
+    def is_cached(self, name: str, offset: int, nbytes: int) -> bool:
+        return name not in self._texts and self._store.is_cached(name, offset, nbytes)
+
+    def read_into(self, name: str, offset: int, goals: Sequence[Bytes]) -> None:
+        self._store.read_into(name, offset, goals)
 
     def close(self) -> None:
         self._store.close()

@@ -1,9 +1,10 @@
-"""The reader: pours extents into memory, in windows, by threads, checked before they land.
+"""The reader: pours extents into memory, in windows, by threads, checked as they pass.
 
 A piece is a chunk of an extent that some target wants: its place in the file, its
 checksum, and where its items go. Pieces near each other in a file are read as one
-window. A chunk's checksum is compared before any of its items is copied, so bytes
-that are wrong never reach a target; what landed before them did, and the error says so.
+window. Bytes that lie in the page cache as the target wants them are read straight
+into it and hashed there; all others are hashed before they are copied. An error says
+whether anything had been written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from time import monotonic
 
 import numpy as np
 
-from flyweight.digest import checksum
+from flyweight.digest import Checksum, checksum
 from flyweight.errors import ChecksumMismatch, FlyweightError, SpecError
 from flyweight.events import emit
 from flyweight.memory import Bytes, Items, Staging, block_of, items_of
@@ -27,6 +28,7 @@ from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Manifest
 
 WINDOW_BYTES = 8 << 20
+_HOT_BYTES = 1 << 20  # what was just read is hashed from the core's own cache, not from memory
 _GAP_BYTES = 64 << 10  # reading past a hole this small is cheaper than a second window
 
 
@@ -93,6 +95,9 @@ class Reader:
         is_checked = self._should_verify and extent.checksums is not None
         is_all = wanted == held
         flat = target.flat if is_all and wanted == target.box else None
+        if flat is not None and not is_checked and extent.offset not in pieces:
+            self._add_flat(extent, held, spec.item_bytes, flat, target)
+            return
         at, is_corner = extent.offset, not any(held.offset)
         for index, chunk in enumerate(spec.chunks(extent.box, self._manifest.chunk_bytes)):
             nbytes = prod(chunk.shape) * spec.item_bytes
@@ -109,6 +114,16 @@ class Reader:
                     piece.goal = None
                 piece.targets.append(target)
             at += nbytes
+
+    def _add_flat(
+        self, extent: Extent, held: Box, item_bytes: int, flat: Bytes, target: Target
+    ) -> None:
+        """Want all of an extent as it is, unchecked: cut anywhere, since nobody looks inside."""
+        for start in range(0, len(flat), WINDOW_BYTES):
+            some = flat[start : start + WINDOW_BYTES]
+            at = extent.offset + start
+            piece = _Piece(at, len(some), extent, held, None, item_bytes, [target], some)
+            self._pieces[extent.file][at] = piece
 
     def run(
         self, *, num_threads: int, memory_bytes: int | None = None, verb: str | None = None
@@ -218,34 +233,62 @@ class Reader:
         )
 
     def _read(self, file: str, start: int, end: int, pieces: list[_Piece], staging: Bytes) -> None:
-        goals = [piece.goal for piece in pieces if piece.goal is not None and piece.index is None]
-        if len(goals) == len(pieces) and sum(map(len, goals)) == end - start:
-            with self._lock:
-                self._landed_bytes += end - start
-            if self._store.scatter(file, start, goals):
-                return
+        goals = [piece.goal for piece in pieces if piece.goal is not None]
+        if sum(map(len, goals)) == end - start and self._store.is_cached(file, start, end - start):
+            self._read_in_place(file, pieces)
+            return
         with self._store.window(file, start, end - start, staging, may_map=self._may_map) as window:
-            landed = checked = 0
             try:
                 for piece in pieces:
                     data = window[piece.offset - start : piece.offset - start + piece.nbytes]
-                    if piece.index is not None:
-                        checked += piece.nbytes
-                        if not self._is_right(piece, data):
-                            continue
-                    landed += piece.nbytes
-                    self._land(piece, data)
+                    if piece.index is None or self._is_right(piece, checksum(data)):
+                        self._count(landed=piece.nbytes)
+                        self._land(piece, data)
             finally:
                 del data, window  # or the mapping cannot be closed
-                with self._lock:
-                    self._landed_bytes += landed
-                    self.checked_bytes += checked
 
-    def _is_right(self, piece: _Piece, data: Bytes) -> bool:
+    def _read_in_place(self, file: str, pieces: list[_Piece]) -> None:
+        """Read neighbours straight to where they go, and hash them there while they are hot."""
+        self._count(landed=sum(piece.nbytes for piece in pieces))
+        batch: list[tuple[_Piece, Bytes]] = []
+        held_bytes = 0
+        for piece in pieces:
+            assert piece.goal is not None
+            is_large = piece.index is not None and piece.nbytes > _HOT_BYTES
+            is_full = piece.index is not None and held_bytes + piece.nbytes > _HOT_BYTES
+            if batch and (is_large or is_full):
+                self._read_batch(file, batch)
+                batch, held_bytes = [], 0
+            if is_large:
+                running = Checksum()
+                for at in range(0, piece.nbytes, _HOT_BYTES):
+                    some = piece.goal[at : at + _HOT_BYTES]
+                    self._store.read_into(file, piece.offset + at, [some])
+                    running.add(some)
+                self._is_right(piece, running.value())
+            else:
+                batch.append((piece, piece.goal))
+                held_bytes += piece.nbytes
+        if batch:
+            self._read_batch(file, batch)
+
+    def _read_batch(self, file: str, batch: list[tuple[_Piece, Bytes]]) -> None:
+        self._store.read_into(file, batch[0][0].offset, [goal for _, goal in batch])
+        for piece, goal in batch:
+            if piece.index is not None:
+                self._is_right(piece, checksum(goal))
+
+    def _count(self, *, landed: int = 0, checked: int = 0) -> None:
+        with self._lock:
+            self._landed_bytes += landed
+            self.checked_bytes += checked
+
+    def _is_right(self, piece: _Piece, found: int) -> bool:
         """Compare the checksum; raises, or tells who asked to be told and returns False."""
         assert piece.extent.checksums is not None
         assert piece.index is not None
-        found, expected = checksum(data), piece.extent.checksums[piece.index]
+        expected = piece.extent.checksums[piece.index]
+        self._count(checked=piece.nbytes)
         if found == expected:
             return True
         error = ChecksumMismatch(

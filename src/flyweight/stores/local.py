@@ -112,6 +112,21 @@ class _File:
             raise refused(cause, f"cannot read {str(self.path)!r}") from cause
         return staging[:nbytes]
 
+    def read_into(self, offset: int, goals: Sequence[Bytes]) -> None:
+        """Read a stretch into several places, as many as one call takes at a time."""
+        for start in range(0, len(goals), _MAX_BUFFERS):
+            some = goals[start : start + _MAX_BUFFERS]
+            wanted = sum(map(len, some))
+            try:
+                if os.preadv(self.fd, [memoryview(goal) for goal in some], offset) != wanted:
+                    at = offset  # cut short by a signal or the end of the file: one by one
+                    for goal in some:
+                        self._fill(self.fd, at, goal, len(goal))
+                        at += len(goal)
+            except OSError as cause:
+                raise refused(cause, f"cannot read {str(self.path)!r}") from cause
+            offset += wanted
+
     def _direct(self) -> int:
         with self._lock:
             if self._direct_fd < 0:
@@ -186,18 +201,11 @@ class LocalStore:
             with suppress(BufferError):  # somebody still looks; it goes when they stop
                 mapping.close()
 
-    def scatter(self, name: str, offset: int, goals: Sequence[Bytes]) -> bool:
-        file, nbytes = self._file(name), sum(map(len, goals))
-        if not file.is_cached(offset, nbytes):
-            return False
-        for start in range(0, len(goals), _MAX_BUFFERS):
-            some = [memoryview(goal) for goal in goals[start : start + _MAX_BUFFERS]]
-            wanted = sum(map(len, some))
-            # A short read is rare, and reading again costs little: leave it to the window.
-            if os.preadv(file.fd, some, offset) != wanted:
-                return False
-            offset += wanted
-        return True
+    def is_cached(self, name: str, offset: int, nbytes: int) -> bool:
+        return self._file(name).is_cached(offset, nbytes)
+
+    def read_into(self, name: str, offset: int, goals: Sequence[Bytes]) -> None:
+        self._file(name).read_into(offset, goals)
 
     def ways(self, name: str) -> dict[str, bool]:
         """Try which ways of reading work for a file of at least a page."""
