@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flyweight as fw
+from fakes import MemoryStore
 from flyweight.errors import FlyweightError, FormatError
 from flyweight.formats.pdparams import open_pdparams
 from flyweight.formats.safetensors import open_files
@@ -20,41 +21,6 @@ from flyweight.spec.manifest import decode_manifest
 FUZZ = settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-class MemoryStore:
-    """A store of one file in memory; the contract of stores holds it too (tests/contracts)."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    @property
-    def place(self):
-        return "memory"
-
-    def names(self):
-        return ["file"]
-
-    def size(self, name):
-        return len(self._data)
-
-    def read(self, name, offset, nbytes):
-        assert 0 <= offset <= offset + nbytes <= len(self._data), "read outside the file"
-        return self._data[offset : offset + nbytes]
-
-    def window(self, name, offset, nbytes, staging, *, may_map=True):
-        from contextlib import nullcontext
-
-        return nullcontext(np.frombuffer(self.read(name, offset, nbytes), np.uint8))
-
-    def is_cached(self, name, offset, nbytes):
-        return False
-
-    def read_into(self, name, offset, goals):
-        raise AssertionError("only where is_cached")
-
-    def close(self):
-        pass
 
 
 def read_all(open_it, data):

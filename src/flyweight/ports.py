@@ -51,8 +51,11 @@ class Sink(Protocol):
     def write(self, name: str, items: Box, data: Bytes) -> None:
         """Put row-major bytes into a box of the tensor, counted in items, for tensors not `host`.
 
-        `data` may be reused once this returns.
+        `data` stays as it is until the thread that wrote has called `settle`.
         """
+
+    def settle(self) -> None:
+        """Wait until what this thread wrote has arrived."""
 
     def finish(self, manifest: Manifest) -> None:
         """Take over what is not bytes, after the last write: values, for dicts that hold some."""

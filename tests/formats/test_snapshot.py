@@ -245,6 +245,18 @@ def test_heads_that_disagree_with_the_manifest_are_seen_by_verify(run):
         fw.verify(run)
 
 
+def test_an_index_that_disagrees_with_the_manifest_is_seen_by_verify(tmp_path):
+    fw.save({f"w{i}": random_bytes(100, i) for i in range(4)}, tmp_path, part_bytes=200)
+    index = tmp_path / "v0000000000" / "model.safetensors.index.json"
+    assert fw.verify(tmp_path).is_whole
+    flip(index, 40)
+    with pytest.raises(FormatError, match="is not the index of its parts"):
+        fw.verify(tmp_path)
+    index.unlink()
+    with pytest.raises(fw.FlyweightError, match="No such file"):
+        fw.verify(tmp_path)
+
+
 def test_a_manifest_of_absurd_size_is_refused_unread(run):
     with open(run / V5 / MANIFEST, "r+b") as file:
         file.truncate(2 << 30)  # sparse

@@ -43,6 +43,9 @@ class Tensor(Protocol):
 
     def write(self, items: Box, data: Bytes) -> None: ...
 
+    def settle(self) -> None:
+        """Wait until what this thread wrote to the tensor's device has arrived."""
+
     def touched(self) -> None:
         """Tell the framework that the elements changed behind its back."""
 
@@ -79,6 +82,8 @@ class Model:
             tied=tied,
             values={name: slot.value for name, slot in slots.items()},
         )
+        devices = {t.memory_key[0]: t for t in self._tensors.values() if t.host is None}
+        self._devices = list(devices.values())
         stagings = (tensor.staging for tensor in self._tensors.values())
         self._staging = next((each for each in stagings if each), STAGING)
 
@@ -113,6 +118,10 @@ class Model:
 
     def write(self, name: str, items: Box, data: Bytes) -> None:
         self._tensors[self._manifest.tied.get(name, name)].write(items, data)
+
+    def settle(self) -> None:
+        for tensor in self._devices:
+            tensor.settle()
 
     def check_writable(self) -> None:
         """Raise for tensors that cannot be filled: read-only, or one element shown many times."""

@@ -33,6 +33,9 @@ class HostTensor:
         block = items_of(data, self.spec.item_bytes, items.shape)
         np.copyto(block_of(self.host.items(), items), block)
 
+    def settle(self) -> None:
+        """A write has arrived when it returns."""
+
     def touched(self) -> None:
         """Nobody to tell."""
 

@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from flyweight.adapters.numpy_dict import HostTensor
@@ -92,7 +92,7 @@ class TorchTensor(HostTensor):
 
 @dataclass(frozen=True)
 class DeviceTensor:
-    """A torch tensor the CPU cannot reach; bytes cross in blocks, each call waits for its own."""
+    """A torch tensor the CPU cannot reach. Copies are queued on the current stream."""
 
     spec: TensorSpec
     tensor: Any
@@ -112,26 +112,41 @@ class DeviceTensor:
         return (*place, tuple(tensor.shape), tensor.stride(), self.spec.dtype.name)
 
     def read(self, items: Box, into: Bytes) -> None:
-        self._cross(self._staged(items, into), self._block(items))
+        block, data = self._pair(items, into)
+        data.copy_(block, non_blocking=True)
+        self.settle()
 
     def write(self, items: Box, data: Bytes) -> None:
-        self._cross(self._block(items), self._staged(items, data))
+        block, staged = self._pair(items, data)
+        block.copy_(staged, non_blocking=True)
+
+    def settle(self) -> None:
+        torch = _torch()
+        if self.tensor.device.type == "cuda":
+            # An event, not the stream: other threads go on queueing behind it.
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(self.tensor.device))
+            event.synchronize()
 
     def touched(self) -> None:
         _torch().autograd.graph.increment_version(self.tensor)
 
-    def _block(self, items: Box) -> Any:
-        return self.tensor[(..., *items.slices)]
+    @cached_property
+    def _flat(self) -> Any:
+        """The tensor's bytes in order, if they lie so: then a block is one plain copy."""
+        is_flat = self.tensor.is_contiguous() and self.tensor.dim() > 0
+        return self.tensor.view(-1).view(_torch().uint8) if is_flat else None
 
-    def _staged(self, items: Box, data: Bytes) -> Any:
-        return _torch().from_numpy(data).view(self.tensor.dtype).reshape(items.shape)
-
-    def _cross(self, goal: Any, block: Any) -> None:
-        torch = _torch()
-        with torch.no_grad():
-            goal.copy_(block, non_blocking=True)
-        if self.tensor.device.type == "cuda":
-            torch.cuda.current_stream(self.tensor.device).synchronize()
+    def _pair(self, items: Box, data: Bytes) -> tuple[Any, Any]:
+        """Return the block on the device, and the bytes on the host told in the same shape."""
+        staged = _torch().from_numpy(data)
+        if self._flat is not None:
+            runs = list(items.runs(tuple(self.tensor.shape)))
+            if len(runs) == 1:
+                start = runs[0][0] * self.spec.item_bytes
+                return self._flat[start : start + len(data)], staged
+        block = self.tensor[(Ellipsis, *items.slices)]
+        return block, staged.view(self.tensor.dtype).reshape(items.shape)
 
 
 @cache

@@ -78,7 +78,7 @@ def layout(manifest: Manifest, part_bytes: int = PART_BYTES) -> list[FilePlan]:
 
 def seal(manifest: Manifest, plans: Sequence[FilePlan]) -> Mapping[str, bytes]:
     """Return the index, where there is more than one file."""
-    if len(plans) == 1:
+    if len({extent.file for extent in manifest.extents}) <= 1:
         return {}
     index = {
         "metadata": {"total_size": manifest.nbytes},

@@ -42,6 +42,9 @@ class Target:
     may_map: bool = True
     """False if bytes should come by way of `staging` even from the page cache: it is pinned."""
 
+    settle: Callable[[], None] | None = None
+    """Waits until what `items` took has arrived; until then its bytes stay as they are."""
+
     @cached_property
     def flat(self) -> Bytes | None:
         """The target's bytes in row-major order, if they lie so."""
@@ -81,6 +84,7 @@ class Reader:
         self._pieces: dict[str, dict[int, _Piece]] = {}
         self._staging: Staging | None = None
         self._may_map = True
+        self._settle: Callable[[], None] | None = None
         self.read_bytes = self.checked_bytes = 0
         self._landed_bytes = 0
         self._lock = threading.Lock()
@@ -91,6 +95,7 @@ class Reader:
         wanted, held = spec.stored(box), spec.stored(extent.box)
         self._staging = target.staging
         self._may_map = self._may_map and target.may_map
+        self._settle = self._settle or target.settle
         pieces = self._pieces.setdefault(extent.file, {})
         is_checked = self._should_verify and extent.checksums is not None
         is_all = wanted == held
@@ -245,6 +250,8 @@ class Reader:
                         self._count(landed=piece.nbytes)
                         self._land(piece, data)
             finally:
+                if self._settle is not None:
+                    self._settle()
                 del data, window  # or the mapping cannot be closed
 
     def _read_in_place(self, file: str, pieces: list[_Piece]) -> None:

@@ -114,8 +114,15 @@ def check_parts(manifest: Manifest, store: Store) -> None:
             )
 
 
-def check_heads(stored: Stored) -> None:
-    """Raise unless each part's own head tells the same places as the manifest does."""
+def check_for_others(stored: Stored) -> None:
+    """Raise unless heads and index tell other people's tools what the manifest tells us."""
+    index = huggingface.seal(stored.manifest, ()).get(huggingface.INDEX)
+    if index is not None:
+        size = stored.store.size(huggingface.INDEX)
+        if size != len(index) or stored.store.read(huggingface.INDEX, 0, size) != index:
+            raise FormatError(
+                f"{huggingface.INDEX!r} in {stored.store.place!r} is not the index of its parts"
+            )
     for part in stored.manifest.parts:
         _, extents, head_bytes = read_head(stored.store, part.file)
         ours = {e.offset for e in stored.manifest.extents if e.file == part.file}

@@ -55,7 +55,7 @@ def verify(
             return verify(stored, memory_bytes=memory_bytes)
     started, stored = perf_counter(), source
     if stored.format == "snapshot":
-        snapshot.check_heads(stored)
+        snapshot.check_for_others(stored)
     damage: list[str] = []
     damaged: set[tuple[str, int]] = set()
     lock = threading.Lock()

@@ -168,7 +168,11 @@ def _target(sink: Model, name: str) -> Target:
     buffer = sink.host(name)
     if buffer is None:
         return Target(
-            items, lambda box, data: sink.write(name, box, data), sink.staging, may_map=False
+            items,
+            lambda box, data: sink.write(name, box, data),
+            sink.staging,
+            may_map=False,
+            settle=sink.settle,
         )
     return Target(items, buffer.items(), sink.staging)
 
