@@ -244,6 +244,18 @@ def cases() -> Iterator[tuple[str, bytes, str]]:
     )
     yield "pk-bomb.pdparams", bomb(), "2**40 leaves in a file of a thousand bytes"
     yield "pk-name-list.pdparams", b"\x80\x04N]\x93.", "names a function by a list"
+    deep = b")" + b"\x85" * 20000
+    split = b"\x8c\x15UnpackBigParamInfor@@}\x8c\x01z}(\x8c\x0bOriginShape)\x8c\x06slices" + deep
+    yield (
+        "pk-split-deep.pdparams",
+        b"\x80\x04}(" + split + b"usu.",
+        "pieces nested so deep that hashing them overflows the stack",
+    )
+    yield (
+        "pk-deep-shape.pdparams",
+        dictionary((b"a", array(shape=deep))),
+        "a shape nested 20,000 deep",
+    )
     yield "pk-cycle.pdparams", b"\x80\x03}q\0X\x01\0\0\0ah\0s.", "a dict that holds itself"
     yield (
         "pk-class.pdparams",

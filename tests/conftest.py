@@ -26,7 +26,6 @@ def odd_arrays(seed=RNG_SEED):
         "reversed": rng.random(9)[::-1],
         "flag": np.array([True, False, True]),
         "complex": (rng.random(3) + 1j * rng.random(3)).astype(np.complex64),
-        "wide_complex": rng.random((2, 2)) + 1j * rng.random((2, 2)),
     }
 
 
@@ -60,6 +59,13 @@ def drop_cache(path: Path) -> None:
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
+
+
+def dead_draft(name, kind="draft"):
+    """The name of what a writer on this machine left when it was killed."""
+    from flyweight.stores.local import _host
+
+    return f".{kind}-{name}-{_host()}-0123456789abcdef"
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ Exit codes: 0 done; 1 done, and the answer is no (verify found damage, diff foun
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -64,7 +65,7 @@ class Size(click.ParamType[int]):
         text = str(value).strip().upper().removesuffix("B").removesuffix("I")
         unit = text[-1:] if text[-1:] in _UNITS and not text[-1:].isdigit() else ""
         number = text.removesuffix(unit).strip()
-        if not number.isdigit():
+        if not number.isdecimal() or not number.isascii() or len(number) > 18:
             self.fail(f"{value!r} is not a size; write 268435456, 256M or 4G", param, ctx)
         return int(number) * _UNITS[unit]
 
@@ -152,6 +153,11 @@ def human(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")
+
+
+def _check_there(path: str) -> None:
+    if not os.path.isdir(path):
+        raise SnapshotNotFound(f"{path!r} is not there, or no directory")
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print data, for machines.")
@@ -262,6 +268,8 @@ def diff(a: str, b: str, as_json: bool) -> None:
                     escape(each.name), str(each.num_different), str(each.num_elements), *distances
                 )
             out.print(table)
+        for name, (one, other) in report.changed_values.items():
+            out.print(f"other value: {escape(name)}  {one!r} and {other!r}", markup=False)
         out.print(f"{report.num_same} tensors are the same")
 
     show({**asdict(report), "is_same": report.is_same}, as_json, view)
@@ -323,6 +331,7 @@ def convert(
 @json_option
 def versions(path: str, as_json: bool) -> None:
     """List the committed versions of the run at PATH."""
+    _check_there(path)
     lines = describe.inspect_versions(path)
 
     def view() -> None:
@@ -349,6 +358,7 @@ def versions(path: str, as_json: bool) -> None:
 @json_option
 def prune(path: str, keep: int, as_json: bool) -> None:
     """Remove all but the newest versions of the run at PATH, and what killed saves left."""
+    _check_there(path)
     gone = prune_versions(path, keep=keep)
     removed = ", ".join(map(str, gone)) or "nothing"
     show({"removed": list(gone)}, as_json, lambda: out.print(f"removed: {removed}"))

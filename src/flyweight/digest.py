@@ -22,7 +22,6 @@ from flyweight.memory import Bytes
 
 Words = NDArray[np.uint64]
 
-CHECKSUM, DIGEST = "xxh3-64", "rowsum-64"
 ROW_WORDS = 1024
 ROW_BYTES = 8 * ROW_WORDS
 _ROWS_AT_ONCE = 32  # 256 KiB of words and two scratch arrays of that size stay in a core's L2

@@ -10,9 +10,8 @@ FlyweightError
 │   ├── SnapshotIncomplete                 a save that never committed, or lost a part since
 │   └── SnapshotNotFound (FileNotFoundError)  nothing at this place that we can read
 ├── StoreError (OSError)                   the operating system said no: full, forbidden, gone
-├── VersionError                           a version that is not there, or is there already
-│   └── DigestMismatch                     not the weights that were committed
-└── MissingDependency (ImportError)        names the extra to install
+└── VersionError                           a version that is not there, or is there already
+    └── DigestMismatch                     not the weights that were committed
 """
 
 from __future__ import annotations
@@ -59,9 +58,6 @@ class VersionError(FlyweightError): ...
 
 
 class DigestMismatch(VersionError): ...
-
-
-class MissingDependency(FlyweightError, ImportError): ...
 
 
 def listed(names: Collection[str]) -> str:

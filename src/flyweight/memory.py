@@ -11,7 +11,7 @@ import ctypes
 import gc
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,11 @@ def item_dtype(item_bytes: int) -> np.dtype[Any]:
 def items_of(data: Bytes, item_bytes: int, shape: tuple[int, ...]) -> Items:
     """View row-major bytes as items of `shape`."""
     return data.view(item_dtype(item_bytes)).reshape(shape)
+
+
+def empty_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape of no elements whose dims numpy can hold, whatever those of `shape` are."""
+    return tuple(min(size, 1) for size in shape)
 
 
 def block_of(items: Items, box: Box) -> Items:
@@ -80,24 +85,69 @@ class Buffer:
             for size, stride, want in zip(self.shape, self.strides, wanted, strict=True)
         )
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The addresses from the first byte of any item to the end of the last."""
+        reach = [s * (n - 1) for n, s in zip(self.shape, self.strides, strict=True) if n]
+        low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+        return self.address + low, self.address + high + self.item_bytes
+
+    @property
+    def is_folded(self) -> bool:
+        """True unless each item surely has bytes of its own: dims nest without touching."""
+        if not self.nbytes:
+            return False
+        reach = self.item_bytes
+        dims = zip(self.strides, self.shape, strict=True)
+        for stride, size in sorted((abs(stride), size) for stride, size in dims if size > 1):
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+        return False
+
     def items(self) -> Items:
         """View the items where they lie."""
         dtype = item_dtype(self.item_bytes)
         if self.nbytes == 0:
-            return np.empty(self.shape, dtype)
-        reach = [stride * (size - 1) for size, stride in zip(self.shape, self.strides, strict=True)]
-        below, above = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
-        span = (ctypes.c_char * (above - below + self.item_bytes)).from_address(
-            self.address + below
-        )
+            return np.empty(empty_shape(self.shape), dtype)
+        low, high = self.span
+        span = (ctypes.c_char * (high - low)).from_address(low)
         array: Items = np.ndarray(
-            self.shape, dtype, memoryview(span), offset=-below, strides=self.strides
+            self.shape, dtype, memoryview(span), offset=self.address - low, strides=self.strides
         )
         return array
 
     def flat(self) -> Bytes | None:
         """View the bytes in row-major order where they lie so, else None."""
         return self.items().reshape(-1).view(np.uint8) if self.is_contiguous else None
+
+
+_WORK: Any = 10**5  # steps that numpy may take to tell interleaved strides apart
+
+
+def first_overlap(buffers: Mapping[str, Buffer]) -> tuple[str, str] | None:
+    """Return two names whose buffers share a byte, or may do so for all that is easily told."""
+    spans = sorted((*b.span, name) for name, b in buffers.items() if b.nbytes)
+    live: list[tuple[int, str]] = []
+    for start, end, name in spans:
+        live = [(other_end, other) for other_end, other in live if other_end > start]
+        for _, other in live:
+            try:
+                if np.shares_memory(buffers[other].items(), buffers[name].items(), max_work=_WORK):
+                    return other, name
+            except np.exceptions.TooHardError:
+                return other, name
+        live.append((end, name))
+    return None
+
+
+def bytes_for(nbytes: int, into: Bytes | None) -> Bytes:
+    """Return room for `nbytes`: the beginning of `into`, or fresh memory."""
+    if into is None:
+        return np.empty(nbytes, np.uint8)
+    if len(into) < nbytes:
+        raise SpecError(f"room for {len(into)} bytes, {nbytes} are to be read")
+    return into[:nbytes]
 
 
 def page_memory(nbytes: int) -> Bytes:
@@ -127,8 +177,8 @@ class Staging:
     def _take(self, nbytes: int) -> Bytes:
         with self._lock:
             for index, block in enumerate(self._shelf):
-                # A block twice too large would push the caller over its memory budget.
-                if nbytes <= block.nbytes <= 2 * nbytes:
+                # A block much too large would push the caller over its memory budget.
+                if nbytes <= block.nbytes <= nbytes + nbytes // 8:
                     return self._shelf.pop(index)
         return self._allocate(nbytes)
 
@@ -168,6 +218,6 @@ MIN_MEMORY_BYTES = 1 << 20
 
 
 def check_memory_bytes(memory_bytes: int) -> int:
-    if memory_bytes < MIN_MEMORY_BYTES:
-        raise SpecError(f"memory_bytes is {memory_bytes}, at least {MIN_MEMORY_BYTES} are needed")
+    if type(memory_bytes) is not int or memory_bytes < MIN_MEMORY_BYTES:
+        raise SpecError(f"memory_bytes is {memory_bytes!r}, at least {MIN_MEMORY_BYTES} are needed")
     return memory_bytes

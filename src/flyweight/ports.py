@@ -27,6 +27,10 @@ class Source(Protocol):
     @property
     def manifest(self) -> Manifest: ...
 
+    @property
+    def staging(self) -> Staging:
+        """Where bytes on their way from `read` should stand: pinned, for a GPU."""
+
     def read(self, name: str, box: Box | None = None, *, into: Bytes | None = None) -> Bytes:
         """Return the box's bytes in row-major order.
 
@@ -56,6 +60,9 @@ class Sink(Protocol):
 
     def settle(self) -> None:
         """Wait until what this thread wrote has arrived."""
+
+    def touched(self) -> None:
+        """Tell the framework that tensors were written, whether or not the writing went well."""
 
     def finish(self, manifest: Manifest) -> None:
         """Take over what is not bytes, after the last write: values, for dicts that hold some."""
@@ -141,3 +148,5 @@ class Format:
     """The files that will hold these tensors, byte by byte."""
     seal: Callable[[Manifest, Sequence[FilePlan]], Mapping[str, bytes]]
     """The small files that make them whole, once checksums and digests are known."""
+    has_checksums: bool = False
+    """True if the format keeps checksums and digests, so that they are worth computing."""

@@ -56,6 +56,10 @@ def test_nested_dicts_lists_and_leaves_survive(tmp_path):
     assert target["scale"] == 3.0
 
 
+CYCLE = {"b": np.zeros(1)}
+CYCLE["a"] = CYCLE
+
+
 @pytest.mark.parametrize(
     ("thing", "message"),
     [
@@ -72,6 +76,11 @@ def test_nested_dicts_lists_and_leaves_survive(tmp_path):
         ({"a": np.zeros(2, ">f4")}, "numpy dtype"),
         ({"": np.zeros(2)}, "names are printable and not empty"),
         ({"a\n": np.zeros(2)}, "names are printable and not empty"),
+        ({"a" * 5000: np.zeros(2)}, "at most 4096 characters"),
+        ({"a": "\ud800", "b": np.zeros(2)}, "text that UTF-8 cannot hold"),
+        ({"a": 10**5000, "b": np.zeros(2)}, "number of 16610 bits"),
+        (CYCLE, "nests more than 64 deep, or holds itself"),
+        (np.zeros(3), "ndarray is no model"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -92,3 +101,22 @@ def test_read_only_arrays_are_no_targets(tmp_path):
     with pytest.raises(SpecError, match="1 tensors are read-only memory: 'w'"):
         fw.load(tmp_path, into={"w": frozen})
     assert frozen.tolist() == [1, 1, 1]
+
+
+def test_values_in_a_tuple_are_saved_and_are_no_target(tmp_path):
+    fw.save({"w": np.zeros(3), "betas": (0.9, 0.99)}, tmp_path)
+    with pytest.raises(SpecError, match="cannot be changed, such as tuples: 'betas.0', 'betas.1'"):
+        fw.load(tmp_path, into={"w": np.ones(3), "betas": (0.0, 0.0)})
+    target = {"w": np.ones(3), "betas": [0.0, 0.0]}
+    fw.load(tmp_path, into=target)
+    assert target["betas"] == [0.9, 0.99]
+
+
+def test_empty_arrays_of_absurd_shape_survive(tmp_path):
+    import torch
+
+    source = {"e": torch.empty(0, 2**60, 2, dtype=torch.float64), "w": torch.ones(2)}
+    fw.save(source, tmp_path)
+    fw.load(tmp_path, into=source)
+    with fw.open(tmp_path) as opened:
+        assert len(opened.read("e")) == 0

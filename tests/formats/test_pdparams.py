@@ -404,6 +404,112 @@ def where(path, content):
     return range(start, start + len(content))
 
 
+def dump(path, content, protocol=4):
+    import pickle
+
+    path.write_bytes(pickle.dumps(content, protocol))
+    return path
+
+
+def test_arrays_that_share_bytes_are_read_each_in_its_own_shape(tmp_path):
+    """Pickle writes equal bytes once; Paddle's own one-byte tensors do this."""
+    tensors = {"u": paddle.ones([1], dtype="uint8"), "f": paddle.ones([1, 1], dtype="bool")}
+    paddle.save(tensors, str(tmp_path / "m.pdparams"))
+    assert_loaded(tmp_path / "m.pdparams", tensors)
+
+    class Shared:
+        def __init__(self, shape, raw):
+            rebuild = np.empty(0, np.float32).__reduce__()[0]
+            state = (1, shape, np.dtype(np.float32), False, raw)
+            self.made = rebuild, (np.ndarray, (0,), b"b"), state
+
+        def __reduce__(self):
+            return self.made
+
+    raw = np.arange(16, dtype=np.float32).tobytes()
+    dump(tmp_path / "s.pdparams", {"a": Shared((2, 8), raw), "b": Shared((8, 2), raw)})
+    target = {"a": np.zeros((2, 8), np.float32), "b": np.zeros((8, 2), np.float32)}
+    fw.load(tmp_path / "s.pdparams", into=target)
+    assert target["a"].tobytes() == target["b"].tobytes() == raw
+    assert fw.verify(tmp_path / "s.pdparams").is_whole
+
+
+def test_one_large_array_under_two_names_fills_both(tmp_path):
+    array = np.arange(3 << 20, dtype=np.float32)
+    dump(tmp_path / "m.pdparams", {"a": array, "b": array})
+    target = {"a": np.zeros_like(array), "b": np.zeros_like(array)}
+    fw.load(tmp_path / "m.pdparams", into=target)
+    assert (target["a"] == array).all()
+    assert (target["b"] == array).all()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a.b": np.zeros(2), "a": {"b": np.ones(2)}},
+        {1: np.zeros(2), "1": np.ones(2)},
+        {"a.b": np.zeros(2), "a": {"b": 3}},
+        {"z@@.0": np.zeros(2), "z": np.ones(2),
+         "UnpackBigParamInfor@@": {"z": {"OriginShape": (2,), "slices": ["z@@.0"]}}},
+    ],
+)  # fmt: skip
+def test_names_that_collide_when_joined_are_refused(tmp_path, content):
+    with pytest.raises(FormatError, match="joined name|twice"):
+        fw.open(dump(tmp_path / "m.pdparams", content))
+
+
+@pytest.mark.parametrize("length", [120, 128, 136, 128 + 256, 640])
+def test_a_head_whose_length_looks_like_a_pickle_is_safetensors_all_the_same(tmp_path, length):
+    import json
+
+    head = json.dumps({"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}).encode()
+    content = length.to_bytes(8, "little") + head.ljust(length) + b"abc"
+    for name in ("m.safetensors", "m.pdparams"):
+        (tmp_path / name).write_bytes(content)
+        with fw.open(tmp_path / name) as source:
+            assert source.read("w").tobytes() == b"abc"
+
+
+def test_a_legacy_save_that_dies_between_its_files_leaves_nothing_that_mixes(tmp_path, monkeypatch):
+    first = {f"w{n}": torch.full((8,), n) for n in range(3)}
+    fw.save_legacy(first, tmp_path, rank=0, legacy_id=0, part_bytes=64)
+    real, calls = os.link, []
+
+    def fail_second(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        return real(*args, **options)
+
+    monkeypatch.setattr(os, "link", fail_second)
+    second = {f"w{n}": torch.full((8,), 10 + n) for n in range(3)}
+    with pytest.raises(fw.FlyweightError, match="Input/output error"):
+        fw.save_legacy(second, tmp_path, rank=0, legacy_id=0, part_bytes=64)
+    monkeypatch.undo()
+    target = {f"w{n}": torch.zeros(8, dtype=torch.int64) for n in range(3)}
+    with pytest.raises(fw.FlyweightError):
+        fw.load(tmp_path, into=target, rank=0, legacy_id=0)
+    assert not any(t.any() for t in target.values())
+
+
+def test_a_legacy_save_that_is_refused_leaves_nothing(tmp_path):
+    fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(SpecError, match="cannot hold f8_e4m3fnuz"):
+        fw.save_legacy(
+            {"w": torch.zeros(4, dtype=torch.float8_e4m3fnuz)}, tmp_path, rank=0, legacy_id=0
+        )
+    assert os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_only_what_came_from_a_pickle_may_mean_another_dtype(tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"w": np.zeros(3, np.uint16)}, tmp_path / LegacyNames(0, 0).single)
+    with pytest.raises(TypeError, match="'w' is u16 .* and bf16 in the target"):
+        fw.load(tmp_path, into={"w": torch.zeros(3, dtype=torch.bfloat16)}, rank=0, legacy_id=0)
+
+
 def test_structured_names_of_paddle_are_not_tensors(tmp_path):
     layer = paddle.nn.Linear(2, 2)
     paddle.save(layer.state_dict(), str(tmp_path / "m.pdparams"))

@@ -51,8 +51,6 @@ def test_the_parts_open_in_safetensors_itself(run):
 
     found = load_file(run / V5 / "model.safetensors")
     expected = odd_arrays(5)
-    wide = expected.pop("wide_complex")
-    assert found.pop("wide_complex").tobytes() == wide.tobytes()  # as bytes: no such dtype there
     assert same({k: found[k] for k in expected}, expected)
 
 
@@ -249,8 +247,8 @@ def test_an_index_that_disagrees_with_the_manifest_is_seen_by_verify(tmp_path):
     fw.save({f"w{i}": random_bytes(100, i) for i in range(4)}, tmp_path, part_bytes=200)
     index = tmp_path / "v0000000000" / "model.safetensors.index.json"
     assert fw.verify(tmp_path).is_whole
-    flip(index, 40)
-    with pytest.raises(FormatError, match="is not the index of its parts"):
+    index.write_text(index.read_text().replace("model-00001", "model-00002"))
+    with pytest.raises(FormatError, match="index and files of .* disagree on 2 tensors"):
         fw.verify(tmp_path)
     index.unlink()
     with pytest.raises(fw.FlyweightError, match="No such file"):

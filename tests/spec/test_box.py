@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyweight.errors import SpecError
-from flyweight.spec.box import Box, blocks, num_blocks, stretch
+from flyweight.spec.box import Box, blocks, first_meeting, num_blocks, stretch
 
 SHAPES = [(), (7,), (4, 6), (2, 3, 5), (0, 3), (1, 1), (3, 1, 2)]
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -87,6 +87,25 @@ def test_a_stretch_is_its_elements_in_order(data, shape):
 def test_a_stretch_that_leaves_the_tensor_is_refused():
     with pytest.raises(SpecError, match=r"elements 3\.\.7 leave a tensor of \(2, 3\)"):
         list(stretch((2, 3), 3, 4))
+
+
+def test_boxes_of_different_rank_are_refused():
+    with pytest.raises(SpecError, match="boxes of 1 and 2 dims"):
+        Box((0,), (1,)).overlap(Box((0, 0), (1, 1)))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)),
+        max_size=6,
+    )
+)
+def test_the_first_meeting_is_found_if_there_is_one(cells):
+    boxes = [Box((a, b), (c, d)) for a, b, c, d in cells]
+    meets = any(x.overlap(y) for i, x in enumerate(boxes) for y in boxes[:i])
+    found = first_meeting(boxes)
+    assert (found is not None) == meets
+    assert found is None or found[0].overlap(found[1])
 
 
 def test_within_and_contains_agree():

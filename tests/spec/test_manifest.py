@@ -167,6 +167,32 @@ def test_six_bit_floats_pack_four_to_three_bytes():
     assert spec.stored(Box.whole((2, 8))) == Box.whole((2, 6))
 
 
+def test_thousands_of_shards_are_checked_quickly():
+    import time
+
+    count = 4000
+    spec = TensorSpec(F32, (count, 4))
+    boxes = [Box((row, 0), (1, 4)) for row in range(count)]
+    extents = [Extent("w", box, "a.safetensors", 64 + 16 * i, (1,)) for i, box in enumerate(boxes)]
+    parts = [Part("a.safetensors", 64 + 16 * count, 64, 1)]
+    manifest = Manifest({"w": spec}, version=1, parts=parts, extents=extents, chunk_bytes=4096)
+    started = time.monotonic()
+    assert len(decode_manifest(encode_manifest(manifest)).extents) == count
+    assert time.monotonic() - started < 5
+
+
+def test_six_bit_floats_longer_than_a_chunk_are_cut_between_elements():
+    spec = TensorSpec(DTYPES["f6_e2m3"], (8000,))
+    for items in spec.chunks(Box.whole((8000,)), 4096):
+        box = spec.elements(items)
+        assert spec.stored(box) == items
+
+
+def test_values_without_a_place_in_json_are_refused_on_the_way_out():
+    with pytest.raises(SpecError, match="no place in JSON"):
+        encode_manifest(replace(example(), values={"x": float("nan")}))
+
+
 def test_an_untied_manifest_has_a_spec_for_every_name():
     manifest = replace(example(), parts=(), extents=())
     assert manifest.untied().tensors["head"] == manifest.tensors["w"]

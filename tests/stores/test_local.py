@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from conftest import drop_cache, random_bytes
+from conftest import dead_draft, drop_cache, random_bytes
 from flyweight.errors import FormatError, StoreError
 from flyweight.memory import page_memory
 from flyweight.ports import WINDOW_SLACK
@@ -177,12 +177,21 @@ def test_a_place_that_is_there_is_refused_before_anything_is_written(tmp_path):
     assert refusal.value.errno == errno.EEXIST
 
 
-def test_a_draft_into_a_directory_replaces_and_removes(tmp_path):
+def test_a_draft_into_a_directory_refuses_a_name_that_is_taken(tmp_path):
+    (tmp_path / "old").write_bytes(b"old")
+    with LocalDraft(tmp_path, into=True) as draft:
+        draft.reserve("old", 3)
+        with pytest.raises(StoreError, match="File exists"):
+            draft.commit()
+    assert (tmp_path / "old").read_bytes() == b"old"
+
+
+def test_a_draft_into_a_directory_removes_what_is_stale_and_appears(tmp_path):
     (tmp_path / "old").write_bytes(b"old")
     (tmp_path / "stale").write_bytes(b"stale")
     (tmp_path / "other").write_bytes(b"other")
     with LocalDraft(tmp_path, into=True) as draft:
-        draft.stale = ["stale", "never-was"]
+        draft.stale = ["stale", "old", "never-was"]
         draft.reserve("old", 3)
         draft.write("old", 0, np.frombuffer(b"new", np.uint8))
         draft.commit()
@@ -207,18 +216,25 @@ def test_a_directory_that_may_not_be_written_is_refused(tmp_path):
 
 
 def test_sweeping_removes_dead_drafts_and_spares_live_ones(tmp_path):
-    (tmp_path / ".draft-place-0123456789abcdef").mkdir()
-    (tmp_path / ".draft-place-0123456789abcdef" / "file").write_bytes(b"x")
-    (tmp_path / ".trash-place-0123456789abcdef").mkdir()
+    (tmp_path / dead_draft("place")).mkdir()
+    (tmp_path / dead_draft("place") / "file").write_bytes(b"x")
+    (tmp_path / dead_draft("place", "trash")).mkdir()
     (tmp_path / ".draft-but-not-ours").mkdir()
     with LocalDraft(tmp_path / "place") as draft:
         draft.reserve("file", 1)
-        assert sweep(tmp_path) == [
-            ".draft-place-0123456789abcdef",
-            ".trash-place-0123456789abcdef",
-        ]
+        assert not (tmp_path / dead_draft("place")).exists()  # a new draft sweeps
+        (tmp_path / dead_draft("place")).mkdir()
+        assert sweep(tmp_path) == [dead_draft("place")]
         draft.commit()
     assert sorted(os.listdir(tmp_path)) == [".draft-but-not-ours", "place"]
+
+
+def test_what_another_machine_left_is_spared_for_a_day(tmp_path):
+    foreign = tmp_path / ".draft-place-00000000-0123456789abcdef"
+    foreign.mkdir()
+    assert sweep(tmp_path) == []
+    os.utime(foreign, (0, 0))
+    assert sweep(tmp_path) == [foreign.name]
 
 
 def test_removing_is_all_at_once(tmp_path):
@@ -226,5 +242,86 @@ def test_removing_is_all_at_once(tmp_path):
     (tmp_path / "place" / "file").write_bytes(b"x")
     remove(tmp_path / "place")
     assert os.listdir(tmp_path) == []
-    with pytest.raises(StoreError, match="cannot remove"):
-        remove(tmp_path / "place")
+    remove(tmp_path / "place")  # gone already is as good as gone
+
+
+def test_a_link_to_a_directory_is_removed_and_the_directory_is_not(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "place").symlink_to(tmp_path / "real")
+    remove(tmp_path / "place")
+    assert os.listdir(tmp_path) == ["real"]
+
+
+def test_a_pipe_of_a_files_name_does_not_keep_us_waiting(tmp_path):
+    os.mkfifo(tmp_path / "file")
+    with pytest.raises(FormatError, match="not a regular file"):
+        LocalStore(tmp_path).size("file")
+
+
+def test_directories_above_are_private_too(tmp_path):
+    with LocalDraft(tmp_path / "a" / "b" / "place") as draft:
+        draft.reserve("file", 1)
+        draft.commit()
+    for place in (tmp_path / "a", tmp_path / "a" / "b"):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+
+
+def test_a_draft_swept_away_as_it_is_made_begins_again(tmp_path, monkeypatch):
+    real, calls = os.open, []
+
+    def gone_once(path, *rest, **options):
+        if ".draft-" in str(path) and not calls:
+            calls.append(path)
+            os.rmdir(path)
+        return real(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", gone_once)
+    with LocalDraft(tmp_path / "place") as draft:
+        draft.reserve("file", 1)
+        draft.commit()
+    assert len(calls) == 1
+    assert os.listdir(tmp_path) == ["place"]
+
+
+def test_a_file_system_without_locks_can_still_be_written(tmp_path, monkeypatch):
+    import fcntl
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with LocalDraft(tmp_path / "place") as draft:
+        draft.reserve("file", 1)
+        draft.commit()
+    assert os.listdir(tmp_path) == ["place"]
+
+
+def test_a_file_system_that_refuses_unbuffered_writes_is_written_through_the_cache(
+    tmp_path, monkeypatch
+):
+    """Two threads find out at once; neither may close what the other still writes by."""
+    import threading
+
+    real = os.pwrite
+    direct = os.O_DIRECT
+
+    def refuse_direct(fd, data, offset):
+        import fcntl
+
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse_direct)
+    data = random_bytes(8 << 20)
+    with LocalDraft(tmp_path / "place") as draft:
+        draft.reserve("file", len(data))
+        halves = [(0, data[: 4 << 20]), (4 << 20, data[4 << 20 :])]
+        threads = [threading.Thread(target=draft.write, args=("file", *half)) for half in halves]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+        assert not draft.is_unbuffered("file")
+        draft.commit()
+    assert (tmp_path / "place" / "file").read_bytes() == data.tobytes()

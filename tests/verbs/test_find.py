@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from conftest import odd_arrays
+from conftest import dead_draft, odd_arrays
 from flyweight.errors import FormatError, SnapshotIncomplete, SpecError, VersionError
 
 
@@ -28,7 +28,7 @@ def test_prune_keeps_the_newest_and_says_what_went(run):
 
 
 def test_prune_clears_away_what_killed_saves_left(run):
-    (run / ".draft-v0000000009-0123456789abcdef").mkdir()
+    (run / dead_draft("v0000000009")).mkdir()
     fw.prune(run, keep=3)
     assert len(os.listdir(run)) == 3
 
@@ -61,7 +61,7 @@ def test_open_reads_boxes(run):
 
 
 def test_a_run_with_only_an_unfinished_save_says_so(tmp_path):
-    (tmp_path / ".draft-v0000000000-0123456789abcdef").mkdir()
+    (tmp_path / ".draft-v0000000000-00000000-0123456789abcdef").mkdir()
     with pytest.raises(SnapshotIncomplete, match="1 saves that never committed and no version"):
         fw.open(tmp_path)
 

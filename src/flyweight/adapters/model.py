@@ -2,7 +2,8 @@
 
 `adapt` walks it once and keeps, per full name, where the elements lie. The model's own
 tensors are never replaced, so optimizers and engines that hold them keep holding them.
-Two names for the same memory are one tensor and a tie.
+Two names for the same elements are one tensor and a tie; a partial overlap can be saved,
+and is refused as a target.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import numpy as np
 
 from flyweight.adapters import numpy_dict, paddle_layer, torch_module
 from flyweight.errors import SpecError, listed
-from flyweight.memory import STAGING, Buffer, Bytes, Staging
+from flyweight.memory import STAGING, Buffer, Bytes, Staging, bytes_for, first_overlap
 from flyweight.spec.box import Box
-from flyweight.spec.manifest import Leaf, Manifest, TensorSpec
+from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, Manifest, TensorSpec
+
+MAX_NESTING = 64
 
 
 class Tensor(Protocol):
@@ -48,9 +51,6 @@ class Tensor(Protocol):
 
     def touched(self) -> None:
         """Tell the framework that the elements changed behind its back."""
-
-
-Container = MutableMapping[object, object] | MutableSequence[object]
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,8 @@ class Model:
             if len(runs) == 1:
                 start, length = runs[0]
                 return flat[start * spec.item_bytes : (start + length) * spec.item_bytes]
-        nbytes = spec.box_bytes(box)
-        data = np.empty(nbytes, np.uint8) if into is None else into[:nbytes]
-        if nbytes:
+        data = bytes_for(spec.box_bytes(box), into)
+        if len(data):
             tensor.read(items, data)
         return data
 
@@ -124,29 +123,42 @@ class Model:
             tensor.settle()
 
     def check_writable(self) -> None:
-        """Raise for tensors that cannot be filled: read-only, or one element shown many times."""
-        hosts = ((name, tensor.host) for name, tensor in self._tensors.items())
-        frozen = [name for name, host in hosts if host and not host.is_writable]
+        """Raise for what cannot be filled: frozen memory, overlapping tensors, tuples of values."""
+        hosts = {name: host for name, t in self._tensors.items() if (host := t.host) is not None}
+        frozen = [name for name, host in hosts.items() if not host.is_writable]
         if frozen:
             raise SpecError(f"{len(frozen)} tensors are read-only memory: {listed(frozen)}")
-        hosts = ((name, tensor.host) for name, tensor in self._tensors.items())
-        folded = [name for name, host in hosts if host and _is_folded(host)]
+        folded = [name for name, host in hosts.items() if host.is_folded]
         if folded:
             raise SpecError(
-                f"{len(folded)} tensors show one element many times (stride 0): {listed(folded)}"
+                f"{len(folded)} tensors show an element more than once by their strides: "
+                f"{listed(folded)}"
+            )
+        if overlap := first_overlap(hosts):
+            raise SpecError(
+                f"{overlap[0]!r} and {overlap[1]!r} share some of their memory and are not the "
+                f"same tensor; filling one would change the other"
+            )
+        fixed = [name for name, slot in self._slots.items() if not _is_settable(slot)]
+        if fixed:
+            raise SpecError(
+                f"{len(fixed)} values hang in containers that cannot be changed, such as tuples: "
+                f"{listed(fixed)}"
             )
 
-    def finish(self, manifest: Manifest) -> None:
+    def touched(self) -> None:
+        """Tell the frameworks that the tensors were written."""
         for tensor in self._tensors.values():
             tensor.touched()
+
+    def finish(self, manifest: Manifest) -> None:
         for name, slot in self._slots.items():
-            if name in manifest.values and isinstance(slot.container, (dict, list)):
-                slot.container[slot.key] = manifest.values[name]  # type: ignore[call-overload]
+            if name in manifest.values:
+                slot.container[slot.key] = manifest.values[name]  # type: ignore[index]
 
 
-def _is_folded(buffer: Buffer) -> bool:
-    pairs = zip(buffer.shape, buffer.strides, strict=True)
-    return buffer.nbytes > 0 and any(size > 1 and stride == 0 for size, stride in pairs)
+def _is_settable(slot: _Slot) -> bool:
+    return isinstance(slot.container, (MutableMapping, MutableSequence))
 
 
 _STATES: tuple[Callable[[object], Mapping[str, object] | None], ...] = (
@@ -165,10 +177,15 @@ def adapt(thing: object) -> Model:
     tensors: dict[str, Tensor] = {}
     slots: dict[str, _Slot] = {}
     for name, leaf, container, key in _walk("", thing, None, None):
+        if leaf is thing:
+            raise SpecError(f"{type(thing).__name__} is no model: not a module, a layer or a dict")
         if name in tensors or name in slots:
             raise SpecError(f"two leaves are called {name!r}; join of nested names must be unique")
-        if not name or not name.isprintable():
-            raise SpecError(f"a leaf is called {name!r}; names are printable and not empty")
+        if not name or not name.isprintable() or len(name) > MAX_NAME_CHARS:
+            raise SpecError(
+                f"a leaf is called {name[:80]!r} ({len(name)} characters); names are printable and "
+                f"not empty, of at most {MAX_NAME_CHARS} characters"
+            )
         for tensor_of in _TENSORS:
             try:
                 tensor = tensor_of(leaf)
@@ -186,8 +203,10 @@ def adapt(thing: object) -> Model:
 
 
 def _walk(
-    name: str, thing: object, container: object, key: object
+    name: str, thing: object, container: object, key: object, depth: int = 0
 ) -> Iterator[tuple[str, object, object, object]]:
+    if depth > MAX_NESTING:
+        raise SpecError(f"{name[:80]!r} nests more than {MAX_NESTING} deep, or holds itself")
     for state_of in _STATES:
         state = state_of(thing)
         if state is not None:
@@ -204,14 +223,18 @@ def _walk(
     for each, value in items:
         if not isinstance(each, (str, int)):
             raise SpecError(f"key {each!r} under {name!r} is a {type(each).__name__}, not text")
-        yield from _walk(f"{name}.{each}" if name else str(each), value, thing, each)
+        yield from _walk(f"{name}.{each}" if name else str(each), value, thing, each, depth + 1)
 
 
 def _plain(name: str, leaf: object) -> Leaf:
     if isinstance(leaf, np.generic):
         leaf = leaf.item()
+    if isinstance(leaf, int) and abs(leaf) >= 2**63:
+        raise SpecError(f"{name!r} is a number of {leaf.bit_length()} bits, at most 63")
     if isinstance(leaf, float) and not isfinite(leaf):
         raise SpecError(f"{name!r} is {leaf}; JSON has no such number, store it as text")
+    if isinstance(leaf, str) and leaf != leaf.encode("utf-8", "ignore").decode():
+        raise SpecError(f"{name!r} is text that UTF-8 cannot hold: {leaf[:80]!r}")
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
         return leaf
     raise SpecError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from flyweight.errors import SpecError
+from flyweight.errors import SpecError, listed
 from flyweight.memory import Buffer, Bytes, Staging, block_of, items_of
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import BY_NUMPY
@@ -38,6 +39,16 @@ class HostTensor:
 
     def touched(self) -> None:
         """Nobody to tell."""
+
+
+def check_live(state: Mapping[str, object], live: Collection[int]) -> None:
+    """Raise if a module's state holds copies, as hooks may make: filling those fills nothing."""
+    copies = [name for name, tensor in state.items() if id(tensor) not in live]
+    if copies:
+        raise SpecError(
+            f"{len(copies)} entries of the module's state are not its own tensors but a hook's "
+            f"copies: {listed(copies)}; pass a dict of the tensors themselves"
+        )
 
 
 def tensor_of(leaf: object) -> HostTensor | None:

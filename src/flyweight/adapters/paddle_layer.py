@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flyweight.adapters.numpy_dict import HostTensor
+from flyweight.adapters.numpy_dict import HostTensor, check_live
 from flyweight.errors import SpecError
 from flyweight.memory import Buffer
 from flyweight.spec.dtype import BY_PADDLE
@@ -27,6 +27,7 @@ def state_of(thing: object) -> Mapping[str, object] | None:
     if paddle is None or not isinstance(thing, paddle.nn.Layer):
         return None
     state: dict[str, object] = thing.state_dict()
+    check_live(state, {id(t) for t in (*thing.parameters(), *thing.buffers())})
     return state
 
 
@@ -36,6 +37,8 @@ def tensor_of(leaf: object) -> HostTensor | None:
         return None
     tensor: Any = leaf
     name = str(tensor.dtype).removeprefix("paddle.")
+    if not tensor.is_dense():
+        raise SpecError("paddle tensor that is not dense")
     if name not in BY_PADDLE:
         raise SpecError(f"paddle tensor of dtype {tensor.dtype}")
     spec = TensorSpec(BY_PADDLE[name], tuple(tensor.shape))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from flyweight.adapters.numpy_dict import HostTensor
+from flyweight.adapters.numpy_dict import HostTensor, check_live
 from flyweight.errors import SpecError
 from flyweight.memory import Buffer, Bytes, Staging
 from flyweight.spec.box import Box
@@ -38,6 +38,8 @@ def state_of(thing: object) -> Mapping[str, object] | None:
             f"module keeps {len(extra)} extra states, which are code's business and not tensors "
             f"({extra[0]!r}); pass a dict of its tensors"
         )
+    live = {id(t) for t in (*thing.parameters(), *thing.buffers())}
+    check_live(state, live)
     return state
 
 
@@ -46,6 +48,10 @@ def tensor_of(leaf: object) -> HostTensor | DeviceTensor | None:
     if torch is None or not isinstance(leaf, torch.Tensor):
         return None
     tensor: Any = leaf
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise SpecError("lazy parameter has no shape yet; run the module once first")
+    if tensor.is_nested:
+        raise SpecError("nested tensor: its pieces have shapes of their own")
     dtype = _dtype_of(tensor.dtype)
     if tensor.layout != torch.strided or dtype is None:
         raise SpecError(f"torch tensor of layout {tensor.layout} and dtype {tensor.dtype}")
@@ -62,6 +68,8 @@ def tensor_of(leaf: object) -> HostTensor | DeviceTensor | None:
     spec = TensorSpec(dtype, shape)
     if not _is_plain(torch, tensor):
         raise SpecError(f"{type(tensor).__name__} is not a plain tensor; pass its local tensor")
+    if spec.nbytes and tensor.data_ptr() == 0:
+        raise SpecError("tensor whose memory was freed: its storage has no bytes")
     if device != "cpu":
         return DeviceTensor(spec, tensor.detach())
     width = spec.item_bytes
@@ -76,7 +84,7 @@ def _dtype_of(dtype: object) -> DType | None:
 
 def _is_plain(torch: Any, tensor: Any) -> bool:
     kind = type(tensor)
-    return kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or (
+    return kind in (torch.Tensor, torch.nn.Parameter) or (
         getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
     )
 
@@ -113,16 +121,16 @@ class DeviceTensor:
 
     def read(self, items: Box, into: Bytes) -> None:
         block, data = self._pair(items, into)
-        data.copy_(block, non_blocking=True)
+        data.copy_(block, non_blocking=self._is_cuda)
         self.settle()
 
     def write(self, items: Box, data: Bytes) -> None:
         block, staged = self._pair(items, data)
-        block.copy_(staged, non_blocking=True)
+        block.copy_(staged, non_blocking=self._is_cuda)
 
     def settle(self) -> None:
         torch = _torch()
-        if self.tensor.device.type == "cuda":
+        if self._is_cuda:
             # An event, not the stream: other threads go on queueing behind it.
             event = torch.cuda.Event(blocking=True)
             event.record(torch.cuda.current_stream(self.tensor.device))
@@ -130,6 +138,11 @@ class DeviceTensor:
 
     def touched(self) -> None:
         _torch().autograd.graph.increment_version(self.tensor)
+
+    @property
+    def _is_cuda(self) -> bool:
+        """Only there do copies run on behind us, and only there do we know how to wait."""
+        return bool(self.tensor.device.type == "cuda")
 
     @cached_property
     def _flat(self) -> Any:

@@ -10,7 +10,14 @@ from flyweight.formats.safetensors import file_plan, open_files
 from flyweight.formats.stored import Stored
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.box import Box
-from flyweight.spec.manifest import Manifest, TensorSpec, check_file_name, parse_json
+from flyweight.spec.manifest import (
+    Extent,
+    Json,
+    Manifest,
+    TensorSpec,
+    check_file_name,
+    parse_json,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 256 << 20
@@ -28,27 +35,34 @@ def open_huggingface(store: Store) -> Stored:
         if SINGLE not in names:
             raise SnapshotNotFound(f"{store.place!r} has neither {SINGLE!r} nor {INDEX!r}")
         return open_files(store, [SINGLE], format="huggingface")
-    if store.size(INDEX) > MAX_INDEX_BYTES:
-        raise FormatError(f"{INDEX!r} in {store.place!r} has {store.size(INDEX)} bytes")
-    record = parse_json(store.read(INDEX, 0, store.size(INDEX)), f"{INDEX!r} in {store.place!r}")
-    places = record.get("weight_map") if isinstance(record, dict) else None
-    if not isinstance(places, dict):
-        raise FormatError(f"{INDEX!r} in {store.place!r} has no weight_map")
-    files = sorted({check_file_name(file) for file in places.values()})
+    files = sorted({check_file_name(file) for file in read_index(store).values()})
     if missing := [file for file in files if file not in names]:
         raise SnapshotIncomplete(
             f"{store.place!r} lacks {len(missing)} of the {len(files)} files its index names: "
             f"{listed(missing)}"
         )
     stored = open_files(store, files, format="huggingface")
-    found = {extent.name: extent.file for extent in stored.manifest.extents}
+    read_index(store, stored.manifest.extents)
+    return stored
+
+
+def read_index(store: Store, extents: Sequence[Extent] | None = None) -> dict[str, Json]:
+    """Return the file of each tensor; raise unless it is the one that `extents`, if given, say."""
+    size, what = store.size(INDEX), f"{INDEX!r} in {store.place!r}"
+    if size > MAX_INDEX_BYTES:
+        raise FormatError(f"{what} has {size} bytes, at most {MAX_INDEX_BYTES}")
+    record = parse_json(store.read(INDEX, 0, size), what)
+    places = record.get("weight_map") if isinstance(record, dict) else None
+    if not isinstance(places, dict):
+        raise FormatError(f"{what} has no weight_map")
+    found = {extent.name: extent.file for extent in extents or ()}
     astray = {name for name in {*found, *places} if found.get(name) != places.get(name)}
-    if astray:
+    if extents is not None and astray:
         raise FormatError(
             f"index and files of {store.place!r} disagree on {len(astray)} tensors: "
             f"{listed(astray)}"
         )
-    return stored
+    return places
 
 
 def split_parts(
@@ -66,13 +80,14 @@ def split_parts(
     return parts
 
 
-def layout(manifest: Manifest, part_bytes: int = PART_BYTES) -> list[FilePlan]:
+def layout(
+    manifest: Manifest, part_bytes: int = PART_BYTES, *, may_tell_as_bytes: bool = False
+) -> list[FilePlan]:
     parts = split_parts(manifest, part_bytes)
-    if len(parts) == 1:
-        return [file_plan(SINGLE, parts[0])]
+    names = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     return [
-        file_plan(f"model-{number:05d}-of-{len(parts):05d}.safetensors", part)
-        for number, part in enumerate(parts, 1)
+        file_plan(name, part, may_tell_as_bytes=may_tell_as_bytes)
+        for name, part in zip(names if len(parts) > 1 else [SINGLE], parts, strict=True)
     ]
 
 

@@ -44,6 +44,8 @@ ALLOWED = _ARRAY | _SCALAR | _TUPLE | _BYTES | {("numpy", "ndarray"), _DTYPE, _E
 _SKIPPED = "StructuredToParameterName@@"  # Paddle's own names of the same tensors
 _SPLIT = "UnpackBigParamInfor@@"  # where protocols 2 and 3 cut arrays over 1 GiB
 _RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}
+RAW_MEANINGS = {"u16": {"bf16"}, "i8": {"f8_e4m3", "f8_e5m2"}}
+"""What our names of a pickle's dtypes may stand for."""
 
 
 def open_pdparams(store: Store, files: Iterable[str]) -> Stored:
@@ -52,14 +54,14 @@ def open_pdparams(store: Store, files: Iterable[str]) -> Stored:
     tensors: dict[str, TensorSpec] = {}
     values: dict[str, Leaf] = {}
     extents: list[Extent] = []
-    has_raw_dtypes = False
+    raw_names: set[str] = set()
     for file in files:
         head = store.read(file, 0, min(store.size(file), 9))
-        if head[:1] == b"\x80":
-            found = _Pickled(decoded, file).manifest()
-            has_raw_dtypes = True
-        elif looks_like_safetensors(head):
+        if looks_like_safetensors(head):  # first: its length may start with a pickle's first byte
             found = open_files(store, [file]).manifest
+        elif looks_like_pickle(head):
+            found = _read_pickled(decoded, file)
+            raw_names |= found.tensors.keys()
         else:
             raise FormatError(
                 f"{file!r} in {store.place!r} starts with {head!r}: neither a pickle nor "
@@ -76,7 +78,21 @@ def open_pdparams(store: Store, files: Iterable[str]) -> Stored:
         values |= found.values
         extents += found.extents
     manifest = Manifest(tensors, values=values, extents=extents)
-    return Stored(manifest, decoded, format="pdparams", has_raw_dtypes=has_raw_dtypes)
+    return Stored(manifest, decoded, format="pdparams", raw_names=raw_names)
+
+
+def looks_like_pickle(head: bytes) -> bool:
+    """True if a file that starts like this is a pickle of a protocol from 2 on."""
+    return head[:1] == b"\x80"
+
+
+def _read_pickled(store: _DecodedStore, file: str) -> Manifest:
+    try:
+        return _Pickled(store, file).manifest()
+    except RecursionError as cause:
+        raise FormatError(f"pickle {file!r} in {store.place!r} nests too deep") from cause
+    except SpecError as cause:
+        raise FormatError(f"pickle {file!r} in {store.place!r}: {cause}") from cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +122,11 @@ class _Pickled:
         if content is None:
             raise self._refuse(f"holds a {type(root).__name__}, expected a dict of arrays")
         splits = content.pop(_SPLIT, None)
-        leaves = dict(self._leaves("", content, 0))
+        leaves: dict[str, _Array | Leaf] = {}
+        for name, leaf in self._leaves("", content, 0):
+            if name in leaves:
+                raise self._refuse(f"has two leaves whose joined name is {name!r}")
+            leaves[name] = leaf
         arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
         values = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, _Array)}
         joined = self._joined(splits, arrays)
@@ -116,6 +136,8 @@ class _Pickled:
                 tensors[name] = TensorSpec(array.dtype, array.shape)
                 extents.append(self._extent(name, Box.whole(array.shape), array, 0))
         for name, shape, pieces in dict.fromkeys(joined.values()):
+            if name in tensors or name in values:
+                raise self._refuse(f"has {name!r} twice, once cut into pieces")
             tensors[name] = TensorSpec(arrays[pieces[0]].dtype, shape)
             start = 0
             for piece in pieces:
@@ -242,7 +264,10 @@ class _Pickled:
                     pass
                 case _:
                     raise self._refuse(f"cut {str(name)[:80]!r} up and does not say how")
-            if not pieces or any(piece not in arrays or piece in joined for piece in pieces):
+            if not pieces or any(
+                not isinstance(piece, str) or piece not in arrays or piece in joined
+                for piece in pieces
+            ):
                 raise self._refuse(
                     f"cut {name!r} into {str(pieces)[:200]}, which are not all there"
                 )
@@ -404,10 +429,14 @@ class LegacyNames:
     legacy_id: int | str
 
     def __post_init__(self) -> None:
-        if self.rank < 0 or not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", str(self.legacy_id)):
+        if (
+            type(self.rank) is not int
+            or self.rank < 0
+            or not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", str(self.legacy_id))
+        ):
             raise SpecError(
-                f"rank {self.rank} and legacy_id {self.legacy_id!r} make no file name; a rank is 0 "
-                f"or more, an id a GPU's number or UUID"
+                f"rank {self.rank!r} and legacy_id {self.legacy_id!r} make no file name; a rank is "
+                f"0 or more, an id a GPU's number or UUID"
             )
 
     @property

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from time import monotonic
 
 import numpy as np
 
 from flyweight.digest import Checksum, checksum
 from flyweight.errors import ChecksumMismatch, FlyweightError, SpecError
-from flyweight.events import emit
-from flyweight.memory import Bytes, Items, Staging, block_of, items_of
+from flyweight.formats.crew import check_threads, work_through
+from flyweight.memory import STAGING, Bytes, Items, Staging, block_of, items_of
 from flyweight.ports import WINDOW_SLACK, Store
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Manifest
@@ -68,6 +66,18 @@ class _Piece:
     """Where the bytes go as they are, if one target wants them all and has them in this order."""
 
 
+@dataclass(slots=True)
+class _Window:
+    file: str
+    start: int
+    end: int
+    pieces: list[_Piece]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
 class Reader:
     """Collects what is wanted of a store's files, then reads it in the order of the files."""
 
@@ -81,7 +91,7 @@ class Reader:
     ) -> None:
         self._store, self._manifest, self._should_verify = store, manifest, should_verify
         self._on_damage = on_damage
-        self._pieces: dict[str, dict[int, _Piece]] = {}
+        self._pieces: dict[str, dict[tuple[int, Box, int], _Piece]] = {}
         self._staging: Staging | None = None
         self._may_map = True
         self._settle: Callable[[], None] | None = None
@@ -100,19 +110,17 @@ class Reader:
         is_checked = self._should_verify and extent.checksums is not None
         is_all = wanted == held
         flat = target.flat if is_all and wanted == target.box else None
-        if flat is not None and not is_checked and extent.offset not in pieces:
-            self._add_flat(extent, held, spec.item_bytes, flat, target)
-            return
         at, is_corner = extent.offset, not any(held.offset)
         for index, chunk in enumerate(spec.chunks(extent.box, self._manifest.chunk_bytes)):
             nbytes = prod(chunk.shape) * spec.item_bytes
             block = chunk if is_corner else chunk.moved(held.offset)
             if is_all or block.overlap(wanted) is not None:
-                piece = pieces.get(at)
+                key = (at, block, spec.item_bytes)
+                piece = pieces.get(key)
                 if piece is None:
                     number = index if is_checked else None
                     piece = _Piece(at, nbytes, extent, block, number, spec.item_bytes)
-                    pieces[at] = piece
+                    pieces[key] = piece
                     if flat is not None:
                         piece.goal = flat[at - extent.offset : at - extent.offset + nbytes]
                 else:
@@ -120,71 +128,34 @@ class Reader:
                 piece.targets.append(target)
             at += nbytes
 
-    def _add_flat(
-        self, extent: Extent, held: Box, item_bytes: int, flat: Bytes, target: Target
-    ) -> None:
-        """Want all of an extent as it is, unchecked: cut anywhere, since nobody looks inside."""
-        for start in range(0, len(flat), WINDOW_BYTES):
-            some = flat[start : start + WINDOW_BYTES]
-            at = extent.offset + start
-            piece = _Piece(at, len(some), extent, held, None, item_bytes, [target], some)
-            self._pieces[extent.file][at] = piece
-
     def run(
         self, *, num_threads: int, memory_bytes: int | None = None, verb: str | None = None
     ) -> None:
         """Read everything that was added; afterwards every target holds its bytes."""
+        check_threads(num_threads)
         window_bytes = WINDOW_BYTES
         if memory_bytes is not None:
             window_bytes = min(WINDOW_BYTES, memory_bytes // num_threads - WINDOW_SLACK)
         windows = list(self._windows(window_bytes))
         if not windows:
             return
-        largest = max(end - start for _, start, end, _ in windows)
-        block_bytes = largest + WINDOW_SLACK
+        block_bytes = max(window.nbytes for window in windows) + WINDOW_SLACK
         if memory_bytes is not None:
             if memory_bytes < block_bytes:
                 raise SpecError(
                     f"memory_bytes is {memory_bytes}, chunks of this size need {block_bytes}"
                 )
             num_threads = min(num_threads, memory_bytes // block_bytes)
-        num_threads = min(num_threads, len(windows))
-        total_bytes = sum(end - start for _, start, end, _ in windows)
-        started, queue, stop = monotonic(), iter(windows), threading.Event()
-
-        def work() -> None:
-            assert self._staging is not None
-            with self._staging.lend(block_bytes) as staging:
-                while not stop.is_set():
-                    with self._lock:
-                        window = next(queue, None)
-                    if window is None:
-                        return
-                    self._read(*window, staging)
-                    with self._lock:
-                        self.read_bytes += window[2] - window[1]
-                        done = self.read_bytes
-                    if verb:
-                        emit(
-                            "progress",
-                            verb=verb,
-                            done_bytes=done,
-                            total_bytes=total_bytes,
-                            seconds=monotonic() - started,
-                        )
-
         try:
-            if num_threads == 1:
-                work()
-            else:
-                with ThreadPoolExecutor(num_threads, "flyweight-read") as pool:
-                    try:
-                        jobs = [pool.submit(work) for _ in range(num_threads)]
-                        wait(jobs, return_when=FIRST_EXCEPTION)
-                    finally:  # an error or Ctrl-C: each thread ends after the window it is in
-                        stop.set()
-                for job in jobs:
-                    job.result()
+            work_through(
+                windows,
+                self._read,
+                num_threads=num_threads,
+                staging=self._staging or STAGING,
+                staging_bytes=block_bytes,
+                verb=verb,
+                total_bytes=sum(window.nbytes for window in windows),
+            )
         except FlyweightError as error:
             if verb:
                 error.note(self._aftermath())
@@ -198,23 +169,23 @@ class Reader:
             f"used before a whole load"
         )
 
-    def _windows(self, window_bytes: int) -> Iterator[tuple[str, int, int, list[_Piece]]]:
-        """Yield (file, start, end, pieces): neighbours together, a piece too large alone."""
-        for file, by_offset in self._pieces.items():
-            window: list[_Piece] = []
-            start = end = 0
-            for offset in sorted(by_offset):
-                piece = self._narrowed(by_offset[offset])
+    def _windows(self, window_bytes: int) -> Iterator[_Window]:
+        """Gather neighbours up to the size of a window; a piece too large for one is alone."""
+        for file, pieces in self._pieces.items():
+            window: _Window | None = None
+            for piece in sorted(map(self._narrowed, pieces.values()), key=lambda p: p.offset):
                 reach = piece.offset + piece.nbytes
-                if window and (piece.offset - end > _GAP_BYTES or reach - start > window_bytes):
-                    yield file, start, end, window
-                    window = []
-                if not window:
-                    start = piece.offset
-                window.append(piece)
-                end = reach
-            if window:
-                yield file, start, end, window
+                if window is not None and (
+                    piece.offset - window.end > _GAP_BYTES or reach - window.start > window_bytes
+                ):
+                    yield window
+                    window = None
+                if window is None:
+                    window = _Window(file, piece.offset, reach, [])
+                window.pieces.append(piece)
+                window.end = max(window.end, reach)
+            if window is not None:
+                yield window
 
     def _narrowed(self, piece: _Piece) -> _Piece:
         """Cut an unchecked piece down to the rows that are wanted, if they are one stretch."""
@@ -237,22 +208,31 @@ class Reader:
             piece.targets,
         )
 
-    def _read(self, file: str, start: int, end: int, pieces: list[_Piece], staging: Bytes) -> None:
+    def _read(self, window: _Window, staging: Bytes) -> int:
+        file, start, pieces = window.file, window.start, window.pieces
         goals = [piece.goal for piece in pieces if piece.goal is not None]
-        if sum(map(len, goals)) == end - start and self._store.is_cached(file, start, end - start):
+        is_plain = len(goals) == len(pieces) and sum(map(len, goals)) == window.nbytes
+        if is_plain and self._store.is_cached(file, start, window.nbytes):
             self._read_in_place(file, pieces)
-            return
-        with self._store.window(file, start, end - start, staging, may_map=self._may_map) as window:
+            return self._read_done(window)
+        with self._store.window(
+            file, start, window.nbytes, staging, may_map=self._may_map
+        ) as shown:
             try:
                 for piece in pieces:
-                    data = window[piece.offset - start : piece.offset - start + piece.nbytes]
+                    data = shown[piece.offset - start : piece.offset - start + piece.nbytes]
                     if piece.index is None or self._is_right(piece, checksum(data)):
                         self._count(landed=piece.nbytes)
                         self._land(piece, data)
             finally:
                 if self._settle is not None:
                     self._settle()
-                del data, window  # or the mapping cannot be closed
+                del data, shown  # or the mapping cannot be closed
+        return self._read_done(window)
+
+    def _read_done(self, window: _Window) -> int:
+        self._count(read=window.nbytes)
+        return window.nbytes
 
     def _read_in_place(self, file: str, pieces: list[_Piece]) -> None:
         """Read neighbours straight to where they go, and hash them there while they are hot."""
@@ -285,8 +265,9 @@ class Reader:
             if piece.index is not None:
                 self._is_right(piece, checksum(goal))
 
-    def _count(self, *, landed: int = 0, checked: int = 0) -> None:
+    def _count(self, *, read: int = 0, landed: int = 0, checked: int = 0) -> None:
         with self._lock:
+            self.read_bytes += read
             self._landed_bytes += landed
             self.checked_bytes += checked
 
@@ -326,4 +307,4 @@ class Reader:
             if block.flags.c_contiguous and goal.flags.c_contiguous:
                 # As bytes: items of a file may stand at odd addresses, which numpy copies singly.
                 block, goal = block.reshape(-1).view(np.uint8), goal.reshape(-1).view(np.uint8)
-            np.copyto(goal, block)
+            np.copyto(goal, block, casting="no")

@@ -30,7 +30,8 @@ _HEAD_ALIGN = 4096  # tensors start on a page, which unbuffered reads and mappin
 
 def looks_like_safetensors(head: bytes) -> bool:
     """True if a file that starts with these nine bytes can only be safetensors."""
-    return len(head) >= 9 and head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 2**40
+    length = int.from_bytes(head[:8], "little")
+    return len(head) >= 9 and head[8:9] == b"{" and 2 <= length <= MAX_HEAD_BYTES
 
 
 def read_head(store: Store, file: str) -> tuple[dict[str, TensorSpec], list[Extent], int]:
@@ -109,15 +110,24 @@ def open_files(store: Store, files: Iterable[str], *, format: str = "safetensors
     return Stored(Manifest(tensors, extents=extents), store, format=format)
 
 
-def file_plan(file: str, boxes: Mapping[str, tuple[TensorSpec, Box]]) -> FilePlan:
-    """Lay one file out: widest items first, so that every tensor is aligned to its items."""
+def file_plan(
+    file: str, boxes: Mapping[str, tuple[TensorSpec, Box]], *, may_tell_as_bytes: bool = False
+) -> FilePlan:
+    """Lay one file out: widest items first, so that every tensor is aligned to its items.
+
+    A dtype that safetensors lacks is refused, unless somebody else remembers what it was.
+    """
+    if "__metadata__" in boxes:
+        raise SpecError("a tensor is called '__metadata__', which safetensors keeps for itself")
     order = sorted(boxes, key=lambda name: -boxes[name][0].item_bytes)
     head: dict[str, Json] = {"__metadata__": {"format": "pt"}}
     at, places = 0, []
     for name in order:
         spec, box = boxes[name]
         dtype, shape = spec.dtype, box.shape
-        if dtype.safetensors is None:  # a dtype this format lacks: its bytes, as bytes
+        if dtype.safetensors is None:
+            if not may_tell_as_bytes:
+                raise SpecError(f"{name!r} is {dtype}, which safetensors has no name for")
             shape = spec.stored(box).shape + ((spec.item_bytes,) if dtype.bits > 8 else ())
             dtype = DTYPES["u8"]
         nbytes = spec.box_bytes(box)

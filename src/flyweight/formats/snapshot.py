@@ -7,6 +7,7 @@ checksum stands in its last line, around the exact bytes it covers.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,17 +36,25 @@ _ENVELOPE_BYTES = len(_MIDDLE) + 16 + len(b'"}\n')
 _DIRECTORY = re.compile(r"v([0-9]{10,19})")
 
 
+def check_version(version: object) -> int:
+    """Return a version's number; numpy's integers will do, truth values and texts will not."""
+    if isinstance(version, bool) or not hasattr(version, "__index__"):
+        raise SpecError(f"version is {version!r}, expected a whole number")
+    number = operator.index(version)
+    if not 0 <= number < 2**63:
+        raise SpecError(f"version {number} is not a whole number from 0 to 2**63-1")
+    return number
+
+
 def directory_name(version: int) -> str:
-    if not 0 <= version < 2**63:
-        raise SpecError(f"version {version} is not a whole number from 0 to 2**63-1")
-    return f"v{version:010d}"
+    return f"v{check_version(version):010d}"
 
 
 def version_of(name: str) -> int | None:
     """Return the version a directory of this name holds, or None if it is no version's name."""
     match = _DIRECTORY.fullmatch(name)
-    version = int(match[1]) if match else None
-    return version if version is not None and directory_name(version) == name else None
+    version = int(match[1]) if match else 2**63
+    return version if version < 2**63 and directory_name(version) == name else None
 
 
 def encode_envelope(manifest: Manifest) -> bytes:
@@ -116,13 +125,8 @@ def check_parts(manifest: Manifest, store: Store) -> None:
 
 def check_for_others(stored: Stored) -> None:
     """Raise unless heads and index tell other people's tools what the manifest tells us."""
-    index = huggingface.seal(stored.manifest, ()).get(huggingface.INDEX)
-    if index is not None:
-        size = stored.store.size(huggingface.INDEX)
-        if size != len(index) or stored.store.read(huggingface.INDEX, 0, size) != index:
-            raise FormatError(
-                f"{huggingface.INDEX!r} in {stored.store.place!r} is not the index of its parts"
-            )
+    if len(stored.manifest.parts) > 1:
+        huggingface.read_index(stored.store, stored.manifest.extents)
     for part in stored.manifest.parts:
         _, extents, head_bytes = read_head(stored.store, part.file)
         ours = {e.offset for e in stored.manifest.extents if e.file == part.file}
@@ -145,4 +149,9 @@ def seal(manifest: Manifest, plans: Sequence[FilePlan]) -> Mapping[str, bytes]:
 
 def snapshot_format(part_bytes: int = huggingface.PART_BYTES) -> Format:
     """Return the format; where tensors are whole, its files are a Hugging Face checkpoint too."""
-    return Format("snapshot", lambda manifest: huggingface.layout(manifest, part_bytes), seal)
+    return Format(
+        "snapshot",
+        lambda manifest: huggingface.layout(manifest, part_bytes, may_tell_as_bytes=True),
+        seal,
+        has_checksums=True,
+    )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import TracebackType
 
-import numpy as np
-
 from flyweight.errors import PlanError, SpecError
 from flyweight.formats.reader import Reader, Target
-from flyweight.memory import STAGING, Bytes, items_of
+from flyweight.memory import STAGING, Bytes, bytes_for, items_of
 from flyweight.plan.reshard import Shard, reshard
 from flyweight.ports import Store
 from flyweight.spec.box import Box
@@ -21,14 +19,21 @@ from flyweight.spec.manifest import Manifest
 class Stored:
     """A source at rest. Reads are checked wherever the format keeps checksums."""
 
+    staging = STAGING
+
     def __init__(
-        self, manifest: Manifest, store: Store, *, format: str, has_raw_dtypes: bool = False
+        self,
+        manifest: Manifest,
+        store: Store,
+        *,
+        format: str,
+        raw_names: Collection[str] = (),
     ) -> None:
         self._manifest = manifest
         self.store = store
         self.format = format
-        self.has_raw_dtypes = has_raw_dtypes
-        """True where bf16 is told as u16 and fp8 as i8, so that only the target knows."""
+        self.raw_names = raw_names
+        """Tensors whose bf16 is told as u16 and whose fp8 as i8, so that only the target knows."""
         self._shards: dict[str, list[Shard]] = {name: [] for name in manifest.tensors}
         for index, extent in enumerate(manifest.extents):
             self._shards[extent.name].append(Shard(index, extent.box))
@@ -69,7 +74,9 @@ class Stored:
         spec = self._manifest.spec(name)
         box = Box.whole(spec.shape) if box is None else box
         items, nbytes = spec.stored(box), spec.box_bytes(box)
-        data = np.empty(nbytes, np.uint8) if into is None else into[:nbytes]
+        data = bytes_for(nbytes, into)
+        if not nbytes:
+            return data
         target = Target(items, items_of(data, spec.item_bytes, items.shape), STAGING)
         copies = reshard({name: self.shards(name)}, {name: [Shard(0, box)]})
         reader = Reader(self.store, self._manifest, should_verify=should_verify)

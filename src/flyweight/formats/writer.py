@@ -6,19 +6,16 @@ first, so that a hundred thousand tiny tensors are not as many system calls.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from math import prod
-from time import monotonic
 
 import numpy as np
 
 from flyweight.digest import Digest, checksum
 from flyweight.errors import SpecError
-from flyweight.events import emit
-from flyweight.memory import STAGING, Bytes, bytes_of, collector_paused
+from flyweight.formats.crew import check_threads, work_through
+from flyweight.memory import Bytes, bytes_of, collector_paused
 from flyweight.ports import Draft, Format, Source
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Manifest, TensorSpec
@@ -29,12 +26,22 @@ _GATHER_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class _Running:
-    """An extent on its way: its checksums so far, and its digest."""
+    """An extent on its way: its checksums so far, and its digest, where the format keeps them."""
 
     extent: Extent
     spec: TensorSpec
     checksums: list[int]
-    digest: Digest
+    digest: Digest | None
+
+    def add(self, chunk: _Chunk, data: Bytes) -> None:
+        if self.digest is not None:
+            self.checksums[chunk.index] = checksum(data)
+            self.digest.add(chunk.offset - self.extent.offset, data)
+
+    def finished(self) -> Extent:
+        if self.digest is None:
+            return self.extent
+        return replace(self.extent, checksums=tuple(self.checksums), digest=self.digest.value())
 
 
 @dataclass(slots=True)
@@ -60,7 +67,10 @@ def write(
     """Write `manifest`, whose bytes `source` has, and return it with extents; no commit yet."""
     with collector_paused():
         plans = format.layout(manifest)
-        running = {plan.name: [_running(manifest, each) for each in plan.extents] for plan in plans}
+        running = {
+            plan.name: [_running(manifest, each, format.has_checksums) for each in plan.extents]
+            for plan in plans
+        }
         batches = [
             (plan.name, batch)
             for plan in plans
@@ -70,21 +80,24 @@ def write(
         draft.reserve(plan.name, plan.nbytes)
         for offset, literal in plan.literals:
             draft.write(plan.name, offset, bytes_of(literal))
-    _run(
-        source,
-        draft,
+    # One block to gather or copy a batch in, and as much again if the source stages its reads.
+    per_thread_bytes = 4 * manifest.chunk_bytes
+    if memory_bytes < per_thread_bytes:
+        raise SpecError(
+            f"memory_bytes is {memory_bytes}, chunks of {manifest.chunk_bytes} bytes need "
+            f"{per_thread_bytes}"
+        )
+    work_through(
         batches,
-        manifest.chunk_bytes,
-        num_threads=num_threads,
-        memory_bytes=memory_bytes,
+        lambda batch, staging: _write_batch(source, draft, batch, staging),
+        num_threads=min(check_threads(num_threads), memory_bytes // per_thread_bytes),
+        staging=source.staging,
+        staging_bytes=manifest.chunk_bytes,
         verb=verb,
+        total_bytes=sum(chunk.nbytes for _, batch in batches for chunk in batch),
     )
     with collector_paused():
-        extents = [
-            replace(each.extent, checksums=tuple(each.checksums), digest=each.digest.value())
-            for plan in plans
-            for each in running[plan.name]
-        ]
+        extents = [each.finished() for plan in plans for each in running[plan.name]]
     whole = replace(manifest, extents=extents)
     for name, content in format.seal(whole, plans).items():
         draft.reserve(name, len(content))
@@ -92,8 +105,10 @@ def write(
     return whole
 
 
-def _running(manifest: Manifest, extent: Extent) -> _Running:
+def _running(manifest: Manifest, extent: Extent, has_checksums: bool) -> _Running:
     spec = manifest.tensors[extent.name]
+    if not has_checksums:
+        return _Running(extent, spec, [], None)
     num_chunks = spec.num_chunks(extent.box, manifest.chunk_bytes)
     return _Running(extent, spec, [0] * num_chunks, Digest(spec.box_bytes(extent.box)))
 
@@ -118,73 +133,23 @@ def _batches(running: Sequence[_Running], chunk_bytes: int) -> Iterator[list[_Ch
         yield batch
 
 
-def _run(
-    source: Source,
-    draft: Draft,
-    batches: list[tuple[str, list[_Chunk]]],
-    chunk_bytes: int,
-    *,
-    num_threads: int,
-    memory_bytes: int,
-    verb: str,
-) -> None:
-    # One block to gather or copy a batch in, and as much again if the source stages its reads.
-    per_thread_bytes = 4 * chunk_bytes
-    if memory_bytes < per_thread_bytes:
-        raise SpecError(
-            f"memory_bytes is {memory_bytes}, chunks of {chunk_bytes} bytes need {per_thread_bytes}"
-        )
-    num_threads = max(1, min(num_threads, memory_bytes // per_thread_bytes, len(batches)))
-    started, queue, lock, stop = monotonic(), iter(batches), threading.Lock(), threading.Event()
-    total_bytes = sum(chunk.nbytes for _, batch in batches for chunk in batch)
-    done_bytes = 0
-
-    def work() -> None:
-        nonlocal done_bytes
-        with STAGING.lend(chunk_bytes) as staging:
-            while not stop.is_set():
-                with lock:
-                    name, batch = next(queue, ("", []))
-                if not batch:
-                    return
-                _write_batch(source, draft, name, batch, staging)
-                with lock:
-                    done_bytes += sum(chunk.nbytes for chunk in batch)
-                    done = done_bytes
-                emit(
-                    "progress",
-                    verb=verb,
-                    done_bytes=done,
-                    total_bytes=total_bytes,
-                    seconds=monotonic() - started,
-                )
-
-    with ThreadPoolExecutor(num_threads, "flyweight-write") as pool:
-        try:
-            jobs = [pool.submit(work) for _ in range(num_threads)]
-            wait(jobs, return_when=FIRST_EXCEPTION)
-        finally:  # an error or Ctrl-C: each thread ends after the batch it is in
-            stop.set()
-    for job in jobs:
-        job.result()
-
-
 def _write_batch(
-    source: Source, draft: Draft, file: str, batch: list[_Chunk], staging: Bytes
-) -> None:
+    source: Source, draft: Draft, job: tuple[str, list[_Chunk]], staging: Bytes
+) -> int:
+    file, batch = job
     at = 0
     for chunk in batch:
         slot = staging[at : at + chunk.nbytes]
         data = _read(source, chunk, slot)
-        chunk.running.checksums[chunk.index] = checksum(data)
-        chunk.running.digest.add(chunk.offset - chunk.running.extent.offset, data)
+        chunk.running.add(chunk, data)
         if len(batch) == 1:
             draft.write(file, chunk.offset, data)
-            return
+            return chunk.nbytes
         if not np.may_share_memory(data, slot):
             np.copyto(slot, data)
         at += chunk.nbytes
     draft.write(file, batch[0].offset, staging[:at])
+    return at
 
 
 def _read(source: Source, chunk: _Chunk, slot: Bytes) -> Bytes:

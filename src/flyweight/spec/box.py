@@ -34,6 +34,10 @@ class Box:
         """Return the box that is all of a tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
+    def _check_rank(self, other: Box) -> None:
+        if len(self.shape) != len(other.shape):
+            raise SpecError(f"boxes of {len(self.shape)} and {len(other.shape)} dims do not meet")
+
     @property
     def end(self) -> tuple[int, ...]:
         return tuple(start + length for start, length in zip(self.offset, self.shape, strict=True))
@@ -49,11 +53,13 @@ class Box:
 
     def overlap(self, other: Box) -> Box | None:
         """Return the block both boxes cover, or None if they share no element."""
+        self._check_rank(other)
         start = tuple(map(max, self.offset, other.offset))
         shape = tuple(hi - lo for lo, hi in zip(start, map(min, self.end, other.end), strict=True))
         return Box(start, shape) if all(length > 0 for length in shape) else None
 
     def contains(self, other: Box) -> bool:
+        self._check_rank(other)
         return all(map(int.__le__, self.offset, other.offset)) and all(
             map(int.__ge__, self.end, other.end)
         )
@@ -79,6 +85,23 @@ class Box:
         corner, length = sum(map(mul, self.offset, strides)), prod(self.shape[head:])
         for index in product(*map(range, self.shape[:head])) if length else ():
             yield corner + sum(map(mul, index, strides)), length
+
+
+def first_meeting(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return two boxes that share an element, or None; near-linear for the grids layouts make."""
+    boxes = [box for box in boxes if box.num_elements]
+    if len(boxes) < 2 or not boxes[0].shape:
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
+    # Sweep along the dim that is cut most often: there fewest boxes stand side by side.
+    dim = max(range(len(boxes[0].shape)), key=lambda d: len({box.offset[d] for box in boxes}))
+    live: list[Box] = []
+    for box in sorted(boxes, key=lambda each: each.offset[dim]):
+        live = [other for other in live if other.end[dim] > box.offset[dim]]
+        for other in live:
+            if box.overlap(other):
+                return box, other
+        live.append(box)
+    return None
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from math import prod
 from typing import NoReturn
 
 from flyweight.errors import FormatError, SpecError, listed
-from flyweight.spec.box import Box, blocks, num_blocks
+from flyweight.spec.box import Box, blocks, first_meeting, num_blocks
 from flyweight.spec.dtype import DType, dtype_named
 
 Leaf = bool | int | float | str | None
@@ -40,6 +40,8 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if max(self.shape, default=0) > MAX_NUMBER:
+            raise SpecError(f"shape {self.shape} has a dim of more than 2**63-1")
         if min(self.shape, default=0) < 0 or len(self.shape) > MAX_DIMS:
             raise SpecError(f"shape {self.shape} has a negative or more than {MAX_DIMS} dims")
         if self.dtype.bits * prod(self.shape) > 8 * MAX_NUMBER:
@@ -80,10 +82,15 @@ class TensorSpec:
 
     def chunks(self, box: Box, chunk_bytes: int) -> Iterator[Box]:
         """Cut `box` into the items of each checksummed chunk, offsets counted from its corner."""
-        return blocks(self.stored(box).shape, max(1, chunk_bytes // self.item_bytes))
+        return blocks(self.stored(box).shape, self._chunk_items(chunk_bytes))
 
     def num_chunks(self, box: Box, chunk_bytes: int) -> int:
-        return num_blocks(self.stored(box).shape, max(1, chunk_bytes // self.item_bytes))
+        return num_blocks(self.stored(box).shape, self._chunk_items(chunk_bytes))
+
+    def _chunk_items(self, chunk_bytes: int) -> int:
+        """Return how many items a chunk may have: six-bit elements come four to three bytes."""
+        together = 3 if self.dtype.bits == 6 else 1
+        return max(together, chunk_bytes // self.item_bytes // together * together)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +189,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "tied": dict(manifest.tied),
         "values": dict(manifest.values),
     }
-    return json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    try:
+        text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return text.encode("utf-8")
+    except ValueError as cause:  # NaN, infinity, half a surrogate pair
+        raise SpecError(f"a value of the manifest has no place in JSON: {cause}") from cause
 
 
 def decode_manifest(text: bytes) -> Manifest:
@@ -261,13 +272,12 @@ def check_coverage(manifest: Manifest) -> None:
     for name, spec in manifest.tensors.items():
         held, wanted = sum(box.num_elements for box in boxes[name]), prod(spec.shape)
         # Disjoint boxes of the right volume inside the tensor leave no hole.
-        for index, box in enumerate(boxes[name]) if len(boxes[name]) > 1 else ():
-            for other in boxes[name][:index]:
-                if box.overlap(other):
-                    raise FormatError(
-                        f"tensor {name!r} holds elements {box.offset}..{box.end} twice: also in "
-                        f"{other.offset}..{other.end}"
-                    )
+        if len(boxes[name]) > 1 and (meeting := first_meeting(boxes[name])):
+            one, other = meeting
+            raise FormatError(
+                f"tensor {name!r} holds elements {one.offset}..{one.end} twice: also in "
+                f"{other.offset}..{other.end}"
+            )
         if held != wanted:
             raise FormatError(f"tensor {name!r} has {held} of its {wanted} elements at rest")
 

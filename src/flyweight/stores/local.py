@@ -13,11 +13,13 @@ import errno
 import fcntl
 import mmap
 import os
+import platform
 import re
 import secrets
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,8 +27,9 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+import xxhash
 
-from flyweight.errors import FormatError, StoreError
+from flyweight.errors import FormatError, SpecError, StoreError
 from flyweight.memory import STAGING, Bytes, bytes_of, page_memory
 from flyweight.ports import WINDOW_SLACK
 
@@ -34,7 +37,9 @@ PAGE = WINDOW_SLACK // 2
 _DIRECT_BYTES = 1 << 20
 _BOUNCE_BYTES = 4 << 20
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
-_DRAFT = re.compile(r"\.(draft|trash)-.+-[0-9a-f]{16}")
+_CACHE_PAGE = max(PAGE, mmap.PAGESIZE)
+_HIDDEN = re.compile(r"\.(draft|trash)-.+-[0-9a-f]{8}-[0-9a-f]{16}")
+_FOREIGN_SECONDS = 24 * 3600
 
 
 def refused(cause: OSError, text: str) -> StoreError:
@@ -44,16 +49,27 @@ def refused(cause: OSError, text: str) -> StoreError:
     return error
 
 
+def as_path(path: object) -> Path:
+    """Return a path that the operating system can be asked about; anything else is refused."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise SpecError(f"path is a {type(path).__name__}, expected text or a path")
+    text = os.fspath(path)
+    if not isinstance(text, str) or "\0" in text or not text:
+        raise SpecError(f"path {text[:80]!r} is none; expected text without null characters")
+    return Path(text)
+
+
 class _File:
     """An open file, its size when it was opened, and the ways of reading it that work."""
 
     def __init__(self, path: Path, *, unbuffered: bool) -> None:
         self.path = path
         try:
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            status = os.fstat(self.fd)
+            # Without O_NONBLOCK, a pipe of that name would keep us waiting for its writer.
+            self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as cause:
             raise refused(cause, f"cannot open {str(path)!r}") from cause
+        status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise FormatError(f"{str(path)!r} is not a regular file")
@@ -194,7 +210,11 @@ class LocalStore:
         if not (is_cached := file.is_cached(offset, nbytes)) or not may_map:
             yield file.read(offset, nbytes, staging, unbuffered=not is_cached)
             return
-        mapping = file.mapped(offset, nbytes)
+        try:
+            mapping = file.mapped(offset, nbytes)
+        except OSError:  # no room for a mapping, or a file system without them
+            yield file.read(offset, nbytes, staging, unbuffered=False)
+            return
         try:
             yield bytes_of(mapping)[len(mapping) - nbytes :]
         finally:
@@ -220,6 +240,9 @@ class LocalStore:
         for file in files.values():
             file.close()
 
+    def __del__(self) -> None:
+        self.close()  # descriptors are no memory, and nobody collects them for us
+
     def _file(self, name: str) -> _File:
         with self._lock:
             if name not in self._files:
@@ -233,8 +256,8 @@ class LocalDraft:
 
     Whole (`into=False`): the hidden directory itself becomes `place`, which must not
     exist; two writers of one place both write, and the second to commit is refused.
-    Into (`into=True`): the files replace those of their names in an existing directory,
-    and files in `stale` go.
+    Into (`into=True`): the files appear one by one in a directory, after the files in `stale`
+    are gone; a name that is taken then is refused.
     """
 
     def __init__(self, place: str | os.PathLike[str], *, into: bool = False) -> None:
@@ -242,14 +265,16 @@ class LocalDraft:
         self.stale: Iterable[str] = ()
         self._fds: dict[str, int] = {}
         self._direct_fds: dict[str, int] = {}
+        self._buffered: set[str] = set()
         self._lock = threading.Lock()
         self._parent = self._place if into else self._place.parent
         try:
             if self._parent.exists() and not self._parent.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            self._parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_directories(self._parent)
             if not into and os.path.lexists(self._place):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            sweep(self._parent)
             self._work, self._work_fd = self._begin()
         except OSError as cause:
             raise refused(cause, f"cannot write {self.place!r}") from cause
@@ -259,17 +284,30 @@ class LocalDraft:
         return str(self._place)
 
     def _begin(self) -> tuple[Path, int]:
-        while True:
-            work = self._parent / f".draft-{self._place.name}-{secrets.token_hex(8)}"
+        """Make the hidden directory and hold the lock that tells sweepers its writer lives.
+
+        A sweeper may come between the two and take the directory for a dead writer's: then
+        begin again. A file system without locks does without; it has no sweepers either.
+        """
+        name = self._place.name or "files"
+        for _ in range(100):
+            work = self._parent / f".draft-{name}-{_host()}-{secrets.token_hex(8)}"
             work.mkdir(mode=0o700)
-            fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            # The lock tells sweepers that the writer lives. One may have come between the two
-            # calls above and taken the directory for a dead writer's: then begin again.
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fd = -1
+            try:
+                fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as cause:
+                    if cause.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                        raise
                 if work.exists():
                     return work, fd
-            os.close(fd)
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            if fd >= 0:
+                os.close(fd)
+        raise OSError(errno.EAGAIN, "a hundred drafts were swept away as they were made")
 
     def reserve(self, name: str, nbytes: int) -> None:
         try:
@@ -285,8 +323,9 @@ class LocalDraft:
     def write(self, name: str, offset: int, data: Bytes) -> None:
         # Whole pages go past the page cache: filling fresh cache pages costs more than the disk
         # does. The ragged ends go through it; no page is written both ways.
-        head = -offset % PAGE
-        body = (len(data) - head) // PAGE * PAGE if len(data) >= _DIRECT_BYTES else 0
+        head = -offset % _CACHE_PAGE
+        body = (len(data) - head) // _CACHE_PAGE * _CACHE_PAGE
+        body = body if len(data) >= _DIRECT_BYTES else 0
         try:
             if body and self._write_direct(name, offset + head, data[head : head + body]):
                 _write_all(self._fds[name], offset, data[:head])
@@ -299,15 +338,16 @@ class LocalDraft:
     def _write_direct(self, name: str, offset: int, data: Bytes) -> bool:
         """Write whole pages unbuffered; False if this file system cannot."""
         with self._lock:
-            fd = self._direct_fds.get(name)
-            if fd is None:
+            if name in self._buffered:
+                return False
+            if name not in self._direct_fds:
                 try:
-                    fd = os.open(self._work / name, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+                    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT
+                    self._direct_fds[name] = os.open(self._work / name, flags)
                 except OSError:
-                    fd = -1
-                self._direct_fds[name] = fd
-        if fd < 0:
-            return False
+                    self._buffered.add(name)
+                    return False
+            fd = self._direct_fds[name]
         try:
             if data.ctypes.data % PAGE == 0:
                 _write_all(fd, offset, data)
@@ -321,14 +361,13 @@ class LocalDraft:
         except OSError as cause:
             if cause.errno != errno.EINVAL:
                 raise
-            with self._lock:
-                os.close(self._direct_fds[name])
-                self._direct_fds[name] = -1
+            with self._lock:  # other threads may be writing by it still: it is closed at the end
+                self._buffered.add(name)
             return False
 
     def is_unbuffered(self, name: str) -> bool:
         """True if whole pages of this file have gone past the page cache."""
-        return self._direct_fds.get(name, -1) >= 0
+        return name in self._direct_fds and name not in self._buffered
 
     def commit(self) -> None:
         try:
@@ -336,15 +375,15 @@ class LocalDraft:
                 list(pool.map(os.fsync, self._fds.values()))
             os.fsync(self._work_fd)
             if self._into:
-                for name in self._fds:
-                    os.rename(self._work / name, self._parent / name)
+                # First all that is old goes, so that no reader ever finds old and new together.
                 for name in self.stale:
                     (self._parent / name).unlink(missing_ok=True)
+                sync_directory(self._parent)
+                for name in self._fds:
+                    _appear(self._work / name, self._parent / name)
             else:
                 os.rename(self._work, self._place)  # refuses a place that is not empty
             sync_directory(self._parent)
-            if not self._into and self._parent.parent != self._parent:
-                sync_directory(self._parent.parent)  # it may be us who made the parent
         except OSError as cause:
             if cause.errno == errno.ENOTEMPTY:
                 cause = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
@@ -352,8 +391,7 @@ class LocalDraft:
 
     def abort(self) -> None:
         for fd in (*self._fds.values(), *self._direct_fds.values()):
-            if fd >= 0:
-                os.close(fd)
+            os.close(fd)
         self._fds, self._direct_fds = {}, {}
         shutil.rmtree(self._work, ignore_errors=True)
         if self._work_fd >= 0:
@@ -378,6 +416,31 @@ def _write_all(fd: int, offset: int, data: Bytes) -> None:
         done += os.pwrite(fd, view[done:], offset + done)
 
 
+def _appear(hidden: Path, place: Path) -> None:
+    """Give a file its name, which must be free; by rename where there are no hard links."""
+    try:
+        os.link(hidden, place)
+    except OSError as cause:
+        if cause.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            raise
+        os.rename(hidden, place)
+
+
+def _host() -> str:
+    """Return eight digits for this machine: locks may not be seen from another."""
+    return f"{xxhash.xxh3_64_intdigest(platform.node().encode()) >> 32:08x}"
+
+
+def _make_directories(path: Path) -> None:
+    """Make a directory and those above it, each private and each durable before the next."""
+    if path.is_dir():
+        return
+    _make_directories(path.parent)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    sync_directory(path.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable; a directory we may not open is not ours to sync."""
     try:
@@ -391,10 +454,14 @@ def sync_directory(path: Path) -> None:
 
 
 def sweep(root: str | os.PathLike[str]) -> list[str]:
-    """Remove the hidden directories of writers that died, and return their names."""
+    """Remove the hidden directories of writers that died, and return their names.
+
+    A writer that lives holds a lock. Locks are not seen across machines everywhere, so what
+    another machine left is removed only after a day.
+    """
     gone = []
     try:
-        names = [name for name in os.listdir(root) if _DRAFT.fullmatch(name)]
+        names = [name for name in os.listdir(root) if _HIDDEN.fullmatch(name)]
     except OSError as cause:
         raise refused(cause, f"cannot list {str(root)!r}") from cause
     for name in sorted(names):
@@ -402,6 +469,9 @@ def sweep(root: str | os.PathLike[str]) -> list[str]:
         with suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
+                is_ours = f"-{_host()}-" in name
+                if not is_ours and time.time() - os.fstat(fd).st_mtime < _FOREIGN_SECONDS:
+                    continue
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path)
                 gone.append(name)
@@ -411,11 +481,15 @@ def sweep(root: str | os.PathLike[str]) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory so that at no moment it is there and not whole."""
-    trash = path.parent / f".trash-{path.name}-{secrets.token_hex(8)}"
+    """Remove a directory so that at no moment it is there and not whole; gone already is fine."""
+    trash = path.parent / f".trash-{path.name}-{_host()}-{secrets.token_hex(8)}"
     try:
-        os.rename(path, trash)
-        sync_directory(path.parent)
-        shutil.rmtree(trash)
+        with suppress(FileNotFoundError):
+            os.rename(path, trash)
+            sync_directory(path.parent)
+            if trash.is_symlink():
+                trash.unlink()
+            else:
+                shutil.rmtree(trash)
     except OSError as cause:
         raise refused(cause, f"cannot remove {str(path)!r}") from cause

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from math import isfinite
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +19,7 @@ from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, STAGING, Bytes, items_of
 from flyweight.spec.box import Box, strides_of
 from flyweight.spec.dtype import DType
-from flyweight.spec.manifest import Extent, TensorSpec
+from flyweight.spec.manifest import Extent, Leaf, TensorSpec
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import whole_digest
 from flyweight.verbs.save import default_threads
@@ -124,11 +125,14 @@ class DiffReport:
     only_b: list[str]
     other_spec: dict[str, tuple[str, str]]
     changed: list[TensorDiff]
+    changed_values: dict[str, tuple[Leaf, Leaf]]
+    """Leaves that are no tensors and that both have, with different values."""
     num_same: int
 
     @property
     def is_same(self) -> bool:
-        return not (self.only_a or self.only_b or self.other_spec or self.changed)
+        lists = (self.only_a, self.only_b, self.other_spec, self.changed, self.changed_values)
+        return not any(lists)
 
 
 def diff(a: PathLike | Stored, b: PathLike | Stored) -> DiffReport:
@@ -155,8 +159,10 @@ def diff(a: PathLike | Stored, b: PathLike | Stored) -> DiffReport:
             changed.append(found)
         else:
             num_same += 1
+    left, right = a.manifest.values, b.manifest.values
+    values = {n: (left[n], right[n]) for n in left.keys() & right.keys() if left[n] != right[n]}
     return DiffReport(
-        sorted(names_a - names_b), sorted(names_b - names_a), other_spec, changed, num_same
+        sorted(names_a - names_b), sorted(names_b - names_a), other_spec, changed, values, num_same
     )
 
 
@@ -182,7 +188,9 @@ def _tensor_diff(a: Stored, b: Stored, name: str, spec: TensorSpec) -> TensorDif
         with np.errstate(all="ignore"):
             distance = np.abs(x[differ] - y[differ])
         has_numbers = has_numbers and bool(np.isfinite(distance).all())
-        largest, total = max(largest, float(distance.max())), total + float(distance.sum())
+        with np.errstate(all="ignore"):
+            largest, total = max(largest, float(distance.max())), total + float(distance.sum())
+        has_numbers = has_numbers and isfinite(total)
     count = box_elements(spec)
     return TensorDiff(
         name,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from flyweight.errors import SpecError, StoreError
-from flyweight.formats.huggingface import huggingface_format
+from flyweight.formats.huggingface import PART_BYTES, huggingface_format
 from flyweight.formats.pdparams import pickle_plan
 from flyweight.formats.safetensors import file_plan
 from flyweight.formats.stored import Stored
@@ -16,9 +16,9 @@ from flyweight.memory import MEMORY_BYTES
 from flyweight.ports import FilePlan, Format
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Manifest
-from flyweight.stores.local import LocalDraft
+from flyweight.stores.local import LocalDraft, as_path
 from flyweight.verbs.find import PathLike, open_source
-from flyweight.verbs.save import PART_BYTES, SaveReport, save_files, save_version
+from flyweight.verbs.save import SaveReport, save_files, save_version
 
 Writable = Literal["snapshot", "hf", "safetensors", "pdparams"]
 
@@ -63,19 +63,20 @@ def convert(
         )
     if version is not None:
         raise SpecError(f"version {version} for {to}, which has no versions")
-    place = Path(destination)
-    if place.exists():
+    place = as_path(destination)
+    if os.path.lexists(place):
         raise StoreError(f"{str(place)!r} is there already; convert never overwrites")
     into_directory = to != "hf"
-    return save_files(
+    report = save_files(
         stored,
-        replace(stored.manifest.untied(), parts=(), extents=()),
+        replace(stored.manifest.untied(), version=None, parts=(), extents=()),
         huggingface_format(part_bytes) if to == "hf" else _single_file(to, place.name),
         lambda: LocalDraft(place.parent if into_directory else place, into=into_directory),
         memory_bytes=memory_bytes,
         num_threads=None,
         verb="convert",
     )
+    return replace(report, place=str(place))
 
 
 def _single_file(to: str, name: str) -> Format:

@@ -17,7 +17,7 @@ from flyweight.adapters import torch_module
 from flyweight.errors import FlyweightError
 from flyweight.formats.snapshot import directory_name
 from flyweight.spec.manifest import Json
-from flyweight.stores.local import LocalDraft, LocalStore
+from flyweight.stores.local import LocalDraft, LocalStore, as_path, refused
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.verbs.save import default_threads
 
@@ -97,7 +97,11 @@ def inspect_versions(path: PathLike) -> list[dict[str, Json]]:
 
 def doctor(path: PathLike | None = None) -> dict[str, Json]:
     """Return what is installed and what this machine can do at `path`."""
-    place = Path(path) if path is not None else Path(tempfile.gettempdir())
+    place = as_path(path) if path is not None else Path(tempfile.gettempdir())
+    try:
+        free_bytes, disk = shutil.disk_usage(place).free, _disk(place)
+    except OSError as cause:
+        raise refused(cause, f"cannot try {str(place)!r} out") from cause
     packages: dict[str, Json] = {}
     for package in _PACKAGES:
         try:
@@ -114,8 +118,8 @@ def doctor(path: PathLike | None = None) -> dict[str, Json]:
         "packages": packages,
         "gpus": list(torch_module.gpus()),
         "place": str(place),
-        "free_bytes": shutil.disk_usage(place).free,
-        "disk": _disk(place),
+        "free_bytes": free_bytes,
+        "disk": disk,
     }
 
 

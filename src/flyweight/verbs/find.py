@@ -16,14 +16,14 @@ from flyweight.errors import (
 )
 from flyweight.formats import huggingface, pdparams, safetensors, snapshot
 from flyweight.formats.stored import Stored
-from flyweight.stores.local import LocalStore, refused, remove, sweep
+from flyweight.stores.local import LocalStore, as_path, refused, remove, sweep
 
 PathLike = str | os.PathLike[str]
 
 
 def versions(path: PathLike) -> list[int]:
     """Return the committed versions of a run, oldest first; a path that is not there has none."""
-    root = Path(path)
+    root = as_path(path)
     return sorted(
         version
         for name in _listing(root)
@@ -34,9 +34,9 @@ def versions(path: PathLike) -> list[int]:
 
 def prune(path: PathLike, *, keep: int) -> list[int]:
     """Remove all but the newest `keep` versions and what killed writers left; return those gone."""
-    if keep < 1:
-        raise SpecError(f"keep is {keep}, at least 1 version stays")
-    root = Path(path)
+    if type(keep) is not int or keep < 1:
+        raise SpecError(f"keep is {keep!r}, at least 1 version stays")
+    root = as_path(path)
     gone = versions(root)[:-keep]
     for version in gone:
         remove(root / snapshot.directory_name(version))
@@ -61,7 +61,8 @@ def open_source(
     """
     if (rank is None) != (legacy_id is None):
         raise SpecError(f"rank is {rank} and legacy_id {legacy_id}; the old names need both")
-    place = Path(path)
+    place = as_path(path)
+    version = None if version is None else snapshot.check_version(version)
     with ExitStack() as on_failure:
 
         def store_at(directory: Path) -> LocalStore:
@@ -80,7 +81,7 @@ def open_source(
                     stored = _open_run(place, committed, version, store_at)
                 elif rank is not None and legacy_id is not None:
                     legacy = pdparams.LegacyNames(rank, legacy_id)
-                    stored = _open_legacy(place, Path(shared_directory), legacy, store_at)
+                    stored = _open_legacy(place, as_path(shared_directory), legacy, store_at)
                 elif huggingface.has_checkpoint(names):
                     stored = huggingface.open_huggingface(store_at(place))
                 else:
@@ -116,10 +117,10 @@ def _open_file(place: Path, store_at: StoreAt) -> Stored:
     if place.name == huggingface.INDEX:
         return huggingface.open_huggingface(store)
     head = store.read(place.name, 0, min(store.size(place.name), 9))
-    if head[:1] == b"\x80":
-        return pdparams.open_pdparams(store, [place.name])
     if safetensors.looks_like_safetensors(head):
         return safetensors.open_files(store, [place.name])
+    if pdparams.looks_like_pickle(head):
+        return pdparams.open_pdparams(store, [place.name])
     raise FormatError(
         f"{str(place)!r} has {store.size(place.name)} bytes and starts with {head!r}: neither "
         f"safetensors nor a pickle"

@@ -11,7 +11,14 @@ from typing import Literal
 import numpy as np
 
 from flyweight.adapters.model import Model, adapt
-from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, VersionError, listed
+from flyweight.errors import (
+    DTypeMismatch,
+    PlanError,
+    ShapeMismatch,
+    SpecError,
+    VersionError,
+    listed,
+)
 from flyweight.events import emit
 from flyweight.formats import pdparams
 from flyweight.formats.reader import Reader, Target
@@ -23,9 +30,6 @@ from flyweight.spec.dtype import DType
 from flyweight.spec.manifest import Leaf, TensorSpec
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.save import default_threads
-
-_RAW = {"u16": {"bf16"}, "i8": {"f8_e4m3", "f8_e5m2"}}
-"""What formats that keep no true dtype may mean by these."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class LoadReport:
     unused: list[str] = field(default_factory=list)
     """Tensors of the source that the target has no use for."""
     kept: list[str] = field(default_factory=list)
-    """Tensors of the target that the source lacks, left as they were (`partial_over`)."""
+    """Tensors of the target that the source lacks, left as they were."""
+    partial_over: int | None = None
+    """The version that the caller vouched for in what was kept."""
     values: Mapping[str, Leaf] = field(default_factory=dict)
 
     @property
@@ -70,12 +76,14 @@ def load(
     """Fill the model's own tensors from weights at rest; nothing of it is replaced.
 
     Names, dtypes and shapes are matched before the first byte is written. `extra` says what
-    becomes of tensors the model lacks; `partial_over` says that tensors the source lacks
-    already hold that version. Within `memory_bytes` of extra memory, whatever the model's size.
-    `unbuffered=False` leaves what is read in the page cache, for others on this machine.
+    becomes of tensors the model lacks; with `partial_over` the caller vouches that tensors the
+    source lacks already hold that version. Within `memory_bytes` of extra memory, whatever the
+    model's size. `unbuffered=False` leaves what is read in the page cache, for others on this machine.
     """
     started = perf_counter()
     check_memory_bytes(memory_bytes)
+    if extra not in ("refuse", "report"):
+        raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
     with ExitStack() as stack:
         with collector_paused():
             sink = adapt(into)
@@ -101,11 +109,15 @@ def load(
             matches = match(stored, sink)
             _check_names(stored, matches, extra=extra, partial_over=partial_over)
             reader = _reader(stored, sink, matches, should_verify=should_verify)
-        reader.run(
-            num_threads=default_threads() if num_threads is None else num_threads,
-            memory_bytes=memory_bytes,
-            verb="load",
-        )
+        sink.settle()  # what this thread queued on a GPU still reads the old weights
+        try:
+            reader.run(
+                num_threads=default_threads() if num_threads is None else num_threads,
+                memory_bytes=memory_bytes,
+                verb="load",
+            )
+        finally:
+            sink.touched()
         sink.finish(stored.manifest)
     report = LoadReport(
         stored.store.place,
@@ -118,6 +130,7 @@ def load(
         perf_counter() - started,
         matches.unused,
         matches.missing,
+        partial_over,
         stored.manifest.values,
     )
     emit(
@@ -193,44 +206,46 @@ def match(stored: Stored, sink: Model) -> Matches:
     aliases: dict[str, list[str]] = {name: [name] for name in want.tensors}
     for alias, name in want.tied.items():
         aliases[name].append(alias)
-    pairs, missing, used = {}, [], set()
+    pairs: dict[str, str] = {}
+    missing: list[str] = []
+    used: dict[str, TensorSpec] = {}
     for name, names in aliases.items():
         found = [each for each in names if each in known]
-        if not found:
+        used.update(dict.fromkeys(found, want.tensors[name]))
+        if found:
+            pairs[name] = found[0]
+        else:
             missing.append(name)
-            continue
-        used.update(found)
-        pairs[name] = found[0]
     missing += [name for name in want.values if name not in have.values]
-    _check_specs(stored, want.tensors, pairs)
+    _check_specs(stored, used)
     for names in aliases.values():
         _check_tied(stored, [each for each in names if each in known])
-    return Matches(pairs, missing, sorted(known - used))
+    return Matches(pairs, missing, sorted(known - used.keys()))
 
 
-def _check_specs(
-    stored: Stored, wanted: Mapping[str, TensorSpec], pairs: Mapping[str, str]
-) -> None:
-    have = {name: stored.manifest.spec(source_name) for name, source_name in pairs.items()}
+def _check_specs(stored: Stored, wanted: Mapping[str, TensorSpec]) -> None:
+    """Raise if a tensor of the source is not what its name is in the target."""
+    have = {name: stored.manifest.spec(name) for name in wanted}
     place = stored.store.place
-    wrong = [name for name in pairs if not _is_same(have[name].dtype, wanted[name].dtype, stored)]
+    wrong = [n for n, spec in wanted.items() if not _is_same(stored, n, have[n].dtype, spec.dtype)]
     if wrong:
         name = wrong[0]
         raise DTypeMismatch(
-            f"{name!r} is {have[name].dtype} in {place!r} and {wanted[name].dtype} in the target; "
-            f"{len(wrong)} tensors differ in dtype: {listed(wrong)}"
+            f"{name!r} is {have[name].dtype} in {place!r} and {wanted[name].dtype} in the "
+            f"target; {len(wrong)} tensors differ in dtype: {listed(wrong)}"
         )
-    wrong = [name for name in pairs if have[name].shape != wanted[name].shape]
+    wrong = [name for name, spec in wanted.items() if have[name].shape != spec.shape]
     if wrong:
         name = wrong[0]
         raise ShapeMismatch(
-            f"{name!r} is {have[name].shape} in {place!r} and {wanted[name].shape} in the target; "
-            f"{len(wrong)} tensors differ in shape: {listed(wrong)}"
+            f"{name!r} is {have[name].shape} in {place!r} and {wanted[name].shape} in the "
+            f"target; {len(wrong)} tensors differ in shape: {listed(wrong)}"
         )
 
 
-def _is_same(have: DType, want: DType, stored: Stored) -> bool:
-    return have == want or (stored.has_raw_dtypes and want.name in _RAW.get(have.name, ()))
+def _is_same(stored: Stored, name: str, have: DType, want: DType) -> bool:
+    may_mean = pdparams.RAW_MEANINGS.get(have.name, ()) if name in stored.raw_names else ()
+    return have == want or want.name in may_mean
 
 
 def _check_tied(stored: Stored, names: list[str]) -> None:

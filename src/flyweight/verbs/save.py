@@ -16,14 +16,13 @@ from flyweight.adapters.model import adapt
 from flyweight.errors import StoreError, VersionError
 from flyweight.events import emit
 from flyweight.formats import pdparams, snapshot
+from flyweight.formats.huggingface import PART_BYTES
 from flyweight.formats.writer import write
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes
 from flyweight.ports import Format, Source
 from flyweight.spec.manifest import CHUNK_BYTES, Manifest
-from flyweight.stores.local import LocalDraft, LocalStore, sweep
+from flyweight.stores.local import LocalDraft, LocalStore, as_path
 from flyweight.verbs.find import PathLike, versions
-
-PART_BYTES = 4 << 30
 
 
 def default_threads() -> int:
@@ -63,8 +62,10 @@ def save(
     Without a version, the next after the newest. A version is never overwritten, and numbers
     only grow. A save that is killed leaves the versions before it as they were.
     """
+    source = adapt(model)
+    source.settle()  # what this thread queued on a GPU may still be writing the weights
     return save_version(
-        adapt(model),
+        source,
         path,
         version=version,
         part_bytes=part_bytes,
@@ -84,18 +85,21 @@ def save_version(
     verb: str = "save",
 ) -> SaveReport:
     """Save a version of any source."""
-    root = Path(path)
+    root = as_path(path)
     committed = versions(root)
     newest = committed[-1] if committed else None
-    version = (0 if newest is None else newest + 1) if version is None else version
+    version = _next_version(root) if version is None else snapshot.check_version(version)
     directory = root / snapshot.directory_name(version)
     if newest is not None and version <= newest:
         how = "is there already" if version in committed else f"is older than the newest, {newest}"
         raise VersionError(
             f"version {version} of {str(root)!r} {how}; versions only grow, none is overwritten"
         )
-    if root.is_dir():
-        sweep(root)
+    if os.path.lexists(directory) and version not in committed:
+        raise VersionError(
+            f"{str(directory)!r} is there without a {snapshot.MANIFEST!r}, so it is no version; "
+            f"remove it, or save another version"
+        )
     manifest = replace(
         source.manifest,
         version=version,
@@ -121,6 +125,13 @@ def save_version(
         raise VersionError(
             f"version {version} of {str(root)!r} was committed by another writer meanwhile"
         ) from error
+
+
+def _next_version(root: Path) -> int:
+    """Return the number after all that are there, also after what is no whole version."""
+    names = os.listdir(root) if root.is_dir() else []
+    taken = [found for name in names if (found := snapshot.version_of(name)) is not None]
+    return max(taken, default=-1) + 1
 
 
 def save_files(
@@ -178,30 +189,27 @@ def save_legacy(
 ) -> SaveReport:
     """Save under the names old engines look for: one file, or parts of at most `part_bytes`.
 
-    Parts of an earlier save that this one does not replace are removed, since an old reader
-    would mix them in. The old layout has no commit: a reader may see files change one by one.
+    The files of an earlier save go first: the old layout has no commit, and a reader must rather
+    find files missing than two saves mixed. For a while, then, there is nothing to load.
     """
     source = adapt(model)
+    source.settle()
+    manifest = source.manifest.untied()
     names = pdparams.LegacyNames(rank, legacy_id)
     format = pdparams.legacy_format(
         rank=rank, legacy_id=legacy_id, part_bytes=part_bytes, as_safetensors=as_safetensors
     )
+    format.layout(manifest)  # refuses what it cannot hold before anything is made
+    directory = as_path(directory)
+    present = LocalStore(directory).names() if directory.is_dir() else []
+    stale = [*names.parts(present).values(), *({names.single} & set(present))]
 
     def begin() -> LocalDraft:
         draft = LocalDraft(directory, into=True)
-        written = {plan.name for plan in format.layout(source.manifest.untied())}
-        present = names.parts(LocalStore(directory).names()).values()
-        draft.stale = [name for name in present if name not in written]
+        draft.stale = stale
         return draft
 
-    return save_files(
-        source,
-        source.manifest.untied(),
-        format,
-        begin,
-        memory_bytes=memory_bytes,
-        num_threads=None,
-    )
+    return save_files(source, manifest, format, begin, memory_bytes=memory_bytes, num_threads=None)
 
 
 def _writer() -> dict[str, str]:

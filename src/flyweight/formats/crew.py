@@ -1,0 +1,73 @@
+"""The crew: a few threads that take jobs in order, each with staging of its own, until all is done.
+
+The first error stops the others after the job they are in, and so does Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from time import monotonic
+from typing import TypeVar
+
+from flyweight.errors import SpecError
+from flyweight.events import emit
+from flyweight.memory import Bytes, Staging
+
+Job = TypeVar("Job")
+
+
+def work_through(
+    jobs: Sequence[Job],
+    work: Callable[[Job, Bytes], int],
+    *,
+    num_threads: int,
+    staging: Staging,
+    staging_bytes: int,
+    verb: str | None,
+    total_bytes: int,
+) -> None:
+    """Call `work` for each job, which returns how many bytes it moved; progress is emitted."""
+    queue, lock, stop = iter(jobs), threading.Lock(), threading.Event()
+    started, done_bytes = monotonic(), 0
+
+    def take() -> Job | None:
+        with lock:
+            return next(queue, None)
+
+    def member() -> None:
+        nonlocal done_bytes
+        with staging.lend(staging_bytes) as block:
+            while not stop.is_set() and (job := take()) is not None:
+                nbytes = work(job, block)
+                with lock:
+                    done_bytes += nbytes
+                    done = done_bytes
+                if verb:
+                    emit(
+                        "progress",
+                        verb=verb,
+                        done_bytes=done,
+                        total_bytes=total_bytes,
+                        seconds=monotonic() - started,
+                    )
+
+    num_threads = min(num_threads, len(jobs))
+    if num_threads <= 1:
+        member()
+        return
+    with ThreadPoolExecutor(num_threads, "flyweight") as pool:
+        try:
+            members = [pool.submit(member) for _ in range(num_threads)]
+            wait(members, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+    for each in members:
+        each.result()
+
+
+def check_threads(num_threads: int) -> int:
+    if type(num_threads) is not int or num_threads < 1:
+        raise SpecError(f"num_threads is {num_threads!r}, at least 1 is needed")
+    return num_threads
