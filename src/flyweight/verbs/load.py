@@ -78,7 +78,7 @@ def load(
     Names, dtypes and shapes are matched before the first byte is written. `extra` says what
     becomes of tensors the model lacks; with `partial_over` the caller vouches that tensors the
     source lacks already hold that version. Within `memory_bytes` of extra memory, whatever the
-    model's size. `unbuffered=False` leaves what is read in the page cache, for others on this machine.
+    model's size. `unbuffered=False` leaves what is read in the page cache, for others here.
     """
     started = perf_counter()
     check_memory_bytes(memory_bytes)
