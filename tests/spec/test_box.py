@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyweight.errors import SpecError
-from flyweight.spec.box import Box, blocks, first_meeting, num_blocks, stretch
+from flyweight.spec.box import Box, block_lengths, blocks, first_meeting, num_blocks, stretch
 
 SHAPES = [(), (7,), (4, 6), (2, 3, 5), (0, 3), (1, 1), (3, 1, 2)]
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -61,6 +61,7 @@ def test_blocks_are_the_tensor_in_order_without_gaps(shape, most):
     assert all(len(list(box.runs(shape))) == 1 for box in cut)
     assert all(box.num_elements <= most for box in cut)
     assert num_blocks(shape, most) == len(cut)
+    assert list(block_lengths(shape, most)) == [box.num_elements for box in cut]
 
 
 @given(shapes, st.integers(1, 300))

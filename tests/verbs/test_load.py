@@ -261,6 +261,16 @@ def test_a_budget_below_a_chunk_is_refused_with_both_numbers(tmp_path):
         fw.load(tmp_path, into={"w": np.zeros(8 << 20, np.uint8)}, memory_bytes=5)
 
 
+def test_a_budget_of_one_chunk_is_enough_also_where_nothing_is_checked(tmp_path):
+    source = {"w": random_bytes(20 << 20)}
+    fw.save(source, tmp_path / "run")
+    fw.convert(tmp_path / "run", tmp_path / "hf", to="hf")
+    for path in ("run", "hf"):
+        target = zeros_like(source)
+        fw.load(tmp_path / path, into=target, memory_bytes=5 << 20, should_verify=False)
+        assert same(target, source)
+
+
 def test_a_small_budget_means_fewer_threads_not_a_refusal(tmp_path):
     source = {"w": random_bytes(32 << 20)}
     fw.save(source, tmp_path)

@@ -109,24 +109,33 @@ class Reader:
         pieces = self._pieces.setdefault(extent.file, {})
         is_checked = self._should_verify and extent.checksums is not None
         is_all = wanted == held
-        flat = target.flat if is_all and wanted == target.box else None
+        if is_all and wanted == target.box and target.flat is not None:
+            self._add_flat(extent, held, target, is_checked)
+            return
         at, is_corner = extent.offset, not any(held.offset)
         for index, chunk in enumerate(spec.chunks(extent.box, self._manifest.chunk_bytes)):
             nbytes = prod(chunk.shape) * spec.item_bytes
             block = chunk if is_corner else chunk.moved(held.offset)
             if is_all or block.overlap(wanted) is not None:
+                number = index if is_checked else None
                 key = (at, block, spec.item_bytes)
-                piece = pieces.get(key)
-                if piece is None:
-                    number = index if is_checked else None
-                    piece = _Piece(at, nbytes, extent, block, number, spec.item_bytes)
-                    pieces[key] = piece
-                    if flat is not None:
-                        piece.goal = flat[at - extent.offset : at - extent.offset + nbytes]
-                else:
-                    piece.goal = None
-                piece.targets.append(target)
+                if key not in pieces:
+                    pieces[key] = _Piece(at, nbytes, extent, block, number, spec.item_bytes)
+                pieces[key].targets.append(target)
             at += nbytes
+
+    def _add_flat(self, extent: Extent, held: Box, target: Target, is_checked: bool) -> None:
+        """Want all of an extent just as it rests: its pieces are bytes, nobody looks inside."""
+        assert target.flat is not None
+        spec, start = self._manifest.tensors[extent.name], 0
+        sizes = spec.chunk_sizes(extent.box, self._manifest.chunk_bytes)
+        for index, nbytes in enumerate(sizes):
+            goal = target.flat[start : start + nbytes]
+            number = index if is_checked else None
+            at = extent.offset + start
+            piece = _Piece(at, nbytes, extent, held, number, spec.item_bytes, [target], goal)
+            self._pieces[extent.file][at, held, id(target)] = piece
+            start += nbytes
 
     def run(
         self, *, num_threads: int, memory_bytes: int | None = None, verb: str | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, repeat
 from math import prod
 from operator import mul
 
@@ -121,6 +121,22 @@ def num_blocks(shape: Sequence[int], max_elements: int) -> int:
     dim = _block_dim(shape, max_elements)
     step = max_elements // prod(shape[dim + 1 :])
     return prod(shape[:dim]) * -(-shape[dim] // step)
+
+
+def block_lengths(shape: Sequence[int], max_elements: int) -> Iterator[int]:
+    """Yield how many elements each box of `blocks` has, without making the boxes."""
+    if prod(shape) <= max_elements:
+        if prod(shape):
+            yield prod(shape)
+        return
+    dim = _block_dim(shape, max_elements)
+    row = prod(shape[dim + 1 :])
+    step = max_elements // row
+    whole, rest = divmod(shape[dim], step)
+    for _ in range(prod(shape[:dim])):
+        yield from repeat(step * row, whole)
+        if rest:
+            yield rest * row
 
 
 def blocks(shape: Sequence[int], max_elements: int) -> Iterator[Box]:

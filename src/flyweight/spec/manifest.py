@@ -17,7 +17,7 @@ from math import prod
 from typing import NoReturn
 
 from flyweight.errors import FormatError, SpecError, listed
-from flyweight.spec.box import Box, blocks, first_meeting, num_blocks
+from flyweight.spec.box import Box, block_lengths, blocks, first_meeting, num_blocks
 from flyweight.spec.dtype import DType, dtype_named
 
 Leaf = bool | int | float | str | None
@@ -83,6 +83,11 @@ class TensorSpec:
     def chunks(self, box: Box, chunk_bytes: int) -> Iterator[Box]:
         """Cut `box` into the items of each checksummed chunk, offsets counted from its corner."""
         return blocks(self.stored(box).shape, self._chunk_items(chunk_bytes))
+
+    def chunk_sizes(self, box: Box, chunk_bytes: int) -> Iterator[int]:
+        """Yield the bytes of each chunk, without making their boxes."""
+        for length in block_lengths(self.stored(box).shape, self._chunk_items(chunk_bytes)):
+            yield length * self.item_bytes
 
     def num_chunks(self, box: Box, chunk_bytes: int) -> int:
         return num_blocks(self.stored(box).shape, self._chunk_items(chunk_bytes))
