@@ -145,6 +145,17 @@ def test_a_directory_without_permission_is_named(run, tmp_path):
     assert "Permission denied" in done.stdout
 
 
+@pytest.mark.parametrize("should_verify", [True, False])
+def test_a_tensor_wanted_twice_beside_one_not_wanted_at_all(tmp_path, should_verify):
+    """The bytes to be moved add up to those of the window, and are not those of the window."""
+    shared = random_bytes(1000, 1)
+    source = {"a": shared, "b": shared, "x": random_bytes(1000, 2), "y": random_bytes(1000, 3)}
+    fw.save(source, tmp_path)
+    target = {name: np.zeros(1000, np.uint8) for name in ("a", "b", "y")}
+    fw.load(tmp_path, into=target, extra="report", should_verify=should_verify)
+    assert all(target[name].tobytes() == source[name].tobytes() for name in target)
+
+
 # Damage found on the way.
 
 

@@ -77,6 +77,16 @@ class _Window:
     def nbytes(self) -> int:
         return self.end - self.start
 
+    @property
+    def is_plain(self) -> bool:
+        """True if every byte has one place to go to: no gap, and no piece wanted twice."""
+        at = self.start
+        for piece in self.pieces:
+            if piece.goal is None or piece.offset != at:
+                return False
+            at += piece.nbytes
+        return True
+
 
 class Reader:
     """Collects what is wanted of a store's files, then reads it in the order of the files."""
@@ -219,9 +229,7 @@ class Reader:
 
     def _read(self, window: _Window, staging: Bytes) -> int:
         file, start, pieces = window.file, window.start, window.pieces
-        goals = [piece.goal for piece in pieces if piece.goal is not None]
-        is_plain = len(goals) == len(pieces) and sum(map(len, goals)) == window.nbytes
-        if is_plain and self._store.is_cached(file, start, window.nbytes):
+        if window.is_plain and self._store.is_cached(file, start, window.nbytes):
             self._read_in_place(file, pieces)
             return self._read_done(window)
         with self._store.window(
