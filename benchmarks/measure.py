@@ -76,9 +76,9 @@ def warm_cache(paths: Iterable[Path]) -> None:
 
 
 class MemoryGauge:
-    """Watches this process's anonymous memory from another process, so as not to slow it down.
+    """Watches this process's own memory from another process, so as not to slow it down.
 
-    Anonymous memory is what the page cache cannot take back: mapped files do not count.
+    Its own is what the page cache cannot take back, private or shared: mapped files do not count.
     """
 
     _WATCH = """
@@ -86,7 +86,7 @@ import select, sys
 path, peak = f"/proc/{sys.argv[1]}/status", 0
 def anonymous():
     with open(path) as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
+        return sum(int(line.split()[1]) for line in file if line[:8] in ("RssAnon:", "RssShmem")) << 10
 while True:
     peak = max(peak, anonymous())
     if select.select([sys.stdin], [], [], 0.005)[0]:

@@ -63,7 +63,7 @@ def drop_cache(path: Path) -> None:
 
 def dead_draft(name, kind="draft"):
     """The name of what a writer on this machine left when it was killed."""
-    from flyweight.stores.local import _host
+    from flyweight.stores.draft import _host
 
     return f".{kind}-{name}-{_host()}-0123456789abcdef"
 

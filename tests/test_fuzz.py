@@ -16,7 +16,7 @@ from flyweight.formats.pdparams import open_pdparams
 from flyweight.formats.safetensors import open_files
 from flyweight.formats.snapshot import decode_envelope
 from flyweight.ports import Store
-from flyweight.spec.manifest import decode_manifest
+from flyweight.spec.manifest_json import decode_manifest
 
 FUZZ = settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -151,8 +151,9 @@ def bytes_for(nbytes: int, into: Bytes | None) -> Bytes:
 
 
 def page_memory(nbytes: int) -> Bytes:
-    """Return page-aligned memory, zeroed."""
-    return bytes_of(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
+    """Return page-aligned memory, zeroed, which a forked child does not share."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return bytes_of(mmap.mmap(-1, max(nbytes, 1), flags=flags))[:nbytes]
 
 
 class Staging:

@@ -11,10 +11,10 @@ from conftest import odd_arrays, same, zeros_like
 from flyweight.adapters.model import adapt
 from flyweight.errors import FlyweightError
 from flyweight.formats.huggingface import huggingface_format
-from flyweight.formats.pdparams import legacy_format
+from flyweight.formats.legacy import legacy_format
 from flyweight.formats.snapshot import snapshot_format
 from flyweight.formats.writer import write
-from flyweight.stores.local import LocalDraft
+from flyweight.stores.draft import LocalDraft
 
 FORMATS = {
     "snapshot": lambda: snapshot_format(),

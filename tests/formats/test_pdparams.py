@@ -11,7 +11,7 @@ import torch
 import flyweight as fw
 from conftest import flip
 from flyweight.errors import FormatError, PlanError, SnapshotIncomplete, SnapshotNotFound, SpecError
-from flyweight.formats.pdparams import LegacyNames
+from flyweight.formats.legacy import LegacyNames
 
 
 def state(seed=0):

@@ -12,9 +12,8 @@ from flyweight.spec.manifest import (
     Part,
     TensorSpec,
     check_file_name,
-    decode_manifest,
-    encode_manifest,
 )
+from flyweight.spec.manifest_json import decode_manifest, encode_manifest
 
 F32, I4, BF16 = DTYPES["f32"], DTYPES["i4"], DTYPES["bf16"]
 

@@ -10,7 +10,8 @@ from conftest import dead_draft, drop_cache, random_bytes
 from flyweight.errors import FormatError, StoreError
 from flyweight.memory import page_memory
 from flyweight.ports import WINDOW_SLACK
-from flyweight.stores.local import LocalDraft, LocalStore, remove, sweep
+from flyweight.stores.draft import LocalDraft, remove, sweep
+from flyweight.stores.local import LocalStore
 
 DATA = random_bytes(3 << 20)
 

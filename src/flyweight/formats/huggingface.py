@@ -16,8 +16,8 @@ from flyweight.spec.manifest import (
     Manifest,
     TensorSpec,
     check_file_name,
-    parse_json,
 )
+from flyweight.spec.manifest_json import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 256 << 20

@@ -21,8 +21,8 @@ from flyweight.spec.manifest import (
     Manifest,
     TensorSpec,
     check_name,
-    parse_json,
 )
+from flyweight.spec.manifest_json import parse_json
 
 MAX_HEAD_BYTES = 100_000_000  # the format's own limit
 _HEAD_ALIGN = 4096  # tensors start on a page, which unbuffered reads and mappings like

@@ -26,7 +26,8 @@ from flyweight.formats.safetensors import read_head
 from flyweight.formats.stored import Stored
 from flyweight.memory import bytes_of
 from flyweight.ports import FilePlan, Format, Store
-from flyweight.spec.manifest import Manifest, Part, decode_manifest, encode_manifest
+from flyweight.spec.manifest import Manifest, Part
+from flyweight.spec.manifest_json import decode_manifest, encode_manifest
 
 MANIFEST = "flyweight.json"
 MAX_MANIFEST_BYTES = 1 << 30

@@ -1,4 +1,4 @@
-"""Local directories: ranged reads by the cheapest way there is, and drafts that commit at once.
+"""Local directories: ranged reads by the cheapest way there is.
 
 A window of a file that lies in the page cache is mapped and shown where it lies. A
 window that does not is read past the cache (O_DIRECT), which on fast disks beats the
@@ -10,36 +10,22 @@ rewritten by us, and sizes are checked before each mapping.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
-import platform
-import re
-import secrets
-import shutil
 import stat
 import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
-import xxhash
 
 from flyweight.errors import FormatError, SpecError, StoreError
-from flyweight.memory import STAGING, Bytes, bytes_of, page_memory
+from flyweight.memory import Bytes, bytes_of, page_memory
 from flyweight.ports import WINDOW_SLACK
 
 PAGE = WINDOW_SLACK // 2
-_DIRECT_BYTES = 1 << 20
-_BOUNCE_BYTES = 4 << 20
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
-_CACHE_PAGE = max(PAGE, mmap.PAGESIZE)
-_HIDDEN = re.compile(r"\.(draft|trash)-.+-[0-9a-f]{8}-[0-9a-f]{16}")
-_FOREIGN_SECONDS = 24 * 3600
 
 
 def refused(cause: OSError, text: str) -> StoreError:
@@ -249,247 +235,3 @@ class LocalStore:
                 path = self._root / name
                 self._files[name] = _File(path, unbuffered=self._unbuffered)
             return self._files[name]
-
-
-class LocalDraft:
-    """Files written under a hidden name beside their place.
-
-    Whole (`into=False`): the hidden directory itself becomes `place`, which must not
-    exist; two writers of one place both write, and the second to commit is refused.
-    Into (`into=True`): the files appear one by one in a directory, after the files in `stale`
-    are gone; a name that is taken then is refused.
-    """
-
-    def __init__(self, place: str | os.PathLike[str], *, into: bool = False) -> None:
-        self._place, self._into = Path(place), into
-        self.stale: Iterable[str] = ()
-        self._fds: dict[str, int] = {}
-        self._direct_fds: dict[str, int] = {}
-        self._buffered: set[str] = set()
-        self._lock = threading.Lock()
-        self._parent = self._place if into else self._place.parent
-        try:
-            if self._parent.exists() and not self._parent.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            _make_directories(self._parent)
-            if not into and os.path.lexists(self._place):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            sweep(self._parent)
-            self._work, self._work_fd = self._begin()
-        except OSError as cause:
-            raise refused(cause, f"cannot write {self.place!r}") from cause
-
-    @property
-    def place(self) -> str:
-        return str(self._place)
-
-    def _begin(self) -> tuple[Path, int]:
-        """Make the hidden directory and hold the lock that tells sweepers its writer lives.
-
-        A sweeper may come between the two and take the directory for a dead writer's: then
-        begin again. A file system without locks does without; it has no sweepers either.
-        """
-        name = self._place.name or "files"
-        for _ in range(100):
-            work = self._parent / f".draft-{name}-{_host()}-{secrets.token_hex(8)}"
-            work.mkdir(mode=0o700)
-            fd = -1
-            try:
-                fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as cause:
-                    if cause.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
-                        raise
-                if work.exists():
-                    return work, fd
-            except (BlockingIOError, FileNotFoundError):
-                pass
-            if fd >= 0:
-                os.close(fd)
-        raise OSError(errno.EAGAIN, "a hundred drafts were swept away as they were made")
-
-    def reserve(self, name: str, nbytes: int) -> None:
-        try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._fds[name] = os.open(self._work / name, flags, 0o600)
-            if nbytes:
-                os.posix_fallocate(self._fds[name], 0, nbytes)
-        except OSError as cause:
-            free = shutil.disk_usage(self._parent).free
-            text = f"cannot reserve {nbytes} bytes for {name!r} in {str(self._parent)!r}"
-            raise refused(cause, f"{text} ({free} bytes free)") from cause
-
-    def write(self, name: str, offset: int, data: Bytes) -> None:
-        # Whole pages go past the page cache: filling fresh cache pages costs more than the disk
-        # does. The ragged ends go through it; no page is written both ways.
-        head = -offset % _CACHE_PAGE
-        body = (len(data) - head) // _CACHE_PAGE * _CACHE_PAGE
-        body = body if len(data) >= _DIRECT_BYTES else 0
-        try:
-            if body and self._write_direct(name, offset + head, data[head : head + body]):
-                _write_all(self._fds[name], offset, data[:head])
-                _write_all(self._fds[name], offset + head + body, data[head + body :])
-            else:
-                _write_all(self._fds[name], offset, data)
-        except OSError as cause:
-            raise refused(cause, f"cannot write {name!r} of {self.place!r}") from cause
-
-    def _write_direct(self, name: str, offset: int, data: Bytes) -> bool:
-        """Write whole pages unbuffered; False if this file system cannot."""
-        with self._lock:
-            if name in self._buffered:
-                return False
-            if name not in self._direct_fds:
-                try:
-                    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT
-                    self._direct_fds[name] = os.open(self._work / name, flags)
-                except OSError:
-                    self._buffered.add(name)
-                    return False
-            fd = self._direct_fds[name]
-        try:
-            if data.ctypes.data % PAGE == 0:
-                _write_all(fd, offset, data)
-                return True
-            with STAGING.lend(min(len(data), _BOUNCE_BYTES)) as bounce:
-                for start in range(0, len(data), len(bounce)):
-                    some = data[start : start + len(bounce)]
-                    bounce[: len(some)] = some
-                    _write_all(fd, offset + start, bounce[: len(some)])
-            return True
-        except OSError as cause:
-            if cause.errno != errno.EINVAL:
-                raise
-            with self._lock:  # other threads may be writing by it still: it is closed at the end
-                self._buffered.add(name)
-            return False
-
-    def is_unbuffered(self, name: str) -> bool:
-        """True if whole pages of this file have gone past the page cache."""
-        return name in self._direct_fds and name not in self._buffered
-
-    def commit(self) -> None:
-        try:
-            with ThreadPoolExecutor(4) as pool:
-                list(pool.map(os.fsync, self._fds.values()))
-            os.fsync(self._work_fd)
-            if self._into:
-                # First all that is old goes, so that no reader ever finds old and new together.
-                for name in self.stale:
-                    (self._parent / name).unlink(missing_ok=True)
-                sync_directory(self._parent)
-                for name in self._fds:
-                    _appear(self._work / name, self._parent / name)
-            else:
-                os.rename(self._work, self._place)  # refuses a place that is not empty
-            sync_directory(self._parent)
-        except OSError as cause:
-            if cause.errno == errno.ENOTEMPTY:
-                cause = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            raise refused(cause, f"cannot commit {self.place!r}") from cause
-
-    def abort(self) -> None:
-        for fd in (*self._fds.values(), *self._direct_fds.values()):
-            os.close(fd)
-        self._fds, self._direct_fds = {}, {}
-        shutil.rmtree(self._work, ignore_errors=True)
-        if self._work_fd >= 0:
-            os.close(self._work_fd)
-            self._work_fd = -1
-
-    def __enter__(self) -> LocalDraft:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.abort()  # after a commit nothing is left under the hidden name
-
-
-def _write_all(fd: int, offset: int, data: Bytes) -> None:
-    view, done = memoryview(data), 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
-
-
-def _appear(hidden: Path, place: Path) -> None:
-    """Give a file its name, which must be free; by rename where there are no hard links."""
-    try:
-        os.link(hidden, place)
-    except OSError as cause:
-        if cause.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-            raise
-        os.rename(hidden, place)
-
-
-def _host() -> str:
-    """Return eight digits for this machine: locks may not be seen from another."""
-    return f"{xxhash.xxh3_64_intdigest(platform.node().encode()) >> 32:08x}"
-
-
-def _make_directories(path: Path) -> None:
-    """Make a directory and those above it, each private and each durable before the next."""
-    if path.is_dir():
-        return
-    _make_directories(path.parent)
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable; a directory we may not open is not ours to sync."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:
-        return
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def sweep(root: str | os.PathLike[str]) -> list[str]:
-    """Remove the hidden directories of writers that died, and return their names.
-
-    A writer that lives holds a lock. Locks are not seen across machines everywhere, so what
-    another machine left is removed only after a day.
-    """
-    gone = []
-    try:
-        names = [name for name in os.listdir(root) if _HIDDEN.fullmatch(name)]
-    except OSError as cause:
-        raise refused(cause, f"cannot list {str(root)!r}") from cause
-    for name in sorted(names):
-        path = Path(root) / name
-        with suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                is_ours = f"-{_host()}-" in name
-                if not is_ours and time.time() - os.fstat(fd).st_mtime < _FOREIGN_SECONDS:
-                    continue
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path)
-                gone.append(name)
-            finally:
-                os.close(fd)
-    return gone
-
-
-def remove(path: Path) -> None:
-    """Remove a directory so that at no moment it is there and not whole; gone already is fine."""
-    trash = path.parent / f".trash-{path.name}-{_host()}-{secrets.token_hex(8)}"
-    try:
-        with suppress(FileNotFoundError):
-            os.rename(path, trash)
-            sync_directory(path.parent)
-            if trash.is_symlink():
-                trash.unlink()
-            else:
-                shutil.rmtree(trash)
-    except OSError as cause:
-        raise refused(cause, f"cannot remove {str(path)!r}") from cause

@@ -9,14 +9,15 @@ from typing import Literal
 
 from flyweight.errors import SpecError, StoreError
 from flyweight.formats.huggingface import PART_BYTES, huggingface_format
-from flyweight.formats.pdparams import pickle_plan
+from flyweight.formats.legacy import pickle_plan
 from flyweight.formats.safetensors import file_plan
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES
 from flyweight.ports import FilePlan, Format
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Manifest
-from flyweight.stores.local import LocalDraft, as_path
+from flyweight.stores.draft import LocalDraft
+from flyweight.stores.local import as_path
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.save import SaveReport, save_files, save_version
 

@@ -17,7 +17,8 @@ from flyweight.adapters import torch_module
 from flyweight.errors import FlyweightError
 from flyweight.formats.snapshot import directory_name
 from flyweight.spec.manifest import Json
-from flyweight.stores.local import LocalDraft, LocalStore, as_path, refused
+from flyweight.stores.draft import LocalDraft
+from flyweight.stores.local import LocalStore, as_path, refused
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.verbs.save import default_threads
 

@@ -14,9 +14,10 @@ from flyweight.errors import (
     SpecError,
     VersionError,
 )
-from flyweight.formats import huggingface, pdparams, safetensors, snapshot
+from flyweight.formats import huggingface, legacy, pdparams, safetensors, snapshot
 from flyweight.formats.stored import Stored
-from flyweight.stores.local import LocalStore, as_path, refused, remove, sweep
+from flyweight.stores.draft import remove, sweep
+from flyweight.stores.local import LocalStore, as_path, refused
 
 PathLike = str | os.PathLike[str]
 
@@ -51,7 +52,7 @@ def open_source(
     version: int | None = None,
     rank: int | None = None,
     legacy_id: int | str | None = None,
-    shared_directory: PathLike = pdparams.SHARED_DIRECTORY,
+    shared_directory: PathLike = legacy.SHARED_DIRECTORY,
     unbuffered: bool = True,
 ) -> Stored:
     """Open weights at rest, whatever their format; reads heads and manifests only.
@@ -80,8 +81,8 @@ def open_source(
                 elif (committed := versions(place)) or version is not None:
                     stored = _open_run(place, committed, version, store_at)
                 elif rank is not None and legacy_id is not None:
-                    legacy = pdparams.LegacyNames(rank, legacy_id)
-                    stored = _open_legacy(place, as_path(shared_directory), legacy, store_at)
+                    old_names = legacy.LegacyNames(rank, legacy_id)
+                    stored = _open_legacy(place, as_path(shared_directory), old_names, store_at)
                 elif huggingface.has_checkpoint(names):
                     stored = huggingface.open_huggingface(store_at(place))
                 else:
@@ -150,10 +151,8 @@ def _open_run(
         raise
 
 
-def _open_legacy(
-    place: Path, shared: Path, names: pdparams.LegacyNames, store_at: StoreAt
-) -> Stored:
-    found = pdparams.find_legacy(
+def _open_legacy(place: Path, shared: Path, names: legacy.LegacyNames, store_at: StoreAt) -> Stored:
+    found = legacy.find_legacy(
         store_at(place) if place.is_dir() else None,
         store_at(shared) if shared.is_dir() else None,
         names,

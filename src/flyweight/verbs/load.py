@@ -20,7 +20,7 @@ from flyweight.errors import (
     listed,
 )
 from flyweight.events import emit
-from flyweight.formats import pdparams
+from flyweight.formats import legacy, pdparams
 from flyweight.formats.reader import Reader, Target
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
@@ -65,7 +65,7 @@ def load(
     version: int | None = None,
     rank: int | None = None,
     legacy_id: int | str | None = None,
-    shared_directory: PathLike = pdparams.SHARED_DIRECTORY,
+    shared_directory: PathLike = legacy.SHARED_DIRECTORY,
     should_verify: bool = True,
     extra: Literal["refuse", "report"] = "refuse",
     partial_over: int | None = None,

@@ -15,13 +15,14 @@ from flyweight import __version__
 from flyweight.adapters.model import adapt
 from flyweight.errors import StoreError, VersionError
 from flyweight.events import emit
-from flyweight.formats import pdparams, snapshot
+from flyweight.formats import legacy, snapshot
 from flyweight.formats.huggingface import PART_BYTES
 from flyweight.formats.writer import write
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes
 from flyweight.ports import Format, Source
 from flyweight.spec.manifest import CHUNK_BYTES, Manifest
-from flyweight.stores.local import LocalDraft, LocalStore, as_path
+from flyweight.stores.draft import LocalDraft
+from flyweight.stores.local import LocalStore, as_path
 from flyweight.verbs.find import PathLike, versions
 
 
@@ -195,8 +196,8 @@ def save_legacy(
     source = adapt(model)
     source.settle()
     manifest = source.manifest.untied()
-    names = pdparams.LegacyNames(rank, legacy_id)
-    format = pdparams.legacy_format(
+    names = legacy.LegacyNames(rank, legacy_id)
+    format = legacy.legacy_format(
         rank=rank, legacy_id=legacy_id, part_bytes=part_bytes, as_safetensors=as_safetensors
     )
     format.layout(manifest)  # refuses what it cannot hold before anything is made

@@ -1,0 +1,167 @@
+"""The old names: what FastDeploy's engines look for, where, and files that they can read.
+
+Old engines look for their rank's `.pdparams` under fixed names at four places. The search
+is done here on listed names instead of patterns, and a base name must match in full.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from flyweight.errors import FormatError, SnapshotIncomplete, SnapshotNotFound, SpecError
+from flyweight.events import emit
+from flyweight.formats.huggingface import split_parts
+from flyweight.formats.safetensors import file_plan as safetensors_plan
+from flyweight.ports import FilePlan, Format, Store
+from flyweight.spec.box import Box
+from flyweight.spec.manifest import Extent, Manifest, TensorSpec
+
+SHARED_DIRECTORY = "/shared_ipc_meta"
+_RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}  # what numpy has no name for
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _int(number: int) -> bytes:
+    if -(2**31) <= number < 2**31:
+        return b"J" + struct.pack("<i", number)
+    data = number.to_bytes(9, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def _global(module: str, name: str) -> bytes:
+    return _text(module) + _text(name) + b"\x93"
+
+
+def _array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
+    """Return the opcodes before an array's bytes: rebuild an empty one, then its state."""
+    if spec.dtype.numpy is None and spec.dtype.name not in _RAW:
+        raise SpecError(f"a .pdparams pickle cannot hold {spec.dtype}; write it as safetensors")
+    code = _RAW.get(spec.dtype.name) or np.dtype(spec.dtype.numpy).str[1:]
+    order = "|" if spec.item_bytes == 1 else "<"
+    # numpy 1 and 2 both know the array builder under this name.
+    rebuilt = _global("numpy.core.multiarray", "_reconstruct") + _global("numpy", "ndarray")
+    dtype = _global("numpy", "dtype") + _text(code) + b"\x89\x88\x87R("
+    dtype += _int(3) + _text(order) + b"NNN" + _int(-1) + _int(-1) + _int(0) + b"tb"
+    sizes = b"(" + b"".join(map(_int, shape)) + b"t"
+    nbytes = struct.pack("<Q", spec.dtype.nbytes(prod(shape)))
+    return rebuilt + _int(0) + b"\x85C\x01b\x87R(" + _int(1) + sizes + dtype + b"\x89\x8e" + nbytes
+
+
+def pickle_plan(file: str, boxes: Mapping[str, tuple[TensorSpec, Box]]) -> FilePlan:
+    """Lay out a pickle that `paddle.load` reads: a dict of arrays, protocol 4."""
+    literals: list[tuple[int, bytes]] = []
+    extents = []
+    pending, at = b"\x80\x04}(", 0
+    for name, (spec, box) in boxes.items():
+        pending += _text(name) + _array_head(spec, box.shape)
+        literals.append((at, pending))
+        at += len(pending)
+        extents.append(Extent(name, box, file, at))
+        at += spec.box_bytes(box)
+        pending = b"tb"
+    pending += b"u."
+    literals.append((at, pending))
+    return FilePlan(file, at + len(pending), literals, extents)
+
+
+def legacy_format(
+    *, rank: int, legacy_id: int | str, part_bytes: int | None, as_safetensors: bool
+) -> Format:
+    """Return the format that old engines search for: one file, or parts of at most `part_bytes`."""
+    names = LegacyNames(rank, legacy_id)
+    plan = safetensors_plan if as_safetensors else pickle_plan
+
+    def layout(manifest: Manifest) -> list[FilePlan]:
+        if part_bytes is None:
+            boxes = {name: (spec, Box.whole(spec.shape)) for name, spec in manifest.tensors.items()}
+            return [plan(names.single, boxes)]
+        parts = split_parts(manifest, part_bytes)
+        return [plan(names.part(number), boxes) for number, boxes in enumerate(parts)]
+
+    return Format("pdparams", layout, lambda manifest, plans: {})
+
+
+@dataclass(frozen=True)
+class LegacyNames:
+    """The names old engines give a rank's files; `legacy_id` is a GPU's number or its UUID."""
+
+    rank: int
+    legacy_id: int | str
+
+    def __post_init__(self) -> None:
+        if (
+            type(self.rank) is not int
+            or self.rank < 0
+            or not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", str(self.legacy_id))
+        ):
+            raise SpecError(
+                f"rank {self.rank!r} and legacy_id {self.legacy_id!r} make no file name; a rank is "
+                f"0 or more, an id a GPU's number or UUID"
+            )
+
+    @property
+    def single(self) -> str:
+        return f"model_state.tp{self.rank}.{self.legacy_id}.pdparams"
+
+    @property
+    def undotted(self) -> str:
+        return f"model_state.tp0{self.legacy_id}.pdparams"
+
+    def part(self, number: int) -> str:
+        return f"model_state.tp{self.rank}.{self.legacy_id}.part{number}.pdparams"
+
+    def parts(self, names: Iterable[str]) -> dict[int, str]:
+        """Return the parts among `names` by number; a base name must match in full."""
+        prefix = f"model_state.tp{self.rank}.{self.legacy_id}.part"
+        found: dict[int, str] = {}
+        for name in names:
+            if not name.startswith(prefix):
+                continue
+            match = re.fullmatch(r"([0-9]{1,9})\.pdparams", name[len(prefix) :])
+            if match is None:
+                emit("legacy.ignored", file=name)
+            elif int(match[1]) in found:
+                raise FormatError(f"{name!r} and {found[int(match[1])]!r} are the same part")
+            else:
+                found[int(match[1])] = name
+        return dict(sorted(found.items()))
+
+
+def find_legacy(
+    model: Store | None, shared: Store | None, names: LegacyNames, *, looked_at: tuple[str, str]
+) -> tuple[Store, list[str]]:
+    """Return the store and the files that answer for this rank, by the old order of places.
+
+    A directory that is not there is None; `looked_at` names both, for the error.
+    """
+    if model is not None:
+        here = model.names()
+        if parts := names.parts(here):
+            first, last = min(parts), max(parts)
+            missing = [number for number in range(min(first, 1), last) if number not in parts]
+            if missing:
+                raise SnapshotIncomplete(
+                    f"{model.place!r} has parts {list(parts)} of rank {names.rank}, id "
+                    f"{names.legacy_id}; missing: {missing}"
+                )
+            return model, list(parts.values())
+        for candidate in (names.single, names.undotted):
+            if candidate in here:
+                return model, [candidate]
+    if shared is not None and names.single in shared.names():
+        return shared, [names.single]
+    model_place, shared_place = looked_at
+    candidates = (names.part(0), names.part(1), names.single, names.undotted)
+    tried = [f"{model_place}/{each}" for each in candidates]
+    tried.append(f"{shared_place}/{names.single}")
+    raise SnapshotNotFound(f"none of the old files is there: {', '.join(tried)}")
