@@ -154,7 +154,8 @@ def save_files(
             manifest,
             format,
             draft,
-            num_threads=default_threads() if num_threads is None else num_threads,
+            # Twice: while half of them wait for the disk, the others hash.
+            num_threads=2 * default_threads() if num_threads is None else num_threads,
             memory_bytes=memory_bytes,
             verb=verb,
         )
