@@ -1,4 +1,5 @@
 import errno
+import itertools
 import os
 import stat
 from itertools import pairwise
@@ -109,7 +110,9 @@ def test_closing_gives_every_descriptor_back(tmp_path):
 
 @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 100_000])
 @pytest.mark.parametrize("shift", [0, 1, 64])
-def test_writes_of_any_alignment_land_exactly(tmp_path, offset, shift):
+@pytest.mark.parametrize("is_cache_slow", [True, False])
+def test_writes_of_any_alignment_land_exactly(tmp_path, offset, shift, is_cache_slow, monkeypatch):
+    monkeypatch.setattr(LocalDraft, "_is_cache_slow", lambda draft: is_cache_slow)
     data = page_memory(2_500_000 + 4096)[shift : 2_500_000 + shift]
     data[:] = random_bytes(len(data))
     with LocalDraft(tmp_path / "place") as draft:
@@ -120,7 +123,11 @@ def test_writes_of_any_alignment_land_exactly(tmp_path, offset, shift):
     assert content == bytes(offset) + data.tobytes() + bytes(10)
 
 
-def test_neighbouring_writes_do_not_disturb_each_other(tmp_path):
+@pytest.mark.parametrize("ways", [[True], [False], [True, False], [False, True]])
+def test_neighbouring_writes_do_not_disturb_each_other(tmp_path, ways, monkeypatch):
+    """Past the page cache, through it, and both in turn."""
+    turn = itertools.cycle(ways)
+    monkeypatch.setattr(LocalDraft, "_is_cache_slow", lambda draft: next(turn))
     data = random_bytes(9 << 20)
     cuts = [0, 1_500_001, 3_000_017, 3_000_020, 7_777_777, len(data)]
     with LocalDraft(tmp_path / "place") as draft:
@@ -129,6 +136,17 @@ def test_neighbouring_writes_do_not_disturb_each_other(tmp_path):
             draft.write("file", start, data[start:end])
         draft.commit()
     assert (tmp_path / "place" / "file").read_bytes() == data.tobytes()
+
+
+def test_the_way_past_the_cache_is_taken_while_the_cache_is_slow(tmp_path):
+    with LocalDraft(tmp_path / "place") as draft:
+        ways = []
+        for rate in (0.0, 0.0, 9e9, 9e9, 0.0):
+            draft._cached_rate = rate
+            ways.append(draft._is_cache_slow())
+        assert ways == [False, True, False, False, True]  # the first is a probe
+        draft._num_large = 64
+        assert not draft._is_cache_slow()  # and another one now and then
 
 
 def test_nothing_is_visible_before_the_commit(tmp_path):
@@ -314,6 +332,7 @@ def test_a_file_system_that_refuses_unbuffered_writes_is_written_through_the_cac
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", refuse_direct)
+    monkeypatch.setattr(LocalDraft, "_is_cache_slow", lambda draft: True)
     data = random_bytes(8 << 20)
     with LocalDraft(tmp_path / "place") as draft:
         draft.reserve("file", len(data))
@@ -323,6 +342,6 @@ def test_a_file_system_that_refuses_unbuffered_writes_is_written_through_the_cac
             thread.start()
         for thread in threads:
             thread.join(timeout=30)
-        assert not draft.is_unbuffered("file")
+        assert not draft.can_go_direct("file")
         draft.commit()
     assert (tmp_path / "place" / "file").read_bytes() == data.tobytes()

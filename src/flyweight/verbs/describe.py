@@ -10,8 +10,6 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
-
 from flyweight import __version__
 from flyweight.adapters import torch_module
 from flyweight.errors import FlyweightError
@@ -129,10 +127,8 @@ def _disk(place: Path) -> dict[str, Json]:
     with tempfile.TemporaryDirectory(dir=place, prefix=".flyweight-doctor-") as scratch:
         directory = Path(scratch) / "probe"
         with LocalDraft(directory) as draft:
-            data = np.zeros(1 << 20, np.uint8)
-            draft.reserve("probe", len(data))
-            draft.write("probe", 0, data)
-            can_write_unbuffered = draft.is_unbuffered("probe")
+            draft.reserve("probe", 1 << 20)
+            can_write_unbuffered = draft.can_go_direct("probe")
             draft.commit()
         store = LocalStore(directory)
         try:

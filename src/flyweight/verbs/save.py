@@ -27,8 +27,8 @@ from flyweight.verbs.find import PathLike, versions
 
 
 def default_threads() -> int:
-    """Return how many threads keep disk and memory busy without crowding a small machine."""
-    return max(2, min(8, len(os.sched_getaffinity(0))))
+    """Return how many threads keep disk and memory busy: while half of them wait, others hash."""
+    return max(4, min(8, 2 * len(os.sched_getaffinity(0))))
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,7 @@ def save_files(
             manifest,
             format,
             draft,
-            # Twice: while half of them wait for the disk, the others hash.
-            num_threads=2 * default_threads() if num_threads is None else num_threads,
+            num_threads=default_threads() if num_threads is None else num_threads,
             memory_bytes=memory_bytes,
             verb=verb,
         )
