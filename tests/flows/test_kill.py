@@ -31,27 +31,18 @@ def loaded(run):
     return version
 
 
-@pytest.fixture(scope="module")
-def num_calls(tmp_path_factory):
-    place = tmp_path_factory.mktemp("count")
-    fw.save(syscalls.weights(0), place / "run", version=0)
-    done = child("record", place / "log", place / "run", 1)
-    assert done.returncode == 0, done.stderr
-    return len((place / "log").read_text().splitlines())
-
-
-def test_the_calls_that_matter_are_all_seen(num_calls):
-    assert num_calls > 15
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_killed_at_every_call_the_newest_whole_version_is_right(tmp_path, num_calls):
+def test_killed_at_every_call_the_newest_whole_version_is_right(tmp_path):
+    """At the first call, the second, and so on, until a save gets through to its end."""
     outcomes = []
-    for number in range(num_calls):
+    for number in range(200):
         run = tmp_path / str(number)
         fw.save(syscalls.weights(1), run, version=1)
         died = child("kill", number, run, 2)
+        if died.returncode == 0:
+            assert loaded(run) == 2
+            break
         assert died.returncode == -signal.SIGKILL, died.stderr
         version = loaded(run)
         outcomes.append(version)
@@ -61,7 +52,7 @@ def test_killed_at_every_call_the_newest_whole_version_is_right(tmp_path, num_ca
         assert loaded(run) == 3
         leftovers = [name for name in os.listdir(run) if name.startswith(".")]
         assert leftovers == []
-    assert outcomes == sorted(outcomes), "once committed, always committed"
+    assert 15 < len(outcomes) < 200, "every call that matters was tried, and there was an end"
     assert set(outcomes) == {1, 2}
 
 
