@@ -53,7 +53,8 @@ def test_killed_at_every_call_the_newest_whole_version_is_right(tmp_path):
         leftovers = [name for name in os.listdir(run) if name.startswith(".")]
         assert leftovers == []
     assert 15 < len(outcomes) < 200, "every call that matters was tried, and there was an end"
-    assert set(outcomes) == {1, 2}
+    assert outcomes[0] == 1
+    assert set(outcomes) <= {1, 2}
 
 
 @pytest.mark.parametrize("number", [2, 6, 12])
