@@ -1,6 +1,7 @@
 """Runs a save with every system call that changes the disk counted, recorded, or cut short.
 
-    python syscalls.py kill N RUN VERSION        SIGKILL at call N, or in the middle of it
+    python syscalls.py kill N RUN VERSION        SIGKILL at call N, or in the middle of it;
+                                                 N,cached and N,direct choose the way to write
     python syscalls.py record FILE RUN VERSION   write each call, as JSON lines, to FILE
 
 The calls are the functions of `os` that the store uses, wrapped; everything else is the real
@@ -17,6 +18,7 @@ import threading
 import numpy as np
 
 import flyweight as fw
+from flyweight.stores import draft
 
 CALLS = ("mkdir", "open", "posix_fallocate", "pwrite", "fsync", "rename", "unlink", "rmdir")
 lock = threading.RLock()
@@ -87,6 +89,17 @@ def record_to(path):
 
 if __name__ == "__main__":
     mode, how, run, version = sys.argv[1:]
+    num_threads = 2
+    if how.endswith((",cached", ",direct")):  # the same calls in every run, so that all are tried
+        how, _, way = how.partition(",")
+        draft._FAST_RATE = 0.0 if way == "cached" else float("inf")
+        num_threads = 1
     kill_at(int(how)) if mode == "kill" else record_to(how)
-    fw.save(weights(int(version)), run, version=int(version), part_bytes=6 << 20, num_threads=2)
+    fw.save(
+        weights(int(version)),
+        run,
+        version=int(version),
+        part_bytes=6 << 20,
+        num_threads=num_threads,
+    )
     print("saved")
