@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from flyweight.adapters.sharded import Sharded as Sharded
     from flyweight.errors import FlyweightError as FlyweightError
     from flyweight.spec.box import Box as Box
+    from flyweight.spec.rules import ModelLayout as ModelLayout
+    from flyweight.spec.rules import parse_layout as parse_layout
     from flyweight.verbs.compare import diff as diff
     from flyweight.verbs.compare import verify as verify
     from flyweight.verbs.convert import convert as convert
@@ -17,19 +20,26 @@ if TYPE_CHECKING:
     from flyweight.verbs.find import prune as prune
     from flyweight.verbs.find import versions as versions
     from flyweight.verbs.load import load as load
+    from flyweight.verbs.load import load_state_dict as load_state_dict
     from flyweight.verbs.save import save as save
     from flyweight.verbs.save import save_legacy as save_legacy
+    from flyweight.verbs.save import save_state_dict as save_state_dict
 
 _PUBLIC = {
     "Box": ("flyweight.spec.box", "Box"),
     "FlyweightError": ("flyweight.errors", "FlyweightError"),
+    "ModelLayout": ("flyweight.spec.rules", "ModelLayout"),
+    "Sharded": ("flyweight.adapters.sharded", "Sharded"),
     "convert": ("flyweight.verbs.convert", "convert"),
     "diff": ("flyweight.verbs.compare", "diff"),
     "load": ("flyweight.verbs.load", "load"),
+    "load_state_dict": ("flyweight.verbs.load", "load_state_dict"),
     "open": ("flyweight.verbs.find", "open_source"),
+    "parse_layout": ("flyweight.spec.rules", "parse_layout"),
     "prune": ("flyweight.verbs.find", "prune"),
     "save": ("flyweight.verbs.save", "save"),
     "save_legacy": ("flyweight.verbs.save", "save_legacy"),
+    "save_state_dict": ("flyweight.verbs.save", "save_state_dict"),
     "verify": ("flyweight.verbs.compare", "verify"),
     "versions": ("flyweight.verbs.find", "versions"),
 }

@@ -10,6 +10,10 @@ FlyweightError
 │   ├── SnapshotIncomplete                 a save that never committed, or lost a part since
 │   └── SnapshotNotFound (FileNotFoundError)  nothing at this place that we can read
 ├── StoreError (OSError)                   the operating system said no: full, forbidden, gone
+├── TransportError                         another process did not do its part
+│   ├── PeerLost                           it died, or closed its connection
+│   ├── PeerFailed                         it lives and says what went wrong there
+│   └── TransferTimeout (TimeoutError)     nothing was heard of it for too long
 └── VersionError                           a version that is not there, or is there already
     └── DigestMismatch                     not the weights that were committed
 """
@@ -52,6 +56,18 @@ class SnapshotNotFound(FormatError, FileNotFoundError): ...
 
 
 class StoreError(FlyweightError, OSError): ...
+
+
+class TransportError(FlyweightError): ...
+
+
+class PeerLost(TransportError): ...
+
+
+class PeerFailed(TransportError): ...
+
+
+class TransferTimeout(TransportError, TimeoutError): ...
 
 
 class VersionError(FlyweightError): ...

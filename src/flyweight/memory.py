@@ -159,8 +159,14 @@ def page_memory(nbytes: int) -> Bytes:
 class Staging:
     """Page-aligned blocks, lent and taken back; keeps up to `shelf_bytes` for the next borrower."""
 
-    def __init__(self, *, shelf_bytes: int, allocate: Callable[[int], Bytes] = page_memory) -> None:
-        self._allocate, self._shelf_bytes = allocate, shelf_bytes
+    def __init__(
+        self,
+        *,
+        shelf_bytes: int,
+        allocate: Callable[[int], Bytes] = page_memory,
+        max_blocks: int = 1 << 30,
+    ) -> None:
+        self.allocate, self._shelf_bytes, self._max_blocks = allocate, shelf_bytes, max_blocks
         self._shelf: list[Bytes] = []
         self._lock = threading.Lock()
 
@@ -174,6 +180,7 @@ class Staging:
             with self._lock:
                 if sum(each.nbytes for each in self._shelf) + block.nbytes <= self._shelf_bytes:
                     self._shelf.append(block)
+                    del self._shelf[: -self._max_blocks]
 
     def _take(self, nbytes: int) -> Bytes:
         with self._lock:
@@ -181,7 +188,7 @@ class Staging:
                 # A block much too large would push the caller over its memory budget.
                 if nbytes <= block.nbytes <= nbytes + nbytes // 8:
                     return self._shelf.pop(index)
-        return self._allocate(nbytes)
+        return self.allocate(nbytes)
 
 
 _pauses = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from flyweight.memory import Buffer, Bytes, Staging
+from flyweight.memory import Bytes, Items, Staging
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Manifest
 
@@ -31,11 +31,31 @@ class Source(Protocol):
     def staging(self) -> Staging:
         """Where bytes on their way from `read` should stand: pinned, for a GPU."""
 
+    def boxes(self, name: str) -> Sequence[Box]:
+        """Return what of a tensor is here: all of it, unless ranks share it."""
+
     def read(self, name: str, box: Box | None = None, *, into: Bytes | None = None) -> Bytes:
-        """Return the box's bytes in row-major order.
+        """Return the bytes of a box inside one of `boxes`, in row-major order.
 
         They are a view where they already lie so in host memory, else they are copied, to
         `into` where that is given.
+        """
+
+
+class Block(Protocol):
+    """A box of a tensor that is in memory here."""
+
+    @property
+    def box(self) -> Box:
+        """In elements of the whole tensor."""
+
+    def items(self) -> Items | None:
+        """View the box's items where they lie, if the CPU can reach them, else None."""
+
+    def write(self, items: Box, data: Bytes) -> None:
+        """Put row-major bytes into a box, counted in items from this block's corner.
+
+        `data` stays as it is until the thread that wrote has called the sink's `settle`.
         """
 
 
@@ -43,20 +63,15 @@ class Sink(Protocol):
     """Wants weights, in memory that exists already."""
 
     @property
-    def manifest(self) -> Manifest: ...
+    def manifest(self) -> Manifest:
+        """Whole tensors, also those of which only some boxes are here."""
 
     @property
     def staging(self) -> Staging:
-        """Where bytes on their way to `write` should stand: pinned, for a GPU."""
+        """Where bytes on their way to a block should stand: pinned, for a GPU."""
 
-    def host(self, name: str) -> Buffer | None:
-        """Return the tensor's own memory if the CPU can write it, else None: use `write`."""
-
-    def write(self, name: str, items: Box, data: Bytes) -> None:
-        """Put row-major bytes into a box of the tensor, counted in items, for tensors not `host`.
-
-        `data` stays as it is until the thread that wrote has called `settle`.
-        """
+    def blocks(self, name: str) -> Sequence[Block]:
+        """Return what of a tensor is here: all of it, unless ranks share it."""
 
     def settle(self) -> None:
         """Wait until what this thread wrote has arrived."""
@@ -101,6 +116,26 @@ class Store(Protocol):
         """Let go of open files. Safe to repeat."""
 
 
+class Bulletin(Protocol):
+    """A board that all ranks of a group can read and write."""
+
+    def post(self, key: str, text: str) -> None: ...
+
+    def look(self, key: str, timeout_seconds: float) -> str | None:
+        """Return what stands under the key, waiting for it; None if nothing came in time."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in a group, and the board it shares with the others."""
+
+    rank: int
+    num_ranks: int
+    bulletin: Bulletin | None = None
+    meeting: str = ""
+    """A name that all ranks know this meeting by, and no other meeting has."""
+
+
 class Draft(Protocol):
     """Files being written, which nobody sees before `commit`."""
 
@@ -111,6 +146,9 @@ class Draft(Protocol):
         """Make a file of that size; a disk without room refuses here, not half-way."""
 
     def write(self, name: str, offset: int, data: Bytes) -> None: ...
+
+    def flush(self) -> None:
+        """Make all files durable, and not yet visible."""
 
     def commit(self) -> None:
         """Make all files durable, then visible at once."""

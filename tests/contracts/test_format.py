@@ -13,7 +13,7 @@ from flyweight.errors import FlyweightError
 from flyweight.formats.huggingface import huggingface_format
 from flyweight.formats.legacy import legacy_format
 from flyweight.formats.snapshot import snapshot_format
-from flyweight.formats.writer import write
+from flyweight.formats.writer import seal, write
 from flyweight.stores.draft import LocalDraft
 
 FORMATS = {
@@ -42,7 +42,8 @@ def written(request, tmp_path):
     format = FORMATS[request.param]()
     manifest = replace(source.manifest, version=3)
     with LocalDraft(tmp_path / "out") as draft:
-        whole = write(source, manifest, format, draft, num_threads=2, memory_bytes=64 << 20)
+        whole, plans = write(source, manifest, format, draft, num_threads=2, memory_bytes=64 << 20)
+        seal(whole, plans, format, draft)
         draft.commit()
     ids = {"rank": 1, "legacy_id": 2} if format.name == "pdparams" else {}
     return tmp_path / "out", whole, format, ids

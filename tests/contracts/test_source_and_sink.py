@@ -51,7 +51,8 @@ def test_a_source_reads_the_whole_tensor_by_default(source):
 def test_a_sink_takes_any_box_and_touches_nothing_else(kind, box):
     sink = adapt(MODELS[kind]())
     fresh = np.random.default_rng(0).random(box.shape).astype(np.float32)
-    sink.write("w", box, fresh.reshape(-1).view(np.uint8))
+    (block,) = sink.blocks("w")
+    block.write(box, fresh.reshape(-1).view(np.uint8))
     sink.settle()
     expected = VALUES.copy()
     expected[box.slices] = fresh
@@ -61,6 +62,6 @@ def test_a_sink_takes_any_box_and_touches_nothing_else(kind, box):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_sink_shows_its_own_memory(kind):
     sink = adapt(MODELS[kind]())
-    buffer = sink.host("w")
-    buffer.items()[0, 0, 0] = 7
+    (block,) = sink.blocks("w")
+    block.items()[0, 0, 0] = 7
     assert sink.read("w").view(np.uint32)[0] == 7

@@ -256,7 +256,7 @@ def test_ranks_and_ids_that_make_no_name_are_refused(rank, legacy_id, tmp_path):
 
 
 def test_rank_without_id_is_refused(tmp_path):
-    with pytest.raises(SpecError, match="rank is 0 and legacy_id None"):
+    with pytest.raises(SpecError, match="rank is 0, and neither a layout nor a legacy_id"):
         fw.load(tmp_path, into={"a": np.zeros(1)}, rank=0)
 
 

@@ -8,18 +8,38 @@ and is refused as a target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from dataclasses import dataclass
-from math import isfinite
-from typing import Protocol
+from math import isfinite, prod
+from typing import Any, Protocol
 
 import numpy as np
 
-from flyweight.adapters import numpy_dict, paddle_layer, torch_module
-from flyweight.errors import SpecError, listed
-from flyweight.memory import STAGING, Buffer, Bytes, Staging, bytes_for, first_overlap
+from flyweight.adapters import numpy_dict, paddle_layer, sharded, torch_module
+from flyweight.adapters.sharded import Cut
+from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, SpecError, listed
+from flyweight.memory import (
+    STAGING,
+    Buffer,
+    Bytes,
+    Items,
+    Staging,
+    block_of,
+    bytes_for,
+    empty_shape,
+    first_overlap,
+    item_dtype,
+)
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, Manifest, TensorSpec
+from flyweight.spec.rules import Local
 
 MAX_NESTING = 64
 
@@ -54,31 +74,110 @@ class Tensor(Protocol):
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """Where a leaf that is no tensor hangs, to be set again."""
+class _Hook:
+    """Where something hangs: in a container, which itself hangs somewhere, if it is not the root."""
 
-    container: object
-    key: object
+    container: Any
+    key: Any
+    above: _Hook | None
+
+    @property
+    def is_settable(self) -> bool:
+        """True for dicts and lists, and for tuples in them: those are replaced as a whole."""
+        if isinstance(self.container, (MutableMapping, MutableSequence)):
+            return True
+        return type(self.container) is tuple and self.above is not None and self.above.is_settable
+
+    def set(self, value: object) -> None:
+        if not isinstance(self.container, tuple):
+            self.container[self.key] = value
+            return
+        assert self.above is not None
+        current = self.above.container[self.above.key]  # other values of it may be new already
+        self.above.set((*current[: self.key], value, *current[self.key + 1 :]))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A leaf that is no tensor, and where it hangs, to be set again."""
+
+    hook: _Hook
     value: Leaf
 
 
-class Model:
-    """Both a source and a sink: the tensors of a live model."""
+@dataclass(frozen=True)
+class ModelBlock:
+    """A box of a tensor, and the place in some tensor of the model where it stands."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], slots: Mapping[str, _Slot]) -> None:
-        first: dict[tuple[object, ...], str] = {}
-        self._tensors: dict[str, Tensor] = {}
+    spec: TensorSpec
+    """Of the whole tensor."""
+    box: Box
+    tensor: Tensor
+    place: Box
+
+    def items(self) -> Items | None:
+        """View the box's items where they lie, if the CPU can reach them, else None."""
+        buffer = self.tensor.host
+        if buffer is None:
+            return None
+        items = self.spec.stored(self.box)
+        # Whole tensors are most tensors: no view of a view for them.
+        if self.place.shape == self.tensor.spec.shape and items.shape == buffer.shape:
+            return buffer.items()
+        if not items.num_elements:
+            return np.empty(empty_shape(items.shape), item_dtype(self.spec.item_bytes))
+        return block_of(buffer.items(), self.tensor.spec.stored(self.place)).reshape(items.shape)
+
+    def _local(self, items: Box) -> Box:
+        """Return where items counted from this block's corner stand in the rank's own tensor."""
+        corner = self.tensor.spec.stored(self.place).offset
+        extra = len(corner) - len(items.offset)
+        offset, shape = items.offset[max(-extra, 0) :], items.shape[max(-extra, 0) :]
+        ones = max(extra, 0)
+        return Box((0,) * ones + offset, (1,) * ones + shape).moved(corner)
+
+    def read(self, items: Box, into: Bytes | None) -> Bytes:
+        """Return the bytes of items counted from this block's corner; see `Source.read`."""
+        local, buffer, width = self._local(items), self.tensor.host, self.spec.item_bytes
+        if buffer is not None and (flat := buffer.flat()) is not None:
+            runs = list(local.runs(buffer.shape)) if local.shape != buffer.shape else None
+            if runs is None:
+                return flat
+            if len(runs) == 1:
+                start, length = runs[0]
+                return flat[start * width : (start + length) * width]
+        data = bytes_for(items.num_elements * width, into)
+        if len(data):
+            self.tensor.read(local, data)
+        return data
+
+    def write(self, items: Box, data: Bytes) -> None:
+        self.tensor.write(self._local(items), data)
+
+
+class Model:
+    """Both a source and a sink: the tensors of a live model, or one rank's share of them."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        blocks: Mapping[str, Sequence[ModelBlock]],
+        slots: Mapping[str, _Slot],
+    ) -> None:
+        self._tensors = tensors
+        first: dict[object, str] = {}
+        self._blocks: dict[str, Sequence[ModelBlock]] = {}
         tied = {}
-        for name, tensor in tensors.items():
-            key = tensor.memory_key
-            if tensor.spec.nbytes and key in first:
+        for name, held in blocks.items():
+            key = tuple((each.box, each.place, *each.tensor.memory_key) for each in held)
+            if any(each.box.num_elements for each in held) and key in first:
                 tied[name] = first[key]
             else:
                 first[key] = name
-                self._tensors[name] = tensor
+                self._blocks[name] = held
         self._slots = slots
         self._manifest = Manifest(
-            {name: tensor.spec for name, tensor in self._tensors.items()},
+            {name: held[0].spec for name, held in self._blocks.items()},
             tied=tied,
             values={name: slot.value for name, slot in slots.items()},
         )
@@ -95,28 +194,23 @@ class Model:
     def staging(self) -> Staging:
         return self._staging
 
-    def host(self, name: str) -> Buffer | None:
-        return self._tensors[self._manifest.tied.get(name, name)].host
+    def blocks(self, name: str) -> Sequence[ModelBlock]:
+        return self._blocks[self._manifest.tied.get(name, name)]
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return [block.box for block in self.blocks(name)]
 
     def read(self, name: str, box: Box | None = None, *, into: Bytes | None = None) -> Bytes:
-        tensor = self._tensors[self._manifest.tied.get(name, name)]
-        spec = tensor.spec
+        spec, blocks = self._manifest.spec(name), self.blocks(name)
         box = Box.whole(spec.shape) if box is None else box
-        items, buffer = spec.stored(box), tensor.host
-        if buffer is not None and (flat := buffer.flat()) is not None:
-            runs = list(items.runs(buffer.shape)) if items.shape != buffer.shape else None
-            if runs is None:
-                return flat
-            if len(runs) == 1:
-                start, length = runs[0]
-                return flat[start * spec.item_bytes : (start + length) * spec.item_bytes]
-        data = bytes_for(spec.box_bytes(box), into)
-        if len(data):
-            tensor.read(items, data)
-        return data
-
-    def write(self, name: str, items: Box, data: Bytes) -> None:
-        self._tensors[self._manifest.tied.get(name, name)].write(items, data)
+        for block in blocks:
+            if box == block.box or block.box.contains(box):
+                items = spec.stored(box)
+                return block.read(items.within(spec.stored(block.box)), into)
+        held = ", ".join(f"{block.box.offset}..{block.box.end}" for block in blocks[:5])
+        raise PlanError(
+            f"{name!r} is here in {held}; {box.offset}..{box.end} does not lie in one of them"
+        )
 
     def settle(self) -> None:
         for tensor in self._devices:
@@ -124,7 +218,13 @@ class Model:
 
     def check_writable(self) -> None:
         """Raise for what cannot be filled: frozen memory, overlapping tensors, tuples of values."""
-        hosts = {name: host for name, t in self._tensors.items() if (host := t.host) is not None}
+        hosts: dict[str, Buffer] = {}
+        keys: set[tuple[object, ...]] = set()
+        for name, tensor in self._tensors.items():
+            host, key = tensor.host, tensor.memory_key
+            if host is not None and (not host.nbytes or key not in keys):
+                keys.add(key)  # a second name for the same elements is a tie, no overlap
+                hosts[name] = host
         frozen = [name for name, host in hosts.items() if not host.is_writable]
         if frozen:
             raise SpecError(f"{len(frozen)} tensors are read-only memory: {listed(frozen)}")
@@ -139,7 +239,7 @@ class Model:
                 f"{overlap[0]!r} and {overlap[1]!r} share some of their memory and are not the "
                 f"same tensor; filling one would change the other"
             )
-        fixed = [name for name, slot in self._slots.items() if not _is_settable(slot)]
+        fixed = [name for name, slot in self._slots.items() if not slot.hook.is_settable]
         if fixed:
             raise SpecError(
                 f"{len(fixed)} values hang in containers that cannot be changed, such as tuples: "
@@ -154,11 +254,7 @@ class Model:
     def finish(self, manifest: Manifest) -> None:
         for name, slot in self._slots.items():
             if name in manifest.values:
-                slot.container[slot.key] = manifest.values[name]  # type: ignore[index]
-
-
-def _is_settable(slot: _Slot) -> bool:
-    return isinstance(slot.container, (MutableMapping, MutableSequence))
+                slot.hook.set(manifest.values[name])
 
 
 _STATES: tuple[Callable[[object], Mapping[str, object] | None], ...] = (
@@ -170,13 +266,23 @@ _TENSORS: tuple[Callable[[object], Tensor | None], ...] = (
     paddle_layer.tensor_of,
     numpy_dict.tensor_of,
 )
+_CUTS: tuple[Callable[[object], Cut | None], ...] = (
+    sharded.cut_of,
+    torch_module.cut_of,
+    paddle_layer.cut_of,
+)
 
 
-def adapt(thing: object) -> Model:
-    """Return the model that `thing` is: a torch module, a Paddle layer, nested dicts of tensors."""
+def adapt(thing: object, layout: Callable[[], Mapping[str, Local]] | None = None) -> Model:
+    """Return the model that `thing` is: a torch module, a Paddle layer, nested dicts of tensors.
+
+    Tensors that carry their layout are told as boxes of the whole; so are all, by `layout`, which
+    is asked what the tensors of this rank hold.
+    """
     tensors: dict[str, Tensor] = {}
+    cuts: dict[str, Cut] = {}
     slots: dict[str, _Slot] = {}
-    for name, leaf, container, key in _walk("", thing, None, None):
+    for name, leaf, hook in _walk("", thing, None):
         if leaf is thing:
             raise SpecError(f"{type(thing).__name__} is no model: not a module, a layer or a dict")
         if name in tensors or name in slots:
@@ -186,25 +292,76 @@ def adapt(thing: object) -> Model:
                 f"a leaf is called {name[:80]!r} ({len(name)} characters); names are printable and "
                 f"not empty, of at most {MAX_NAME_CHARS} characters"
             )
-        for tensor_of in _TENSORS:
-            try:
-                tensor = tensor_of(leaf)
-            except SpecError as error:
-                error.note(f"tensor {name!r}")
-                raise
-            if tensor is not None:
-                tensors[name] = tensor
-                break
+        try:
+            cut = next((found for of in _CUTS if (found := of(leaf)) is not None), None)
+            local = leaf if cut is None else cut.local
+            tensor = next((each for of in _TENSORS if (each := of(local)) is not None), None)
+        except SpecError as error:
+            error.note(f"tensor {name!r}")
+            raise
+        if tensor is not None:
+            tensors[name] = tensor
+            if cut is not None:
+                cuts[name] = cut
         else:
-            slots[name] = _Slot(container, key, _plain(name, leaf))
+            assert hook is not None
+            slots[name] = _Slot(hook, _plain(name, leaf))
     if not tensors:
         raise SpecError(f"{type(thing).__name__} holds no tensors ({len(slots)} other leaves)")
-    return Model(tensors, slots)
+    if layout is None:
+        blocks = {name: _blocks(name, tensor, cuts.get(name)) for name, tensor in tensors.items()}
+    elif cuts:
+        raise SpecError(
+            f"a layout is given, and {len(cuts)} tensors carry their own: {listed(cuts)}"
+        )
+    else:
+        blocks = _laid_out(tensors, layout())
+    return Model(tensors, blocks, slots)
+
+
+def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
+    spec = tensor.spec
+    if cut is None:
+        whole = Box.whole(spec.shape)
+        return [ModelBlock(spec, whole, tensor, whole)]
+    try:
+        whole_spec = TensorSpec(spec.dtype, cut.shape)
+        blocks = [ModelBlock(whole_spec, box, tensor, place) for box, place in cut.blocks]
+        for block in blocks:
+            whole_spec.stored(block.box)
+    except SpecError as error:
+        error.note(f"tensor {name!r}")
+        raise
+    if sum(block.place.num_elements for block in blocks) != prod(spec.shape):
+        raise SpecError(f"{name!r} is {spec.shape} here, its layout speaks of {cut.blocks}")
+    return blocks
+
+
+def _laid_out(
+    tensors: Mapping[str, Tensor], held: Mapping[str, Local]
+) -> dict[str, list[ModelBlock]]:
+    """Return the blocks of each whole tensor, as a layout tells them of the model's own."""
+    if unknown := tensors.keys() - held.keys():
+        raise PlanError(f"the layout does not speak of {len(unknown)} tensors: {listed(unknown)}")
+    if missing := held.keys() - tensors.keys():
+        raise PlanError(f"the model lacks {len(missing)} tensors of its layout: {listed(missing)}")
+    blocks: dict[str, list[ModelBlock]] = {}
+    for name, local in held.items():
+        spec = tensors[name].spec
+        if spec.dtype != local.spec.dtype:
+            raise DTypeMismatch(f"{name!r} is {spec.dtype}, by the layout {local.spec.dtype}")
+        if spec.shape != local.spec.shape:
+            raise ShapeMismatch(f"{name!r} is {spec.shape}, by the layout {local.spec.shape}")
+        for each in local.held:
+            whole = local.wholes[each.name]
+            block = ModelBlock(whole, each.box, tensors[name], each.place)
+            blocks.setdefault(each.name, []).append(block)
+    return blocks
 
 
 def _walk(
-    name: str, thing: object, container: object, key: object, depth: int = 0
-) -> Iterator[tuple[str, object, object, object]]:
+    name: str, thing: object, hook: _Hook | None, depth: int = 0
+) -> Iterator[tuple[str, object, _Hook | None]]:
     if depth > MAX_NESTING:
         raise SpecError(f"{name[:80]!r} nests more than {MAX_NESTING} deep, or holds itself")
     for state_of in _STATES:
@@ -218,12 +375,13 @@ def _walk(
     elif isinstance(thing, (list, tuple)):
         items = iter(enumerate(thing))
     else:
-        yield name, thing, container, key
+        yield name, thing, hook
         return
     for each, value in items:
         if not isinstance(each, (str, int)):
             raise SpecError(f"key {each!r} under {name!r} is a {type(each).__name__}, not text")
-        yield from _walk(f"{name}.{each}" if name else str(each), value, thing, each, depth + 1)
+        path = f"{name}.{each}" if name else str(each)
+        yield from _walk(path, value, _Hook(thing, each, hook), depth + 1)
 
 
 def _plain(name: str, leaf: object) -> Leaf:

@@ -5,14 +5,18 @@ paddle is never imported here: who passes a tensor has imported it.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from flyweight.adapters.numpy_dict import HostTensor, check_live
+from flyweight.adapters.sharded import Cut, cut_blocks
 from flyweight.errors import SpecError
 from flyweight.memory import Buffer
+from flyweight.spec.box import Box
 from flyweight.spec.dtype import BY_PADDLE
+from flyweight.spec.layout import coordinate
 from flyweight.spec.manifest import TensorSpec
 
 
@@ -29,6 +33,33 @@ def state_of(thing: object) -> Mapping[str, object] | None:
     state: dict[str, object] = thing.state_dict()
     check_live(state, {id(t) for t in (*thing.parameters(), *thing.buffers())})
     return state
+
+
+def cut_of(leaf: object) -> Cut | None:
+    """Return what of the whole a dist tensor's local value holds."""
+    paddle = _paddle()
+    if paddle is None or not isinstance(leaf, paddle.Tensor) or not leaf.is_dist():
+        return None
+    tensor: Any = leaf
+    mesh, shape = tensor.process_mesh, tuple(tensor.shape)
+    sizes, ranks = list(mesh.shape), list(mesh.process_ids)
+    rank = paddle.distributed.get_rank()
+    if rank not in ranks or not tensor._is_initialized():
+        empty = Box((0,) * len(shape), (0,) * len(shape))
+        return Cut(paddle.empty([0], dtype=tensor.dtype), shape, ((empty, empty),))
+    place = coordinate(ranks.index(rank), sizes)
+    cuts = []
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise SpecError(f"dist tensor with placement {placement}: not summed yet")
+        if placement.is_shard():
+            dim = next(dim for dim in range(len(shape)) if placement.is_shard(dim))
+            # Where two axes cut one dim, only the text of the placement tells which is first.
+            order = re.search(r"shard_order=(\d+)", repr(placement))
+            turns = getattr(placement, "get_split_factor", lambda: 1)()
+            cuts.append((int(order[1]) if order else 0, (dim, sizes[axis], place[axis], turns)))
+    ordered = [cut for _, cut in sorted(cuts, key=lambda each: each[0])]
+    return Cut(tensor._local_value(), shape, cut_blocks(shape, ordered))
 
 
 def tensor_of(leaf: object) -> HostTensor | None:

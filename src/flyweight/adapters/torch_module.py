@@ -10,9 +10,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import prod
 from typing import Any
 
 from flyweight.adapters.numpy_dict import HostTensor, check_live
+from flyweight.adapters.sharded import Cut, cut_blocks
 from flyweight.errors import SpecError
 from flyweight.memory import Buffer, Bytes, Staging
 from flyweight.spec.box import Box
@@ -75,6 +77,38 @@ def tensor_of(leaf: object) -> HostTensor | DeviceTensor | None:
     width = spec.item_bytes
     strides = tuple([width * stride for stride in tensor.stride()])
     return TorchTensor(spec, Buffer(tensor.data_ptr(), items, strides, width, tensor))
+
+
+def cut_of(leaf: object) -> Cut | None:
+    """Return what of the whole a DTensor's local tensor holds, as FSDP2 and TP leave it."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is None or not isinstance(leaf, tensors.DTensor):
+        return None
+    tensor: Any = leaf
+    local = tensor.to_local() if not tensor.requires_grad else tensor.detach().to_local()
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return Cut(local, shape, ((Box((0,) * len(shape), (0,) * len(shape)),) * 2,))
+    cuts: list[tuple[int, int, int, int]] = []
+    after: list[tuple[int, int, int, int]] = []
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise SpecError(f"DTensor with placement {placement}: its values are not summed yet")
+        if not hasattr(placement, "dim"):
+            continue
+        dim, turns = placement.dim, int(getattr(placement, "split_factor", 1))
+        later = [
+            mesh.size(other)
+            for other, each in enumerate(tensor.placements)
+            if other > axis and getattr(each, "dim", None) == dim
+        ]
+        if turns > 1 and turns == prod(later):
+            # FSDP over TP: told first, and made last, of what TP had cut already.
+            after.insert(0, (dim, mesh.size(axis), coordinate[axis], 1))
+        else:
+            cuts.append((dim, mesh.size(axis), coordinate[axis], turns))
+    return Cut(local, shape, cut_blocks(shape, cuts + after))
 
 
 @cache

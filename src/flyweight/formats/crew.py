@@ -5,6 +5,7 @@ The first error stops the others after the job they are in, and so does Ctrl-C.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -65,6 +66,11 @@ def work_through(
             stop.set()
     for each in members:
         each.result()
+
+
+def default_threads() -> int:
+    """Return how many threads keep disk and memory busy: while half of them wait, others hash."""
+    return max(4, min(8, 2 * len(os.sched_getaffinity(0))))
 
 
 def check_threads(num_threads: int) -> int:

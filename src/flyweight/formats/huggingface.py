@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flyweight.errors import FormatError, SnapshotIncomplete, SnapshotNotFound, listed
 from flyweight.formats.safetensors import file_plan, open_files
 from flyweight.formats.stored import Stored
 from flyweight.ports import FilePlan, Format, Store
-from flyweight.spec.box import Box
 from flyweight.spec.manifest import (
     Extent,
     Json,
     Manifest,
-    TensorSpec,
+    Parcel,
     check_file_name,
 )
 from flyweight.spec.manifest_json import parse_json
@@ -65,25 +64,23 @@ def read_index(store: Store, extents: Sequence[Extent] | None = None) -> dict[st
     return places
 
 
-def split_parts(
-    manifest: Manifest, part_bytes: int = PART_BYTES
-) -> list[dict[str, tuple[TensorSpec, Box]]]:
-    """Deal whole tensors out to parts of at most `part_bytes`, in order; one larger is alone."""
-    parts: list[dict[str, tuple[TensorSpec, Box]]] = [{}]
+def split_parts(parcels: Iterable[Parcel], part_bytes: int = PART_BYTES) -> list[list[Parcel]]:
+    """Deal parcels out to parts of at most `part_bytes`, in order; one larger is alone."""
+    parts: list[list[Parcel]] = [[]]
     held_bytes = 0
-    for name, spec in manifest.tensors.items():
-        if parts[-1] and held_bytes + spec.nbytes > part_bytes:
-            parts.append({})
+    for parcel in parcels:
+        if parts[-1] and held_bytes + parcel.nbytes > part_bytes:
+            parts.append([])
             held_bytes = 0
-        parts[-1][name] = spec, Box.whole(spec.shape)
-        held_bytes += spec.nbytes
+        parts[-1].append(parcel)
+        held_bytes += parcel.nbytes
     return parts
 
 
 def layout(
     manifest: Manifest, part_bytes: int = PART_BYTES, *, may_tell_as_bytes: bool = False
 ) -> list[FilePlan]:
-    parts = split_parts(manifest, part_bytes)
+    parts = split_parts(manifest.parcels(), part_bytes)
     names = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     return [
         file_plan(name, part, may_tell_as_bytes=may_tell_as_bytes)
@@ -92,14 +89,21 @@ def layout(
 
 
 def seal(manifest: Manifest, plans: Sequence[FilePlan]) -> Mapping[str, bytes]:
-    """Return the index, where there is more than one file."""
-    if len({extent.file for extent in manifest.extents}) <= 1:
+    """Return the index, where there is more than one file and every tensor is whole in one."""
+    if len({extent.file for extent in manifest.extents}) <= 1 or not is_whole(manifest):
         return {}
     index = {
         "metadata": {"total_size": manifest.nbytes},
         "weight_map": {extent.name: extent.file for extent in manifest.extents},
     }
     return {INDEX: json.dumps(index, indent=1, ensure_ascii=False).encode("utf-8")}
+
+
+def is_whole(manifest: Manifest) -> bool:
+    """True if every tensor rests in one piece."""
+    return all(
+        extent.box.shape == manifest.tensors[extent.name].shape for extent in manifest.extents
+    )
 
 
 def huggingface_format(part_bytes: int = PART_BYTES) -> Format:

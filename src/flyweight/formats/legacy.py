@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -19,8 +19,7 @@ from flyweight.events import emit
 from flyweight.formats.huggingface import split_parts
 from flyweight.formats.safetensors import file_plan as safetensors_plan
 from flyweight.ports import FilePlan, Format, Store
-from flyweight.spec.box import Box
-from flyweight.spec.manifest import Extent, Manifest, TensorSpec
+from flyweight.spec.manifest import Extent, Manifest, Parcel, TensorSpec
 
 SHARED_DIRECTORY = "/shared_ipc_meta"
 _RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}  # what numpy has no name for
@@ -57,17 +56,17 @@ def _array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
     return rebuilt + _int(0) + b"\x85C\x01b\x87R(" + _int(1) + sizes + dtype + b"\x89\x8e" + nbytes
 
 
-def pickle_plan(file: str, boxes: Mapping[str, tuple[TensorSpec, Box]]) -> FilePlan:
+def pickle_plan(file: str, parcels: Iterable[Parcel]) -> FilePlan:
     """Lay out a pickle that `paddle.load` reads: a dict of arrays, protocol 4."""
     literals: list[tuple[int, bytes]] = []
     extents = []
     pending, at = b"\x80\x04}(", 0
-    for name, (spec, box) in boxes.items():
-        pending += _text(name) + _array_head(spec, box.shape)
+    for parcel in parcels:
+        pending += _text(parcel.key) + _array_head(parcel.spec, parcel.box.shape)
         literals.append((at, pending))
         at += len(pending)
-        extents.append(Extent(name, box, file, at))
-        at += spec.box_bytes(box)
+        extents.append(Extent(parcel.name, parcel.box, file, at))
+        at += parcel.nbytes
         pending = b"tb"
     pending += b"u."
     literals.append((at, pending))
@@ -83,10 +82,9 @@ def legacy_format(
 
     def layout(manifest: Manifest) -> list[FilePlan]:
         if part_bytes is None:
-            boxes = {name: (spec, Box.whole(spec.shape)) for name, spec in manifest.tensors.items()}
-            return [plan(names.single, boxes)]
-        parts = split_parts(manifest, part_bytes)
-        return [plan(names.part(number), boxes) for number, boxes in enumerate(parts)]
+            return [plan(names.single, manifest.parcels())]
+        parts = split_parts(manifest.parcels(), part_bytes)
+        return [plan(names.part(number), parcels) for number, parcels in enumerate(parts)]
 
     return Format("pdparams", layout, lambda manifest, plans: {})
 

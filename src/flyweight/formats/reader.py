@@ -148,9 +148,17 @@ class Reader:
             start += nbytes
 
     def run(
-        self, *, num_threads: int, memory_bytes: int | None = None, verb: str | None = None
+        self,
+        *,
+        num_threads: int,
+        memory_bytes: int | None = None,
+        verb: str | None = None,
+        tick: Callable[[], None] | None = None,
     ) -> None:
-        """Read everything that was added; afterwards every target holds its bytes."""
+        """Read everything that was added; afterwards every target holds its bytes.
+
+        `tick` is called now and then, and may raise to stop.
+        """
         check_threads(num_threads)
         window_bytes = WINDOW_BYTES
         if memory_bytes is not None:
@@ -165,10 +173,16 @@ class Reader:
                     f"memory_bytes is {memory_bytes}, chunks of this size need {block_bytes}"
                 )
             num_threads = min(num_threads, memory_bytes // block_bytes)
+
+        def work(window: _Window, staging: Bytes) -> int:
+            if tick is not None:
+                tick()
+            return self._read(window, staging)
+
         try:
             work_through(
                 windows,
-                self._read,
+                work,
                 num_threads=num_threads,
                 staging=self._staging or STAGING,
                 staging_bytes=block_bytes,

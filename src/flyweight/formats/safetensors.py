@@ -19,6 +19,7 @@ from flyweight.spec.manifest import (
     Extent,
     Json,
     Manifest,
+    Parcel,
     TensorSpec,
     check_name,
 )
@@ -111,27 +112,32 @@ def open_files(store: Store, files: Iterable[str], *, format: str = "safetensors
 
 
 def file_plan(
-    file: str, boxes: Mapping[str, tuple[TensorSpec, Box]], *, may_tell_as_bytes: bool = False
+    file: str,
+    parcels: Iterable[Parcel],
+    *,
+    may_tell_as_bytes: bool = False,
+    notes: Mapping[str, str] | None = None,
 ) -> FilePlan:
     """Lay one file out: widest items first, so that every tensor is aligned to its items.
 
     A dtype that safetensors lacks is refused, unless somebody else remembers what it was.
     """
-    if "__metadata__" in boxes:
-        raise SpecError("a tensor is called '__metadata__', which safetensors keeps for itself")
-    order = sorted(boxes, key=lambda name: -boxes[name][0].item_bytes)
-    head: dict[str, Json] = {"__metadata__": {"format": "pt"}}
+    head: dict[str, Json] = {"__metadata__": {"format": "pt", **(notes or {})}}
     at, places = 0, []
-    for name in order:
-        spec, box = boxes[name]
+    for parcel in sorted(parcels, key=lambda each: -each.spec.item_bytes):
+        name, spec, box = parcel.name, parcel.spec, parcel.box
+        if parcel.key == "__metadata__":
+            raise SpecError("a tensor is called '__metadata__', which safetensors keeps for itself")
+        if parcel.key in head:
+            raise SpecError(f"two tensors would be {parcel.key!r} in {file!r}")
         dtype, shape = spec.dtype, box.shape
         if dtype.safetensors is None:
             if not may_tell_as_bytes:
                 raise SpecError(f"{name!r} is {dtype}, which safetensors has no name for")
             shape = spec.stored(box).shape + ((spec.item_bytes,) if dtype.bits > 8 else ())
             dtype = DTYPES["u8"]
-        nbytes = spec.box_bytes(box)
-        head[name] = {
+        nbytes = parcel.nbytes
+        head[parcel.key] = {
             "dtype": dtype.safetensors,
             "shape": list(shape),
             "data_offsets": [at, at + nbytes],

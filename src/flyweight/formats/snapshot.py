@@ -22,11 +22,11 @@ from flyweight.errors import (
     listed,
 )
 from flyweight.formats import huggingface
-from flyweight.formats.safetensors import read_head
+from flyweight.formats.safetensors import file_plan, read_head
 from flyweight.formats.stored import Stored
 from flyweight.memory import bytes_of
 from flyweight.ports import FilePlan, Format, Store
-from flyweight.spec.manifest import Manifest, Part
+from flyweight.spec.manifest import Manifest, Parcel, Part
 from flyweight.spec.manifest_json import decode_manifest, encode_manifest
 
 MANIFEST = "flyweight.json"
@@ -126,7 +126,7 @@ def check_parts(manifest: Manifest, store: Store) -> None:
 
 def check_for_others(stored: Stored) -> None:
     """Raise unless heads and index tell other people's tools what the manifest tells us."""
-    if len(stored.manifest.parts) > 1:
+    if len(stored.manifest.parts) > 1 and huggingface.is_whole(stored.manifest):
         huggingface.read_index(stored.store, stored.manifest.extents)
     for part in stored.manifest.parts:
         _, extents, head_bytes = read_head(stored.store, part.file)
@@ -140,12 +140,30 @@ def check_for_others(stored: Stored) -> None:
 
 def seal(manifest: Manifest, plans: Sequence[FilePlan]) -> Mapping[str, bytes]:
     """Return the index, for other people's tools, and the manifest, for ours."""
+    whole = replace(manifest, parts=[*manifest.parts, *parts_of(plans)])
+    return {**huggingface.seal(whole, plans), MANIFEST: encode_envelope(whole)}
+
+
+def parts_of(plans: Sequence[FilePlan]) -> list[Part]:
+    """Return what a manifest says of these files."""
     parts = []
     for plan in plans:
         (_, head), *_ = plan.literals
         parts.append(Part(plan.name, plan.nbytes, len(head), checksum(bytes_of(head))))
-    whole = replace(manifest, parts=parts)
-    return {**huggingface.seal(whole, plans), MANIFEST: encode_envelope(whole)}
+    return parts
+
+
+def share_format(rank: int, parcels: Sequence[Parcel], part_bytes: int) -> Format:
+    """Return the format of one rank's share: its own files, which somebody else will seal."""
+
+    def layout(manifest: Manifest) -> list[FilePlan]:
+        parts = huggingface.split_parts(parcels, part_bytes) if parcels else []
+        return [
+            file_plan(f"rank-{rank:05d}-{number:05d}.safetensors", part, may_tell_as_bytes=True)
+            for number, part in enumerate(parts, 1)
+        ]
+
+    return Format("snapshot", layout, seal, has_checksums=True)
 
 
 def snapshot_format(part_bytes: int = huggingface.PART_BYTES) -> Format:

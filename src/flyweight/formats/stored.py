@@ -9,10 +9,11 @@ from types import TracebackType
 from flyweight.errors import PlanError, SpecError
 from flyweight.formats.reader import Reader, Target
 from flyweight.memory import STAGING, Bytes, bytes_for, items_of
-from flyweight.plan.reshard import Shard, reshard
+from flyweight.plan.reshard import reshard
 from flyweight.ports import Store
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
+from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Manifest
 
 
@@ -59,6 +60,10 @@ class Stored:
         """Return the boxes at rest; a shard's rank is the number of its extent."""
         return self._shards[self._manifest.tied.get(name, name)]
 
+    def boxes(self, name: str) -> list[Box]:
+        """Return the whole tensor: of what rests in pieces any box can be read."""
+        return [Box.whole(self._manifest.spec(name).shape)]
+
     def read(
         self,
         name: str,
@@ -78,9 +83,9 @@ class Stored:
         if not nbytes:
             return data
         target = Target(items, items_of(data, spec.item_bytes, items.shape), STAGING)
-        copies = reshard({name: self.shards(name)}, {name: [Shard(0, box)]})
+        plan = reshard({name: self.shards(name)}, {name: [Shard(0, box)]})
         reader = Reader(self.store, self._manifest, should_verify=should_verify)
-        for copy in copies:
+        for copy in plan.copies():
             reader.add(self._manifest.extents[copy.source.rank], copy.box, target)
         reader.run(num_threads=1)
         return data

@@ -6,7 +6,7 @@ first, so that a hundred thousand tiny tensors are not as many system calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -16,7 +16,7 @@ from flyweight.digest import Digest, checksum
 from flyweight.errors import SpecError
 from flyweight.formats.crew import check_threads, work_through
 from flyweight.memory import Bytes, bytes_of, collector_paused
-from flyweight.ports import Draft, Format, Source
+from flyweight.ports import Draft, FilePlan, Format, Source
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Manifest, TensorSpec
 
@@ -63,8 +63,12 @@ def write(
     num_threads: int,
     memory_bytes: int,
     verb: str = "save",
-) -> Manifest:
-    """Write `manifest`, whose bytes `source` has, and return it with extents; no commit yet."""
+    tick: Callable[[int], None] | None = None,
+) -> tuple[Manifest, list[FilePlan]]:
+    """Write `manifest`, whose bytes `source` has, and return it with extents; no commit yet.
+
+    The files that make it whole are not written: `seal` does that, in the end.
+    """
     with collector_paused():
         plans = format.layout(manifest)
         running = {
@@ -87,9 +91,16 @@ def write(
             f"memory_bytes is {memory_bytes}, chunks of {manifest.chunk_bytes} bytes need "
             f"{per_thread_bytes}"
         )
+
+    def work(batch: tuple[str, list[_Chunk]], staging: Bytes) -> int:
+        nbytes = _write_batch(source, draft, batch, staging)
+        if tick is not None:
+            tick(nbytes)
+        return nbytes
+
     work_through(
         batches,
-        lambda batch, staging: _write_batch(source, draft, batch, staging),
+        work,
         num_threads=min(check_threads(num_threads), memory_bytes // per_thread_bytes),
         staging=source.staging,
         staging_bytes=manifest.chunk_bytes,
@@ -98,11 +109,14 @@ def write(
     )
     with collector_paused():
         extents = [each.finished() for plan in plans for each in running[plan.name]]
-    whole = replace(manifest, extents=extents)
+    return replace(manifest, extents=extents), plans
+
+
+def seal(whole: Manifest, plans: Sequence[FilePlan], format: Format, draft: Draft) -> None:
+    """Write the small files that make a draft whole."""
     for name, content in format.seal(whole, plans).items():
         draft.reserve(name, len(content))
         draft.write(name, 0, bytes_of(content))
-    return whole
 
 
 def _running(manifest: Manifest, extent: Extent, has_checksums: bool) -> _Running:

@@ -2,25 +2,24 @@
 
 A plan is proof as well as work list: it exists only if every element of every
 sink shard comes from exactly one element of the source. Replicas of a shard are
-one element, not two, and share the load.
+one element, not two, and share the load: which replica serves which sink follows
+from the name and the sink's rank alone, so every rank that plans only its own
+part comes to the same answer. Tensors cut alike share one route, so that a plan
+for a hundred thousand tensors is made, kept and counted by its few routes.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from zlib import crc32
 
-from flyweight.errors import PlanError
-from flyweight.spec.box import Box
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A box of a tensor and the rank that holds it."""
-
-    rank: int
-    box: Box
+from flyweight.errors import PlanError, SpecError, listed
+from flyweight.spec.box import Box, first_meeting
+from flyweight.spec.layout import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,45 +42,161 @@ class Copy:
         return self.box.within(self.sink.box)
 
 
-def reshard(
-    source: Mapping[str, Sequence[Shard]], sink: Mapping[str, Sequence[Shard]]
-) -> list[Copy]:
-    """Return the copies that fill every sink shard, in the sink's order."""
-    load: Counter[int] = Counter()
-    copies: list[Copy] = []
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A box that some sink shard takes from any one of some replicas."""
+
+    box: Box
+    replicas: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How all shards of a sink are filled, for tensors that are cut alike at both ends."""
+
+    fills: tuple[tuple[Shard, tuple[_Block, ...]], ...]
+
+    @cached_property
+    def num_copies(self) -> int:
+        return sum(len(blocks) for _, blocks in self.fills)
+
+    @cached_property
+    def is_single(self) -> bool:
+        """True if no replica has to be chosen, so that all tensors move between the same ranks."""
+        return all(len(block.replicas) == 1 for _, blocks in self.fills for block in blocks)
+
+    def copies(self, name: str) -> Iterator[Copy]:
+        for sink, blocks in self.fills:
+            for block in blocks:
+                yield Copy(name, block.box, _chosen(name, sink, block.replicas), sink)
+
+
+def _chosen(name: str, sink: Shard, replicas: tuple[Shard, ...]) -> Shard:
+    """Return the replica that serves a sink; sinks and names spread evenly over replicas."""
+    if len(replicas) == 1:
+        return replicas[0]
+    # Ranks that want the same box are often a power of two apart: mixed, they do not line up.
+    return replicas[crc32(sink.rank.to_bytes(8, "little"), crc32(name.encode())) % len(replicas)]
+
+
+class Plan:
+    """The copies that fill a sink, told by routes; `copies` tells them one by one."""
+
+    def __init__(self, routes: Mapping[str, Route]) -> None:
+        self.routes = routes
+
+    def copies(self) -> Iterator[Copy]:
+        """Yield every copy, in the sink's order."""
+        for name, route in self.routes.items():
+            yield from route.copies(name)
+
+    @property
+    def num_copies(self) -> int:
+        return sum(route.num_copies for route in self.routes.values())
+
+    def pairs(self, item_bits: Mapping[str, int]) -> Counter[tuple[int, int]]:
+        """Return the bytes that go from each source rank to each sink rank."""
+        bits: Counter[tuple[int, int]] = Counter()
+        alike: Counter[tuple[Route, int]] = Counter()
+        for name, route in self.routes.items():
+            if route.is_single:
+                alike[route, item_bits[name]] += 1
+            else:
+                for copy in route.copies(name):
+                    pair = copy.source.rank, copy.sink.rank
+                    bits[pair] += item_bits[name] * copy.box.num_elements
+        for (route, width), count in alike.items():
+            for copy in route.copies(""):
+                pair = copy.source.rank, copy.sink.rank
+                bits[pair] += count * width * copy.box.num_elements
+        return Counter({pair: -(-total // 8) for pair, total in bits.items()})
+
+
+def reshard(source: Mapping[str, Sequence[Shard]], sink: Mapping[str, Sequence[Shard]]) -> Plan:
+    """Return the plan that fills every sink shard, or raise PlanError saying what does not fit."""
+    known: dict[tuple[int, int], Route] = {}
+    indexes: dict[int, _Index] = {}
+    routes: dict[str, Route] = {}
+    missing = [name for name, shards in sink.items() if _wants(shards) and not source.get(name)]
+    if missing:
+        raise PlanError(f"sink wants {len(missing)} tensors the source lacks: {listed(missing)}")
     for name, shards in sink.items():
         held = source.get(name, ())
-        for shard in shards:
-            if shard.box.num_elements:
-                copies += _fill(name, shard, held, load)
-    return copies
+        key = id(held), id(shards)  # both mappings live until we return
+        if key not in known:
+            try:
+                known[key] = _route(shards, held, indexes)
+            except (PlanError, SpecError) as error:
+                error.note(f"tensor {name!r}")
+                raise
+        routes[name] = known[key]
+    return Plan(routes)
 
 
-def _fill(name: str, sink: Shard, held: Sequence[Shard], load: Counter[int]) -> list[Copy]:
-    if len(held) == 1 and held[0].box == sink.box:
-        return [Copy(name, sink.box, held[0], sink)]
-    replicas: dict[Box, list[Shard]] = {}
-    for shard in held:
-        replicas.setdefault(shard.box, []).append(shard)
-    found: list[Copy] = []
-    for box, shards in replicas.items():
-        meet = sink.box.overlap(box)
-        if meet is None:
-            continue
-        for other in found:
-            if meet.overlap(other.box):
-                raise PlanError(
-                    f"{name!r} has elements of {sink.box.offset}..{sink.box.end} twice at the "
-                    f"source: in {box.offset}..{box.end} of rank {shards[0].rank} and in "
-                    f"{other.source.box.offset}..{other.source.box.end} of rank {other.source.rank}"
-                )
-        nearest = min(shards, key=lambda shard: (load[shard.rank], shard.rank))
-        load[nearest.rank] += meet.num_elements
-        found.append(Copy(name, meet, nearest, sink))
-    covered = sum(copy.box.num_elements for copy in found)
+def _wants(shards: Sequence[Shard]) -> bool:
+    return any(shard.box.num_elements for shard in shards)
+
+
+def _route(shards: Sequence[Shard], held: Sequence[Shard], indexes: dict[int, _Index]) -> Route:
+    if len(held) == 1 and all(shard.box == held[0].box for shard in shards):
+        block = (_Block(held[0].box, (held[0],)),)
+        return Route(tuple((shard, block) for shard in shards if shard.box.num_elements))
+    if id(held) not in indexes:
+        indexes[id(held)] = _Index(held)
+    index = indexes[id(held)]
+    filled: dict[Box, tuple[_Block, ...]] = {}
+    fills = []
+    for shard in shards:
+        if shard.box.num_elements:
+            if shard.box not in filled:
+                filled[shard.box] = tuple(index.meetings(shard.box))
+                _check_filled(shard, filled[shard.box])
+            fills.append((shard, filled[shard.box]))
+    return Route(tuple(fills))
+
+
+def _check_filled(sink: Shard, blocks: Sequence[_Block]) -> None:
+    # The source's boxes do not meet each other, so the right volume leaves no hole.
+    covered = sum(block.box.num_elements for block in blocks)
     if covered != sink.box.num_elements:
         raise PlanError(
-            f"{name!r} has {covered} of the {sink.box.num_elements} elements of "
+            f"the source has {covered} of the {sink.box.num_elements} elements of "
             f"{sink.box.offset}..{sink.box.end} that rank {sink.rank} wants"
         )
-    return found
+
+
+class _Index:
+    """A source's boxes, each with its replicas, sorted along the dim that is cut most often."""
+
+    def __init__(self, held: Sequence[Shard]) -> None:
+        replicas: dict[Box, list[Shard]] = {}
+        for shard in held:
+            if shard.box.num_elements:
+                replicas.setdefault(shard.box, []).append(shard)
+        if meeting := first_meeting(list(replicas)):
+            one, other = meeting
+            raise PlanError(
+                f"elements are twice at the source: in {one.offset}..{one.end} of rank "
+                f"{replicas[one][0].rank} and in {other.offset}..{other.end} of rank "
+                f"{replicas[other][0].rank}"
+            )
+        boxes = list(replicas)
+        num_dims = len(boxes[0].shape) if boxes else 0
+        self._dim = max(range(num_dims), key=lambda d: len({b.offset[d] for b in boxes}), default=0)
+        if num_dims:
+            boxes.sort(key=lambda box: box.offset[self._dim])
+        self._starts = [box.offset[self._dim] for box in boxes] if num_dims else [0] * len(boxes)
+        self._longest = max((box.shape[self._dim] for box in boxes), default=0) if num_dims else 1
+        self._blocks = [_Block(box, tuple(replicas[box])) for box in boxes]
+
+    def meetings(self, box: Box) -> Iterator[_Block]:
+        """Yield what of `box` each source box has, row-major along the sorted dim."""
+        if not box.shape:
+            yield from self._blocks
+            return
+        # A box that starts a longest box's length before ours can no longer reach it.
+        first = bisect_left(self._starts, box.offset[self._dim] - self._longest + 1)
+        last = bisect_left(self._starts, box.end[self._dim])
+        for block in self._blocks[first:last]:
+            if (meet := box.overlap(block.box)) is not None:
+                yield _Block(meet, block.replicas) if meet != block.box else block

@@ -3,7 +3,9 @@
 A mesh is named axes with their sizes, ranks counted row-major over them; a
 layout says for each dim of the tensor which axes cut it. An axis that cuts no
 dim replicates. A cut gives every rank ceil(size / pieces) elements, so the last
-rank may be short and later ones empty, as torch and Paddle do it.
+rank may be short and later ones empty, as torch and Paddle do it. An axis written
+"tp/2" cuts into two pieces only, and neighbours on it hold the same one: so do key
+and value heads that are fewer than the ranks. `rules.py` has the layout of a model.
 """
 
 from __future__ import annotations
@@ -16,15 +18,44 @@ from flyweight.errors import SpecError
 from flyweight.spec.box import Box
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a tensor and the rank that holds it."""
+
+    rank: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A block of a tensor, and where it stands in the tensor that a rank has."""
+
+    name: str
+    """Of the tensor that the block is cut from; the same on every rank."""
+    box: Box
+    """In that tensor."""
+    place: Box
+    """In the rank's own: the same shape, but for leading dims of 1 that one of them lacks."""
+
+
+def coordinate(rank: int, sizes: Sequence[int]) -> list[int]:
+    """Return where on each axis of these sizes a rank sits, counted row-major."""
+    place = []
+    for size in reversed(sizes):
+        rank, index = divmod(rank, size)
+        place.append(index)
+    return place[::-1]
+
+
 @dataclass(frozen=True)
 class Layout:
-    """`axes`: name to size, in rank order. `cuts`: dim to the axes that cut it, outermost first."""
+    """`axes`: name to size, in rank order. `cuts`: dim to its axes, outermost first."""
 
     axes: Mapping[str, int]
     cuts: Mapping[int, Sequence[str]]
 
     def __post_init__(self) -> None:
-        used = [axis for names in self.cuts.values() for axis in names]
+        used = [self._cut(text)[0] for names in self.cuts.values() for text in names]
         unknown = [axis for axis in used if axis not in self.axes]
         if unknown:
             raise SpecError(f"axes {unknown} cut a dim, the mesh has {list(self.axes)}")
@@ -32,6 +63,20 @@ class Layout:
             raise SpecError(f"axes {used} cut more than one dim; an axis cuts at most one")
         if min(self.axes.values(), default=1) < 1:
             raise SpecError(f"mesh axes {dict(self.axes)} need a size of at least 1 each")
+
+    def _cut(self, text: str) -> tuple[str, int]:
+        """Return the axis of a cut and into how many pieces it cuts: "tp" into all, "tp/2" two."""
+        axis, slash, pieces = text.partition("/")
+        size = self.axes.get(axis, 1)
+        if not slash:
+            return axis, size
+        if not pieces.isdecimal() or not 0 < int(pieces) <= size or size % int(pieces):
+            raise SpecError(f"cut {text!r}: {axis!r} has {size} ranks, the pieces must divide them")
+        return axis, int(pieces)
+
+    def num_pieces(self, dim: int) -> int:
+        """Return into how many pieces `dim` is cut."""
+        return prod(self._cut(text)[1] for text in self.cuts.get(dim, ()))
 
     @property
     def num_ranks(self) -> int:
@@ -41,10 +86,7 @@ class Layout:
         """Return where on each axis `rank` sits."""
         if not 0 <= rank < self.num_ranks:
             raise SpecError(f"rank {rank} of a mesh of {self.num_ranks} ranks")
-        place = {}
-        for axis in reversed(list(self.axes)):
-            rank, place[axis] = divmod(rank, self.axes[axis])
-        return place
+        return dict(zip(self.axes, coordinate(rank, list(self.axes.values())), strict=True))
 
     def box(self, rank: int, shape: Sequence[int]) -> Box:
         """Return the box of a tensor of `shape` that `rank` holds; it may be empty."""
@@ -53,9 +95,10 @@ class Layout:
         place = self.coordinate(rank)
         offset, sizes = [0] * len(shape), list(shape)
         for dim, axes in self.cuts.items():
-            for axis in axes:
-                piece = -(-sizes[dim] // self.axes[axis])
-                start = min(piece * place[axis], sizes[dim])
+            for text in axes:
+                axis, num_pieces = self._cut(text)
+                piece = -(-sizes[dim] // num_pieces)
+                start = min(piece * (place[axis] * num_pieces // self.axes[axis]), sizes[dim])
                 sizes[dim] = min(piece, sizes[dim] - start)
                 offset[dim] += start
         return Box(tuple(offset), tuple(sizes))

@@ -107,6 +107,28 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class Parcel:
+    """A box of a tensor that is to be laid into a file."""
+
+    name: str
+    spec: TensorSpec
+    box: Box
+
+    @property
+    def is_whole(self) -> bool:
+        return self.box.shape == self.spec.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.box_bytes(self.box)
+
+    @property
+    def key(self) -> str:
+        """What a file calls it: the tensor's name, and where it starts if it is not the whole."""
+        return self.name if self.is_whole else f"{self.name}@{','.join(map(str, self.box.offset))}"
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One data file of a snapshot: its exact size, and its head before the first tensor."""
 
@@ -144,6 +166,10 @@ class Manifest:
     @property
     def names(self) -> list[str]:
         return [*self.tensors, *self.tied]
+
+    def parcels(self) -> list[Parcel]:
+        """Return every tensor, whole."""
+        return [Parcel(name, spec, Box.whole(spec.shape)) for name, spec in self.tensors.items()]
 
     def untied(self) -> Manifest:
         """Return the same manifest with bytes of its own for every name."""

@@ -82,6 +82,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(text: bytes) -> Manifest:
     """Return the manifest that `encode_manifest` wrote; anything else raises FormatError."""
+    manifest = decode_share(text)
+    check_coverage(manifest)
+    return manifest
+
+
+def decode_share(text: bytes) -> Manifest:
+    """Return a manifest that may speak of some boxes of its tensors only: one rank's share."""
     record = parse_json(text, "manifest")
     top = _fields(
         record,
@@ -107,10 +114,10 @@ def decode_manifest(text: bytes) -> Manifest:
     tensors, extents = {}, []
     for name, entry in _dict(top["tensors"], "tensors").items():
         fields = _fields(entry, f"tensor {name!r}", "dtype shape shards")
-        tensors[check_name(name)] = spec = _spec(name, fields)
+        tensors[check_name(name)] = spec = decode_spec(name, fields)
         for shard in _list(fields["shards"], f"shards of {name!r}"):
             extents.append(_extent(name, spec, shard, parts, chunk_bytes))
-    writer = _dict(top["writer"], "writer")
+    writer, values = _dict(top["writer"], "writer"), _dict(top["values"], "values")
     manifest = Manifest(
         tensors=tensors,
         version=version,
@@ -118,7 +125,7 @@ def decode_manifest(text: bytes) -> Manifest:
         tied={
             check_name(k): _text(v, f"tie of {k!r}") for k, v in _dict(top["tied"], "tied").items()
         },
-        values={check_name(k): _leaf(k, v) for k, v in _dict(top["values"], "values").items()},
+        values={check_name(name): decode_leaf(name, value) for name, value in values.items()},
         writer={key: _text(value, f"writer {key!r}") for key, value in writer.items()},
         parts=parts,
         extents=extents,
@@ -126,7 +133,6 @@ def decode_manifest(text: bytes) -> Manifest:
     )
     check_names(manifest)
     check_files(manifest)
-    check_coverage(manifest)
     return manifest
 
 
@@ -189,23 +195,26 @@ def _hex(value: Json, what: str) -> int:
     return int(value, 16)
 
 
-def _leaf(name: str, value: Json) -> Leaf:
+def decode_leaf(name: str, value: Json) -> Leaf:
+    """Return a plain value."""
     if isinstance(value, (dict, list)):
         raise FormatError(f"value {name!r} is a {type(value).__name__}, expected a plain leaf")
     return value
 
 
-def _numbers(value: Json, what: str) -> tuple[int, ...]:
+def decode_numbers(value: Json, what: str) -> tuple[int, ...]:
+    """Return a shape or an offset."""
     numbers = tuple(_number(each, what) for each in _list(value, what))
     if len(numbers) > MAX_DIMS:
         raise FormatError(f"{what} has {len(numbers)} dims, at most {MAX_DIMS}")
     return numbers
 
 
-def _spec(name: str, fields: dict[str, Json]) -> TensorSpec:
+def decode_spec(name: str, fields: dict[str, Json]) -> TensorSpec:
+    """Return a dtype and a shape."""
     try:
         return TensorSpec(
-            dtype_named(fields["dtype"]), _numbers(fields["shape"], f"shape of {name!r}")
+            dtype_named(fields["dtype"]), decode_numbers(fields["shape"], f"shape of {name!r}")
         )
     except SpecError as cause:
         raise FormatError(f"tensor {name!r}: {cause}") from cause
@@ -232,7 +241,7 @@ def _extent(
     what = f"shard of {name!r}"
     fields = _fields(value, what, "offset shape part at digest checksums")
     try:
-        box = Box(_numbers(fields["offset"], what), _numbers(fields["shape"], what))
+        box = Box(decode_numbers(fields["offset"], what), decode_numbers(fields["shape"], what))
         is_whole = box.shape == spec.shape and not any(box.offset)
         if not is_whole and (
             len(box.shape) != len(spec.shape) or not Box.whole(spec.shape).contains(box)

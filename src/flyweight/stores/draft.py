@@ -24,6 +24,7 @@ from types import TracebackType
 
 import xxhash
 
+from flyweight.errors import FormatError
 from flyweight.memory import STAGING, Bytes, page_memory
 from flyweight.stores.local import PAGE, refused
 
@@ -40,13 +41,18 @@ class LocalDraft:
     """Files written under a hidden name beside their place.
 
     Whole (`into=False`): the hidden directory itself becomes `place`, which must not
-    exist; two writers of one place both write, and the second to commit is refused.
+    exist; two writers of one place both write, and the second to commit is refused. Other
+    processes may write files of their own into it as members, of the draft of that `name`; they
+    flush, and only the one who made the draft commits.
     Into (`into=True`): the files appear one by one in a directory, after the files in `stale`
     are gone; a name that is taken then is refused.
     """
 
-    def __init__(self, place: str | os.PathLike[str], *, into: bool = False) -> None:
+    def __init__(
+        self, place: str | os.PathLike[str], *, into: bool = False, member_of: str | None = None
+    ) -> None:
         self._place, self._into = Path(place), into
+        self._is_member = member_of is not None
         self.stale: Iterable[str] = ()
         self._fds: dict[str, int] = {}
         self._direct_fds: dict[str, int] = {}
@@ -55,6 +61,11 @@ class LocalDraft:
         self._lock = threading.Lock()
         self._parent = self._place if into else self._place.parent
         try:
+            if member_of is not None:
+                self._work = self._parent / member_of
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                self._work_fd = os.open(self._work, flags)
+                return
             if self._parent.exists() and not self._parent.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             _make_directories(self._parent)
@@ -68,6 +79,11 @@ class LocalDraft:
     @property
     def place(self) -> str:
         return str(self._place)
+
+    @property
+    def name(self) -> str:
+        """The hidden name, by which other processes can join as members."""
+        return self._work.name
 
     def _begin(self) -> tuple[Path, int]:
         """Make the hidden directory and hold the lock that tells sweepers its writer lives.
@@ -176,11 +192,19 @@ class LocalDraft:
         """Try whether this file system takes unbuffered writes, on the first page of a file."""
         return self._write_direct(name, 0, page_memory(_CACHE_PAGE))
 
-    def commit(self) -> None:
+    def flush(self) -> None:
+        """Make all that was written durable, under its hidden name still."""
         try:
             with ThreadPoolExecutor(4) as pool:
                 list(pool.map(os.fsync, self._fds.values()))
             os.fsync(self._work_fd)
+        except OSError as cause:
+            raise refused(cause, f"cannot make {self.place!r} durable") from cause
+
+    def commit(self) -> None:
+        assert not self._is_member
+        self.flush()
+        try:
             if self._into:
                 # First all that is old goes, so that no reader ever finds old and new together.
                 for name in self.stale:
@@ -200,7 +224,8 @@ class LocalDraft:
         for fd in (*self._fds.values(), *self._direct_fds.values()):
             os.close(fd)
         self._fds, self._direct_fds = {}, {}
-        shutil.rmtree(self._work, ignore_errors=True)
+        if not self._is_member:
+            shutil.rmtree(self._work, ignore_errors=True)
         if self._work_fd >= 0:
             os.close(self._work_fd)
             self._work_fd = -1
@@ -215,6 +240,13 @@ class LocalDraft:
         trace: TracebackType | None,
     ) -> None:
         self.abort()  # after a commit nothing is left under the hidden name
+
+
+def check_hidden_name(name: str) -> str:
+    """Return the name of a draft that another process made; anything else raises."""
+    if not _HIDDEN.fullmatch(name) or "/" in name:
+        raise FormatError(f"{name[:80]!r} is not the name of a draft")
+    return name
 
 
 def _write_all(fd: int, offset: int, data: Bytes) -> None:

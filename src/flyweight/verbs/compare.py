@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from flyweight.digest import Digest
 from flyweight.errors import ChecksumMismatch, DigestMismatch
 from flyweight.formats import snapshot
+from flyweight.formats.crew import default_threads
 from flyweight.formats.reader import Reader, Target
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, STAGING, Bytes, items_of
@@ -22,7 +23,6 @@ from flyweight.spec.dtype import DType
 from flyweight.spec.manifest import Extent, Leaf, TensorSpec
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import whole_digest
-from flyweight.verbs.save import default_threads
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from flyweight.formats.safetensors import file_plan
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES
 from flyweight.ports import FilePlan, Format
-from flyweight.spec.box import Box
 from flyweight.spec.manifest import Manifest
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import as_path
+from flyweight.transports.group import Group
 from flyweight.verbs.find import PathLike, open_source
-from flyweight.verbs.save import SaveReport, save_files, save_version
+from flyweight.verbs.pending import SaveReport
+from flyweight.verbs.save import save_files, save_version
 
 Writable = Literal["snapshot", "hf", "safetensors", "pdparams"]
 
@@ -60,6 +61,7 @@ def convert(
             part_bytes=part_bytes,
             memory_bytes=memory_bytes,
             num_threads=None,
+            group=Group(),
             verb="convert",
         )
     if version is not None:
@@ -86,7 +88,6 @@ def _single_file(to: str, name: str) -> Format:
         raise SpecError(f"format {to!r} is not one of snapshot, hf, {', '.join(plans)}")
 
     def layout(manifest: Manifest) -> list[FilePlan]:
-        boxes = {each: (spec, Box.whole(spec.shape)) for each, spec in manifest.tensors.items()}
-        return [plans[to](name, boxes)]
+        return [plans[to](name, manifest.parcels())]
 
     return Format(to, layout, lambda manifest, plans: {})

@@ -10,26 +10,33 @@ from typing import Literal
 
 import numpy as np
 
-from flyweight.adapters.model import Model, adapt
+from flyweight.adapters.model import Model, ModelBlock, adapt
 from flyweight.errors import (
     DTypeMismatch,
     PlanError,
     ShapeMismatch,
     SpecError,
+    TransportError,
     VersionError,
     listed,
 )
 from flyweight.events import emit
 from flyweight.formats import legacy, pdparams
+from flyweight.formats.crew import default_threads
 from flyweight.formats.reader import Reader, Target
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
-from flyweight.plan.reshard import Shard, reshard
+from flyweight.plan.reshard import reshard
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import DType
+from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Leaf, TensorSpec
+from flyweight.spec.rules import ModelLayout
+from flyweight.transports.group import TIMEOUT_SECONDS, Group
 from flyweight.verbs.find import PathLike, open_source
-from flyweight.verbs.save import default_threads
+from flyweight.verbs.together import gather_ranks
+
+Extra = Literal["refuse", "report"]
 
 
 @dataclass(frozen=True)
@@ -63,12 +70,16 @@ def load(
     *,
     into: object,
     version: int | None = None,
+    process_group: object = None,
+    coordinator_rank: int = 0,
+    layout: ModelLayout | None = None,
     rank: int | None = None,
     legacy_id: int | str | None = None,
     shared_directory: PathLike = legacy.SHARED_DIRECTORY,
     should_verify: bool = True,
-    extra: Literal["refuse", "report"] = "refuse",
+    extra: Extra = "refuse",
     partial_over: int | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
     num_threads: int | None = None,
     unbuffered: bool = True,
@@ -79,58 +90,115 @@ def load(
     becomes of tensors the model lacks; with `partial_over` the caller vouches that tensors the
     source lacks already hold that version. Within `memory_bytes` of extra memory, whatever the
     model's size. `unbuffered=False` leaves what is read in the page cache, for others here.
+
+    With a process group all its ranks make the call, each fills its own tensors with the same
+    version, and no tensor of any rank is touched unless all can be filled. A `layout` says what
+    this rank's tensors hold of those at rest; without a group, `rank` says which rank this is.
     """
+    options = _Options(
+        version=version,
+        layout=layout,
+        rank=rank,
+        legacy_id=legacy_id,
+        shared_directory=shared_directory,
+        should_verify=should_verify,
+        extra=extra,
+        partial_over=partial_over,
+        memory_bytes=memory_bytes,
+        num_threads=num_threads,
+        unbuffered=unbuffered,
+    )
+    with gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=False) as group:
+        return _load(source, into, options, group)
+
+
+def load_state_dict(
+    state: Mapping[str, object],
+    path: PathLike,
+    process_group: object = None,
+    coordinator_rank: int = 0,
+    *,
+    version: int | None = None,
+    extra: Extra = "refuse",
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> LoadReport:
+    """Fill a state dict's own tensors and values, whatever layout they have on this rank.
+
+    Without a process group, the one that was initialised; alone if none was. Every rank must make
+    the call. Otherwise as `load`.
+    """
+    options = _Options(version=version, extra=extra)
+    with gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=True) as group:
+        return _load(path, state, options, group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    version: int | None
+    layout: ModelLayout | None = None
+    rank: int | None = None
+    legacy_id: int | str | None = None
+    shared_directory: PathLike = legacy.SHARED_DIRECTORY
+    should_verify: bool = True
+    extra: Extra
+    partial_over: int | None = None
+    memory_bytes: int = MEMORY_BYTES
+    num_threads: int | None = None
+    unbuffered: bool = True
+
+
+def _load(source: PathLike | Stored, into: object, options: _Options, group: Group) -> LoadReport:
     started = perf_counter()
-    check_memory_bytes(memory_bytes)
-    if extra not in ("refuse", "report"):
-        raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
+    check_memory_bytes(options.memory_bytes)
+    if options.extra not in ("refuse", "report"):
+        raise SpecError(f"extra is {options.extra!r}, not 'refuse' or 'report'")
+    if options.rank is not None and options.layout is None and options.legacy_id is None:
+        raise SpecError(
+            f"rank is {options.rank}, and neither a layout nor a legacy_id says what of"
+        )
     with ExitStack() as stack:
         with collector_paused():
-            sink = adapt(into)
+            stored = _opened(source, options, group, stack)
+            sink = _adapted(into, stored, options, group)
             sink.check_writable()
-            if isinstance(source, Stored):
-                stored = source
-                if version is not None and stored.manifest.version != version:
-                    raise VersionError(
-                        f"{stored.store.place!r} holds version {stored.manifest.version}, "
-                        f"not {version}"
-                    )
-            else:
-                stored = stack.enter_context(
-                    open_source(
-                        source,
-                        version=version,
-                        rank=rank,
-                        legacy_id=legacy_id,
-                        shared_directory=shared_directory,
-                        unbuffered=unbuffered,
-                    )
-                )
             matches = match(stored, sink)
-            _check_names(stored, matches, extra=extra, partial_over=partial_over)
-            reader = _reader(stored, sink, matches, should_verify=should_verify)
+            _check_names(stored, matches, options, group)
+            reader = _reader(stored, sink, matches, should_verify=options.should_verify)
+            _agree(group, "planned")
         sink.settle()  # what this thread queued on a GPU still reads the old weights
         try:
             reader.run(
-                num_threads=default_threads() if num_threads is None else num_threads,
-                memory_bytes=memory_bytes,
+                num_threads=default_threads()
+                if options.num_threads is None
+                else options.num_threads,
+                memory_bytes=options.memory_bytes,
                 verb="load",
+                tick=group.tick,
             )
         finally:
             sink.touched()
+        try:
+            _agree(group, "loaded")
+        except TransportError as error:
+            error.note("this rank was filled, another was not: the model is not whole")
+            raise
         sink.finish(stored.manifest)
     report = LoadReport(
         stored.store.place,
         stored.format,
         stored.manifest.version,
         len(matches.pairs),
-        sum(sink.manifest.tensors[name].nbytes for name in matches.pairs),
+        sum(
+            sink.manifest.tensors[name].box_bytes(block.box)
+            for name in matches.pairs
+            for block in sink.blocks(name)
+        ),
         reader.read_bytes,
         reader.checked_bytes,
         perf_counter() - started,
         matches.unused,
         matches.missing,
-        partial_over,
+        options.partial_over,
         stored.manifest.values,
     )
     emit(
@@ -143,51 +211,109 @@ def load(
     return report
 
 
-def _check_names(
-    stored: Stored,
-    matches: Matches,
-    *,
-    extra: Literal["refuse", "report"],
-    partial_over: int | None,
-) -> None:
-    if matches.missing and partial_over is None:
+def _agree(group: Group, step: str) -> None:
+    """Return once every rank has come this far."""
+    group.gather(step, None)
+    group.broadcast(step, None)
+
+
+def _opened(source: PathLike | Stored, options: _Options, group: Group, stack: ExitStack) -> Stored:
+    """Return the opened source, of the version that the coordinator found."""
+    version = options.version
+    for rank, wanted in enumerate(group.gather("version", version)):
+        if wanted != version:
+            raise VersionError(
+                f"rank {rank} loads version {wanted}, rank {group.rank} version {version}"
+            )
+    if group.is_coordinator:
+        stored = _open(source, version, options, stack)
+        group.broadcast("open", stored.manifest.version)
+        return stored
+    found = group.broadcast("open", None)
+    return _open(source, found if isinstance(found, int) else version, options, stack)
+
+
+def _open(
+    source: PathLike | Stored, version: int | None, options: _Options, stack: ExitStack
+) -> Stored:
+    if not isinstance(source, Stored):
+        return stack.enter_context(
+            open_source(
+                source,
+                version=version,
+                rank=None if options.legacy_id is None else options.rank,
+                legacy_id=options.legacy_id,
+                shared_directory=options.shared_directory,
+                unbuffered=options.unbuffered,
+            )
+        )
+    if version is not None and source.manifest.version != version:
+        raise VersionError(
+            f"{source.store.place!r} holds version {source.manifest.version}, not {version}"
+        )
+    return source
+
+
+def _adapted(into: object, stored: Stored, options: _Options, group: Group) -> Model:
+    layout = options.layout
+    if layout is None:
+        return adapt(into)
+    rank = options.rank
+    if group.num_ranks > 1:
+        if layout.num_ranks != group.num_ranks or rank not in (None, group.rank):
+            raise SpecError(
+                f"the layout is for {layout.num_ranks} ranks and rank is {rank}; the group has "
+                f"{group.num_ranks}, this is rank {group.rank}"
+            )
+        rank = group.rank
+    if rank is None or not 0 <= rank < layout.num_ranks:
+        raise SpecError(f"rank is {rank}; the layout is for ranks 0 to {layout.num_ranks - 1}")
+    tensors, number = stored.manifest.untied().tensors, rank
+    return adapt(into, lambda: layout.locals(tensors, number))
+
+
+def _check_names(stored: Stored, matches: Matches, options: _Options, group: Group) -> None:
+    if matches.missing and options.partial_over is None:
         raise PlanError(
             f"target wants {len(matches.missing)} tensors that {stored.store.place!r} lacks: "
             f"{listed(matches.missing)}"
         )
-    if matches.unused and extra == "refuse":
+    # What no rank has a use for is left over; each tells by one bit for each name.
+    names = sorted(stored.manifest.names)
+    unused = set(matches.unused)
+    bits = sum(1 << index for index, name in enumerate(names) if name in unused)
+    told = group.gather("names", f"{bits:x}")
+    for each in told:
+        bits &= int(each, 16) if isinstance(each, str) else 0
+    left = [name for index, name in enumerate(names) if bits >> index & 1] if told else []
+    # A layout speaks of every tensor; those of other ranks are theirs.
+    if left and options.extra == "refuse" and options.layout is None:
         raise PlanError(
-            f"{stored.store.place!r} has {len(matches.unused)} tensors that the target lacks: "
-            f"{listed(matches.unused)}; load with extra='report' to leave them out"
+            f"{stored.store.place!r} has {len(left)} tensors that the target lacks: "
+            f"{listed(left)}; load with extra='report' to leave them out"
         )
 
 
 def _reader(stored: Stored, sink: Model, matches: Matches, *, should_verify: bool) -> Reader:
     """Return a reader that will fill every matched tensor of the sink."""
-    source_shards, sink_shards = {}, {}
+    source_shards, sink_shards, targets = {}, {}, {}
     for name, source_name in matches.pairs.items():
+        blocks = sink.blocks(name)
         source_shards[name] = stored.shards(source_name)
-        sink_shards[name] = [Shard(0, Box.whole(sink.manifest.tensors[name].shape))]
-    targets = {name: _target(sink, name) for name in matches.pairs}
+        sink_shards[name] = [Shard(index, block.box) for index, block in enumerate(blocks)]
+        targets[name] = [_target(sink, block) for block in blocks]
     reader = Reader(stored.store, stored.manifest, should_verify=should_verify)
-    for copy in reshard(source_shards, sink_shards):
-        reader.add(stored.manifest.extents[copy.source.rank], copy.box, targets[copy.name])
+    for copy in reshard(source_shards, sink_shards).copies():
+        extent = stored.manifest.extents[copy.source.rank]
+        reader.add(extent, copy.box, targets[copy.name][copy.sink.rank])
     return reader
 
 
-def _target(sink: Model, name: str) -> Target:
-    spec = sink.manifest.tensors[name]
-    items = spec.stored(Box.whole(spec.shape))
-    buffer = sink.host(name)
-    if buffer is None:
-        return Target(
-            items,
-            lambda box, data: sink.write(name, box, data),
-            sink.staging,
-            may_map=False,
-            settle=sink.settle,
-        )
-    return Target(items, buffer.items(), sink.staging)
+def _target(sink: Model, block: ModelBlock) -> Target:
+    box, items = block.spec.stored(block.box), block.items()
+    if items is None:
+        return Target(box, block.write, sink.staging, may_map=False, settle=sink.settle)
+    return Target(box, items, sink.staging)
 
 
 @dataclass(frozen=True)

@@ -2,51 +2,74 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import platform
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Literal, overload
 
-from flyweight import __version__
-from flyweight.adapters.model import adapt
-from flyweight.errors import StoreError, VersionError
-from flyweight.events import emit
-from flyweight.formats import legacy, snapshot
+from flyweight.adapters.model import Model, adapt
+from flyweight.errors import SpecError
+from flyweight.formats import legacy
+from flyweight.formats.crew import default_threads
 from flyweight.formats.huggingface import PART_BYTES
-from flyweight.formats.writer import write
+from flyweight.formats.stored import Stored
+from flyweight.formats.writer import seal, write
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes
 from flyweight.ports import Format, Source
-from flyweight.spec.manifest import CHUNK_BYTES, Manifest
+from flyweight.spec.manifest import Manifest, TensorSpec
+from flyweight.spec.rules import ModelLayout
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import LocalStore, as_path
-from flyweight.verbs.find import PathLike, versions
+from flyweight.transports.group import TIMEOUT_SECONDS, Group
+from flyweight.verbs.background import (
+    BackgroundSave,
+    WhenBusy,
+    check_idle,
+    start_background,
+    wait_for_background,
+)
+from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.pending import SaveReport, begin_version, emit_done
+from flyweight.verbs.together import gather_ranks
 
 
-def default_threads() -> int:
-    """Return how many threads keep disk and memory busy: while half of them wait, others hash."""
-    return max(4, min(8, 2 * len(os.sched_getaffinity(0))))
+@overload
+def save(
+    model: object,
+    path: PathLike,
+    *,
+    version: int | None = None,
+    process_group: object = None,
+    coordinator_rank: int = 0,
+    layout: ModelLayout | None = None,
+    like: PathLike | Stored | None = None,
+    background: Literal[False] = False,
+    when_busy: WhenBusy = "wait",
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    part_bytes: int = PART_BYTES,
+    memory_bytes: int = MEMORY_BYTES,
+    num_threads: int | None = None,
+) -> SaveReport: ...
 
 
-@dataclass(frozen=True)
-class SaveReport:
-    """What a save did."""
-
-    place: str
-    version: int | None
-    num_tensors: int
-    num_files: int
-    nbytes: int
-    seconds: float
-    left_out: list[str] = field(default_factory=list)
-    """Values that are no tensors and that the format has no place for."""
-
-    @property
-    def gb_per_second(self) -> float:
-        return self.nbytes / 1e9 / max(self.seconds, 1e-9)
+@overload
+def save(
+    model: object,
+    path: PathLike,
+    *,
+    version: int | None = None,
+    process_group: object = None,
+    coordinator_rank: int = 0,
+    layout: ModelLayout | None = None,
+    like: PathLike | Stored | None = None,
+    background: Literal[True],
+    when_busy: WhenBusy = "wait",
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    part_bytes: int = PART_BYTES,
+    memory_bytes: int = MEMORY_BYTES,
+    num_threads: int | None = None,
+) -> BackgroundSave: ...
 
 
 def save(
@@ -54,25 +77,142 @@ def save(
     path: PathLike,
     *,
     version: int | None = None,
+    process_group: object = None,
+    coordinator_rank: int = 0,
+    layout: ModelLayout | None = None,
+    like: PathLike | Stored | None = None,
+    background: bool = False,
+    when_busy: WhenBusy = "wait",
+    timeout_seconds: float = TIMEOUT_SECONDS,
     part_bytes: int = PART_BYTES,
     memory_bytes: int = MEMORY_BYTES,
     num_threads: int | None = None,
-) -> SaveReport:
+) -> SaveReport | BackgroundSave:
     """Save a version of the model under `path`; durable and visible when this returns.
 
     Without a version, the next after the newest. A version is never overwritten, and numbers
-    only grow. A save that is killed leaves the versions before it as they were.
+    only grow. A save that is killed leaves the versions before it as they were. With a process
+    group all its ranks make the call, each writes its own share, and all fail if one does. A
+    `layout` says what this rank's tensors hold of the tensors that the checkpoint `like` names.
+
+    With `background` this returns once the weights are copied to staging memory as large as this
+    rank's share; the model may change at once, and the handle tells the rest. `when_busy` says
+    what to do while such a save still runs in this process.
     """
-    source = adapt(model)
-    source.settle()  # what this thread queued on a GPU may still be writing the weights
-    return save_version(
-        source,
+    return _save(
+        model,
         path,
-        version=version,
-        part_bytes=part_bytes,
-        memory_bytes=memory_bytes,
-        num_threads=num_threads,
+        _Options(
+            version=version,
+            layout=layout,
+            like=like,
+            background=background,
+            when_busy=when_busy,
+            part_bytes=part_bytes,
+            memory_bytes=memory_bytes,
+            num_threads=num_threads,
+        ),
+        lambda: gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=False),
     )
+
+
+def save_state_dict(
+    state: Mapping[str, object],
+    path: PathLike,
+    process_group: object = None,
+    coordinator_rank: int = 0,
+    *,
+    version: int | None = None,
+    background: bool = False,
+    when_busy: WhenBusy = "wait",
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> SaveReport | BackgroundSave:
+    """Save a state dict that all ranks hold together, nested dicts and plain values included.
+
+    Without a process group, the one that was initialised; alone if none was. Every rank must make
+    the call. Otherwise as `save`.
+    """
+    return _save(
+        state,
+        path,
+        _Options(version=version, background=background, when_busy=when_busy),
+        lambda: gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=True),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    version: int | None
+    layout: ModelLayout | None = None
+    like: PathLike | Stored | None = None
+    background: bool
+    when_busy: WhenBusy
+    part_bytes: int = PART_BYTES
+    memory_bytes: int = MEMORY_BYTES
+    num_threads: int | None = None
+
+
+def _save(
+    model: object, path: PathLike, options: _Options, meet: Callable[[], Group]
+) -> SaveReport | BackgroundSave:
+    if options.when_busy not in ("wait", "refuse"):
+        raise SpecError(f"when_busy is {options.when_busy!r}, not 'wait' or 'refuse'")
+    check_memory_bytes(options.memory_bytes)
+    if options.when_busy == "wait":
+        wait_for_background()
+    with ExitStack() as stack:
+        group = stack.enter_context(meet())
+        check_idle()
+        source = _adapted(model, options.layout, options.like, group)
+        if not options.background:
+            return save_version(
+                source,
+                path,
+                version=options.version,
+                part_bytes=options.part_bytes,
+                memory_bytes=options.memory_bytes,
+                num_threads=options.num_threads,
+                group=group,
+            )
+        pending = stack.enter_context(
+            begin_version(
+                source, path, version=options.version, part_bytes=options.part_bytes, group=group
+            )
+        )
+        return start_background(
+            source,
+            pending,
+            stack,
+            memory_bytes=options.memory_bytes,
+            num_threads=options.num_threads,
+        )
+
+
+def _adapted(
+    model: object, layout: ModelLayout | None, like: PathLike | Stored | None, group: Group
+) -> Model:
+    if layout is None:
+        if like is not None:
+            raise SpecError("like is given without a layout, which would use it")
+        source = adapt(model)
+    else:
+        if like is None:
+            raise SpecError("a layout needs `like`, a checkpoint with the whole tensors' shapes")
+        if layout.num_ranks != group.num_ranks:
+            raise SpecError(
+                f"the layout is for {layout.num_ranks} ranks, the group has {group.num_ranks}"
+            )
+        tensors = _tensors_like(like)
+        source = adapt(model, lambda: layout.locals(tensors, group.rank))
+    source.settle()  # what this thread queued on a GPU may still be writing the weights
+    return source
+
+
+def _tensors_like(like: PathLike | Stored) -> Mapping[str, TensorSpec]:
+    if isinstance(like, Stored):
+        return like.manifest.untied().tensors
+    with open_source(like) as stored:
+        return stored.manifest.untied().tensors
 
 
 def save_version(
@@ -83,56 +223,20 @@ def save_version(
     part_bytes: int,
     memory_bytes: int,
     num_threads: int | None,
+    group: Group,
     verb: str = "save",
 ) -> SaveReport:
-    """Save a version of any source."""
-    root = as_path(path)
-    committed = versions(root)
-    newest = committed[-1] if committed else None
-    version = _next_version(root) if version is None else snapshot.check_version(version)
-    directory = root / snapshot.directory_name(version)
-    if newest is not None and version <= newest:
-        how = "is there already" if version in committed else f"is older than the newest, {newest}"
-        raise VersionError(
-            f"version {version} of {str(root)!r} {how}; versions only grow, none is overwritten"
+    """Save a version of any source, or of what the ranks of a group hold together."""
+    started = perf_counter()
+    check_memory_bytes(memory_bytes)
+    with begin_version(
+        source, path, version=version, part_bytes=part_bytes, group=group
+    ) as pending:
+        report = pending.write(
+            source, memory_bytes=memory_bytes, num_threads=num_threads, started=started, verb=verb
         )
-    if os.path.lexists(directory) and version not in committed:
-        raise VersionError(
-            f"{str(directory)!r} is there without a {snapshot.MANIFEST!r}, so it is no version; "
-            f"remove it, or save another version"
-        )
-    manifest = replace(
-        source.manifest,
-        version=version,
-        parent=newest,
-        writer=_writer(),
-        parts=(),
-        extents=(),
-        chunk_bytes=CHUNK_BYTES,
-    )
-    try:
-        return save_files(
-            source,
-            manifest,
-            snapshot.snapshot_format(part_bytes),
-            lambda: LocalDraft(directory),
-            memory_bytes=memory_bytes,
-            num_threads=num_threads,
-            verb=verb,
-        )
-    except StoreError as error:
-        if error.errno != errno.EEXIST:
-            raise
-        raise VersionError(
-            f"version {version} of {str(root)!r} was committed by another writer meanwhile"
-        ) from error
-
-
-def _next_version(root: Path) -> int:
-    """Return the number after all that are there, also after what is no whole version."""
-    names = os.listdir(root) if root.is_dir() else []
-    taken = [found for name in names if (found := snapshot.version_of(name)) is not None]
-    return max(taken, default=-1) + 1
+    emit_done(verb, report)
+    return report
 
 
 def save_files(
@@ -149,7 +253,7 @@ def save_files(
     started = perf_counter()
     check_memory_bytes(memory_bytes)
     with begin() as draft:
-        whole = write(
+        whole, plans = write(
             source,
             manifest,
             format,
@@ -158,6 +262,7 @@ def save_files(
             memory_bytes=memory_bytes,
             verb=verb,
         )
+        seal(whole, plans, format, draft)
         draft.commit()
         report = SaveReport(
             draft.place,
@@ -168,13 +273,7 @@ def save_files(
             perf_counter() - started,
             [] if format.name == "snapshot" else sorted(manifest.values),
         )
-    emit(
-        f"{verb}.done",
-        place=report.place,
-        version=report.version,
-        nbytes=report.nbytes,
-        seconds=report.seconds,
-    )
+    emit_done(verb, report)
     return report
 
 
@@ -211,12 +310,3 @@ def save_legacy(
         return draft
 
     return save_files(source, manifest, format, begin, memory_bytes=memory_bytes, num_threads=None)
-
-
-def _writer() -> dict[str, str]:
-    return {
-        "flyweight": __version__,
-        "host": platform.node(),
-        "pid": str(os.getpid()),
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }

@@ -1,0 +1,104 @@
+"""Sharded: a tensor that is told which box of a larger one it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from flyweight.errors import SpecError
+from flyweight.spec.box import Box
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A rank's own tensor, and where it stands in the whole tensor of `shape`.
+
+    For trainers whose tensors do not carry their layout: put it where the tensor would stand.
+    """
+
+    tensor: object
+    shape: Sequence[int]
+    offset: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of a whole tensor a local one holds: (box of the whole, place in the local one)."""
+
+    local: object
+    shape: tuple[int, ...]
+    blocks: tuple[tuple[Box, Box], ...]
+
+
+Range = tuple[int, int]
+
+
+def cut_blocks(
+    shape: tuple[int, ...], cuts: Sequence[tuple[int, int, int, int]]
+) -> tuple[tuple[Box, Box], ...]:
+    """Return what a rank holds after cuts of (dim, pieces, its piece, turns), one by one.
+
+    A cut by turns first divides what is there into `turns`, and takes its piece of each: so one
+    that is made first comes out as if it had been made last.
+    """
+    ranges: list[list[Range]] = [[(0, size)] for size in shape]
+    for dim, pieces, piece, turns in cuts:
+        held = ranges[dim]
+        taken: list[Range] = []
+        for turn in range(turns):
+            taken += _piece(_piece(held, turns, turn), pieces, piece)
+        ranges[dim] = _joined(taken)
+    spots = [_spots(held) for held in ranges]
+    return tuple(
+        (
+            Box(tuple(start for start, _, _ in spot), tuple(length for _, length, _ in spot)),
+            Box(tuple(at for _, _, at in spot), tuple(length for _, length, _ in spot)),
+        )
+        for spot in product(*spots)
+    )
+
+
+def _piece(held: Sequence[Range], pieces: int, piece: int) -> list[Range]:
+    """Return one of `pieces` of some ranges, each of as many elements, the last ones short."""
+    total = sum(length for _, length in held)
+    size = -(-total // pieces)
+    low, high, at = size * piece, min(size * (piece + 1), total), 0
+    found = []
+    for start, length in held:
+        first, last = max(low, at), min(high, at + length)
+        if first < last:
+            found.append((start + first - at, last - first))
+        at += length
+    return found
+
+
+def _joined(held: Sequence[Range]) -> list[Range]:
+    joined: list[Range] = []
+    for start, length in held:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = joined[-1][0], joined[-1][1] + length
+        else:
+            joined.append((start, length))
+    return joined
+
+
+def _spots(held: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """Return (start in the whole, length, start in the local tensor) of each range."""
+    spots, at = [], 0
+    for start, length in held:
+        spots.append((start, length, at))
+        at += length
+    return spots or [(0, 0, 0)]
+
+
+def cut_of(leaf: object) -> Cut | None:
+    if not isinstance(leaf, Sharded):
+        return None
+    local = tuple(getattr(leaf.tensor, "shape", ()))
+    shape, box = tuple(leaf.shape), Box(tuple(leaf.offset), local)
+    if len(shape) != len(local) or not Box.whole(shape).contains(box):
+        raise SpecError(
+            f"a shard of {local} at {tuple(leaf.offset)} does not lie in a tensor of {shape}"
+        )
+    return Cut(leaf.tensor, shape, ((box, Box.whole(local)),))

@@ -1,0 +1,142 @@
+"""Shares: which rank writes what, when many hold a model together.
+
+A box that several ranks hold is written by one of them, and the bytes are spread
+evenly over those who could. Together the shares are every element exactly once, or
+the ranks are told what is missing, doubled or does not agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, listed
+from flyweight.spec.box import Box, first_meeting
+from flyweight.spec.manifest import Leaf, Parcel, TensorSpec
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds: of each tensor its whole spec and the boxes that are there."""
+
+    tensors: Mapping[str, TensorSpec]
+    boxes: Mapping[str, Sequence[Box]]
+    tied: Mapping[str, str]
+    """Names that share another's memory on this rank. They have boxes of their own too."""
+    values: Mapping[str, Leaf]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """All tensors of a group of ranks, and what of them each rank writes."""
+
+    tensors: Mapping[str, TensorSpec]
+    tied: Mapping[str, str]
+    values: Mapping[str, Leaf]
+    shares: Sequence[Sequence[Parcel]]
+    replicas: Sequence[Sequence[Parcel]]
+    """What each rank holds that others hold too."""
+
+
+def share_out(holdings: Sequence[Holding]) -> Sharing:
+    """Return who writes what, or raise PlanError where the ranks do not make up whole tensors."""
+    tensors = _agreed_tensors(holdings)
+    tied = _agreed_ties(holdings)
+    tensors = {name: spec for name, spec in tensors.items() if name not in tied}
+    holders: dict[str, dict[Box, list[int]]] = {name: {} for name in tensors}
+    for rank, holding in enumerate(holdings):
+        for name, boxes in holding.boxes.items():
+            for box in boxes if name in tensors else ():
+                if box.num_elements:
+                    holders[name].setdefault(box, []).append(rank)
+    for name, spec in tensors.items():
+        _check_whole(name, spec, holders[name])
+    parcels = [
+        (Parcel(name, spec, box), ranks)
+        for name, spec in tensors.items()
+        for box, ranks in holders[name].items()
+    ]
+    load_bytes = [0] * len(holdings)
+    writers = [0] * len(parcels)
+    # Those without a choice first, then the largest, each to whoever has least so far.
+    order = sorted(
+        range(len(parcels)), key=lambda n: (len(parcels[n][1]) > 1, -parcels[n][0].nbytes)
+    )
+    for number in order:
+        parcel, ranks = parcels[number]
+        writers[number] = min(ranks, key=lambda rank: (load_bytes[rank], rank))
+        load_bytes[writers[number]] += parcel.nbytes
+    shares: list[list[Parcel]] = [[] for _ in holdings]
+    replicas: list[list[Parcel]] = [[] for _ in holdings]
+    for (parcel, ranks), writer in zip(parcels, writers, strict=True):
+        shares[writer].append(parcel)
+        for rank in ranks if len(ranks) > 1 else ():
+            replicas[rank].append(parcel)
+    return Sharing(tensors, tied, _agreed_values(holdings), shares, replicas)
+
+
+def _agreed_tensors(holdings: Sequence[Holding]) -> dict[str, TensorSpec]:
+    tensors: dict[str, TensorSpec] = {}
+    first: dict[str, int] = {}
+    for rank, holding in enumerate(holdings):
+        for name, spec in holding.tensors.items():
+            known = tensors.setdefault(name, spec)
+            if known.dtype != spec.dtype:
+                raise DTypeMismatch(
+                    f"{name!r} is {known.dtype} on rank {first[name]} and {spec.dtype} on rank "
+                    f"{rank}"
+                )
+            if known.shape != spec.shape:
+                raise ShapeMismatch(
+                    f"{name!r} is {known.shape} as a whole on rank {first[name]} and {spec.shape} "
+                    f"on rank {rank}"
+                )
+            first.setdefault(name, rank)
+    return tensors
+
+
+def _agreed_ties(holdings: Sequence[Holding]) -> dict[str, str]:
+    """Return the ties that hold on every rank that has any of the tensor."""
+    targets: dict[str, set[str]] = {}
+    for holding in holdings:
+        for name, boxes in holding.boxes.items():
+            if any(box.num_elements for box in boxes):
+                targets.setdefault(name, set()).add(holding.tied.get(name, name))
+    tied = {name: next(iter(found)) for name, found in targets.items() if len(found) == 1}
+    return {
+        name: target
+        for name, target in tied.items()
+        if target != name and tied.get(target) == target
+    }
+
+
+def _agreed_values(holdings: Sequence[Holding]) -> dict[str, Leaf]:
+    values: dict[str, Leaf] = {}
+    first: dict[str, int] = {}
+    for rank, holding in enumerate(holdings):
+        for name, value in holding.values.items():
+            known = values.setdefault(name, value)
+            if known != value or type(known) is not type(value):
+                raise PlanError(
+                    f"{name!r} is {known!r} on rank {first[name]} and {value!r} on rank {rank}; a "
+                    f"value is the same on every rank, or has a name of its own there"
+                )
+            first.setdefault(name, rank)
+    return values
+
+
+def _check_whole(name: str, spec: TensorSpec, holders: Mapping[Box, Sequence[int]]) -> None:
+    if meeting := first_meeting(list(holders)):
+        one, other = meeting
+        raise PlanError(
+            f"{name!r} has elements twice: in {one.offset}..{one.end} of rank {holders[one][0]} "
+            f"and in {other.offset}..{other.end} of rank {holders[other][0]}"
+        )
+    held = sum(box.num_elements for box in holders)
+    if held != prod(spec.shape):
+        boxes = listed([f"{box.offset}..{box.end}" for box in holders])
+        raise PlanError(
+            f"the ranks hold {held} of the {prod(spec.shape)} elements of {name!r} "
+            f"{spec.shape}: {boxes or 'none'}"
+        )

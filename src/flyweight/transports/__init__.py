@@ -1,0 +1,1 @@
+"""Bytes in motion between processes. Knows no tensor."""

@@ -1,0 +1,445 @@
+"""Group: the ranks of one save or load, who hear of each other's end at once.
+
+Every rank holds one connection to the coordinator; what goes over it is JSON in
+frames, never a pickle. A rank whose connection closes is lost, one that fails says
+why, and one that is silent for `timeout_seconds` while it is waited for is given
+up. Whichever happens first, the coordinator tells all ranks, so that each raises
+an error that names the rank. `meet` brings the ranks together by way of a bulletin
+board that all of them can read: a process group's store.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from types import TracebackType
+
+from flyweight.errors import (
+    FlyweightError,
+    PeerFailed,
+    PeerLost,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+)
+from flyweight.ports import Bulletin, Seat
+from flyweight.spec.manifest import Json
+from flyweight.spec.manifest_json import parse_json
+
+TIMEOUT_SECONDS = 120.0
+_MAX_FRAME_BYTES = 1 << 30
+_HELLO_BYTES = 72  # 64 digits of token, 8 of rank
+
+
+class Group:
+    """The ranks of one piece of work. Alone, nothing goes over any wire."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        num_ranks: int = 1,
+        coordinator: int = 0,
+        *,
+        links: dict[int, socket.socket] | None = None,
+        hosts: Sequence[str] = ("",),
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self.rank, self.num_ranks, self.coordinator = rank, num_ranks, coordinator
+        self.hosts = hosts
+        """The machine of each rank; only the coordinator knows them all."""
+        self._timeout_seconds = timeout_seconds
+        self._links = {peer: _Link(peer, link) for peer, link in (links or {}).items()}
+        self._changed = threading.Condition()
+        self._fault: TransportError | None = None
+        self._step = "meet"
+        self._is_over = False
+        self._last_tick = monotonic()
+        self._post: threading.Thread | None = None
+        if self._links:
+            self._selector = selectors.DefaultSelector()
+            self._wake, self._woken = socket.socketpair()
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            for each in self._links.values():
+                each.socket.setblocking(False)
+                self._selector.register(each.socket, selectors.EVENT_READ, each)
+            self._post = threading.Thread(target=self._listen, name="flyweight-group", daemon=True)
+            self._post.start()
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == self.coordinator
+
+    def gather(self, step: str, message: Json) -> list[Json]:
+        """Return every rank's message, by rank, at the coordinator; elsewhere an empty list."""
+        self._enter(step)
+        if not self.is_coordinator:
+            self._send(self._links[self.coordinator], message)
+            return []
+        found = {peer: self._receive(link) for peer, link in self._links.items()}
+        found[self.rank] = message
+        return [found[rank] for rank in range(self.num_ranks)]
+
+    def scatter(self, step: str, messages: Sequence[Json]) -> Json:
+        """Return this rank's of the messages that the coordinator has, one for each rank."""
+        self._enter(step)
+        if not self.is_coordinator:
+            return self._receive(self._links[self.coordinator])
+        for peer, link in self._links.items():
+            self._send(link, messages[peer])
+        return messages[self.rank]
+
+    def broadcast(self, step: str, message: Json) -> Json:
+        """Return the coordinator's message."""
+        return self.scatter(step, [message] * self.num_ranks)
+
+    def tick(self) -> None:
+        """Tell the others that work goes on; raise if one of them is known to have ended.
+
+        Cheap enough to be called for every few megabytes, from any thread.
+        """
+        self._raise_fault()
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        now = monotonic()
+        if now - self._last_tick < self._timeout_seconds / 20:
+            return
+        self._last_tick = now
+        for link in self._links.values():
+            with suppress(OSError):  # who is gone is noticed by the one who waits for it
+                link.send(_TICK, min(self._timeout_seconds, 1.0))
+
+    def _enter(self, step: str) -> None:
+        self._step = step
+        self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    # Frames.
+
+    def _send(self, link: _Link, body: Json) -> None:
+        try:
+            frame = _frame({"kind": "step", "step": self._step, "body": body})
+            link.send(frame, self._timeout_seconds)
+        except TimeoutError:
+            self._fail(self._silent(link))
+        except OSError as cause:
+            self._fail(self._lost(link, cause))
+        self._raise_fault()
+
+    def _receive(self, link: _Link) -> Json:
+        started = monotonic()
+        with self._changed:
+            while not link.inbox:
+                self._raise_fault()
+                left = max(started, link.heard) + self._timeout_seconds - monotonic()
+                if left <= 0:
+                    self._fail(self._silent(link))
+                    self._raise_fault()
+                self._changed.wait(left)
+            step, body = link.inbox.popleft()
+        if step != self._step:
+            raise TransportError(
+                f"rank {link.peer} is at step {step!r}, this rank {self.rank} at {self._step!r}; "
+                f"all ranks must make the same call"
+            )
+        return body
+
+    def _silent(self, link: _Link) -> TransferTimeout:
+        return TransferTimeout(
+            f"{self._called(link)} was silent for {self._timeout_seconds:g} s in step "
+            f"{self._step!r}"
+        )
+
+    def _lost(self, link: _Link, cause: OSError | None = None) -> PeerLost:
+        why = f": {cause}" if cause else ", as a process that dies does"
+        return PeerLost(f"{self._called(link)} closed its connection in step {self._step!r}{why}")
+
+    def _called(self, link: _Link) -> str:
+        return f"{'coordinator ' if link.peer == self.coordinator else ''}rank {link.peer}"
+
+    def _fail(self, fault: TransportError, *, except_for: int | None = None) -> None:
+        """Remember the first fault, and have the coordinator tell all others of it."""
+        with self._changed:
+            is_first = self._fault is None
+            if is_first:
+                self._fault = fault
+            self._changed.notify_all()
+        if is_first and self.is_coordinator:
+            body: Json = {"type": type(fault).__name__, "text": str(fault)}
+            for peer, link in self._links.items():
+                if peer != except_for:
+                    self._tell(link, body)
+
+    def _tell(self, link: _Link, body: Json) -> None:
+        with suppress(OSError):
+            frame = _frame({"kind": "fault", "step": self._step, "body": body})
+            link.send(frame, min(self._timeout_seconds, 1.0))
+
+    # The thread that listens.
+
+    def _listen(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                link: _Link | None = key.data
+                if link is None:
+                    return
+                try:
+                    is_open = link.take_in()
+                    frames = list(link.frames())
+                except OSError as cause:
+                    self._drop(link)
+                    self._fail(self._lost(link, cause))
+                    continue
+                except FlyweightError as error:
+                    self._drop(link)
+                    self._fail(PeerLost(f"{self._called(link)} sent no message: {error}"))
+                    continue
+                for frame in frames:
+                    self._handle(link, frame)
+                if not is_open:
+                    self._drop(link)
+                    if not link.is_done:
+                        self._fail(self._lost(link))
+
+    def _drop(self, link: _Link) -> None:
+        self._selector.unregister(link.socket)
+
+    def _handle(self, link: _Link, frame: Json) -> None:
+        match frame:
+            case {"kind": "tick"}:
+                with self._changed:
+                    link.heard = monotonic()
+                    self._changed.notify_all()
+                if self.is_coordinator:
+                    self._pass_on()  # who waits for us waits for those we wait for
+            case {"kind": "step", "step": str() as step, "body": body}:
+                with self._changed:
+                    link.heard = monotonic()
+                    link.inbox.append((step, body))
+                    self._changed.notify_all()
+            case {"kind": "done"}:
+                link.is_done = True
+            case {"kind": "fault", "body": {"type": str() as kind, "text": str() as text}}:
+                fault = _FAULTS.get(kind, PeerFailed)(text)
+                self._fail(fault, except_for=link.peer)
+            case _:
+                self._fail(PeerLost(f"{self._called(link)} sent {str(frame)[:80]}"))
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Tell the others how it ended here, then let go of every connection."""
+        if error is not None and error is not self._fault:
+            text = (
+                f"rank {self.rank} failed in step {self._step!r}: {type(error).__name__}: {error}"
+            )
+            self._fail(PeerFailed(text))
+            if not self.is_coordinator and self._links:
+                body: Json = {"type": "PeerFailed", "text": text}
+                self._tell(self._links[self.coordinator], body)
+        elif error is None:
+            for link in self._links.values():
+                with suppress(OSError):
+                    link.send(_DONE, 1.0)
+        self.close()
+
+    def close(self) -> None:
+        if self._post is None:
+            return
+        self._wake.send(b".")
+        self._post.join()
+        self._post = None
+        for link in self._links.values():
+            with suppress(OSError):  # what was sent arrives before the end does
+                link.socket.shutdown(socket.SHUT_WR)
+            link.socket.close()
+        for each in (self._wake, self._woken, self._selector):
+            each.close()
+
+
+def _frame(message: Json) -> bytes:
+    data = json.dumps(message, separators=(",", ":")).encode()
+    return struct.pack("<I", len(data)) + data
+
+
+_TICK, _DONE = _frame({"kind": "tick"}), _frame({"kind": "done"})
+_FAULTS: dict[str, type[TransportError]] = {
+    each.__name__: each for each in (PeerLost, PeerFailed, TransferTimeout)
+}
+
+
+@dataclass
+class _Link:
+    """A connection to one peer."""
+
+    peer: int
+    socket: socket.socket
+    inbox: deque[tuple[str, Json]] = field(default_factory=deque)
+    heard: float = 0.0
+    is_done: bool = False
+    _data: bytearray = field(default_factory=bytearray)
+    _sending: threading.Lock = field(default_factory=threading.Lock)
+
+    def send(self, frame: bytes, timeout_seconds: float) -> None:
+        view, deadline = memoryview(frame), monotonic() + timeout_seconds
+        with self._sending, selectors.DefaultSelector() as writable:
+            writable.register(self.socket, selectors.EVENT_WRITE)
+            while view:
+                if not writable.select(max(deadline - monotonic(), 0)):
+                    raise TimeoutError
+                with suppress(BlockingIOError):
+                    view = view[self.socket.send(view) :]
+
+    def take_in(self) -> bool:
+        """Read what has come; False at the end of the connection."""
+        try:
+            data = self.socket.recv(1 << 20)
+        except BlockingIOError:
+            return True
+        self._data += data
+        return bool(data)
+
+    def frames(self) -> Sequence[Json]:
+        found = []
+        while len(self._data) >= 4:
+            (length,) = struct.unpack_from("<I", self._data)
+            if length > _MAX_FRAME_BYTES:
+                raise TransportError(f"a frame of {length} bytes, at most {_MAX_FRAME_BYTES}")
+            if len(self._data) < 4 + length:
+                break
+            found.append(parse_json(bytes(self._data[4 : 4 + length]), "message"))
+            del self._data[: 4 + length]
+        return found
+
+
+def meet(seat: Seat, coordinator: int = 0, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Group:
+    """Return the group once all its ranks are there; every rank must call this together."""
+    if type(coordinator) is not int or not 0 <= coordinator < seat.num_ranks:
+        raise SpecError(
+            f"coordinator_rank is {coordinator!r}, the group has ranks 0 to {seat.num_ranks - 1}"
+        )
+    if not timeout_seconds > 0:
+        raise SpecError(f"timeout_seconds is {timeout_seconds!r}, expected more than 0")
+    if seat.num_ranks == 1 or seat.bulletin is None:
+        return Group(timeout_seconds=timeout_seconds)
+    deadline = monotonic() + timeout_seconds
+    board, host = seat.bulletin, socket.gethostname()
+    if seat.rank == coordinator:
+        return _host_meeting(seat, board, host, deadline, timeout_seconds)
+    board.post(f"{seat.meeting}/rank/{seat.rank}", host)
+    address = board.look(f"{seat.meeting}/address", timeout_seconds)
+    if address is None:
+        raise TransferTimeout(
+            f"coordinator rank {coordinator} did not open a meeting within {timeout_seconds:g} s; "
+            f"all {seat.num_ranks} ranks must make the call"
+        )
+    name, port, token = address.rsplit(" ", 2)
+    try:
+        link = socket.create_connection((name, int(port)), max(deadline - monotonic(), 0.1))
+        link.sendall(f"{token}{seat.rank:08d}".encode())
+    except OSError as cause:
+        raise PeerLost(f"coordinator rank {coordinator} at {name}:{port}: {cause}") from cause
+    return Group(
+        seat.rank,
+        seat.num_ranks,
+        coordinator,
+        links={coordinator: link},
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def _host_meeting(
+    seat: Seat, board: Bulletin, host: str, deadline: float, timeout_seconds: float
+) -> Group:
+    hosts = {seat.rank: host}
+    peers = [rank for rank in range(seat.num_ranks) if rank != seat.rank]
+    for rank in peers:
+        found = board.look(f"{seat.meeting}/rank/{rank}", max(deadline - monotonic(), 0.001))
+        if found is not None:
+            hosts[rank] = found
+    if late := [rank for rank in peers if rank not in hosts]:
+        raise _late(late, timeout_seconds)
+    token = secrets.token_hex(32)
+    links: dict[int, socket.socket] = {}
+    with socket.create_server((_own_address(hosts.values(), host), 0)) as server:
+        name, port = server.getsockname()[:2]
+        board.post(f"{seat.meeting}/address", f"{name} {port} {token}")
+        try:
+            while len(links) < len(peers):
+                server.settimeout(max(deadline - monotonic(), 0.001))
+                link, _ = server.accept()
+                rank = _greeted(link, token, deadline)
+                if rank in peers and rank not in links:
+                    links[rank] = link
+                else:
+                    link.close()
+        except TimeoutError:
+            for link in links.values():
+                link.close()
+            raise _late([rank for rank in peers if rank not in links], timeout_seconds) from None
+    return Group(
+        seat.rank,
+        seat.num_ranks,
+        seat.rank,
+        links=links,
+        hosts=[hosts[rank] for rank in range(seat.num_ranks)],
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def _late(ranks: Sequence[int], timeout_seconds: float) -> TransferTimeout:
+    return TransferTimeout(
+        f"{len(ranks)} ranks did not come within {timeout_seconds:g} s: {list(ranks)[:8]}; all "
+        f"ranks must make the call"
+    )
+
+
+def _own_address(hosts: Iterable[str], host: str) -> str:
+    """Return the address to listen on: nobody else's business unless ranks are elsewhere."""
+    elsewhere = [each for each in hosts if each != host]
+    if not elsewhere:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((elsewhere[0], 9))  # sends nothing; asks the system which way it is
+        except OSError as cause:
+            raise PeerLost(
+                f"no way to the host {elsewhere[0]!r} of another rank: {cause}"
+            ) from cause
+        return str(probe.getsockname()[0])
+
+
+def _greeted(link: socket.socket, token: str, deadline: float) -> int:
+    """Return the rank that a connection says it is; -1 for one that does not know the token."""
+    data = b""
+    try:
+        while len(data) < _HELLO_BYTES:
+            # A stranger who says nothing must not keep the others waiting.
+            link.settimeout(max(min(deadline - monotonic(), 1.0), 0.001))
+            more = link.recv(_HELLO_BYTES - len(data))
+            if not more:
+                return -1
+            data += more
+    except OSError:
+        return -1
+    is_right = hmac.compare_digest(data[:64], token.encode())
+    return int(data[64:]) if is_right and data[64:].isdigit() else -1

@@ -1,0 +1,90 @@
+"""Runs a function on several ranks: real processes, forked once torch and Paddle are imported.
+
+    python tests/ranks.py NUM_RANKS FRAMEWORK FILE FUNCTION [ARGUMENT...]
+
+Each rank has the process group of FRAMEWORK (torch or paddle, both on gloo) and calls
+FUNCTION(rank, num_ranks, *arguments). The exit code is that of the first rank that failed;
+a rank that dies of a signal does not count, tests kill some on purpose.
+"""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+PORTS = 8
+
+
+def run_ranks(num_ranks, file, function, *arguments, framework="torch", timeout=90, check=True):
+    """Run a function of a test file on ranks; return the finished process with its output."""
+    command = [sys.executable, __file__, str(num_ranks), framework, str(file), function, *map(str, arguments)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
+    if check:
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def join_torch(rank, num_ranks, ports):
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    dist.init_process_group("gloo")
+
+
+def join_paddle(rank, num_ranks, ports):
+    import paddle
+    import paddle.distributed as dist
+
+    ends = [f"127.0.0.1:{port}" for port in ports[1 : 1 + num_ranks]]
+    os.environ.update(
+        PADDLE_TRAINER_ID=str(rank), PADDLE_TRAINERS_NUM=str(num_ranks), PADDLE_TRAINER_ENDPOINTS=",".join(ends),
+        PADDLE_CURRENT_ENDPOINT=ends[rank], PADDLE_MASTER=f"127.0.0.1:{ports[0]}", PADDLE_DISTRI_BACKEND="gloo",
+    )  # fmt: skip
+    paddle.set_device("cpu")
+    dist.init_parallel_env()
+    dist.barrier()
+
+
+def main(num_ranks, framework, file, function, *arguments):
+    num_ranks = int(num_ranks)
+    if framework == "torch":
+        import torch.distributed.tensor
+    spec = importlib.util.spec_from_file_location("worker", file)
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    ports = free_ports(1 + num_ranks)
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                {"torch": join_torch, "paddle": join_paddle}[framework](rank, num_ranks, ports)
+                getattr(worker, function)(rank, num_ranks, *arguments)
+                code = 0
+            except BaseException:
+                print(f"rank {rank}:", file=sys.stderr)
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return next((code for code in codes if code > 0), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
