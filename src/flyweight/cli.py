@@ -38,6 +38,7 @@ from flyweight.verbs.compare import verify as verify_weights
 from flyweight.verbs.convert import convert as convert_weights
 from flyweight.verbs.find import prune as prune_versions
 
+FORMATS = ("snapshot", "hf", "dcp", "paddle", "safetensors", "pdparams")
 EXIT_NO, EXIT_FORMAT, EXIT_NOT_THERE, EXIT_PLAN, EXIT_STORE, EXIT_INTERRUPTED = 1, 3, 4, 5, 6, 130
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -280,9 +281,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
 @main.command()
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
-@click.option(
-    "--to", type=click.Choice(["snapshot", "hf", "safetensors", "pdparams"]), required=True
-)
+@click.option("--to", type=click.Choice(FORMATS), required=True)
 @click.option("--version", type=click.IntRange(0), help="The version to write, for snapshots.")
 @click.option(
     "--assume", multiple=True, metavar="OLD=NEW",

@@ -188,3 +188,5 @@ class Format:
     """The small files that make them whole, once checksums and digests are known."""
     has_checksums: bool = False
     """True if the format keeps checksums and digests, so that they are worth computing."""
+    has_values: bool = False
+    """True if the format keeps values that are no tensors."""

@@ -103,13 +103,23 @@ def test_read_only_arrays_are_no_targets(tmp_path):
     assert frozen.tolist() == [1, 1, 1]
 
 
-def test_values_in_a_tuple_are_saved_and_are_no_target(tmp_path):
-    fw.save({"w": np.zeros(3), "betas": (0.9, 0.99)}, tmp_path)
-    with pytest.raises(SpecError, match="cannot be changed, such as tuples: 'betas.0', 'betas.1'"):
-        fw.load(tmp_path, into={"w": np.ones(3), "betas": (0.0, 0.0)})
-    target = {"w": np.ones(3), "betas": [0.0, 0.0]}
+def test_values_in_a_tuple_come_back_in_a_new_tuple(tmp_path):
+    """C37: an optimizer's betas."""
+    fw.save({"w": np.zeros(3), "betas": (0.9, 0.99), "deep": [(1, (2, 3))]}, tmp_path)
+    target = {"w": np.ones(3), "betas": (0.0, 0.0), "deep": [(0, (0, 0))]}
+    fw.load(tmp_path, into=target)
+    assert target["betas"] == (0.9, 0.99)
+    assert target["deep"] == [(1, (2, 3))]
+    target = {"w": np.ones(3), "betas": [0.0, 0.0], "deep": [[0, [0, 0]]]}
     fw.load(tmp_path, into=target)
     assert target["betas"] == [0.9, 0.99]
+    assert target["deep"] == [[1, [2, 3]]]
+
+
+def test_values_in_a_tuple_that_hangs_nowhere_are_no_target(tmp_path):
+    fw.save((np.zeros(3), 0.9), tmp_path)
+    with pytest.raises(SpecError, match="cannot be changed, such as tuples: '1'"):
+        fw.load(tmp_path, into=(np.ones(3), 0.0))
 
 
 def test_empty_arrays_of_absurd_shape_survive(tmp_path):

@@ -75,7 +75,7 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True)
 class _Hook:
-    """Where something hangs: in a container, which itself hangs somewhere, if it is not the root."""
+    """Where something hangs: in a container, which hangs somewhere itself unless it is the root."""
 
     container: Any
     key: Any
@@ -93,8 +93,15 @@ class _Hook:
             self.container[self.key] = value
             return
         assert self.above is not None
-        current = self.above.container[self.above.key]  # other values of it may be new already
+        current = self.above.current()
         self.above.set((*current[: self.key], value, *current[self.key + 1 :]))
+
+    def current(self) -> Any:
+        """Return what hangs here by now: a tuple that was there may have been replaced."""
+        if not isinstance(self.container, tuple):
+            return self.container[self.key]
+        assert self.above is not None
+        return self.above.current()[self.key]
 
 
 @dataclass(frozen=True)

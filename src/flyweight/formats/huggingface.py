@@ -23,7 +23,7 @@ MAX_INDEX_BYTES = 256 << 20
 PART_BYTES = 4 << 30
 
 
-def has_checkpoint(names: list[str]) -> bool:
+def has_checkpoint(names: Sequence[str]) -> bool:
     return SINGLE in names or INDEX in names
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from flyweight.errors import FormatError, SnapshotIncomplete, SnapshotNotFound, SpecError
 from flyweight.events import emit
+from flyweight.formats import pickle_code as code
 from flyweight.formats.huggingface import split_parts
 from flyweight.formats.safetensors import file_plan as safetensors_plan
 from flyweight.ports import FilePlan, Format, Store
@@ -25,35 +26,25 @@ SHARED_DIRECTORY = "/shared_ipc_meta"
 _RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}  # what numpy has no name for
 
 
-def _text(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(data)) + data
-
-
-def _int(number: int) -> bytes:
-    if -(2**31) <= number < 2**31:
-        return b"J" + struct.pack("<i", number)
-    data = number.to_bytes(9, "little", signed=True)
-    return b"\x8a" + bytes([len(data)]) + data
-
-
-def _global(module: str, name: str) -> bytes:
-    return _text(module) + _text(name) + b"\x93"
-
-
-def _array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
+def array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
     """Return the opcodes before an array's bytes: rebuild an empty one, then its state."""
     if spec.dtype.numpy is None and spec.dtype.name not in _RAW:
         raise SpecError(f"a .pdparams pickle cannot hold {spec.dtype}; write it as safetensors")
-    code = _RAW.get(spec.dtype.name) or np.dtype(spec.dtype.numpy).str[1:]
+    kind = _RAW.get(spec.dtype.name) or np.dtype(spec.dtype.numpy).str[1:]
     order = "|" if spec.item_bytes == 1 else "<"
     # numpy 1 and 2 both know the array builder under this name.
-    rebuilt = _global("numpy.core.multiarray", "_reconstruct") + _global("numpy", "ndarray")
-    dtype = _global("numpy", "dtype") + _text(code) + b"\x89\x88\x87R("
-    dtype += _int(3) + _text(order) + b"NNN" + _int(-1) + _int(-1) + _int(0) + b"tb"
-    sizes = b"(" + b"".join(map(_int, shape)) + b"t"
+    rebuild = code.named("numpy.core.multiarray", "_reconstruct")
+    ndarray = code.named("numpy", "ndarray")
+    dtype = code.called(code.named("numpy", "dtype"), code.text(kind), code.FALSE, code.TRUE)
+    fields = (code.number(3), code.text(order), code.NONE, code.NONE, code.NONE)
+    dtype += code.pack((*fields, code.number(-1), code.number(-1), code.number(0))) + b"b"
     nbytes = struct.pack("<Q", spec.dtype.nbytes(prod(shape)))
-    return rebuilt + _int(0) + b"\x85C\x01b\x87R(" + _int(1) + sizes + dtype + b"\x89\x8e" + nbytes
+    array = code.called(rebuild, ndarray, code.numbers([0]), b"C\x01b")
+    return array + b"(" + code.number(1) + code.numbers(shape) + dtype + b"\x89\x8e" + nbytes
+
+
+ARRAY_TAIL = b"tb"
+"""The opcodes after an array's bytes."""
 
 
 def pickle_plan(file: str, parcels: Iterable[Parcel]) -> FilePlan:
@@ -62,12 +53,12 @@ def pickle_plan(file: str, parcels: Iterable[Parcel]) -> FilePlan:
     extents = []
     pending, at = b"\x80\x04}(", 0
     for parcel in parcels:
-        pending += _text(parcel.key) + _array_head(parcel.spec, parcel.box.shape)
+        pending += code.text(parcel.key) + array_head(parcel.spec, parcel.box.shape)
         literals.append((at, pending))
         at += len(pending)
         extents.append(Extent(parcel.name, parcel.box, file, at))
         at += parcel.nbytes
-        pending = b"tb"
+        pending = ARRAY_TAIL
     pending += b"u."
     literals.append((at, pending))
     return FilePlan(file, at + len(pending), literals, extents)

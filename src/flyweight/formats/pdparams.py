@@ -7,19 +7,19 @@ the target knows which it is. `legacy.py` beside this has the names old engines 
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
 
 from flyweight.errors import FormatError, SpecError, listed
+from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickles import Made, Span, read_pickle
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored
-from flyweight.memory import Bytes
+from flyweight.memory import Bytes, bytes_of
 from flyweight.ports import Store
 from flyweight.spec.box import Box, stretch
 from flyweight.spec.dtype import BY_NUMPY, DType
@@ -29,12 +29,20 @@ MAX_LEAVES = 1_000_000
 MAX_NESTING = 32
 
 _ARRAY = {(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")}
+_FROM_BUFFER = {(f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")}
 _SCALAR = {(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")}
 _ENCODE, _DTYPE = ("_codecs", "encode"), ("numpy", "dtype")
 _TUPLE = {("builtins", "tuple"), ("__builtin__", "tuple")}
 _BYTES = {("builtins", "bytes"), ("__builtin__", "bytes")}  # empty ones, before protocol 3
 _ORDERED = ("collections", "OrderedDict")
-ALLOWED = _ARRAY | _SCALAR | _TUPLE | _BYTES | {("numpy", "ndarray"), _DTYPE, _ENCODE, _ORDERED}
+ALLOWED = (
+    _ARRAY
+    | _FROM_BUFFER
+    | _SCALAR
+    | _TUPLE
+    | _BYTES
+    | {("numpy", "ndarray"), _DTYPE, _ENCODE, _ORDERED}
+)
 _SKIPPED = "StructuredToParameterName@@"  # Paddle's own names of the same tensors
 _SPLIT = "UnpackBigParamInfor@@"  # where protocols 2 and 3 cut arrays over 1 GiB
 RAW_MEANINGS = {"u16": {"bf16"}, "i8": {"f8_e4m3", "f8_e5m2"}}
@@ -43,7 +51,7 @@ RAW_MEANINGS = {"u16": {"bf16"}, "i8": {"f8_e4m3", "f8_e5m2"}}
 
 def open_pdparams(store: Store, files: Iterable[str]) -> Stored:
     """Open files that together hold one model, each a pickle or safetensors by its content."""
-    decoded = _DecodedStore(store)
+    decoded = DecodedStore(store)
     tensors: dict[str, TensorSpec] = {}
     values: dict[str, Leaf] = {}
     extents: list[Extent] = []
@@ -53,7 +61,7 @@ def open_pdparams(store: Store, files: Iterable[str]) -> Stored:
         if looks_like_safetensors(head):  # first: its length may start with a pickle's first byte
             found = open_files(store, [file]).manifest
         elif looks_like_pickle(head):
-            found = _read_pickled(decoded, file)
+            found = read_pickled(decoded, file)
             raw_names |= found.tensors.keys()
         else:
             raise FormatError(
@@ -79,7 +87,8 @@ def looks_like_pickle(head: bytes) -> bool:
     return head[:1] == b"\x80"
 
 
-def _read_pickled(store: _DecodedStore, file: str) -> Manifest:
+def read_pickled(store: DecodedStore, file: str) -> Manifest:
+    """Return the arrays and values of one pickle."""
     try:
         return _Pickled(store, file).manifest()
     except RecursionError as cause:
@@ -102,7 +111,7 @@ class _Array:
 class _Pickled:
     """One pickle's arrays and leaves."""
 
-    def __init__(self, store: _DecodedStore, file: str) -> None:
+    def __init__(self, store: DecodedStore, file: str) -> None:
         self._store, self._file = store, file
         self._count = 0
 
@@ -145,7 +154,21 @@ class _Pickled:
     def _extent(self, name: str, box: Box, array: _Array, skip_bytes: int) -> Extent:
         if isinstance(array.data, Span) and not array.data.is_text:
             return Extent(name, box, self._file, array.data.offset + skip_bytes)
-        return Extent(name, box, self._store.add(self._file, array.data, array.nbytes), skip_bytes)
+        decode = partial(self._decoded, array.data, array.nbytes)
+        return Extent(name, box, self._store.add(self._file, decode), skip_bytes)
+
+    def _decoded(self, data: Span | bytes, nbytes: int) -> Bytes:
+        """Return the bytes of an array that its pickle wrote as text."""
+        if isinstance(data, bytes):
+            return bytes_of(data)
+        text = self._store.read(self._file, data.offset, data.nbytes)
+        try:
+            raw = text.decode("utf-8").encode("latin1")
+        except UnicodeError as cause:
+            raise self._refuse(f"has array text that is not latin1: {cause}") from cause
+        if len(raw) != nbytes:
+            raise self._refuse(f"has array text of {len(raw)} bytes, not {nbytes}")
+        return bytes_of(raw)
 
     def _content(self, value: object) -> dict[object, object] | None:
         if isinstance(value, Made) and (value.what.module, value.what.name) == _ORDERED:
@@ -171,7 +194,7 @@ class _Pickled:
                     case (((str() | Span()), each),):
                         yield from self._leaves(name, each, depth + 1)
                         return
-            if kind in _ARRAY:
+            if kind in _ARRAY | _FROM_BUFFER:
                 yield check_name(name), self._array(name, value)
                 return
             if kind in _SCALAR:
@@ -183,9 +206,11 @@ class _Pickled:
         raise self._refuse(f"has a {getattr(value, 'what', type(value).__name__)} at {name!r}")
 
     def _array(self, name: str, made: Made) -> _Array:
-        match made.state:
-            case (int(), tuple() as shape, Made() as described, bool() as is_fortran, data):
+        match made.state, made.args:
+            case (int(), tuple() as shape, Made() as described, bool() as is_fortran, data), _:
                 pass
+            case None, (data, Made() as described, tuple() as shape, "C" | "F" as order):
+                is_fortran = order == "F"  # protocol 5
             case _:
                 raise self._refuse(f"has an array {name!r} without shape, dtype and bytes")
         if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
@@ -279,65 +304,3 @@ def _is_dtype(code: str) -> bool:
     except TypeError:
         return False
     return True
-
-
-class _DecodedStore:
-    """A store with extra files: arrays that their pickle wrote as text, decoded when looked at.
-
-    Text is not seekable, so such an array is decoded whole; only the last one is kept.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._texts: dict[str, Callable[[], Bytes]] = {}
-        self._last: tuple[str, Bytes] | None = None
-        self._lock = threading.Lock()
-
-    def add(self, file: str, data: Span | bytes, nbytes: int) -> str:
-        def decode() -> Bytes:
-            if isinstance(data, bytes):
-                return np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
-            text = self._store.read(file, data.offset, data.nbytes)
-            try:
-                raw = text.decode("utf-8").encode("latin1")
-            except UnicodeError as cause:
-                raise FormatError(f"array text in {file!r} is not latin1: {cause}") from cause
-            if len(raw) != nbytes:
-                raise FormatError(f"array text in {file!r} has {len(raw)} bytes, not {nbytes}")
-            return np.frombuffer(raw, np.uint8)
-
-        name = f"{file}#{len(self._texts)}"
-        self._texts[name] = decode
-        return name
-
-    @property
-    def place(self) -> str:
-        return self._store.place
-
-    def names(self) -> list[str]:
-        return self._store.names()
-
-    def size(self, name: str) -> int:
-        return self._store.size(name)
-
-    def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        return self._store.read(name, offset, nbytes)
-
-    def window(
-        self, name: str, offset: int, nbytes: int, staging: Bytes, *, may_map: bool = True
-    ) -> AbstractContextManager[Bytes]:
-        if name not in self._texts:
-            return self._store.window(name, offset, nbytes, staging, may_map=may_map)
-        with self._lock:
-            if self._last is None or self._last[0] != name:
-                self._last = name, self._texts[name]()
-            return nullcontext(self._last[1][offset : offset + nbytes])
-
-    def is_cached(self, name: str, offset: int, nbytes: int) -> bool:
-        return name not in self._texts and self._store.is_cached(name, offset, nbytes)
-
-    def read_into(self, name: str, offset: int, goals: Sequence[Bytes]) -> None:
-        self._store.read_into(name, offset, goals)
-
-    def close(self) -> None:
-        self._store.close()

@@ -60,16 +60,38 @@ class _Mark: ...
 _MARK = _Mark()
 
 
-def read_pickle(store: Store, file: str, allowed: Collection[tuple[str, str]]) -> object:
-    """Return what the pickle describes: plain values, containers, `Made` records and spans."""
-    return _Machine(store, file, allowed).run()
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """Something that is not in the pickle itself: a tensor's storage, by what names it."""
+
+    what: object
+
+
+def read_pickle(
+    store: Store,
+    file: str,
+    allowed: Collection[tuple[str, str]],
+    *,
+    stretch: Span | None = None,
+    has_objects: bool = False,
+) -> object:
+    """Return what the pickle describes: plain values, containers, `Made` records and spans.
+
+    It is the whole file, or a stretch of it. Pickles of arrays alone have no objects that are
+    made without a call, keys of a dict or kept elsewhere; those of checkpoints may.
+    """
+    machine = _Machine(store, file, allowed, stretch or Span(0, store.size(file)))
+    machine.has_objects = has_objects
+    return machine.run()
 
 
 class _Machine:
-    def __init__(self, store: Store, file: str, allowed: Collection[tuple[str, str]]) -> None:
+    def __init__(
+        self, store: Store, file: str, allowed: Collection[tuple[str, str]], stretch: Span
+    ) -> None:
         self._store, self._file, self._allowed = store, file, allowed
-        self._size = store.size(file)
-        self._at = 0
+        self.has_objects = False
+        self._at, self._size = stretch.offset, stretch.offset + stretch.nbytes
         self._block, self._block_at = b"", 0
         self._stack: list[object] = []
         self._memo: dict[int, object] = {}
@@ -80,6 +102,8 @@ class _Machine:
             if code == b".":
                 return self._stop()
             action = _ACTIONS.get(code)
+            if action is None and self.has_objects:
+                action = _OBJECT_ACTIONS.get(code)
             if action is None:
                 self._refuse(f"has opcode {code!r} at byte {self._at - 1}, which arrays never need")
             action(self)
@@ -204,6 +228,9 @@ class _Machine:
             self._refuse(f"calls {str(what)[:80]!r} before byte {self._at}")
         self._push(Made(what, args))
 
+    def persistent(self) -> None:
+        self._push(Persistent(self._pop()))
+
     def build(self) -> None:
         state, made = self._pop(), self._pop()
         if not isinstance(made, Made) or made.state is not None:
@@ -264,7 +291,8 @@ class _Machine:
         if not isinstance(goal, dict) or len(values) % 2:
             self._refuse(f"sets items of a {type(made).__name__} before byte {self._at}")
         for key, value in zip(values[::2], values[1::2], strict=True):
-            if not isinstance(key, (str, int, float, bool, type(None))):
+            is_object = self.has_objects and isinstance(key, Made)
+            if not is_object and not isinstance(key, (str, int, float, bool, type(None))):
                 self._refuse(f"has a {type(key).__name__} for a key before byte {self._at}")
             if key in goal:
                 self._refuse(f"has the key {str(key)[:80]!r} twice")
@@ -317,4 +345,8 @@ _ACTIONS: dict[bytes, _Action] = {
     b"\x93": _Machine.stack_global,
     b"R": _Machine.reduce,
     b"b": _Machine.build,
+}
+_OBJECT_ACTIONS: dict[bytes, _Action] = {
+    b"\x81": _Machine.reduce,  # NEWOBJ: nothing is called here either way
+    b"Q": _Machine.persistent,
 }

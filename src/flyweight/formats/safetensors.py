@@ -7,7 +7,9 @@ others and against the size of the file.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from flyweight.errors import FormatError, SpecError, listed
 from flyweight.formats.stored import Stored
@@ -35,8 +37,19 @@ def looks_like_safetensors(head: bytes) -> bool:
     return len(head) >= 9 and head[8:9] == b"{" and 2 <= length <= MAX_HEAD_BYTES
 
 
-def read_head(store: Store, file: str) -> tuple[dict[str, TensorSpec], list[Extent], int]:
-    """Return the specs, the extents and the length of the head of one file."""
+@dataclass(frozen=True)
+class Head:
+    """What the head of one file says, after it was checked."""
+
+    tensors: dict[str, TensorSpec]
+    extents: list[Extent]
+    nbytes: int
+    notes: dict[str, Json]
+    """Whatever else its writer noted down."""
+
+
+def read_head(store: Store, file: str) -> Head:
+    """Return the head of one file."""
     size, what = store.size(file), f"{file!r} in {store.place!r}"
     if size < 8:
         raise FormatError(f"{what} has {size} bytes, a safetensors file at least 8")
@@ -49,7 +62,7 @@ def read_head(store: Store, file: str) -> tuple[dict[str, TensorSpec], list[Exte
     record = parse_json(store.read(file, 8, length), f"head of {what}")
     if not isinstance(record, dict):
         raise FormatError(f"head of {what} is a {type(record).__name__}, expected an object")
-    record.pop("__metadata__", None)
+    notes = record.pop("__metadata__", {})
     tensors, extents = {}, []
     for name, entry in record.items():
         spec, begin, end = _entry(check_name(name), entry, what)
@@ -66,7 +79,7 @@ def read_head(store: Store, file: str) -> tuple[dict[str, TensorSpec], list[Exte
         at += tensors[extent.name].nbytes
     if at != size:
         raise FormatError(f"{what} has {size} bytes, its head accounts for {at}")
-    return tensors, extents, 8 + length
+    return Head(tensors, extents, 8 + length, notes if isinstance(notes, dict) else {})
 
 
 def _entry(name: str, entry: Json, what: str) -> tuple[TensorSpec, int, int]:
@@ -100,14 +113,14 @@ def open_files(store: Store, files: Iterable[str], *, format: str = "safetensors
     tensors: dict[str, TensorSpec] = {}
     extents: list[Extent] = []
     for file in files:
-        found, places, _ = read_head(store, file)
-        if doubled := found.keys() & tensors.keys():
+        head = read_head(store, file)
+        if doubled := head.tensors.keys() & tensors.keys():
             raise FormatError(
                 f"{len(doubled)} tensors of {file!r} are in another file of {store.place!r} too: "
                 f"{listed(doubled)}"
             )
-        tensors |= found
-        extents += places
+        tensors |= head.tensors
+        extents += head.extents
     return Stored(Manifest(tensors, extents=extents), store, format=format)
 
 
@@ -124,12 +137,16 @@ def file_plan(
     """
     head: dict[str, Json] = {"__metadata__": {"format": "pt", **(notes or {})}}
     at, places = 0, []
-    for parcel in sorted(parcels, key=lambda each: -each.spec.item_bytes):
+    order = sorted(parcels, key=lambda each: -each.spec.item_bytes)
+    boxes = Counter(parcel.name for parcel in order)
+    for parcel in order:
         name, spec, box = parcel.name, parcel.spec, parcel.box
-        if parcel.key == "__metadata__":
+        # A file's only box of a tensor has its name, so that others find it by that.
+        key = name if boxes[name] == 1 else parcel.key
+        if key == "__metadata__":
             raise SpecError("a tensor is called '__metadata__', which safetensors keeps for itself")
-        if parcel.key in head:
-            raise SpecError(f"two tensors would be {parcel.key!r} in {file!r}")
+        if key in head:
+            raise SpecError(f"two tensors would be {key!r} in {file!r}")
         dtype, shape = spec.dtype, box.shape
         if dtype.safetensors is None:
             if not may_tell_as_bytes:
@@ -137,7 +154,7 @@ def file_plan(
             shape = spec.stored(box).shape + ((spec.item_bytes,) if dtype.bits > 8 else ())
             dtype = DTYPES["u8"]
         nbytes = parcel.nbytes
-        head[parcel.key] = {
+        head[key] = {
             "dtype": dtype.safetensors,
             "shape": list(shape),
             "data_offsets": [at, at + nbytes],

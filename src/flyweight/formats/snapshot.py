@@ -24,6 +24,7 @@ from flyweight.errors import (
 from flyweight.formats import huggingface
 from flyweight.formats.safetensors import file_plan, read_head
 from flyweight.formats.stored import Stored
+from flyweight.formats.torch_dcp import sharding_notes
 from flyweight.memory import bytes_of
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.manifest import Manifest, Parcel, Part
@@ -129,9 +130,9 @@ def check_for_others(stored: Stored) -> None:
     if len(stored.manifest.parts) > 1 and huggingface.is_whole(stored.manifest):
         huggingface.read_index(stored.store, stored.manifest.extents)
     for part in stored.manifest.parts:
-        _, extents, head_bytes = read_head(stored.store, part.file)
+        head = read_head(stored.store, part.file)
         ours = {e.offset for e in stored.manifest.extents if e.file == part.file}
-        if head_bytes != part.head_bytes or {extent.offset for extent in extents} != ours:
+        if head.nbytes != part.head_bytes or {extent.offset for extent in head.extents} != ours:
             raise FormatError(
                 f"head of {part.file!r} in {stored.store.place!r} places tensors at other bytes "
                 f"than the manifest"
@@ -159,11 +160,16 @@ def share_format(rank: int, parcels: Sequence[Parcel], part_bytes: int) -> Forma
     def layout(manifest: Manifest) -> list[FilePlan]:
         parts = huggingface.split_parts(parcels, part_bytes) if parcels else []
         return [
-            file_plan(f"rank-{rank:05d}-{number:05d}.safetensors", part, may_tell_as_bytes=True)
+            file_plan(
+                f"rank-{rank:05d}-{number:05d}.safetensors",
+                part,
+                may_tell_as_bytes=True,
+                notes=sharding_notes(part),
+            )
             for number, part in enumerate(parts, 1)
         ]
 
-    return Format("snapshot", layout, seal, has_checksums=True)
+    return Format("snapshot", layout, seal, has_checksums=True, has_values=True)
 
 
 def snapshot_format(part_bytes: int = huggingface.PART_BYTES) -> Format:
@@ -173,4 +179,5 @@ def snapshot_format(part_bytes: int = huggingface.PART_BYTES) -> Format:
         lambda manifest: huggingface.layout(manifest, part_bytes, may_tell_as_bytes=True),
         seal,
         has_checksums=True,
+        has_values=True,
     )

@@ -10,8 +10,10 @@ from typing import Literal
 from flyweight.errors import SpecError, StoreError
 from flyweight.formats.huggingface import PART_BYTES, huggingface_format
 from flyweight.formats.legacy import pickle_plan
+from flyweight.formats.paddle_dist import PADDLE_FORMAT
 from flyweight.formats.safetensors import file_plan
 from flyweight.formats.stored import Stored
+from flyweight.formats.torch_dcp import DCP_FORMAT
 from flyweight.memory import MEMORY_BYTES
 from flyweight.ports import FilePlan, Format
 from flyweight.spec.manifest import Manifest
@@ -22,7 +24,7 @@ from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.pending import SaveReport
 from flyweight.verbs.save import save_files, save_version
 
-Writable = Literal["snapshot", "hf", "safetensors", "pdparams"]
+Writable = Literal["snapshot", "hf", "dcp", "paddle", "safetensors", "pdparams"]
 
 
 def convert(
@@ -37,8 +39,8 @@ def convert(
 ) -> SaveReport:
     """Write the source's tensors in another format; every byte is checked where it can be.
 
-    `snapshot` adds a version to the run at `destination`, `hf` makes that directory,
-    `safetensors` and `pdparams` that file. `assume` tells dtypes that a pickle cannot:
+    `snapshot` adds a version to the run at `destination`; `hf`, `dcp` and `paddle` make that
+    directory, `safetensors` and `pdparams` that file. `assume` tells dtypes that a pickle cannot:
     {"u16": "bf16"}. Formats without ties get bytes of their own for each name.
     """
     if not isinstance(source, Stored):
@@ -69,11 +71,12 @@ def convert(
     place = as_path(destination)
     if os.path.lexists(place):
         raise StoreError(f"{str(place)!r} is there already; convert never overwrites")
-    into_directory = to != "hf"
+    directories = {"hf": huggingface_format(part_bytes), "dcp": DCP_FORMAT, "paddle": PADDLE_FORMAT}
+    into_directory = to not in directories
     report = save_files(
         stored,
         replace(stored.manifest.untied(), version=None, parts=(), extents=()),
-        huggingface_format(part_bytes) if to == "hf" else _single_file(to, place.name),
+        directories[to] if to in directories else _single_file(to, place.name),
         lambda: LocalDraft(place.parent if into_directory else place, into=into_directory),
         memory_bytes=memory_bytes,
         num_threads=None,
@@ -85,7 +88,9 @@ def convert(
 def _single_file(to: str, name: str) -> Format:
     plans = {"safetensors": file_plan, "pdparams": pickle_plan}
     if to not in plans:
-        raise SpecError(f"format {to!r} is not one of snapshot, hf, {', '.join(plans)}")
+        raise SpecError(
+            f"format {to!r} is not one of snapshot, hf, dcp, paddle, {', '.join(plans)}"
+        )
 
     def layout(manifest: Manifest) -> list[FilePlan]:
         return [plans[to](name, manifest.parcels())]

@@ -14,8 +14,17 @@ from flyweight.errors import (
     SpecError,
     VersionError,
 )
-from flyweight.formats import huggingface, legacy, pdparams, safetensors, snapshot
+from flyweight.formats import (
+    huggingface,
+    legacy,
+    paddle_dist,
+    pdparams,
+    safetensors,
+    snapshot,
+    torch_dcp,
+)
 from flyweight.formats.stored import Stored
+from flyweight.ports import Store
 from flyweight.stores.draft import remove, sweep
 from flyweight.stores.local import LocalStore, as_path, refused
 
@@ -83,8 +92,8 @@ def open_source(
                 elif rank is not None and legacy_id is not None:
                     old_names = legacy.LegacyNames(rank, legacy_id)
                     stored = _open_legacy(place, as_path(shared_directory), old_names, store_at)
-                elif huggingface.has_checkpoint(names):
-                    stored = huggingface.open_huggingface(store_at(place))
+                elif (opener := _opener(names)) is not None:
+                    stored = opener(store_at(place))
                 else:
                     raise _nothing(place, names)
         except FormatError as error:
@@ -101,6 +110,17 @@ def open_source(
         return stored
 
 
+def _opener(names: Sequence[str]) -> Callable[[Store], Stored] | None:
+    """Return what opens a directory of other people's files, going by their names."""
+    kinds: tuple[tuple[Callable[[Sequence[str]], bool], Callable[[Store], Stored]], ...] = (
+        (huggingface.has_checkpoint, huggingface.open_huggingface),
+        (torch_dcp.has_checkpoint, torch_dcp.open_dcp),
+        (torch_dcp.has_safetensors, torch_dcp.open_safetensors_shards),
+        (paddle_dist.has_checkpoint, paddle_dist.open_paddle),
+    )
+    return next((opener for is_there, opener in kinds if is_there(names)), None)
+
+
 StoreAt = Callable[[Path], LocalStore]
 
 
@@ -115,8 +135,10 @@ def _open_file(place: Path, store_at: StoreAt) -> Stored:
     store = store_at(place.parent)
     if place.name == snapshot.MANIFEST:
         return snapshot.open_snapshot(store)
-    if place.name == huggingface.INDEX:
-        return huggingface.open_huggingface(store)
+    if place.name == huggingface.INDEX or place.name.endswith((".metadata", ".distcp")):
+        opener = _opener(store.names())
+        assert opener is not None
+        return opener(store)
     head = store.read(place.name, 0, min(store.size(place.name), 9))
     if safetensors.looks_like_safetensors(head):
         return safetensors.open_files(store, [place.name])
@@ -173,7 +195,7 @@ def _nothing(place: Path, names: Sequence[str]) -> SnapshotNotFound | SnapshotIn
     hint = f"; it has {len(old)} files like {sorted(old)[0]!r}, open one by its path" if old else ""
     return SnapshotNotFound(
         f"{str(place)!r} has no version directory, no {snapshot.MANIFEST!r}, no "
-        f"{huggingface.SINGLE!r} and no {huggingface.INDEX!r}{hint}"
+        f"{huggingface.SINGLE!r}, no {huggingface.INDEX!r} and no '.metadata'{hint}"
     )
 
 

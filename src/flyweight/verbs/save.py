@@ -271,7 +271,7 @@ def save_files(
             len({extent.file for extent in whole.extents}),
             whole.nbytes,
             perf_counter() - started,
-            [] if format.name == "snapshot" else sorted(manifest.values),
+            [] if format.has_values else sorted(manifest.values),
         )
     emit_done(verb, report)
     return report

@@ -1,0 +1,360 @@
+"""Paddle's distributed checkpoints: `{uid}.metadata` and a `{rank}_{uid}.distcp` from each rank.
+
+The metadata is a pickle of three plain classes, the data files are flat `.pdparams`.
+The metadata tells the true dtypes and which box of a tensor each array is. Paddle
+writes it before the data and lets saves mix in one directory, so files and metadata
+are compared name by name before either is believed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flyweight.errors import FormatError, SnapshotIncomplete, SpecError, listed
+from flyweight.formats import pickle_code as code
+from flyweight.formats.decoded import DecodedStore
+from flyweight.formats.legacy import ARRAY_TAIL, array_head
+from flyweight.formats.pdparams import RAW_MEANINGS, looks_like_pickle, read_pickled
+from flyweight.formats.pickles import Made, read_pickle
+from flyweight.formats.safetensors import looks_like_safetensors, open_files
+from flyweight.formats.stored import Stored
+from flyweight.ports import FilePlan, Format, Store
+from flyweight.spec.box import Box, stretch
+from flyweight.spec.dtype import BY_PADDLE, DType
+from flyweight.spec.manifest import (
+    MAX_DIMS,
+    Extent,
+    Manifest,
+    TensorSpec,
+    check_coverage,
+    check_file_name,
+    check_name,
+)
+
+_MODULES = (
+    "paddle.distributed.flex_checkpoint.dcp.metadata",
+    "paddle.distributed.checkpoint.metadata",  # until 3.1
+)
+_CLASSES = ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
+_ALLOWED = {(module, name) for module in _MODULES for name in _CLASSES}
+_METADATA = re.compile(r"[^.].*\.metadata")
+_DATA = re.compile(r"[0-9]+_(.+)\.(distcp|safetensors)")
+MAX_METADATA_BYTES = 1 << 30
+
+
+def has_checkpoint(names: Sequence[str]) -> bool:
+    return any(_METADATA.fullmatch(name) for name in names) or any(
+        re.fullmatch(r"[0-9]+_.+\.distcp", name) for name in names
+    )
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A box of a tensor as the metadata tells it."""
+
+    box: Box
+    dtype: DType | None
+    whole: tuple[int, ...] | None
+    flat: tuple[int, int] | None
+    """Where the array is only a stretch of the box, flattened: from and to."""
+
+
+def open_paddle(store: Store) -> Stored:
+    """Open the directory's checkpoint; a second one in it, finished or not, is refused."""
+    names = store.names()
+    found = sorted(name for name in names if _METADATA.fullmatch(name))
+    data = sorted(name for name in names if _DATA.fullmatch(name))
+    if not found:
+        raise SnapshotIncomplete(
+            f"{store.place!r} has {len(data)} files like {data[0]!r} and no '.metadata': a save "
+            f"that never finished"
+        )
+    if len(found) > 1:
+        raise FormatError(
+            f"{store.place!r} has {len(found)} saves: {listed(found)}; which one is wanted cannot "
+            f"be told, move each to a directory of its own"
+        )
+    try:
+        return _Reader(store, found[0]).stored(data)
+    except SpecError as cause:
+        raise FormatError(f"{found[0]!r} in {store.place!r}: {cause}") from cause
+
+
+class _Reader:
+    def __init__(self, store: Store, file: str) -> None:
+        self._store, self._file = DecodedStore(store), file
+        size = store.size(file)
+        if size > MAX_METADATA_BYTES:
+            raise self._refused(f"has {size} bytes, at most {MAX_METADATA_BYTES}")
+        root = read_pickle(self._store, file, _ALLOWED, has_objects=True)
+        fields = self._fields(root, "Metadata")
+        self._shards = self._read_shards(fields.get("state_dict_metadata"))
+        self._places = self._read_places(fields.get("storage_metadata"))
+        self._by_name: dict[str, dict[str, list[Extent]]] = {}
+
+    def _refused(self, why: str) -> FormatError:
+        return FormatError(f"{self._file!r} in {self._store.place!r} {why}")
+
+    def _fields(self, value: object, kind: str) -> dict[str, object]:
+        """Return an object's fields by name: which there are differs from release to release."""
+        if isinstance(value, Made) and value.what.name == kind and isinstance(value.state, dict):
+            return {str(key): each for key, each in value.state.items()}
+        raise self._refused(f"has {_told(value)} where a {kind} is expected")
+
+    def _read_shards(self, value: object) -> dict[str, list[_Shard]]:
+        if not isinstance(value, dict):
+            raise self._refused(f"has {_told(value)} for its tensors")
+        shards: dict[str, list[_Shard]] = {}
+        for name, entries in value.items():
+            if not isinstance(name, str) or not isinstance(entries, list):
+                raise self._refused(f"has {_told(entries)} for the shards of {str(name)[:80]!r}")
+            shards[check_name(name)] = [self._read_shard(name, each) for each in entries]
+        return shards
+
+    def _read_shard(self, name: str, value: object) -> _Shard:
+        fields = self._fields(value, "LocalTensorMetadata")
+        offset = self._numbers(name, fields.get("global_offset"))
+        shape = self._numbers(name, fields.get("local_shape"))
+        dtype, whole = fields.get("dtype"), fields.get("global_shape")
+        if dtype is not None and (not isinstance(dtype, str) or dtype not in BY_PADDLE):
+            raise self._refused(f"says that {name!r} is {_told(dtype)}")
+        return _Shard(
+            Box(offset, shape),
+            None if dtype is None else BY_PADDLE[str(dtype)],
+            None if whole is None else self._numbers(name, whole),
+            self._flat(name, fields),
+        )
+
+    def _flat(self, name: str, fields: Mapping[str, object]) -> tuple[int, int] | None:
+        if not fields.get("is_flattened"):
+            return None
+        numbers = self._numbers(name, fields.get("flattened_range"))
+        if len(numbers) != 2 or numbers[0] > numbers[1]:
+            raise self._refused(f"has the flat range {numbers} for {name!r}")
+        return numbers[0], numbers[1]
+
+    def _numbers(self, name: str, value: object) -> tuple[int, ...]:
+        if (
+            isinstance(value, (tuple, list))
+            and len(value) <= MAX_DIMS
+            and all(type(each) is int and 0 <= each < 2**63 for each in value)
+        ):
+            return tuple(value)
+        raise self._refused(f"has the numbers {_told(value)} for {name!r}")
+
+    def _read_places(self, value: object) -> dict[tuple[object, ...], str]:
+        """Return which file has each shard; replicas other than the first are not looked at."""
+        if not isinstance(value, dict):
+            raise self._refused(f"has {_told(value)} for its files")
+        places: dict[tuple[object, ...], str] = {}
+        for key, file in value.items():
+            fields = self._fields(key, "LocalTensorIndex")
+            name = fields.get("tensor_key")
+            if fields.get("replica_id") not in (None, 0) or not isinstance(name, str):
+                continue
+            offset = self._numbers(name, fields.get("global_offset"))
+            place = (name, offset, self._flat(name, fields))
+            if places.setdefault(place, check_file_name(file)) != file:
+                raise self._refused(
+                    f"has {name!r} from {offset} on in both {places[place]!r} and {file!r}"
+                )
+        return places
+
+    def stored(self, data: Sequence[str]) -> Stored:
+        tensors: dict[str, TensorSpec] = {}
+        extents: list[Extent] = []
+        raw_names = set()
+        files = {file: self._open(file) for file in sorted(set(self._places.values()))}
+        used: dict[str, set[str]] = {file: set() for file in files}
+        for name, shards in self._shards.items():
+            whole = self._whole(name, shards)
+            for shard in dict.fromkeys(shards):
+                file = self._places.get((name, shard.box.offset, shard.flat))
+                if file is None:
+                    raise self._refused(f"names no file for {name!r} from {shard.box.offset} on")
+                used[file].add(name)
+                dtype, is_raw, places = self._in_file(name, shard, file, files[file])
+                if is_raw:
+                    raw_names.add(name)
+                spec = tensors.setdefault(name, TensorSpec(dtype, whole))
+                if spec.dtype != dtype:
+                    raise self._refused(f"has {name!r} as {spec.dtype} and as {dtype}")
+                extents += places
+        for file, found in files.items():
+            if astray := found.tensors.keys() - used[file]:
+                raise FormatError(
+                    f"{file!r} in {self._store.place!r} has {len(astray)} tensors that "
+                    f"{self._file!r} does not put there: {listed(astray)}; two saves are mixed"
+                )
+        self._check_others([each for each in data if each not in files])
+        manifest = Manifest(tensors, extents=extents)
+        check_coverage(manifest)
+        return Stored(manifest, self._store, format="paddle", raw_names=raw_names)
+
+    def _open(self, file: str) -> Manifest:
+        if file not in self._store.names():
+            raise SnapshotIncomplete(
+                f"{self._file!r} in {self._store.place!r} names {file!r}, which is not there"
+            )
+        head = self._store.read(file, 0, min(self._store.size(file), 9))
+        if looks_like_safetensors(head):
+            return open_files(self._store, [file]).manifest
+        if looks_like_pickle(head):
+            return read_pickled(self._store, file)
+        raise FormatError(
+            f"{file!r} in {self._store.place!r} starts with {head!r}: neither a pickle nor "
+            f"safetensors"
+        )
+
+    def _extents(self, file: str, found: Manifest) -> dict[str, list[Extent]]:
+        if file not in self._by_name:
+            self._by_name[file] = {name: [] for name in found.tensors}
+            for extent in found.extents:
+                self._by_name[file][extent.name].append(extent)
+        return self._by_name[file]
+
+    def _check_others(self, others: Sequence[str]) -> None:
+        """Raise for data that the metadata does not speak of: a rank without any is no sign."""
+        for file in others:
+            if self._open(file).tensors:
+                raise FormatError(
+                    f"{self._store.place!r} has {file!r}, of which {self._file!r} knows nothing: "
+                    f"another save, finished or not, is in the same directory"
+                )
+
+    def _whole(self, name: str, shards: Sequence[_Shard]) -> tuple[int, ...]:
+        wholes = {shard.whole for shard in shards if shard.whole is not None}
+        if len(wholes) > 1 or not shards or len({len(shard.box.shape) for shard in shards}) > 1:
+            raise self._refused(f"gives {name!r} the shapes {listed([str(w) for w in wholes])}")
+        if wholes:
+            (whole,) = wholes
+        else:  # releases before 3.1 do not say
+            whole = tuple(map(max, zip(*(shard.box.end for shard in shards), strict=True)))
+        for shard in shards:
+            if len(whole) != len(shard.box.shape) or not Box.whole(whole).contains(shard.box):
+                raise self._refused(
+                    f"has {shard.box.offset}..{shard.box.end} of {name!r}, which is {whole}"
+                )
+        return whole
+
+    def _in_file(
+        self, name: str, shard: _Shard, file: str, found: Manifest
+    ) -> tuple[DType, bool, list[Extent]]:
+        """Return a shard's dtype, whether only the target knows it, and where its bytes rest."""
+        if name not in found.tensors:
+            raise FormatError(
+                f"{file!r} in {self._store.place!r} lacks {name!r}, which {self._file!r} puts there"
+            )
+        spec = found.tensors[name]
+        flat = shard.flat
+        expected = shard.box.shape if flat is None else (flat[1] - flat[0],)
+        if spec.shape != expected:
+            raise FormatError(
+                f"{name!r} is {spec.shape} in {file!r} and {expected} by {self._file!r} in "
+                f"{self._store.place!r}"
+            )
+        dtype = spec.dtype if shard.dtype is None else shard.dtype
+        if dtype != spec.dtype and dtype.name not in RAW_MEANINGS.get(spec.dtype.name, ()):
+            raise FormatError(
+                f"{name!r} is {spec.dtype} in {file!r} and {dtype} by {self._file!r} in "
+                f"{self._store.place!r}"
+            )
+        is_raw = shard.dtype is None and spec.dtype.name in RAW_MEANINGS
+        extents = []
+        for extent in self._extents(file, found)[name]:
+            if flat is None:
+                box = extent.box.moved(shard.box.offset)
+                extents.append(replace(extent, box=box, checksums=None, digest=None))
+                continue
+            at, start = extent.offset, flat[0] + extent.box.offset[0]
+            for box in stretch(shard.box.shape, start, extent.box.shape[0]):
+                extents.append(Extent(name, box.moved(shard.box.offset), extent.file, at))
+                at += spec.box_bytes(Box.whole((box.num_elements,)))
+        return dtype, is_raw, extents
+
+
+def _told(value: object) -> str:
+    return str(value.what) if isinstance(value, Made) else repr(value)[:80]
+
+
+# Writing: one file, as a job of one rank would write it.
+
+_UID = "0"
+
+
+def _data_file(manifest: Manifest) -> str:
+    # Paddle reads "0_0.distcp" by a short cut that turns 8-bit floats into integers.
+    has_float8 = any(spec.dtype.name.startswith("f8") for spec in manifest.tensors.values())
+    return f"{int(has_float8)}_{_UID}.distcp"
+
+
+def _layout(manifest: Manifest) -> list[FilePlan]:
+    file = _data_file(manifest)
+    literals: list[tuple[int, bytes]] = []
+    extents = []
+    pending, at = b"\x80\x04}(", 0
+    for name, spec in manifest.tensors.items():
+        if spec.dtype.paddle is None:
+            raise SpecError(f"{name!r} is {spec.dtype}, which Paddle has no name for")
+        pending += code.text(name) + array_head(spec, spec.shape)
+        literals.append((at, pending))
+        at += len(pending)
+        extents.append(Extent(name, Box.whole(spec.shape), file, at))
+        at += spec.nbytes
+        pending = ARRAY_TAIL
+    # Only names that are listed here become tensors again.
+    internal = code.table((code.text(name), code.text(name)) for name in manifest.tensors)
+    pending += code.text("StructuredToParameterName@@") + internal + b"u."
+    literals.append((at, pending))
+    return [FilePlan(file, at + len(pending), literals, extents)]
+
+
+def _seal(manifest: Manifest, plans: Sequence[FilePlan]) -> dict[str, bytes]:
+    memo = code.Memo()
+    kinds = {name: code.named(_MODULES[0], name) for name in _CLASSES}
+    shards, places = [], []
+    for extent in manifest.extents:
+        spec = manifest.tensors[extent.name]
+        offset, shape = code.numbers(extent.box.offset), code.numbers(extent.box.shape)
+        shards.append(
+            (
+                code.text(extent.name),
+                code.row(
+                    [
+                        code.made(
+                            memo(kinds["LocalTensorMetadata"]),
+                            global_offset=offset,
+                            local_shape=shape,
+                            dtype=code.text(str(spec.dtype.paddle)),
+                            global_shape=code.numbers(spec.shape),
+                            is_flattened=code.FALSE,
+                            flattened_range=code.NONE,
+                        )
+                    ]
+                ),
+            )
+        )
+    for extent in manifest.extents:
+        key = code.made(
+            memo(kinds["LocalTensorIndex"]),
+            tensor_key=code.text(extent.name),
+            global_offset=code.numbers(extent.box.offset),
+            is_flattened=code.FALSE,
+            flattened_range=code.NONE,
+            replica_id=code.NONE,
+            local_shape=code.numbers(extent.box.shape),
+        )
+        places.append((key, code.text(extent.file)))
+    paths = ((code.text(name), code.pack([code.text(name)])) for name in manifest.tensors)
+    text = code.made(
+        kinds["Metadata"],
+        state_dict_metadata=code.table(shards),
+        storage_metadata=code.table(places),
+        flat_mapping=code.table(paths),
+    )
+    return {f"{_UID}.metadata": b"\x80\x04" + text + b"."}
+
+
+PADDLE_FORMAT = Format("paddle", _layout, _seal)
