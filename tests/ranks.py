@@ -4,7 +4,8 @@
 
 Each rank has the process group of FRAMEWORK (torch or paddle, both on gloo) and calls
 FUNCTION(rank, num_ranks, *arguments). The exit code is that of the first rank that failed;
-a rank that dies of a signal does not count, tests kill some on purpose.
+a rank that dies of a signal does not count, tests kill some on purpose. With 0 ranks the
+function is called once, with its arguments alone, and launches ranks itself.
 """
 
 import importlib.util
@@ -14,8 +15,6 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-
-PORTS = 8
 
 
 def run_ranks(num_ranks, file, function, *arguments, framework="torch", timeout=90, check=True):
@@ -57,13 +56,11 @@ def join_paddle(rank, num_ranks, ports):
     dist.barrier()
 
 
-def main(num_ranks, framework, file, function, *arguments):
-    num_ranks = int(num_ranks)
-    if framework == "torch":
-        import torch.distributed.tensor
-    spec = importlib.util.spec_from_file_location("worker", file)
-    worker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worker)
+def launch(num_ranks, framework, call):
+    """Fork ranks that join the framework's process group and then `call(rank, num_ranks)`.
+
+    Returns their exit codes, minus the number of the signal for those that died of one.
+    """
     ports = free_ports(1 + num_ranks)
     children = []
     for rank in range(num_ranks):
@@ -72,7 +69,7 @@ def main(num_ranks, framework, file, function, *arguments):
             code = 1
             try:
                 {"torch": join_torch, "paddle": join_paddle}[framework](rank, num_ranks, ports)
-                getattr(worker, function)(rank, num_ranks, *arguments)
+                call(rank, num_ranks)
                 code = 0
             except BaseException:
                 print(f"rank {rank}:", file=sys.stderr)
@@ -82,7 +79,19 @@ def main(num_ranks, framework, file, function, *arguments):
                 sys.stderr.flush()
                 os._exit(code)
         children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def main(num_ranks, framework, file, function, *arguments):
+    if framework == "torch":
+        import torch.distributed.tensor
+    spec = importlib.util.spec_from_file_location("worker", file)
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    if int(num_ranks) == 0:  # the function launches ranks itself, round after round
+        getattr(worker, function)(*arguments)
+        return 0
+    codes = launch(int(num_ranks), framework, lambda rank, count: getattr(worker, function)(rank, count, *arguments))
     return next((code for code in codes if code > 0), 0)
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from flyweight.errors import FlyweightError as FlyweightError
     from flyweight.spec.box import Box as Box
     from flyweight.spec.rules import ModelLayout as ModelLayout
-    from flyweight.spec.rules import parse_layout as parse_layout
     from flyweight.verbs.compare import diff as diff
     from flyweight.verbs.compare import verify as verify
     from flyweight.verbs.convert import convert as convert
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from flyweight.verbs.find import versions as versions
     from flyweight.verbs.load import load as load
     from flyweight.verbs.load import load_state_dict as load_state_dict
+    from flyweight.verbs.planning import plan as plan
     from flyweight.verbs.save import save as save
     from flyweight.verbs.save import save_legacy as save_legacy
     from flyweight.verbs.save import save_state_dict as save_state_dict
@@ -35,7 +35,7 @@ _PUBLIC = {
     "load": ("flyweight.verbs.load", "load"),
     "load_state_dict": ("flyweight.verbs.load", "load_state_dict"),
     "open": ("flyweight.verbs.find", "open_source"),
-    "parse_layout": ("flyweight.spec.rules", "parse_layout"),
+    "plan": ("flyweight.verbs.planning", "plan"),
     "prune": ("flyweight.verbs.find", "prune"),
     "save": ("flyweight.verbs.save", "save"),
     "save_legacy": ("flyweight.verbs.save", "save_legacy"),

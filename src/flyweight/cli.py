@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import click
 from rich.console import Console
@@ -32,14 +33,18 @@ from flyweight.errors import (
 )
 from flyweight.events import Event, listening
 from flyweight.spec.manifest import Json
+from flyweight.spec.rules import ModelLayout
 from flyweight.verbs import describe
 from flyweight.verbs.compare import diff as diff_weights
 from flyweight.verbs.compare import verify as verify_weights
 from flyweight.verbs.convert import convert as convert_weights
 from flyweight.verbs.find import prune as prune_versions
+from flyweight.verbs.planning import PlanReport
+from flyweight.verbs.planning import plan as make_plan
 
 FORMATS = ("snapshot", "hf", "dcp", "paddle", "safetensors", "pdparams")
 EXIT_NO, EXIT_FORMAT, EXIT_NOT_THERE, EXIT_PLAN, EXIT_STORE, EXIT_INTERRUPTED = 1, 3, 4, 5, 6, 130
+MAX_CELLS = 128
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -323,6 +328,75 @@ def convert(
             out.print(f"left out {len(report.left_out)} values that are no tensors")
 
     show({**asdict(report), "gb_per_second": report.gb_per_second}, as_json, view)
+
+
+@main.command()
+@click.argument("source", type=click.Path())
+@click.option(
+    "--into", type=click.File("rb"), required=True, metavar="LAYOUT",
+    help="The layout to fill: a JSON file of a mesh and rules.",
+)  # fmt: skip
+@click.option(
+    "--from", "source_layout", type=click.File("rb"), metavar="LAYOUT",
+    help="Ranks that hold the tensors SOURCE names, instead of its files.",
+)  # fmt: skip
+@click.option("--rank", type=click.IntRange(0), help="Plan this sink rank's own part only.")
+@click.option("--copies", "has_copies", is_flag=True, help="Every single copy too, for --json.")
+@version_option
+@memory_option
+@json_option
+def plan(
+    *,
+    source: str,
+    into: BinaryIO,
+    source_layout: BinaryIO | None,
+    rank: int | None,
+    has_copies: bool,
+    version: int | None,
+    memory_bytes: int,
+    as_json: bool,
+) -> None:
+    """Show who would copy what to whom to fill a layout from SOURCE; no byte moves."""
+    report = make_plan(
+        source,
+        into=_layout(into),
+        source_layout=None if source_layout is None else _layout(source_layout),
+        rank=rank,
+        version=version,
+        memory_bytes=memory_bytes,
+    )
+    show(report.record(has_copies=has_copies), as_json, lambda: _show_plan(report))
+
+
+def _layout(file: BinaryIO) -> ModelLayout:
+    return ModelLayout.from_json(file.read(), repr(file.name))
+
+
+def _show_plan(report: PlanReport) -> None:
+    given, taken = report.source_bytes, Counter[int]()
+    for _, sink, nbytes in report.pairs:
+        taken[sink] += nbytes
+    if len(report.sources) * report.num_sink_ranks <= MAX_CELLS:
+        table = Table("from \\ to", *(f"rank {n}" for n in range(report.num_sink_ranks)), box=None)
+        cells = {(source, sink): human(nbytes) for source, sink, nbytes in report.pairs}
+        for index, name in enumerate(report.sources):
+            row = (cells.get((index, sink), "-") for sink in range(report.num_sink_ranks))
+            table.add_row(escape(name), *row)
+        out.print(table)
+    else:
+        per_rank = (("a source gives", given), ("a sink takes", list(taken.values())))
+        for what, amounts in per_rank:
+            low, high = human(min(amounts, default=0)), human(max(amounts, default=0))
+            out.print(f"{what} {low} to {high}; {len(amounts)} of them")
+        out.print(f"{len(report.pairs)} pairs of ranks; all of them with --json")
+    out.print(
+        f"{report.num_copies} copies of {report.num_tensors} tensors, {human(report.nbytes)} in "
+        f"all, planned in {report.seconds:.2f} s"
+    )
+    out.print(
+        f"peak memory of a sink rank: {human(report.peak_bytes)}, of which "
+        f"{human(report.extra_bytes)} are extra"
+    )
 
 
 @main.command()

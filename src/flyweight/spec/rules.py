@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from flyweight.errors import PlanError, SpecError, listed
+from flyweight.errors import FormatError, PlanError, SpecError, listed
 from flyweight.spec.box import Box
 from flyweight.spec.layout import Held, Layout, Shard
 from flyweight.spec.manifest import Json, TensorSpec
@@ -101,6 +101,21 @@ class ModelLayout:
             for rule in self.rules
         ]
         self._rule_index = {id(rule): index for index, rule in enumerate(self.rules)}
+
+    @classmethod
+    def from_json(cls, text: str | bytes, what: str = "layout") -> ModelLayout:
+        """Return the layout that a JSON text describes; anything else raises SpecError."""
+        try:
+            record = parse_json(text.encode() if isinstance(text, str) else text, what)
+        except FormatError as cause:
+            raise SpecError(str(cause)) from cause
+        top = _object(record, what, {"mesh", "rules"}, {"mesh", "rules"})
+        mesh = _object(top["mesh"], f"mesh of {what}")
+        axes = {axis: _whole(size, f"axis {axis!r}") for axis, size in mesh.items()}
+        rules = top["rules"]
+        if not isinstance(rules, list):
+            raise SpecError(f"rules of {what} are a {type(rules).__name__}, expected a list")
+        return cls(axes, [_rule(each, f"rule {n} of {what}") for n, each in enumerate(rules)])
 
     def _check_rule(self, rule: Rule) -> None:
         what = f"rule for {listed(rule.names)}"
@@ -333,18 +348,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     parts = re.split(r"(\*\*|\*)", pattern)
     words = {"**": "(.+)", "*": r"([^.]+)"}
     return re.compile("".join(words.get(part) or re.escape(part) for part in parts))
-
-
-def parse_layout(text: bytes, what: str = "layout") -> ModelLayout:
-    """Return the layout that a JSON text describes; anything else raises SpecError."""
-    record = parse_json(text, what)
-    top = _object(record, what, {"mesh", "rules"}, {"mesh", "rules"})
-    mesh = _object(top["mesh"], f"mesh of {what}")
-    axes = {axis: _whole(size, f"axis {axis!r}") for axis, size in mesh.items()}
-    rules = top["rules"]
-    if not isinstance(rules, list):
-        raise SpecError(f"rules of {what} are a {type(rules).__name__}, expected a list")
-    return ModelLayout(axes, [_rule(each, f"rule {n} of {what}") for n, each in enumerate(rules)])
 
 
 _RULE_FIELDS = {"names", "cut", "cuts", "spread", "local", "join", "groups", "stack"}

@@ -10,6 +10,7 @@ board that all of them can read: a process group's store.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import secrets
@@ -29,6 +30,7 @@ from flyweight.errors import (
     PeerFailed,
     PeerLost,
     SpecError,
+    StoreError,
     TransferTimeout,
     TransportError,
 )
@@ -37,7 +39,10 @@ from flyweight.spec.manifest import Json
 from flyweight.spec.manifest_json import parse_json
 
 TIMEOUT_SECONDS = 120.0
+_PATIENCE = 0.75
+_LINGER_SECONDS = 2.0
 _MAX_FRAME_BYTES = 1 << 30
+_CALLED_OFF = "called off: "
 _HELLO_BYTES = 72  # 64 digits of token, 8 of rank
 
 
@@ -57,10 +62,12 @@ class Group:
         self.rank, self.num_ranks, self.coordinator = rank, num_ranks, coordinator
         self.hosts = hosts
         """The machine of each rank; only the coordinator knows them all."""
-        self._timeout_seconds = timeout_seconds
+        # The coordinator gives a silent rank up before others give the coordinator up for it.
+        self._timeout_seconds = timeout_seconds * (_PATIENCE if rank == coordinator else 1)
         self._links = {peer: _Link(peer, link) for peer, link in (links or {}).items()}
         self._changed = threading.Condition()
         self._fault: TransportError | None = None
+        self._is_failing = False
         self._step = "meet"
         self._is_over = False
         self._last_tick = monotonic()
@@ -123,6 +130,12 @@ class Group:
         self._step = step
         self._raise_fault()
 
+    def _await_fault(self) -> None:
+        """Raise the fault that is there, or that another thread is telling of just now."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fault is not None, self._timeout_seconds)
+        self._raise_fault()
+
     def _raise_fault(self) -> None:
         if self._fault is not None:
             raise self._fault
@@ -135,8 +148,13 @@ class Group:
             link.send(frame, self._timeout_seconds)
         except TimeoutError:
             self._fail(self._silent(link))
+            self._await_fault()
         except OSError as cause:
+            # Why it closed the connection may have arrived before: the listener knows.
+            with self._changed:
+                self._changed.wait_for(lambda: self._fault is not None, _LINGER_SECONDS)
             self._fail(self._lost(link, cause))
+            self._await_fault()
         self._raise_fault()
 
     def _receive(self, link: _Link) -> Json:
@@ -146,10 +164,14 @@ class Group:
                 self._raise_fault()
                 left = max(started, link.heard) + self._timeout_seconds - monotonic()
                 if left <= 0:
-                    self._fail(self._silent(link))
-                    self._raise_fault()
+                    break
                 self._changed.wait(left)
-            step, body = link.inbox.popleft()
+            found = link.inbox.popleft() if link.inbox else None
+        if found is None:
+            self._fail(self._silent(link))
+            self._await_fault()
+        assert found is not None
+        step, body = found
         if step != self._step:
             raise TransportError(
                 f"rank {link.peer} is at step {step!r}, this rank {self.rank} at {self._step!r}; "
@@ -171,17 +193,19 @@ class Group:
         return f"{'coordinator ' if link.peer == self.coordinator else ''}rank {link.peer}"
 
     def _fail(self, fault: TransportError, *, except_for: int | None = None) -> None:
-        """Remember the first fault, and have the coordinator tell all others of it."""
+        """Remember the first fault, after the coordinator has told all others of it."""
         with self._changed:
-            is_first = self._fault is None
-            if is_first:
-                self._fault = fault
-            self._changed.notify_all()
-        if is_first and self.is_coordinator:
+            if self._is_failing:
+                return
+            self._is_failing = True
+        if self.is_coordinator:
             body: Json = {"type": type(fault).__name__, "text": str(fault)}
             for peer, link in self._links.items():
                 if peer != except_for:
                     self._tell(link, body)
+        with self._changed:  # who waits may close connections as soon as it knows
+            self._fault = fault
+            self._changed.notify_all()
 
     def _tell(self, link: _Link, body: Json) -> None:
         with suppress(OSError):
@@ -191,31 +215,30 @@ class Group:
     # The thread that listens.
 
     def _listen(self) -> None:
-        while True:
+        num_open = len(self._links)
+        while num_open or not self._is_over:
             for key, _ in self._selector.select():
                 link: _Link | None = key.data
-                if link is None:
-                    return
+                if link is None:  # woken to look whether it is over
+                    if self._woken.recv(1) == _STOP:
+                        return
+                    continue
                 try:
                     is_open = link.take_in()
                     frames = list(link.frames())
+                    for frame in frames:
+                        self._handle(link, frame)
+                    if is_open:
+                        continue
+                    fault = None if link.is_done else self._lost(link)
                 except OSError as cause:
-                    self._drop(link)
-                    self._fail(self._lost(link, cause))
-                    continue
+                    fault = self._lost(link, cause)
                 except FlyweightError as error:
-                    self._drop(link)
-                    self._fail(PeerLost(f"{self._called(link)} sent no message: {error}"))
-                    continue
-                for frame in frames:
-                    self._handle(link, frame)
-                if not is_open:
-                    self._drop(link)
-                    if not link.is_done:
-                        self._fail(self._lost(link))
-
-    def _drop(self, link: _Link) -> None:
-        self._selector.unregister(link.socket)
+                    fault = PeerLost(f"{self._called(link)} sent no message: {error}")
+                self._selector.unregister(link.socket)
+                num_open -= 1
+                if fault is not None and not self._is_over:
+                    self._fail(fault)
 
     def _handle(self, link: _Link, frame: Json) -> None:
         match frame:
@@ -247,30 +270,48 @@ class Group:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Tell the others how it ended here, then let go of every connection."""
-        if error is not None and error is not self._fault:
-            text = (
-                f"rank {self.rank} failed in step {self._step!r}: {type(error).__name__}: {error}"
-            )
-            self._fail(PeerFailed(text))
-            if not self.is_coordinator and self._links:
-                body: Json = {"type": "PeerFailed", "text": text}
-                self._tell(self._links[self.coordinator], body)
-        elif error is None:
-            for link in self._links.values():
-                with suppress(OSError):
-                    link.send(_DONE, 1.0)
-        self.close()
+        """Tell the others how it ended here, then let go of every connection.
+
+        A file that is gone because another rank gave up is not the reason: that rank's is raised.
+        """
+        try:
+            if isinstance(error, StoreError) and error.errno == errno.ENOENT and self._links:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._fault is not None, _LINGER_SECONDS)
+                if self._fault is not None:
+                    raise self._fault from error
+            if error is not None and error is not self._fault:
+                self._tell_of(error)
+            elif error is None:
+                for link in self._links.values():
+                    with suppress(OSError):
+                        link.send(_DONE, 1.0)
+        finally:
+            self.close()
+
+    def _tell_of(self, error: BaseException) -> None:
+        what = f"{type(error).__name__}: {error}"
+        text = f"rank {self.rank} failed in step {self._step!r}: {what}"
+        self._fail(PeerFailed(text))
+        if not self.is_coordinator and self._links:
+            self._tell(self._links[self.coordinator], {"type": "PeerFailed", "text": text})
 
     def close(self) -> None:
         if self._post is None:
             return
-        self._wake.send(b".")
-        self._post.join()
+        self._is_over = True
+        for link in self._links.values():
+            with suppress(OSError):
+                link.socket.shutdown(socket.SHUT_WR)
+        # A connection that is closed over unread bytes takes back what was sent by it: listen on
+        # until the others have closed too, but not for ever.
+        self._wake.send(_LOOK)
+        self._post.join(_LINGER_SECONDS)
+        if self._post.is_alive():
+            self._wake.send(_STOP)
+            self._post.join()
         self._post = None
         for link in self._links.values():
-            with suppress(OSError):  # what was sent arrives before the end does
-                link.socket.shutdown(socket.SHUT_WR)
             link.socket.close()
         for each in (self._wake, self._woken, self._selector):
             each.close()
@@ -281,6 +322,7 @@ def _frame(message: Json) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
+_LOOK, _STOP = b"?", b"."
 _TICK, _DONE = _frame({"kind": "tick"}), _frame({"kind": "done"})
 _FAULTS: dict[str, type[TransportError]] = {
     each.__name__: each for each in (PeerLost, PeerFailed, TransferTimeout)
@@ -344,7 +386,7 @@ def meet(seat: Seat, coordinator: int = 0, *, timeout_seconds: float = TIMEOUT_S
     deadline = monotonic() + timeout_seconds
     board, host = seat.bulletin, socket.gethostname()
     if seat.rank == coordinator:
-        return _host_meeting(seat, board, host, deadline, timeout_seconds)
+        return _host_meeting(seat, board, host, timeout_seconds)
     board.post(f"{seat.meeting}/rank/{seat.rank}", host)
     address = board.look(f"{seat.meeting}/address", timeout_seconds)
     if address is None:
@@ -352,6 +394,9 @@ def meet(seat: Seat, coordinator: int = 0, *, timeout_seconds: float = TIMEOUT_S
             f"coordinator rank {coordinator} did not open a meeting within {timeout_seconds:g} s; "
             f"all {seat.num_ranks} ranks must make the call"
         )
+    if address.startswith(_CALLED_OFF):
+        board.post(f"{seat.meeting}/heard/{seat.rank}", host)
+        raise TransferTimeout(address.removeprefix(_CALLED_OFF))
     name, port, token = address.rsplit(" ", 2)
     try:
         link = socket.create_connection((name, int(port)), max(deadline - monotonic(), 0.1))
@@ -367,9 +412,9 @@ def meet(seat: Seat, coordinator: int = 0, *, timeout_seconds: float = TIMEOUT_S
     )
 
 
-def _host_meeting(
-    seat: Seat, board: Bulletin, host: str, deadline: float, timeout_seconds: float
-) -> Group:
+def _host_meeting(seat: Seat, board: Bulletin, host: str, timeout_seconds: float) -> Group:
+    patience_seconds = _PATIENCE * timeout_seconds
+    deadline = monotonic() + patience_seconds
     hosts = {seat.rank: host}
     peers = [rank for rank in range(seat.num_ranks) if rank != seat.rank]
     for rank in peers:
@@ -377,7 +422,11 @@ def _host_meeting(
         if found is not None:
             hosts[rank] = found
     if late := [rank for rank in peers if rank not in hosts]:
-        raise _late(late, timeout_seconds)
+        error = _late(late, patience_seconds)
+        board.post(f"{seat.meeting}/address", f"{_CALLED_OFF}{error}")
+        for rank in hosts.keys() - {seat.rank}:  # the board may be ours, and end with us
+            board.look(f"{seat.meeting}/heard/{rank}", 1.0)
+        raise error
     token = secrets.token_hex(32)
     links: dict[int, socket.socket] = {}
     with socket.create_server((_own_address(hosts.values(), host), 0)) as server:
@@ -395,7 +444,8 @@ def _host_meeting(
         except TimeoutError:
             for link in links.values():
                 link.close()
-            raise _late([rank for rank in peers if rank not in links], timeout_seconds) from None
+            missing = [rank for rank in peers if rank not in links]
+            raise _late(missing, patience_seconds) from None
     return Group(
         seat.rank,
         seat.num_ranks,

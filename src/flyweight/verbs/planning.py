@@ -1,0 +1,147 @@
+"""Planning: who would copy what to whom, as data, without moving a byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from flyweight.errors import SpecError
+from flyweight.formats.crew import default_threads
+from flyweight.formats.reader import WINDOW_BYTES
+from flyweight.formats.stored import Stored
+from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
+from flyweight.plan.reshard import Plan, reshard
+from flyweight.ports import WINDOW_SLACK
+from flyweight.spec.layout import Shard
+from flyweight.spec.manifest import TensorSpec
+from flyweight.spec.rules import ModelLayout
+from flyweight.verbs.find import PathLike, open_source
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a plan comes to. Bytes are those of the tensors, whatever way they will travel."""
+
+    place: str
+    num_tensors: int
+    num_copies: int
+    nbytes: int
+    """All that moves; a replica counts each time."""
+    sources: list[str]
+    """What each source rank is called: a rank, or a file."""
+    num_sink_ranks: int
+    pairs: list[tuple[int, int, int]]
+    """(source, sink, bytes), for those that have anything to do with each other."""
+    sink_bytes: list[int]
+    """What each sink rank holds in the end."""
+    extra_bytes: int
+    """What a sink rank needs beside that on the way, at most."""
+    seconds: float
+    plan: Plan = field(repr=False, compare=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that a sink rank needs."""
+        return max(self.sink_bytes, default=0) + self.extra_bytes
+
+    @property
+    def source_bytes(self) -> list[int]:
+        """What each source rank gives."""
+        given = [0] * len(self.sources)
+        for source, _, nbytes in self.pairs:
+            given[source] += nbytes
+        return given
+
+    def record(self, *, has_copies: bool = False) -> dict[str, object]:
+        """Return all of it as plain data; the copies themselves only if asked for."""
+        fields = {name: value for name, value in vars(self).items() if name != "plan"}
+        fields |= {"peak_bytes": self.peak_bytes, "source_bytes": self.source_bytes}
+        if has_copies:
+            fields["copies"] = [
+                {
+                    "name": copy.name,
+                    "source": copy.source.rank,
+                    "sink": copy.sink.rank,
+                    "offset": list(copy.box.offset),
+                    "shape": list(copy.box.shape),
+                }
+                for copy in self.plan.copies()
+            ]
+        return fields
+
+
+def plan(
+    source: PathLike | Stored,
+    *,
+    into: ModelLayout,
+    source_layout: ModelLayout | None = None,
+    rank: int | None = None,
+    version: int | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+) -> PlanReport:
+    """Return the plan that would fill the ranks of `into`, or raise saying what does not fit.
+
+    The source is files, as they rest; with a `source_layout`, ranks that hold the tensors that
+    those files name. With `rank`, only that sink rank's own part is planned.
+    """
+    if not isinstance(source, Stored):
+        with open_source(source, version=version) as stored:
+            return plan(
+                stored,
+                into=into,
+                source_layout=source_layout,
+                rank=rank,
+                memory_bytes=memory_bytes,
+            )
+    started, manifest = perf_counter(), source.manifest.untied()
+    check_memory_bytes(memory_bytes)
+    if rank is not None and not 0 <= rank < into.num_ranks:
+        raise SpecError(f"rank {rank} of a layout of {into.num_ranks} ranks")
+    with collector_paused():
+        sink = into.shards(manifest.tensors, rank=rank)
+        held: Mapping[str, Sequence[Shard]]
+        if source_layout is None:
+            names, held = _files(source)
+        else:
+            names = [f"rank {each}" for each in range(source_layout.num_ranks)]
+            held = source_layout.shards(manifest.tensors, names=None if rank is None else sink)
+        made = reshard(held, sink)
+        pairs = made.pairs({name: spec.dtype.bits for name, spec in manifest.tensors.items()})
+    return PlanReport(
+        source.store.place,
+        len(sink),
+        made.num_copies,
+        sum(pairs.values()),
+        names,
+        into.num_ranks,
+        sorted((a, b, nbytes) for (a, b), nbytes in pairs.items()),
+        _sink_bytes(manifest.tensors, sink, into.num_ranks),
+        min(memory_bytes, default_threads() * (WINDOW_BYTES + WINDOW_SLACK), manifest.nbytes),
+        perf_counter() - started,
+        made,
+    )
+
+
+def _files(stored: Stored) -> tuple[list[str], Mapping[str, Sequence[Shard]]]:
+    """Return the files, and which of them has what of each tensor."""
+    files = sorted({extent.file for extent in stored.manifest.extents})
+    number = {file: index for index, file in enumerate(files)}
+    extents = stored.manifest.extents
+    return files, {
+        name: [Shard(number[extents[s.rank].file], s.box) for s in stored.shards(name)]
+        for name in stored.manifest.names
+    }
+
+
+def _sink_bytes(
+    tensors: Mapping[str, TensorSpec], sink: Mapping[str, tuple[Shard, ...]], num_ranks: int
+) -> list[int]:
+    held = [0] * num_ranks
+    alike = Counter((id(shards), tensors[name]) for name, shards in sink.items())
+    by_id = {id(shards): shards for shards in sink.values()}
+    for (shards, spec), count in alike.items():
+        for shard in by_id[shards]:
+            held[shard.rank] += count * spec.box_bytes(shard.box)
+    return held
