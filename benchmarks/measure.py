@@ -142,6 +142,18 @@ class Runs:
         }
 
 
+def print_rows(title: str, rows: dict[str, dict[str, object]]) -> None:
+    """Print contenders beside each other; the first is the limit that the others are told of."""
+    limit = float(str(next(iter(rows.values()))["gb_per_second_median"]))
+    print(f"\n{title}\n{'':32s} GB/s median (min..max)   of limit   extra MiB")
+    for name, row in rows.items():
+        row["of_limit"] = round(float(str(row["gb_per_second_median"])) / limit, 3)
+        print(
+            f"{name:32s} {row['gb_per_second_median']:6.2f} ({row['gb_per_second_min']:5.2f}..{row['gb_per_second_max']:5.2f})"
+            f"          {row['of_limit']:5.2f}   {row['extra_mib_max']:8.1f}"
+        )
+
+
 def machine() -> dict[str, object]:
     with open("/proc/cpuinfo") as file:
         cpu = next((line.split(":")[1].strip() for line in file if "model name" in line), "unknown")

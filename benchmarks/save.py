@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import Runs, llm_weights, nbytes, record
+from measure import Runs, llm_weights, nbytes, print_rows, record
 
 import flyweight as fw
 
@@ -104,15 +104,9 @@ def main() -> None:
             shutil.rmtree(place)
     total = nbytes(weights)
     rows = {name: each.summary(total) for name, each in runs.items()}
-    limit = float(str(rows["limit: plain writes"]["gb_per_second_median"]))
-    print(f"\n{total / 2**30:.1f} GiB, {len(weights)} tensors, {options.repeats} repeats, durable")
-    print(f"{'':32s} GB/s median (min..max)   of limit   extra MiB")
-    for name, row in rows.items():
-        row["of_limit"] = round(float(str(row["gb_per_second_median"])) / limit, 3)
-        print(
-            f"{name:32s} {row['gb_per_second_median']:6.2f} ({row['gb_per_second_min']:5.2f}..{row['gb_per_second_max']:5.2f})"
-            f"          {row['of_limit']:5.2f}   {row['extra_mib_max']:8.1f}"
-        )
+    print_rows(
+        f"{total / 2**30:.1f} GiB, {len(weights)} tensors, {options.repeats} repeats, durable", rows
+    )
     result: dict[str, object] = {
         "bytes": total,
         "tensors": len(weights),

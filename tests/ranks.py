@@ -19,7 +19,15 @@ from pathlib import Path
 
 def run_ranks(num_ranks, file, function, *arguments, framework="torch", timeout=90, check=True):
     """Run a function of a test file on ranks; return the finished process with its output."""
-    command = [sys.executable, __file__, str(num_ranks), framework, str(file), function, *map(str, arguments)]
+    command = [
+        sys.executable,
+        __file__,
+        str(num_ranks),
+        framework,
+        str(file),
+        function,
+        *map(str, arguments),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     if check:
@@ -38,7 +46,12 @@ def free_ports(count):
 def join_torch(rank, num_ranks, ports):
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(ports[0]),
+        RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+    )
     dist.init_process_group("gloo")
 
 
@@ -84,14 +97,18 @@ def launch(num_ranks, framework, call):
 
 def main(num_ranks, framework, file, function, *arguments):
     if framework == "torch":
-        import torch.distributed.tensor
+        pass
     spec = importlib.util.spec_from_file_location("worker", file)
     worker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(worker)
     if int(num_ranks) == 0:  # the function launches ranks itself, round after round
         getattr(worker, function)(*arguments)
         return 0
-    codes = launch(int(num_ranks), framework, lambda rank, count: getattr(worker, function)(rank, count, *arguments))
+    codes = launch(
+        int(num_ranks),
+        framework,
+        lambda rank, count: getattr(worker, function)(rank, count, *arguments),
+    )
     return next((code for code in codes if code > 0), 0)
 
 

@@ -23,8 +23,7 @@ def test_the_examples_of_a_page_run(page, tmp_path):
         if language == "python":
             program.append(text)
         else:
-            program += [f"subprocess.run({line!r}, shell=True, check=True)"
-                        for line in text.splitlines() if line and not line.startswith("#")]  # fmt: skip
+            program.append(f"subprocess.run(['bash', '-e', '-c', {text!r}], check=True)")
     env = {**os.environ, "PATH": f"{bin_directory}:{os.environ['PATH']}"}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(program)],

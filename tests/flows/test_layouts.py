@@ -7,13 +7,13 @@ import numpy as np
 import paddle
 import pytest
 import torch
-from ranks import run_ranks
 
 import flyweight as fw
 from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, SpecError
+from ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "spec"))
-from test_rules import LAYOUTS, MODEL, SPECS, rank_tensors  # noqa: E402
+from test_rules import LAYOUTS, MODEL, SPECS, rank_tensors
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,9 @@ MAKERS = {
     "numpy": lambda array: np.zeros_like(array),
     "torch": lambda array: torch.zeros(array.shape),
     "paddle": lambda array: paddle.zeros(list(array.shape)),
-    "torch, turned": lambda array: torch.zeros(array.shape[::-1]).permute(*reversed(range(array.ndim))),
+    "torch, turned": lambda array: torch.zeros(array.shape[::-1]).permute(
+        *reversed(range(array.ndim))
+    ),
 }
 
 
@@ -46,7 +48,9 @@ def test_each_rank_of_a_layout_is_filled_byte_for_byte(run, name, framework):
 
 def test_only_the_byte_ranges_that_a_rank_needs_are_read(tmp_path):
     fw.save({"w": np.zeros((64, 1 << 18), np.uint8)}, tmp_path)
-    layout = fw.ModelLayout.from_json('{"mesh": {"tp": 4}, "rules": [{"names": "**", "cut": {"0": "tp"}}]}')
+    layout = fw.ModelLayout.from_json(
+        '{"mesh": {"tp": 4}, "rules": [{"names": "**", "cut": {"0": "tp"}}]}'
+    )
     report = fw.load(tmp_path, into={"w": np.ones((16, 1 << 18), np.uint8)}, layout=layout, rank=2)
     assert report.read_bytes == 16 << 18
 
@@ -91,11 +95,15 @@ def save_ranks(rank, num_ranks, name, like, place):
 def test_tied_tensors_stay_tied_by_layout_too(tmp_path):
     fw.save({"embed": np.arange(8.0), "head": np.arange(8.0)}, tmp_path / "run")
     shared = np.zeros(4)
-    layout = fw.ModelLayout.from_json('{"mesh": {"tp": 2}, "rules": [{"names": "**", "cut": {"0": "tp"}}]}')
+    layout = fw.ModelLayout.from_json(
+        '{"mesh": {"tp": 2}, "rules": [{"names": "**", "cut": {"0": "tp"}}]}'
+    )
     fw.load(tmp_path / "run", into={"embed": shared, "head": shared}, layout=layout, rank=1)
     assert shared.tolist() == [4, 5, 6, 7]
     fw.save({"embed": np.arange(8.0), "head": np.ones(8)}, tmp_path / "other")
-    with pytest.raises(PlanError, match="'embed' and 'head' are one tensor in the target and differ"):
+    with pytest.raises(
+        PlanError, match="'embed' and 'head' are one tensor in the target and differ"
+    ):
         fw.load(tmp_path / "other", into={"embed": shared, "head": shared}, layout=layout, rank=1)
 
 
@@ -135,7 +143,12 @@ def test_what_is_asked_for_must_make_sense(run, tmp_path):
     with pytest.raises(SpecError, match="does not lie in a tensor"):
         fw.save({"w": fw.Sharded(np.zeros(4), shape=(6,), offset=(3,))}, tmp_path / "run")
     with pytest.raises(SpecError, match=r"a layout is given, and 1 tensors carry their own"):
-        fw.load(run, into={"w": fw.Sharded(np.zeros(4), shape=(8,), offset=(0,))}, layout=LAYOUTS["tp"], rank=0)
+        fw.load(
+            run,
+            into={"w": fw.Sharded(np.zeros(4), shape=(8,), offset=(0,))},
+            layout=LAYOUTS["tp"],
+            rank=0,
+        )
     with pytest.raises(SpecError, match="process_group is a int"):
         fw.save(target(), tmp_path / "run", process_group=3)
     assert len(SPECS) == len(MODEL)

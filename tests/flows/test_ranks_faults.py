@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import launch, run_ranks
 
 import flyweight as fw
+from ranks import launch, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-import syscalls  # noqa: E402
+import syscalls
 
 TIMEOUT = 4.0
 ROWS = 6
@@ -40,14 +40,19 @@ def shards(version, rank, num_ranks):
 
 def whole_of(version):
     generator = torch.Generator().manual_seed(version)
-    return {"w": torch.randn(ROWS, 200_000, generator=generator), "copied": torch.randn(50, generator=generator)}
+    return {
+        "w": torch.randn(ROWS, 200_000, generator=generator),
+        "copied": torch.randn(50, generator=generator),
+    }
 
 
 def check_newest(run):
     """The newest version is whole and right; returns it."""
     target = {"w": torch.zeros(ROWS, 200_000), "copied": torch.zeros(50), "step": 0}
     version = fw.load(run, into=target).version
-    assert all(torch.equal(target[name], tensor) for name, tensor in whole_of(version).items()), version
+    assert all(torch.equal(target[name], tensor) for name, tensor in whole_of(version).items()), (
+        version
+    )
     assert target["step"] == version
     return version
 
@@ -100,7 +105,12 @@ def rounds(root, victim, coordinator):
 
             def call():
                 fw.save_state_dict(
-                    shards(2, rank, num_ranks), run, None, coordinator, version=2, timeout_seconds=TIMEOUT
+                    shards(2, rank, num_ranks),
+                    run,
+                    None,
+                    coordinator,
+                    version=2,
+                    timeout_seconds=TIMEOUT,
                 )
 
             attempt(place, rank, call)
@@ -121,7 +131,9 @@ def rounds(root, victim, coordinator):
                 continue
             assert each["error"] in ("PeerLost", "TransferTimeout"), (number, rank, each)
             # The store of the process group itself lives in rank 0.
-            assert f"rank {victim}" in each["text"] or (victim == 0 and "store is gone" in each["text"]), (number, each)
+            assert f"rank {victim}" in each["text"] or (
+                victim == 0 and "store is gone" in each["text"]
+            ), (number, each)
             if "is there all the same" in each["text"]:
                 assert version == 2
         assert fw.versions(run) == ([1] if version == 1 else [1, 2])
@@ -135,7 +147,9 @@ def rounds(root, victim, coordinator):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("victim", "coordinator"), [(1, 0), (2, 2), (0, 0), (0, 1)])
-def test_a_rank_killed_at_any_call_of_a_save_is_named_and_the_newest_version_is_whole(tmp_path, victim, coordinator):
+def test_a_rank_killed_at_any_call_of_a_save_is_named_and_the_newest_version_is_whole(
+    tmp_path, victim, coordinator
+):
     """C38."""
     done = run_ranks(0, __file__, "rounds", tmp_path, victim, coordinator, timeout=280)
     fates = json.loads(done.stdout.splitlines()[-1])
@@ -316,7 +330,12 @@ def test_what_goes_wrong_on_one_rank_is_told_to_all(tmp_path, name):
     found = told(tmp_path, kinds)
     for rank, each in found.items():
         assert each["error"] in kinds[rank].split(), (rank, each)
-        is_own = each["error"] not in ("PeerFailed", "PeerLost", "TransferTimeout", "FlyweightError")
+        is_own = each["error"] not in (
+            "PeerFailed",
+            "PeerLost",
+            "TransferTimeout",
+            "FlyweightError",
+        )
         assert re.search(own if is_own and own else others, each["text"]), (rank, each)
         assert each["seconds"] < TIMEOUT + 2, (rank, each)
     if name != "damaged":
@@ -335,7 +354,11 @@ def measured(rank, num_ranks, root):
     tensor.random_(generator=torch.Generator().manual_seed(rank))
     state = {"w": fw.Sharded(tensor, shape=(whole, 1 << 20), offset=(64 * rank, 0))}
     group = torch.distributed.group.WORLD
-    fw.save({"v": fw.Sharded(tensor[:1], shape=(num_ranks, 1 << 20), offset=(rank, 0))}, Path(root) / "warm", process_group=group)
+    fw.save(
+        {"v": fw.Sharded(tensor[:1], shape=(num_ranks, 1 << 20), offset=(rank, 0))},
+        Path(root) / "warm",
+        process_group=group,
+    )
     base = peak_bytes()
     fw.save(state, Path(root) / "run", process_group=group, memory_bytes=32 << 20)
     saved = peak_bytes() - base
@@ -352,7 +375,9 @@ def measured(rank, num_ranks, root):
 def peak_bytes():
     """The most anonymous memory so far: what is resident, without the pages of mapped files."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    Path("/proc/self/clear_refs").write_text("5") if os.access("/proc/self/clear_refs", os.W_OK) else None
+    Path("/proc/self/clear_refs").write_text("5") if os.access(
+        "/proc/self/clear_refs", os.W_OK
+    ) else None
     return int(fields["RssAnon"].split()[0]) << 10
 
 
@@ -367,6 +392,8 @@ def test_numpy_state_needs_no_framework_and_no_group(tmp_path):
 
 def test_one_rank_of_several_cannot_save_alone(tmp_path):
     half = fw.Sharded(np.zeros(4), shape=(8,), offset=(4,))
-    with pytest.raises(fw.FlyweightError, match=r"hold 4 of the 8 elements of 'w'[\s\S]*process_group"):
+    with pytest.raises(
+        fw.FlyweightError, match=r"hold 4 of the 8 elements of 'w'[\s\S]*process_group"
+    ):
         fw.save({"w": half}, tmp_path / "run")
     assert not list(tmp_path.iterdir())

@@ -10,13 +10,25 @@ import paddle
 import pytest
 import torch
 from paddle.distributed.flex_checkpoint.dcp import metadata as meta_classes
-from ranks import run_ranks
 
 import flyweight as fw
 from flyweight.errors import FormatError, SnapshotIncomplete
+from ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-KINDS = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64"]
+KINDS = [
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+]
 fresh = count()
 
 
@@ -34,7 +46,11 @@ def raw(tensor):
 
 def state():
     tensors = {f"d.{kind}": whole(kind) for kind in KINDS}
-    return tensors | {"scalar": paddle.to_tensor(2.5), "cube": whole("float32", (2, 3, 4)), "x" * 300: whole()}
+    return tensors | {
+        "scalar": paddle.to_tensor(2.5),
+        "cube": whole("float32", (2, 3, 4)),
+        "x" * 300: whole(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +133,26 @@ def save_sharded(rank, num_ranks, place):
     from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
     mesh = dist.ProcessMesh(list(range(num_ranks)), dim_names=["x"])
-    rows, columns = dist.shard_tensor(whole(), mesh, [dist.Shard(0)]), dist.shard_tensor(whole(), mesh, [dist.Shard(1)])
+    rows, columns = (
+        dist.shard_tensor(whole(), mesh, [dist.Shard(0)]),
+        dist.shard_tensor(whole(), mesh, [dist.Shard(1)]),
+    )
     copies = dist.shard_tensor(whole(), mesh, [dist.Replicate()])
     low = [0, 4, 6][rank]
     local = whole("bfloat16")[low : [4, 6, 7][rank]].clone()
     uneven = ShardedWeight("uneven", local, tuple(local.shape), (7, 5), (low, 0))
-    dist.save_state_dict({"rows": rows, "columns": columns, "copies": copies, "uneven": uneven}, place)
+    dist.save_state_dict(
+        {"rows": rows, "columns": columns, "copies": copies, "uneven": uneven}, place
+    )
     dist.barrier()
-    fw.save_state_dict({"model": {"rows": rows, "columns": columns, "copies": copies}, "step": 5}, f"{place}-ours")
+    fw.save_state_dict(
+        {"model": {"rows": rows, "columns": columns, "copies": copies}, "step": 5}, f"{place}-ours"
+    )
     for kind in ([dist.Shard(0)], [dist.Shard(1)], [dist.Replicate()]):
-        target = {n: dist.shard_tensor(paddle.zeros([7, 5]), mesh, kind) for n in ("rows", "columns", "copies")}
+        target = {
+            n: dist.shard_tensor(paddle.zeros([7, 5]), mesh, kind)
+            for n in ("rows", "columns", "copies")
+        }
         into = {"model": target, "step": 0}
         fw.load_state_dict(into, f"{place}-ours")
         assert into["step"] == 5
@@ -238,12 +264,23 @@ def test_a_rank_without_any_data_is_no_sign_of_a_second_save(broken):
 
 def test_new_data_under_old_metadata_is_refused(broken):
     """C38: Paddle reuses the id and leaves the metadata of the first save beside the second's data."""
-    paddle.save({**{n: t for n, t in state().items() if n != "cube"}, "more": whole()}, str(broken / "0_0.distcp"))
+    paddle.save(
+        {**{n: t for n, t in state().items() if n != "cube"}, "more": whole()},
+        str(broken / "0_0.distcp"),
+    )
     refused(broken, FormatError, "lacks 'cube', which '0.metadata' puts there")
     paddle.save({**state(), "more": whole()}, str(broken / "0_0.distcp"))
-    refused(broken, FormatError, "has 1 tensors that '0.metadata' does not put there: 'more'; two saves are mixed")
+    refused(
+        broken,
+        FormatError,
+        "has 1 tensors that '0.metadata' does not put there: 'more'; two saves are mixed",
+    )
     paddle.save({**state(), "cube": whole("float32", (4, 3, 2))}, str(broken / "0_0.distcp"))
-    refused(broken, FormatError, r"'cube' is \(4, 3, 2\) in '0_0.distcp' and \(2, 3, 4\) by '0.metadata'")
+    refused(
+        broken,
+        FormatError,
+        r"'cube' is \(4, 3, 2\) in '0_0.distcp' and \(2, 3, 4\) by '0.metadata'",
+    )
     paddle.save({**state(), "cube": whole("int32", (2, 3, 4))}, str(broken / "0_0.distcp"))
     refused(broken, FormatError, "'cube' is i32 in '0_0.distcp' and f32 by '0.metadata'")
 
@@ -297,7 +334,8 @@ def test_metadata_of_older_releases_with_fewer_fields_is_read(broken):
         for name in ("is_flattened", "flattened_range", "replica_id", "local_shape"):
             index.__dict__.pop(name, None)
     data = pickle.dumps(meta, protocol=2).replace(
-        b"paddle.distributed.flex_checkpoint.dcp.metadata", b"paddle.distributed.checkpoint.metadata"
+        b"paddle.distributed.flex_checkpoint.dcp.metadata",
+        b"paddle.distributed.checkpoint.metadata",
     )
     (broken / "0.metadata").write_bytes(data)
     into = {"d.bfloat16": paddle.zeros([7, 5], "bfloat16"), "cube": paddle.zeros([2, 3, 4])}

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 
 import flyweight as fw
 from flyweight.errors import FormatError, SnapshotIncomplete
 from flyweight.spec.dtype import BY_TORCH
+from ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 DTYPES = [name for name in BY_TORCH if name != "float4_e2m1fn_x2"]
@@ -71,7 +74,10 @@ def check(place, *, has_values=True):
         assert opened.manifest.tensors.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert opened.read(name).tobytes() == raw(tensor), name
-            assert BY_TORCH[str(tensor.dtype).removeprefix("torch.")] == opened.manifest.spec(name).dtype
+            assert (
+                BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
+                == opened.manifest.spec(name).dtype
+            )
         if has_values:
             assert opened.manifest.values == VALUES
 
@@ -108,14 +114,32 @@ def test_what_we_write_is_read_exactly_by_torch(ours):
     for part in (target["model"].values(), [target["list"][1], target["list"][2]["a"]]):
         for tensor in part:
             with torch.no_grad():
-                tensor.view(torch.uint8).zero_() if tensor.dtype == torch.float4_e2m1fn_x2 else tensor.fill_(0)
-    target |= {"step": 0, "lr": 0.0, "big": 0, "name": "", "none": 1, "yes": False, "betas": None, "groups": None}
+                tensor.view(
+                    torch.uint8
+                ).zero_() if tensor.dtype == torch.float4_e2m1fn_x2 else tensor.fill_(0)
+    target |= {
+        "step": 0,
+        "lr": 0.0,
+        "big": 0,
+        "name": "",
+        "none": 1,
+        "yes": False,
+        "betas": None,
+        "groups": None,
+    }
     del target["betas"], target["groups"]
     dcp.load(target, checkpoint_id=ours)
     for name, tensor in state()["model"].items():
         assert raw(target["model"][name]) == raw(tensor), name
     assert raw(target["list"][1]) == raw(state()["list"][1])
-    assert (target["step"], target["lr"], target["big"], target["name"], target["none"], target["yes"]) == (7, 1e-3, 2**40, "x", None, True)
+    assert (
+        target["step"],
+        target["lr"],
+        target["big"],
+        target["name"],
+        target["none"],
+        target["yes"],
+    ) == (7, 1e-3, 2**40, "x", None, True)
 
 
 def test_torchs_own_tools_take_what_we_write(ours, tmp_path):
@@ -178,7 +202,10 @@ def save_ours(rank, num_ranks, place):
     tensors = {name: distribute_tensor(whole, mesh, [each]) for name, each in places.items()}
     fw.save_state_dict(tensors, place, version=1)
     reader = HuggingFaceStorageReader(Path(place) / "v0000000001")
-    back = {name: distribute_tensor(torch.zeros_like(whole), mesh, [Shard(1 - (name == "columns"))]) for name in places}
+    back = {
+        name: distribute_tensor(torch.zeros_like(whole), mesh, [Shard(1 - (name == "columns"))])
+        for name in places
+    }
     dcp.load(back, storage_reader=reader)
     for name, tensor in back.items():
         assert torch.equal(tensor.full_tensor(), whole), name
@@ -197,7 +224,12 @@ def load_ours(rank, num_ranks, place):
 
     mesh = init_device_mesh("cpu", (num_ranks,))
     for each in (Shard(0), Shard(1), Replicate()):
-        target = {"m": {n: distribute_tensor(torch.zeros(7, 5), mesh, [each]) for n in ("rows", "columns", "copies")}}
+        target = {
+            "m": {
+                n: distribute_tensor(torch.zeros(7, 5), mesh, [each])
+                for n in ("rows", "columns", "copies")
+            }
+        }
         dcp.load(target, checkpoint_id=place)
         for name, tensor in target["m"].items():
             assert torch.equal(tensor.full_tensor(), torch.arange(35.0).reshape(7, 5)), name
@@ -246,7 +278,9 @@ def test_a_file_outside_the_directory_is_refused(broken, outside):
     for info in meta.storage_data.values():
         info.relative_path = outside
     (broken / ".metadata").write_bytes(pickle.dumps(meta))
-    refused(broken, FormatError, f"into {re.escape(repr(outside))}, which is no file of this directory")
+    refused(
+        broken, FormatError, f"into {re.escape(repr(outside))}, which is no file of this directory"
+    )
 
 
 class Foreign:
@@ -321,7 +355,10 @@ def test_packed_entries_are_refused(broken, tmp_path):
     info = meta.storage_data[index]
     item = (broken / "__0_0.distcp").read_bytes()[info.offset : info.offset + info.length]
     (tmp_path / "item.zip").write_bytes(item)
-    with zipfile.ZipFile(tmp_path / "item.zip") as source, zipfile.ZipFile(broken / "packed", "w", zipfile.ZIP_DEFLATED) as packed:
+    with (
+        zipfile.ZipFile(tmp_path / "item.zip") as source,
+        zipfile.ZipFile(broken / "packed", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
         for name in source.namelist():
             packed.writestr(name, source.read(name) * 50)
     info.relative_path, info.offset, info.length = "packed", 0, (broken / "packed").stat().st_size

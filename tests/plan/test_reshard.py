@@ -88,7 +88,9 @@ def test_a_hole_is_named():
 
 def test_a_doubled_element_is_named():
     source = [Shard(0, Box((0,), (4,))), Shard(1, Box((3,), (3,)))]
-    with pytest.raises(PlanError, match="twice at the source.* of rank [01] and in .* of rank [01]"):
+    with pytest.raises(
+        PlanError, match="twice at the source.* of rank [01] and in .* of rank [01]"
+    ):
         reshard({"w": source}, {"w": [Shard(0, Box((0,), (6,)))]})
 
 

@@ -22,10 +22,20 @@ def model():
     shapes = {"embed": (10, HIDDEN), "norm": (HIDDEN,)}
     for layer in range(LAYERS):
         at = f"layers.{layer}"
-        shapes |= {f"{at}.q": (HEADS * WIDTH, HIDDEN), f"{at}.k": (GROUPS * WIDTH, HIDDEN), f"{at}.v": (GROUPS * WIDTH, HIDDEN)}
-        shapes |= {f"{at}.o": (HIDDEN, HEADS * WIDTH), f"{at}.gate": (8, HIDDEN), f"{at}.up": (8, HIDDEN)}
+        shapes |= {
+            f"{at}.q": (HEADS * WIDTH, HIDDEN),
+            f"{at}.k": (GROUPS * WIDTH, HIDDEN),
+            f"{at}.v": (GROUPS * WIDTH, HIDDEN),
+        }
+        shapes |= {
+            f"{at}.o": (HIDDEN, HEADS * WIDTH),
+            f"{at}.gate": (8, HIDDEN),
+            f"{at}.up": (8, HIDDEN),
+        }
         for expert in range(EXPERTS):
-            shapes |= {f"{at}.experts.{expert}.{n}": (4, HIDDEN) for n in ("w1", "w3")} | {f"{at}.experts.{expert}.w2": (HIDDEN, 4)}
+            shapes |= {f"{at}.experts.{expert}.{n}": (4, HIDDEN) for n in ("w1", "w3")} | {
+                f"{at}.experts.{expert}.w2": (HIDDEN, 4)
+            }
     start, tensors = 0, {}
     for name, shape in shapes.items():
         count = int(np.prod(shape))
@@ -68,7 +78,10 @@ def only(**wanted):
 
 
 def test_tensor_parallel_rows_and_columns():
-    layout = ModelLayout({"tp": 2}, [rule("layers.*.q", cut={0: ("tp",)}), rule("layers.*.o", cut={1: ("tp",)}), REST])
+    layout = ModelLayout(
+        {"tp": 2},
+        [rule("layers.*.q", cut={0: ("tp",)}), rule("layers.*.o", cut={1: ("tp",)}), REST],
+    )
     found = rank_tensors(layout, 1)
     assert found["layers.0.q"].tolist() == MODEL["layers.0.q"][8:].tolist()
     assert found["layers.2.o"].tolist() == MODEL["layers.2.o"][:, 8:].tolist()
@@ -77,7 +90,15 @@ def test_tensor_parallel_rows_and_columns():
 
 def test_q_k_and_v_side_by_side_in_each_tensor_parallel_rank():
     """C20: each rank has its slice of q, of k and of v in one tensor, as engines do."""
-    layout = ModelLayout({"tp": 4}, [rule("layers.*.q", "layers.*.k", "layers.*.v", cut={0: ("tp",)}, local="layers.{0}.qkv"), REST])
+    layout = ModelLayout(
+        {"tp": 4},
+        [
+            rule(
+                "layers.*.q", "layers.*.k", "layers.*.v", cut={0: ("tp",)}, local="layers.{0}.qkv"
+            ),
+            REST,
+        ],
+    )
     for rank in range(4):
         found = rank_tensors(layout, rank)
         parts = [np.split(MODEL[f"layers.1.{n}"], 4)[rank] for n in "qkv"]
@@ -87,7 +108,15 @@ def test_q_k_and_v_side_by_side_in_each_tensor_parallel_rank():
 
 def test_key_heads_fewer_than_ranks_are_held_by_neighbours():
     cuts = ({0: ("tp",)}, {0: ("tp/4",)}, {0: ("tp/4",)})
-    layout = ModelLayout({"tp": 8}, [Rule(names=("layers.*.q", "layers.*.k", "layers.*.v"), cuts=cuts, local="layers.{0}.qkv"), REST])
+    layout = ModelLayout(
+        {"tp": 8},
+        [
+            Rule(
+                names=("layers.*.q", "layers.*.k", "layers.*.v"), cuts=cuts, local="layers.{0}.qkv"
+            ),
+            REST,
+        ],
+    )
     for rank in range(8):
         parts = [np.split(MODEL["layers.0.q"], 8)[rank]]
         parts += [np.split(MODEL[f"layers.0.{n}"], 4)[rank // 2] for n in "kv"]
@@ -99,10 +128,21 @@ def test_grouped_heads_take_turns_as_megatron_lays_them(tp):
     """For each group its query heads, then its key head, then its value head."""
     layout = ModelLayout(
         {"tp": tp},
-        [rule("layers.*.q", "layers.*.k", "layers.*.v", cut={0: ("tp",)}, local="layers.{0}.qkv", groups=GROUPS), REST],
+        [
+            rule(
+                "layers.*.q",
+                "layers.*.k",
+                "layers.*.v",
+                cut={0: ("tp",)},
+                local="layers.{0}.qkv",
+                groups=GROUPS,
+            ),
+            REST,
+        ],
     )
     per_group = [
-        np.concatenate([np.split(MODEL[f"layers.0.{n}"], GROUPS)[group] for n in "qkv"]) for group in range(GROUPS)
+        np.concatenate([np.split(MODEL[f"layers.0.{n}"], GROUPS)[group] for n in "qkv"])
+        for group in range(GROUPS)
     ]
     whole = np.concatenate(per_group)
     for rank in range(tp):
@@ -111,10 +151,21 @@ def test_grouped_heads_take_turns_as_megatron_lays_them(tp):
 
 
 def test_gate_and_up_are_joined_along_any_dim():
-    layout = ModelLayout({"tp": 2}, [rule("layers.*.gate", "layers.*.up", cut={0: ("tp",)}, local="layers.{0}.gate_up"), REST])
+    layout = ModelLayout(
+        {"tp": 2},
+        [rule("layers.*.gate", "layers.*.up", cut={0: ("tp",)}, local="layers.{0}.gate_up"), REST],
+    )
     expected = np.concatenate([MODEL["layers.0.gate"][4:], MODEL["layers.0.up"][4:]])
     assert rank_tensors(layout, 1)["layers.0.gate_up"].tolist() == expected.tolist()
-    layout = ModelLayout({"tp": 2}, [rule("layers.*.gate", "layers.*.up", cut={0: ("tp",)}, local="layers.{0}.gate_up", join=1), REST])
+    layout = ModelLayout(
+        {"tp": 2},
+        [
+            rule(
+                "layers.*.gate", "layers.*.up", cut={0: ("tp",)}, local="layers.{0}.gate_up", join=1
+            ),
+            REST,
+        ],
+    )
     expected = np.concatenate([MODEL["layers.0.gate"][4:], MODEL["layers.0.up"][4:]], axis=1)
     assert rank_tensors(layout, 1)["layers.0.gate_up"].tolist() == expected.tolist()
 
@@ -125,8 +176,16 @@ def test_experts_are_stacked_joined_and_dealt_out(ep):
     layout = ModelLayout(
         {"ep": ep},
         [
-            rule("layers.*.experts.*.w1", "layers.*.experts.*.w3", local="layers.{0}.w13", stack=1, spread={1: Spread(("ep",))}),
-            rule("layers.*.experts.*.w2", local="layers.{0}.w2", stack=1, spread={1: Spread(("ep",))}),
+            rule(
+                "layers.*.experts.*.w1",
+                "layers.*.experts.*.w3",
+                local="layers.{0}.w13",
+                stack=1,
+                spread={1: Spread(("ep",))},
+            ),
+            rule(
+                "layers.*.experts.*.w2", local="layers.{0}.w2", stack=1, spread={1: Spread(("ep",))}
+            ),
             REST,
         ],
     )
@@ -137,28 +196,51 @@ def test_experts_are_stacked_joined_and_dealt_out(ep):
         if not mine:
             assert "layers.0.w13" not in found
             continue
-        stack = [np.concatenate([MODEL[f"layers.0.experts.{e}.{n}"] for n in ("w1", "w3")]) for e in mine]
+        stack = [
+            np.concatenate([MODEL[f"layers.0.experts.{e}.{n}"] for n in ("w1", "w3")]) for e in mine
+        ]
         assert found["layers.0.w13"].tolist() == np.stack(stack).tolist()
-        assert found["layers.0.w2"].tolist() == np.stack([MODEL[f"layers.0.experts.{e}.w2"] for e in mine]).tolist()
+        assert (
+            found["layers.0.w2"].tolist()
+            == np.stack([MODEL[f"layers.0.experts.{e}.w2"] for e in mine]).tolist()
+        )
 
 
 def test_experts_are_stacked_by_number_not_by_text():
     specs = {f"e.{n}": TensorSpec(DTYPES["f32"], (1,)) for n in (10, 9, 1, 0)}
     layout = ModelLayout({"a": 1}, [rule("e.*", local="e", stack=0)])
-    assert [held.name for held in layout.locals(specs, 0)["e"].held] == ["e.0", "e.1", "e.9", "e.10"]
+    assert [held.name for held in layout.locals(specs, 0)["e"].held] == [
+        "e.0",
+        "e.1",
+        "e.9",
+        "e.10",
+    ]
 
 
 def test_pipeline_stages_hold_some_layers_evenly_or_as_told():
-    layout = ModelLayout({"pp": 2, "tp": 2}, [rule("layers.*.**", spread={0: Spread(("pp",))}), REST])
-    names = [{n.split(".")[1] for n in rank_tensors(layout, rank) if n.startswith("layers")} for rank in range(4)]
+    layout = ModelLayout(
+        {"pp": 2, "tp": 2}, [rule("layers.*.**", spread={0: Spread(("pp",))}), REST]
+    )
+    names = [
+        {n.split(".")[1] for n in rank_tensors(layout, rank) if n.startswith("layers")}
+        for rank in range(4)
+    ]
     assert names == [{"0", "1"}, {"0", "1"}, {"2"}, {"2"}]
-    layout = ModelLayout({"pp": 2, "tp": 2}, [rule("layers.*.**", spread={0: Spread(("pp",), (0, 1))}), REST])
-    names = [{n.split(".")[1] for n in rank_tensors(layout, rank) if n.startswith("layers")} for rank in range(4)]
+    layout = ModelLayout(
+        {"pp": 2, "tp": 2}, [rule("layers.*.**", spread={0: Spread(("pp",), (0, 1))}), REST]
+    )
+    names = [
+        {n.split(".")[1] for n in rank_tensors(layout, rank) if n.startswith("layers")}
+        for rank in range(4)
+    ]
     assert names == [{"0"}, {"0"}, {"1", "2"}, {"1", "2"}]
 
 
 def test_names_are_mapped():
-    layout = ModelLayout({"a": 1}, [rule("layers.*.**", local="model.blocks.{0}.inner.{1}"), rule("**", local="top.{0}")])
+    layout = ModelLayout(
+        {"a": 1},
+        [rule("layers.*.**", local="model.blocks.{0}.inner.{1}"), rule("**", local="top.{0}")],
+    )
     found = rank_tensors(layout, 0)
     assert found["model.blocks.2.inner.q"].tolist() == MODEL["layers.2.q"].tolist()
     assert found["top.norm"].tolist() == MODEL["norm"].tolist()
@@ -167,18 +249,31 @@ def test_names_are_mapped():
 def test_fsdp_over_tensor_parallel_cuts_one_dim_twice():
     layout = ModelLayout({"dp": 3, "tp": 2}, [rule("embed", cut={0: ("tp", "dp")}), REST])
     rows = [layout.shards(SPECS)["embed"][rank].box for rank in range(6)]
-    assert [(box.offset[0], box.shape[0]) for box in rows] == [(0, 2), (5, 2), (2, 2), (7, 2), (4, 1), (9, 1)]
+    assert [(box.offset[0], box.shape[0]) for box in rows] == [
+        (0, 2),
+        (5, 2),
+        (2, 2),
+        (7, 2),
+        (4, 1),
+        (9, 1),
+    ]
 
 
 def test_the_own_part_of_one_rank_is_the_same_as_that_in_all():
     layout = ModelLayout(
         {"pp": 3, "ep": 2},
-        [rule("layers.*.experts.*.**", spread={0: Spread(("pp",)), 1: Spread(("ep",))}), rule("layers.*.**", spread={0: Spread(("pp",))}, cut={0: ("ep",)}), REST],
+        [
+            rule("layers.*.experts.*.**", spread={0: Spread(("pp",)), 1: Spread(("ep",))}),
+            rule("layers.*.**", spread={0: Spread(("pp",))}, cut={0: ("ep",)}),
+            REST,
+        ],
     )
     every = layout.shards(SPECS)
     for rank in range(6):
         mine = {n: tuple(s for s in shards if s.rank == rank) for n, shards in every.items()}
-        assert layout.shards(SPECS, rank=rank) == {n: shards for n, shards in mine.items() if shards}
+        assert layout.shards(SPECS, rank=rank) == {
+            n: shards for n, shards in mine.items() if shards
+        }
     some = [n for n in SPECS if n.startswith("layers.2")]
     assert layout.shards(SPECS, names=set(some)) == {n: every[n] for n in some}
 
@@ -211,12 +306,22 @@ def test_every_layout_fills_every_other_exactly_once(source, sink):
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
 def test_random_layouts_leave_no_hole_in_any_rank(tp, ep, pp, data):
-    cut = data.draw(st.sampled_from([{}, {0: ("tp",)}, {1: ("tp",)}, {0: ("tp", "ep")}, {0: ("ep",), 1: ("tp",)}]))
+    cut = data.draw(
+        st.sampled_from(
+            [{}, {0: ("tp",)}, {1: ("tp",)}, {0: ("tp", "ep")}, {0: ("ep",), 1: ("tp",)}]
+        )
+    )
     layout = ModelLayout(
         {"pp": pp, "ep": ep, "tp": tp},
         [
             rule("layers.*.experts.*.**", spread={0: Spread(("pp",)), 1: Spread(("ep",))}),
-            rule("layers.*.gate", "layers.*.up", cut=cut, local="layers.{0}.gate_up", spread={0: Spread(("pp",))}),
+            rule(
+                "layers.*.gate",
+                "layers.*.up",
+                cut=cut,
+                local="layers.{0}.gate_up",
+                spread={0: Spread(("pp",))},
+            ),
             rule("layers.*.**", spread={0: Spread(("pp",))}),
             REST,
         ],
@@ -268,8 +373,17 @@ def test_a_layout_is_read_from_json():
     expected = ModelLayout(
         {"tp": 2},
         [
-            rule("layers.*.q", "layers.*.k", "layers.*.v", cut={0: ("tp",)}, local="layers.{0}.qkv", groups=4),
-            rule("layers.*.experts.*.w1", spread={1: Spread(("tp",))}, stack=1, local="layers.{0}.w1"),
+            rule(
+                "layers.*.q",
+                "layers.*.k",
+                "layers.*.v",
+                cut={0: ("tp",)},
+                local="layers.{0}.qkv",
+                groups=4,
+            ),
+            rule(
+                "layers.*.experts.*.w1", spread={1: Spread(("tp",))}, stack=1, local="layers.{0}.w1"
+            ),
             rule("layers.*.o", cut={1: ("tp",)}, spread={0: Spread(("tp",), (0, 2))}),
             REST,
         ],

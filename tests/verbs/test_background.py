@@ -8,15 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
 
 import flyweight as fw
 from flyweight.errors import SpecError, StoreError, TransferTimeout
 from flyweight.events import listening
+from ranks import run_ranks
 
 
 def weights(value, rows=64):
-    return {"w": torch.full((rows, 50_000), float(value)), "v": torch.arange(7.0) + value, "step": value}
+    return {
+        "w": torch.full((rows, 50_000), float(value)),
+        "v": torch.arange(7.0) + value,
+        "step": value,
+    }
 
 
 def holding(run, version):
@@ -63,7 +67,10 @@ def test_a_second_save_waits_or_refuses_as_asked(tmp_path):
     gate = Gate()
     with listening(gate):
         first = fw.save(weights(1), tmp_path, background=True)
-        with pytest.raises(StoreError, match=r"version 0 is still being saved in the background: \d+ of 12800028 bytes"):
+        with pytest.raises(
+            StoreError,
+            match=r"version 0 is still being saved in the background: \d+ of 12800028 bytes",
+        ):
             fw.save(weights(2), tmp_path, background=True, when_busy="refuse")
         with pytest.raises(StoreError, match="still being saved"):
             fw.save(weights(2), tmp_path, when_busy="refuse")
@@ -88,7 +95,9 @@ def test_a_failure_is_told_by_the_handle_and_the_next_save_goes_on(tmp_path):
         (tmp_path / "v0000000005").mkdir()
         (tmp_path / "v0000000005" / "in the way").write_text("x")
         gate.open()
-        with pytest.raises(fw.FlyweightError, match="version 5 of .* was committed by another writer meanwhile"):
+        with pytest.raises(
+            fw.FlyweightError, match="version 5 of .* was committed by another writer meanwhile"
+        ):
             handle.wait(30)
     assert not draft.exists()
     assert fw.versions(tmp_path) == [1]
@@ -97,7 +106,9 @@ def test_a_failure_is_told_by_the_handle_and_the_next_save_goes_on(tmp_path):
 
 def test_staging_is_used_again_and_does_not_grow(tmp_path):
     def anonymous_bytes():
-        fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        fields = dict(
+            line.split(":") for line in Path("/proc/self/status").read_text().splitlines()
+        )
         return int(fields["RssAnon"].split()[0]) << 10
 
     model = weights(1, rows=640)
@@ -109,7 +120,12 @@ def test_staging_is_used_again_and_does_not_grow(tmp_path):
 
 
 def test_strided_scalar_and_empty_tensors_are_staged_too(tmp_path):
-    model = {"t": torch.arange(12.0).reshape(3, 4).t(), "s": torch.tensor(3.0), "e": torch.empty(0, 2), "c": np.arange(6).reshape(2, 3)[:, ::2]}
+    model = {
+        "t": torch.arange(12.0).reshape(3, 4).t(),
+        "s": torch.tensor(3.0),
+        "e": torch.empty(0, 2),
+        "c": np.arange(6).reshape(2, 3)[:, ::2],
+    }
     expected = {name: np.ascontiguousarray(np.asarray(t)).tobytes() for name, t in model.items()}
     handle = fw.save(model, tmp_path, background=True)
     model["t"].zero_()
@@ -121,7 +137,9 @@ def test_strided_scalar_and_empty_tensors_are_staged_too(tmp_path):
 
 def test_a_process_that_ends_at_once_saves_to_the_end(tmp_path):
     code = "import sys, numpy as np, flyweight as fw\nfw.save({'w': np.arange(3e6)}, sys.argv[1], background=True)\n"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     assert fw.versions(tmp_path) == [0]
@@ -131,7 +149,10 @@ def test_a_process_that_ends_at_once_saves_to_the_end(tmp_path):
 def ranks_save(rank, num_ranks, root):
     group = torch.distributed.group.WORLD
     tensor = torch.full((4, 1000), float(rank))
-    state = {"w": fw.Sharded(tensor, shape=(4 * num_ranks, 1000), offset=(4 * rank, 0)), "copy": torch.ones(5)}
+    state = {
+        "w": fw.Sharded(tensor, shape=(4 * num_ranks, 1000), offset=(4 * rank, 0)),
+        "copy": torch.ones(5),
+    }
     handles = []
     for version in range(3):
         tensor.fill_(10 * version + rank)

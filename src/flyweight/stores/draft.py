@@ -54,6 +54,8 @@ class LocalDraft:
         self._place, self._into = Path(place), into
         self._is_member = member_of is not None
         self.stale: Iterable[str] = ()
+        self.is_handed_over = False
+        """True once a member's files are the committer's to keep or remove."""
         self._fds: dict[str, int] = {}
         self._direct_fds: dict[str, int] = {}
         self._buffered: set[str] = set()
@@ -221,11 +223,18 @@ class LocalDraft:
             raise refused(cause, f"cannot commit {self.place!r}") from cause
 
     def abort(self) -> None:
+        names = list(self._fds)
         for fd in (*self._fds.values(), *self._direct_fds.values()):
             os.close(fd)
         self._fds, self._direct_fds = {}, {}
         if not self._is_member:
             shutil.rmtree(self._work, ignore_errors=True)
+        elif not self.is_handed_over:
+            # The one who made the draft may be removing it, or gone: leave nothing in its way.
+            with suppress(OSError):
+                for name in names:
+                    (self._work / name).unlink(missing_ok=True)
+                self._work.rmdir()
         if self._work_fd >= 0:
             os.close(self._work_fd)
             self._work_fd = -1

@@ -56,12 +56,9 @@ class Group:
         coordinator: int = 0,
         *,
         links: dict[int, socket.socket] | None = None,
-        hosts: Sequence[str] = ("",),
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.rank, self.num_ranks, self.coordinator = rank, num_ranks, coordinator
-        self.hosts = hosts
-        """The machine of each rank; only the coordinator knows them all."""
         # The coordinator gives a silent rank up before others give the coordinator up for it.
         self._timeout_seconds = timeout_seconds * (_PATIENCE if rank == coordinator else 1)
         self._links = {peer: _Link(peer, link) for peer, link in (links or {}).items()}
@@ -275,7 +272,8 @@ class Group:
         A file that is gone because another rank gave up is not the reason: that rank's is raised.
         """
         try:
-            if isinstance(error, StoreError) and error.errno == errno.ENOENT and self._links:
+            is_gone = isinstance(error, StoreError) and error.errno == errno.ENOENT
+            if is_gone and not self.is_coordinator:
                 with self._changed:
                     self._changed.wait_for(lambda: self._fault is not None, _LINGER_SECONDS)
                 if self._fault is not None:
@@ -451,7 +449,6 @@ def _host_meeting(seat: Seat, board: Bulletin, host: str, timeout_seconds: float
         seat.num_ranks,
         seat.rank,
         links=links,
-        hosts=[hosts[rank] for rank in range(seat.num_ranks)],
         timeout_seconds=timeout_seconds,
     )
 

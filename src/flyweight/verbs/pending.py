@@ -162,6 +162,7 @@ class PendingSave:
         written = replace(written, parts=snapshot.parts_of(plans))
         draft.flush()
         message: Json = {"written": encode_written(written), "prints": list(self.prints)}
+        draft.is_handed_over = True  # from here on the coordinator may commit at any moment
         answers = group.gather("written", message)
         if group.is_coordinator:
             shares = [
