@@ -12,7 +12,9 @@ from flyweight.adapters.model import adapt
 from flyweight.errors import FlyweightError
 from flyweight.formats.huggingface import huggingface_format
 from flyweight.formats.legacy import legacy_format
+from flyweight.formats.paddle_dist import PADDLE_FORMAT
 from flyweight.formats.snapshot import snapshot_format
+from flyweight.formats.torch_dcp import DCP_FORMAT
 from flyweight.formats.writer import seal, write
 from flyweight.stores.draft import LocalDraft
 
@@ -24,6 +26,8 @@ FORMATS = {
     "pickle": lambda: legacy(None, False),
     "pickle, parts": lambda: legacy(100, False),
     "safetensors in pdparams": lambda: legacy(None, True),
+    "dcp": lambda: DCP_FORMAT,
+    "paddle": lambda: PADDLE_FORMAT,
 }
 
 

@@ -22,14 +22,18 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=[*MODELS, "snapshot", "huggingface"])
+FILES = {"snapshot": "run", "huggingface": "hf", "torch distributed": "dcp", "Paddle distributed": "paddle"}
+
+
+@pytest.fixture(params=[*MODELS, *FILES])
 def source(request, tmp_path):
     if request.param in MODELS:
         yield adapt(MODELS[request.param]())
         return
     fw.save({"w": VALUES}, tmp_path / "run")
-    fw.convert(tmp_path / "run", tmp_path / "hf", to="hf")
-    with fw.open(tmp_path / ("run" if request.param == "snapshot" else "hf")) as opened:
+    if request.param != "snapshot":
+        fw.convert(tmp_path / "run", tmp_path / FILES[request.param], to=FILES[request.param])
+    with fw.open(tmp_path / FILES[request.param]) as opened:
         yield opened
 
 

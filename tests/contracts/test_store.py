@@ -6,7 +6,7 @@ import pytest
 from conftest import random_bytes
 from fakes import MemoryStore
 from flyweight.errors import StoreError
-from flyweight.formats.pdparams import _DecodedStore
+from flyweight.formats.decoded import DecodedStore
 from flyweight.memory import page_memory
 from flyweight.ports import WINDOW_SLACK
 from flyweight.stores.local import LocalStore
@@ -16,7 +16,7 @@ STORES = {
     "local": LocalStore,
     "local, buffered": lambda place: LocalStore(place, unbuffered=False),
     "memory": lambda place: MemoryStore(DATA.tobytes()),
-    "decoded": lambda place: _DecodedStore(LocalStore(place)),
+    "decoded": lambda place: DecodedStore(LocalStore(place)),
 }
 RANGES = [(0, 0), (0, 1), (0, len(DATA)), (4095, 4098), (len(DATA) - 1, 1), (100_000, 99_999)]
 

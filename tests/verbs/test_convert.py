@@ -8,7 +8,7 @@ import flyweight as fw
 from conftest import flip, odd_arrays, random_bytes, same, zeros_like
 from flyweight.errors import ChecksumMismatch, SpecError, StoreError, VersionError
 
-FORMATS = ["snapshot", "hf", "safetensors", "pdparams"]
+FORMATS = ["snapshot", "hf", "dcp", "paddle", "safetensors", "pdparams"]
 
 
 def plain_arrays():
@@ -20,7 +20,7 @@ def place(tmp_path, format, label):
     return tmp_path / f"{label}{suffix}"
 
 
-@pytest.mark.parametrize(("first", "second"), product(FORMATS, FORMATS))
+@pytest.mark.parametrize(("first", "second"), list(product(FORMATS, FORMATS)))
 def test_any_format_becomes_any_other_exactly(tmp_path, first, second):
     fw.save(plain_arrays(), tmp_path / "run", version=7)
     one, two = place(tmp_path, first, "one"), place(tmp_path, second, "two")
@@ -55,7 +55,7 @@ def test_a_pickles_true_dtypes_can_be_told(tmp_path):
 
 def test_nothing_is_overwritten(run, tmp_path):
     (tmp_path / "there").mkdir()
-    for to in ("hf", "safetensors", "pdparams"):
+    for to in ("hf", "dcp", "paddle", "safetensors", "pdparams"):
         with pytest.raises(StoreError, match="is there already; convert never overwrites"):
             fw.convert(run, tmp_path / "there", to=to)
 
@@ -89,7 +89,7 @@ def test_a_version_for_a_format_without_versions_is_refused(run, tmp_path):
 
 
 def test_an_unknown_format_lists_the_known(run, tmp_path):
-    with pytest.raises(SpecError, match="format 'gguf' is not one of snapshot, hf, safetensors"):
+    with pytest.raises(SpecError, match="format 'gguf' is not one of snapshot, hf, dcp, paddle, safetensors"):
         fw.convert(run, tmp_path / "out", to="gguf")
 
 
