@@ -28,7 +28,16 @@ def run_ranks(num_ranks, file, function, *arguments, framework="torch", timeout=
         function,
         *map(str, arguments),
     ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    # Looking for GPUs the usual way makes a process unfit for forking ranks that use them.
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     if check:
         assert done.returncode == 0, done.stdout + done.stderr

@@ -267,3 +267,87 @@ def test_odd_names_do_not_confuse_the_terminal(tmp_path):
     assert "[bold]x[/]" in shown
     assert "[red]" in shown
     assert len(odd_arrays()) == 9
+
+
+LAYOUT = '{"mesh": {"tp": 2}, "rules": [{"names": "w", "cut": {"0": "tp"}}, {"names": "**"}]}'
+
+
+@pytest.fixture
+def planned(tmp_path):
+    fw.save({"w": np.zeros((8, 4)), "norm": np.zeros(4)}, tmp_path / "run", version=3)
+    (tmp_path / "tp2.json").write_text(LAYOUT)
+    (tmp_path / "fsdp4.json").write_text(
+        '{"mesh": {"dp": 4}, "rules": [{"names": "**", "cut": {"0": "dp"}}]}'
+    )
+    return tmp_path
+
+
+def test_plan_tells_bytes_by_pairs_copies_and_memory(planned):
+    done = flyweight("plan", planned / "run", "--into", planned / "tp2.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].split() == ["model.safetensors", "160", "B", "160", "B"]
+    assert "4 copies of 2 tensors, 320 B in all" in done.stdout
+    assert "peak memory of a sink rank: 448 B, of which 288 B are extra" in done.stdout
+    found = answer("plan", planned / "run", "--into", planned / "tp2.json", "--copies")
+    assert found["pairs"] == [[0, 0, 160], [0, 1, 160]]
+    assert found["copies"][1] == {
+        "name": "w",
+        "source": 0,
+        "sink": 1,
+        "offset": [4, 0],
+        "shape": [4, 4],
+    }
+
+
+def test_plan_between_two_layouts_and_of_one_rank(planned):
+    words = (
+        "plan",
+        planned / "run",
+        "--from",
+        planned / "fsdp4.json",
+        "--into",
+        planned / "tp2.json",
+    )
+    found = answer(*words)
+    assert found["sources"] == [f"rank {n}" for n in range(4)]
+    assert sum(nbytes for _, _, nbytes in found["pairs"]) == found["nbytes"] == 320
+    mine = answer(*words, "--rank", 1)
+    assert [pair for pair in found["pairs"] if pair[1] == 1] == mine["pairs"]
+    wide = planned / "wide.json"
+    wide.write_text(LAYOUT.replace('"tp": 2', '"tp": 64'))
+    done = flyweight("plan", planned / "run", "--from", planned / "fsdp4.json", "--into", wide)
+    assert "a source gives" in done.stdout
+    assert "pairs of ranks; all of them with --json" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("layout", "code", "words"),
+    [
+        ("{", 5, "is not JSON"),
+        ('{"mesh": {"tp": 2}, "rules": []}', 5, "no rule speaks of 2 tensors: 'norm', 'w'"),
+        ('{"mesh": {"tp": 2}, "rules": [{"names": "**", "cut": {"1": "tp"}}]}', 5, "cuts dims [1] of a tensor of (4,)"),
+        ('{"mesh": {"tp": 2}, "rules": [{"names": "**", "cut": {"0": "dp"}}]}', 5, "the mesh has ['tp']"),
+    ],
+)  # fmt: skip
+def test_plan_says_what_does_not_fit(planned, layout, code, words):
+    (planned / "bad.json").write_text(layout)
+    done = flyweight("plan", planned / "run", "--into", planned / "bad.json")
+    assert done.returncode == code
+    assert words in done.stderr
+    assert flyweight("plan", planned / "run", "--into", planned / "none.json").returncode == 2
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "paddle"])
+def test_convert_inspect_diff_and_verify_understand_the_formats_of_others(planned, to):
+    report = answer("convert", planned / "run", planned / "out", "--to", to, "--memory", "64M")
+    assert report["num_tensors"] == 2
+    assert answer("inspect", planned / "out")["format"] == {"hf": "huggingface"}.get(to, to)
+    assert "w" in flyweight("inspect", planned / "out").stdout
+    assert answer("diff", planned / "run", planned / "out")["is_same"]
+    assert answer("verify", planned / "out")["is_whole"]
+    assert "keeps no checksums" in flyweight("verify", planned / "out").stdout
+    back = answer(
+        "convert", planned / "out", planned / "back", "--to", "snapshot", "--version", "9"
+    )
+    assert back["version"] == 9
+    assert answer("diff", planned / "run", planned / "back")["is_same"]

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 import flyweight as fw
 from fakes import MemoryStore
-from flyweight.errors import FlyweightError, FormatError
+from flyweight.errors import FlyweightError, FormatError, StoreError
+from flyweight.formats.paddle_dist import open_paddle
 from flyweight.formats.pdparams import open_pdparams
 from flyweight.formats.safetensors import open_files
 from flyweight.formats.snapshot import decode_envelope
+from flyweight.formats.torch_dcp import open_dcp, open_safetensors_shards
 from flyweight.ports import Store
 from flyweight.spec.manifest_json import decode_manifest
 
@@ -181,3 +183,104 @@ def test_manifests_with_damage_under_a_right_checksum(manifest_bytes, data):
 def test_manifests_of_any_json(value):
     with pytest.raises(FlyweightError):
         decode_manifest(json.dumps(value).encode())
+
+
+# Checkpoints of many files: a few bytes of one of them changed.
+
+
+class Files(MemoryStore):
+    """A store of several files in memory."""
+
+    def __init__(self, files):
+        self._files = files
+
+    def names(self):
+        return list(self._files)
+
+    def size(self, name):
+        if name not in self._files:
+            raise StoreError(f"no file {name!r} in memory")
+        return len(self._files[name])
+
+    def read(self, name, offset, nbytes):
+        assert 0 <= offset <= offset + nbytes <= self.size(name), "read outside the file"
+        return self._files[name][offset : offset + nbytes]
+
+
+def small_state():
+    return {
+        "w": np.arange(6.0).reshape(2, 3),
+        "b": np.arange(3, dtype=np.int16),
+        "e": np.zeros((0, 2), np.float32),
+    }
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """Small checkpoints, as torch and Paddle write them and as we do, by what opens them."""
+    import paddle
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    root = tmp_path_factory.mktemp("directories")
+    tensors = {name: torch.from_numpy(array) for name, array in small_state().items()}
+    dcp.save(
+        {**tensors, "t": tensors["w"].t(), "step": 3, "l": [1, "x"]}, checkpoint_id=root / "dcp"
+    )
+    writer = HuggingFaceStorageWriter(str(root / "hf"), save_distributed=True)
+    dcp.save({name: tensors[name] for name in "wb"}, storage_writer=writer)
+    theirs = {name: paddle.to_tensor(array) for name, array in small_state().items()}
+    paddle.distributed.save_state_dict(theirs, str(root / "paddle"))
+    fw.save({**small_state(), "step": 3}, root / "run")
+    fw.convert(root / "run", root / "our dcp", to="dcp")
+    fw.convert(root / "run", root / "our paddle", to="paddle")
+    openers = {
+        "dcp": open_dcp,
+        "our dcp": open_dcp,
+        "hf": open_safetensors_shards,
+        "paddle": open_paddle,
+        "our paddle": open_paddle,
+    }
+    return {
+        name: (opener, {each.name: each.read_bytes() for each in (root / name).iterdir()})
+        for name, opener in openers.items()
+    }
+
+
+def read_directory(opener, files):
+    try:
+        source = opener(Files(files))
+        for name in source.manifest.names:
+            assert len(source.read(name)) == source.manifest.spec(name).nbytes
+    except FlyweightError:
+        return None
+    return source.manifest
+
+
+@pytest.mark.parametrize("kind", ["dcp", "our dcp", "hf", "paddle", "our paddle"])
+def test_checkpoints_of_many_files_with_damage(directories, kind):
+    opener, files = directories[kind]
+    assert read_directory(opener, files) is not None
+
+    @settings(FUZZ, max_examples=600)
+    @given(st.data())
+    def damage(data):
+        name = data.draw(st.sampled_from(sorted(files)))
+        manifest = read_directory(opener, {**files, name: mutated(data.draw, files[name])})
+        assert manifest is None or sum(s.nbytes for s in manifest.tensors.values()) < 100_000
+
+    damage()
+
+
+@FUZZ
+@given(st.lists(st.sampled_from([
+    b"(", b".", b"0", b"N", b"\x88", b"K\x01", b"X\x01\0\0\0a", b"]", b"a", b"e", b"}", b"s", b"u", b")", b"t",
+    b"\x85", b"\x86", b"q\x00", b"h\x00", b"R", b"b", b"\x81", b"Q", b"ctorch\nSize\n", b"ctorch\nfloat32\n",
+    *(b"ctorch.distributed.checkpoint.metadata\n%s\n" % name for name in (
+        b"Metadata", b"MetadataIndex", b"TensorStorageMetadata", b"ChunkStorageMetadata", b"TensorProperties")),
+    *(b"X%s\0\0\0%s" % (bytes([len(name)]), name) for name in (
+        b"state_dict_metadata", b"storage_data", b"properties", b"size", b"chunks", b"fqn", b"offset")),
+]), max_size=40))  # fmt: skip
+def test_metadata_of_any_opcodes(codes):
+    read_directory(open_dcp, {".metadata": b"\x80\x02" + b"".join(codes) + b"."})

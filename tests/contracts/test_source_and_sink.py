@@ -22,7 +22,12 @@ MODELS = {
 }  # fmt: skip
 
 
-FILES = {"snapshot": "run", "huggingface": "hf", "torch distributed": "dcp", "Paddle distributed": "paddle"}
+FILES = {
+    "snapshot": "run",
+    "huggingface": "hf",
+    "torch distributed": "dcp",
+    "Paddle distributed": "paddle",
+}
 
 
 @pytest.fixture(params=[*MODELS, *FILES])

@@ -89,7 +89,9 @@ def test_a_version_for_a_format_without_versions_is_refused(run, tmp_path):
 
 
 def test_an_unknown_format_lists_the_known(run, tmp_path):
-    with pytest.raises(SpecError, match="format 'gguf' is not one of snapshot, hf, dcp, paddle, safetensors"):
+    with pytest.raises(
+        SpecError, match="format 'gguf' is not one of snapshot, hf, dcp, paddle, safetensors"
+    ):
         fw.convert(run, tmp_path / "out", to="gguf")
 
 

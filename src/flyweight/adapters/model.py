@@ -62,7 +62,8 @@ class Tensor(Protocol):
     def staging(self) -> Staging | None:
         """Where its bytes should stand on their way; None if any memory is as good."""
 
-    def read(self, items: Box, into: Bytes) -> None: ...
+    def read(self, items: Box, into: Bytes, *, should_wait: bool = True) -> None:
+        """Copy a box; without waiting the bytes have arrived only after `settle`."""
 
     def write(self, items: Box, data: Bytes) -> None: ...
 
@@ -143,8 +144,8 @@ class ModelBlock:
         ones = max(extra, 0)
         return Box((0,) * ones + offset, (1,) * ones + shape).moved(corner)
 
-    def read(self, items: Box, into: Bytes | None) -> Bytes:
-        """Return the bytes of items counted from this block's corner; see `Source.read`."""
+    def read(self, items: Box, into: Bytes | None, *, should_wait: bool = True) -> Bytes:
+        """Return the bytes of items counted from this block's corner; see `Model.read`."""
         local, buffer, width = self._local(items), self.tensor.host, self.spec.item_bytes
         if buffer is not None and (flat := buffer.flat()) is not None:
             runs = list(local.runs(buffer.shape)) if local.shape != buffer.shape else None
@@ -155,7 +156,7 @@ class ModelBlock:
                 return flat[start * width : (start + length) * width]
         data = bytes_for(items.num_elements * width, into)
         if len(data):
-            self.tensor.read(local, data)
+            self.tensor.read(local, data, should_wait=should_wait)
         return data
 
     def write(self, items: Box, data: Bytes) -> None:
@@ -207,13 +208,30 @@ class Model:
     def boxes(self, name: str) -> Sequence[Box]:
         return [block.box for block in self.blocks(name)]
 
-    def read(self, name: str, box: Box | None = None, *, into: Bytes | None = None) -> Bytes:
+    def is_on_host(self, name: str) -> bool:
+        """True if the CPU can reach what is here of a tensor."""
+        return all(block.tensor.host is not None for block in self.blocks(name))
+
+    def read(
+        self,
+        name: str,
+        box: Box | None = None,
+        *,
+        into: Bytes | None = None,
+        should_wait: bool = True,
+    ) -> Bytes:
+        """Return the bytes of a box, see `Source`.
+
+        Without waiting, those of a tensor on a device have arrived only after `settle`, called by
+        the same thread.
+        """
         spec, blocks = self._manifest.spec(name), self.blocks(name)
         box = Box.whole(spec.shape) if box is None else box
         for block in blocks:
             if box == block.box or block.box.contains(box):
                 items = spec.stored(box)
-                return block.read(items.within(spec.stored(block.box)), into)
+                within = items.within(spec.stored(block.box))
+                return block.read(within, into, should_wait=should_wait)
         held = ", ".join(f"{block.box.offset}..{block.box.end}" for block in blocks[:5])
         raise PlanError(
             f"{name!r} is here in {held}; {box.offset}..{box.end} does not lie in one of them"

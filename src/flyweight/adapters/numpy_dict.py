@@ -26,7 +26,7 @@ class HostTensor:
     def memory_key(self) -> tuple[object, ...]:
         return (self.host.address, self.host.shape, self.host.strides, self.spec.dtype.name)
 
-    def read(self, items: Box, into: Bytes) -> None:
+    def read(self, items: Box, into: Bytes, *, should_wait: bool = True) -> None:
         goal = items_of(into, self.spec.item_bytes, items.shape)
         np.copyto(goal, block_of(self.host.items(), items))
 

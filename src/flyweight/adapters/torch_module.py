@@ -153,10 +153,11 @@ class DeviceTensor:
         place = (str(tensor.device), tensor.data_ptr())
         return (*place, tuple(tensor.shape), tensor.stride(), self.spec.dtype.name)
 
-    def read(self, items: Box, into: Bytes) -> None:
+    def read(self, items: Box, into: Bytes, *, should_wait: bool = True) -> None:
         block, data = self._pair(items, into)
         data.copy_(block, non_blocking=self._is_cuda)
-        self.settle()
+        if should_wait:
+            self.settle()
 
     def write(self, items: Box, data: Bytes) -> None:
         block, staged = self._pair(items, data)

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from flyweight.adapters.model import Model
 from flyweight.errors import StoreError, TransferTimeout
 from flyweight.formats.crew import default_threads, work_through
 from flyweight.memory import STAGING, Bytes, Staging, block_of, bytes_for, items_of
@@ -73,18 +74,18 @@ class Staged:
 
     def __init__(self, manifest: Manifest, parcels: list[Parcel], memory: Bytes) -> None:
         self.manifest = manifest
-        self._places: dict[str, list[tuple[Parcel, Bytes]]] = {}
+        self.places: dict[str, list[tuple[Parcel, Bytes]]] = {}
         at = 0
         for parcel in parcels:
             data = memory[at : at + parcel.nbytes]
-            self._places.setdefault(parcel.name, []).append((parcel, data))
+            self.places.setdefault(parcel.name, []).append((parcel, data))
             at += _room(parcel)
 
     def boxes(self, name: str) -> list[Box]:
-        return [parcel.box for parcel, _ in self._places[name]]
+        return [parcel.box for parcel, _ in self.places[name]]
 
     def read(self, name: str, box: Box | None = None, *, into: Bytes | None = None) -> Bytes:
-        for parcel, data in self._places[name]:
+        for parcel, data in self.places[name]:
             wanted = parcel.box if box is None else box
             if parcel.box.contains(wanted):
                 spec = parcel.spec
@@ -124,7 +125,7 @@ def wait_for_background() -> None:
 
 
 def start_background(
-    source: Source,
+    source: Model,
     pending: PendingSave,
     stack: ExitStack,
     *,
@@ -176,11 +177,13 @@ def _shelf_for(source: Source) -> Staging:
         return _shelf
 
 
-def _copy(source: Source, staged: Staged, pending: PendingSave, num_threads: int | None) -> None:
+def _copy(source: Model, staged: Staged, pending: PendingSave, num_threads: int | None) -> None:
+    """Fill the staging: host tensors by several threads, a device's queued behind each other."""
+    places = [place for places in staged.places.values() for place in places]
     jobs = [
         (parcel, data, items)
-        for places in staged._places.values()
         for parcel, data in places
+        if source.is_on_host(parcel.name)
         for items in parcel.spec.chunks(parcel.box, _COPY_BYTES)
     ]
 
@@ -195,6 +198,10 @@ def _copy(source: Source, staged: Staged, pending: PendingSave, num_threads: int
         pending.group.tick()
         return len(goal)
 
+    for parcel, data in places:
+        if not source.is_on_host(parcel.name):
+            source.read(parcel.name, parcel.box, into=data, should_wait=False)
+            pending.group.tick()
     work_through(
         jobs,
         work,
@@ -202,5 +209,6 @@ def _copy(source: Source, staged: Staged, pending: PendingSave, num_threads: int
         staging=STAGING,
         staging_bytes=0,
         verb="stage",
-        total_bytes=sum(len(data) for places in staged._places.values() for _, data in places),
+        total_bytes=sum(len(data) for _, data in places),
     )
+    source.settle()
