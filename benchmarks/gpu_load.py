@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 import torch
-from measure import Runs, drop_cache, llm_weights, nbytes, record, warm_cache
+from measure import Runs, drop_cache, llm_weights, nbytes, print_rows, record, warm_cache
 
 import flyweight as fw
 
@@ -106,13 +106,8 @@ def main() -> None:
             best = min(
                 float(str(rows[n]["gb_per_second_median"])) for n in rows if n.startswith("limit")
             )
-            print(f"\n{heat}, {total / 2**30:.1f} GiB to {torch.cuda.get_device_name()}")
-            for name, row in rows.items():
-                row["of_limit"] = round(float(str(row["gb_per_second_median"])) / best, 3)
-                print(
-                    f"{name:32s} {row['gb_per_second_median']:6.2f} ({row['gb_per_second_min']:5.2f}..{row['gb_per_second_max']:5.2f}) GB/s"
-                    f"  of limit {row['of_limit']:5.2f}  extra MiB {row['extra_mib_max']:7.1f}"
-                )
+            title = f"{heat}, {total / 2**30:.1f} GiB to {torch.cuda.get_device_name()}"
+            print_rows(title, rows, best)
             result[heat] = rows
         record(str(__doc__).splitlines()[0], result, "safetensors")
     finally:

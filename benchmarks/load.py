@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import Runs, drop_cache, llm_weights, nbytes, record, warm_cache
+from measure import Runs, drop_cache, llm_weights, nbytes, print_rows, record, warm_cache
 
 import flyweight as fw
 from flyweight.digest import digest
@@ -234,16 +234,8 @@ def main() -> None:
             best = max(
                 statistics.median(total / 1e9 / s for s in each.seconds) for each in limits.values()
             )
-            print(
-                f"\n{heat}, {total / 2**30:.1f} GiB, {len(digests)} tensors, {options.repeats} repeats"
-            )
-            print(f"{'':32s} GB/s median (min..max)   of limit   extra MiB")
-            for name, row in rows.items():
-                row["of_limit"] = round(float(str(row["gb_per_second_median"])) / best, 3)
-                print(
-                    f"{name:32s} {row['gb_per_second_median']:6.2f} ({row['gb_per_second_min']:5.2f}.."
-                    f"{row['gb_per_second_max']:5.2f})          {row['of_limit']:5.2f}   {row['extra_mib_max']:8.1f}"
-                )
+            title = f"{heat}, {total / 2**30:.1f} GiB, {len(digests)} tensors, {options.repeats} repeats"
+            print_rows(title, rows, best)
             result[heat] = rows
         record(
             str(__doc__).splitlines()[0], result,

@@ -142,9 +142,9 @@ class Runs:
         }
 
 
-def print_rows(title: str, rows: dict[str, dict[str, object]]) -> None:
-    """Print contenders beside each other; the first is the limit that the others are told of."""
-    limit = float(str(next(iter(rows.values()))["gb_per_second_median"]))
+def print_rows(title: str, rows: dict[str, dict[str, object]], limit: float | None = None) -> None:
+    """Print contenders beside each other; without another limit the first is that."""
+    limit = limit or float(str(next(iter(rows.values()))["gb_per_second_median"]))
     print(f"\n{title}\n{'':32s} GB/s median (min..max)   of limit   extra MiB")
     for name, row in rows.items():
         row["of_limit"] = round(float(str(row["gb_per_second_median"])) / limit, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from types import TracebackType
 
 from flyweight.errors import PlanError, SpecError
 from flyweight.formats.reader import Reader, Target
@@ -96,10 +95,5 @@ class Stored:
     def __enter__(self) -> Stored:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import xxhash
 
@@ -242,12 +241,7 @@ class LocalDraft:
     def __enter__(self) -> LocalDraft:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.abort()  # after a commit nothing is left under the hidden name
 
 

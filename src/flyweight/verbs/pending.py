@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 
 from flyweight import __version__
 from flyweight.errors import FormatError, PlanError, StoreError, TransportError, VersionError
@@ -98,12 +97,7 @@ class PendingSave:
     def __enter__(self) -> PendingSave:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.draft.abort()
 
     def write(
