@@ -130,3 +130,15 @@ def test_empty_arrays_of_absurd_shape_survive(tmp_path):
     fw.load(tmp_path, into=source)
     with fw.open(tmp_path) as opened:
         assert len(opened.read("e")) == 0
+
+
+def test_one_memory_told_as_parts_of_two_tensors_is_no_tie(tmp_path):
+    from flyweight.adapters.model import adapt
+
+    memory = np.arange(4.0)
+    model = {
+        "a": fw.Sharded(memory, shape=(8,), offset=(0,)),
+        "b": fw.Sharded(memory, shape=(16,), offset=(0,)),
+    }
+    assert adapt(model).manifest.tied == {}
+    assert adapt(model).manifest.tensors["b"].shape == (16,)

@@ -343,6 +343,29 @@ def test_what_goes_wrong_on_one_rank_is_told_to_all(tmp_path, name):
     assert not [each for each in os.listdir(tmp_path / "run") if each.startswith(".")]
 
 
+def paddle_scene(root):
+    """Ranks of Paddle, one of them killed in the middle of its writing."""
+    run, place = Path(root) / "run", Path(root)
+    fw.save({**whole_of(1), "step": 1}, run, version=1)
+
+    def play(rank, num_ranks):
+        if rank == 1:
+            kill_at(2)
+        attempt(place, rank, lambda: save(rank, num_ranks, run))
+
+    codes = launch(3, "paddle", play)
+    assert codes[1] == -signal.SIGKILL, codes
+
+
+def test_a_rank_of_paddle_that_is_killed_is_named(tmp_path):
+    run_ranks(0, __file__, "paddle_scene", tmp_path, framework="paddle", timeout=60)
+    for each in told(tmp_path, [0, 2]).values():
+        assert each["error"] == "PeerLost"
+        assert "rank 1 closed its connection" in each["text"]
+        assert each["seconds"] < TIMEOUT + 2
+    assert check_newest(tmp_path / "run") == 1
+
+
 def test_the_memory_of_a_rank_stays_within_its_budget(tmp_path):
     run_ranks(2, __file__, "measured", tmp_path)
 

@@ -97,17 +97,20 @@ def _agreed_tensors(holdings: Sequence[Holding]) -> dict[str, TensorSpec]:
 
 
 def _agreed_ties(holdings: Sequence[Holding]) -> dict[str, str]:
-    """Return the ties that hold on every rank that has any of the tensor."""
+    """Return the ties that hold on every rank that has any of either tensor."""
     targets: dict[str, set[str]] = {}
-    for holding in holdings:
+    held: dict[str, set[tuple[int, Box]]] = {}
+    for rank, holding in enumerate(holdings):
         for name, boxes in holding.boxes.items():
-            if any(box.num_elements for box in boxes):
-                targets.setdefault(name, set()).add(holding.tied.get(name, name))
+            for box in boxes:
+                if box.num_elements:
+                    targets.setdefault(name, set()).add(holding.tied.get(name, name))
+                    held.setdefault(name, set()).add((rank, box))
     tied = {name: next(iter(found)) for name, found in targets.items() if len(found) == 1}
     return {
         name: target
         for name, target in tied.items()
-        if target != name and tied.get(target) == target
+        if target != name and tied.get(target) == target and held[name] == held[target]
     }
 
 

@@ -135,9 +135,8 @@ def _open_file(place: Path, store_at: StoreAt) -> Stored:
     store = store_at(place.parent)
     if place.name == snapshot.MANIFEST:
         return snapshot.open_snapshot(store)
-    if place.name == huggingface.INDEX or place.name.endswith((".metadata", ".distcp")):
-        opener = _opener(store.names())
-        assert opener is not None
+    is_index = place.name == huggingface.INDEX or place.name.endswith(".metadata")
+    if is_index and (opener := _opener(store.names())) is not None:
         return opener(store)
     head = store.read(place.name, 0, min(store.size(place.name), 9))
     if safetensors.looks_like_safetensors(head):
