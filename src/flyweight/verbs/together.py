@@ -23,7 +23,8 @@ from flyweight.spec.manifest_json import (
     decode_spec,
     encode_manifest,
 )
-from flyweight.transports.group import Group, meet
+from flyweight.transports.group import Group
+from flyweight.transports.meeting import meet
 
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
