@@ -177,7 +177,10 @@ class Model:
         self._blocks: dict[str, Sequence[ModelBlock]] = {}
         tied = {}
         for name, held in blocks.items():
-            key = tuple((each.spec, each.box, each.place, *each.tensor.memory_key) for each in held)
+            key = (
+                held[0].spec.shape,
+                *((each.box, each.place, *each.tensor.memory_key) for each in held),
+            )
             if any(each.box.num_elements for each in held) and key in first:
                 tied[name] = first[key]
             else:

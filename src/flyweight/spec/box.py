@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product, repeat
 from math import prod
 from operator import mul
@@ -32,7 +33,7 @@ class Box:
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
         """Return the box that is all of a tensor of `shape`."""
-        return cls((0,) * len(shape), tuple(shape))
+        return _whole(tuple(shape))
 
     def _check_rank(self, other: Box) -> None:
         if len(self.shape) != len(other.shape):
@@ -85,6 +86,11 @@ class Box:
         corner, length = sum(map(mul, self.offset, strides)), prod(self.shape[head:])
         for index in product(*map(range, self.shape[:head])) if length else ():
             yield corner + sum(map(mul, index, strides)), length
+
+
+@lru_cache(maxsize=4096)  # models have many tensors and few shapes
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
 
 
 def first_meeting(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

@@ -278,14 +278,17 @@ def _check_names(stored: Stored, matches: Matches, options: _Options, group: Gro
             f"target wants {len(matches.missing)} tensors that {stored.store.place!r} lacks: "
             f"{listed(matches.missing)}"
         )
-    # What no rank has a use for is left over; each tells by one bit for each name.
-    names = sorted(stored.manifest.names)
-    unused = set(matches.unused)
-    bits = sum(1 << index for index, name in enumerate(names) if name in unused)
-    told = group.gather("names", f"{bits:x}")
-    for each in told:
-        bits &= int(each, 16) if isinstance(each, str) else 0
-    left = [name for index, name in enumerate(names) if bits >> index & 1] if told else []
+    # What no rank has a use for is left over; each tells by a letter for each name.
+    names, unused = sorted(stored.manifest.names), set(matches.unused)
+    letters = "".join("-" if name in unused else "x" for name in names)
+    told = [str(each) for each in group.gather("names", letters)]
+    for rank, each in enumerate(told):
+        if len(each) != len(names):
+            raise PlanError(
+                f"rank {rank} sees {len(each)} tensors in {stored.store.place!r}, rank "
+                f"{group.rank} {len(names)}: not the same files"
+            )
+    left = [name for n, name in enumerate(names) if told and all(each[n] == "-" for each in told)]
     # A layout speaks of every tensor; those of other ranks are theirs.
     if left and options.extra == "refuse" and options.layout is None:
         raise PlanError(

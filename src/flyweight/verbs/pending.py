@@ -22,6 +22,7 @@ from flyweight.events import emit
 from flyweight.formats import snapshot
 from flyweight.formats.crew import default_threads
 from flyweight.formats.writer import seal, write
+from flyweight.memory import collector_paused
 from flyweight.plan.shares import Holding, share_out
 from flyweight.ports import FilePlan, Format, Source
 from flyweight.spec.manifest import (
@@ -195,7 +196,8 @@ def begin_version(
     """Have all ranks agree on what will be written, where and by whom; every rank must call."""
     root = as_path(path)
     version = None if version is None else snapshot.check_version(version)
-    holding = holding_of(source)
+    with collector_paused():
+        holding = holding_of(source)
     if group.num_ranks == 1 and _is_whole(holding):
         draft, manifest = _begin_draft(root, version, source.manifest)
         format = snapshot.snapshot_format(part_bytes)

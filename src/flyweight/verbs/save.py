@@ -15,7 +15,7 @@ from flyweight.formats.crew import default_threads
 from flyweight.formats.huggingface import PART_BYTES
 from flyweight.formats.stored import Stored
 from flyweight.formats.writer import seal, write
-from flyweight.memory import MEMORY_BYTES, check_memory_bytes
+from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
 from flyweight.ports import Format, Source
 from flyweight.spec.manifest import Manifest, TensorSpec
 from flyweight.spec.rules import ModelLayout
@@ -163,7 +163,8 @@ def _save(
     with ExitStack() as stack:
         group = stack.enter_context(meet())
         check_idle()
-        source = _adapted(model, options.layout, options.like, group)
+        with collector_paused():
+            source = _adapted(model, options.layout, options.like, group)
         if not options.background:
             return save_version(
                 source,
