@@ -351,3 +351,48 @@ def test_convert_inspect_diff_and_verify_understand_the_formats_of_others(planne
     )
     assert back["version"] == 9
     assert answer("diff", planned / "run", planned / "back")["is_same"]
+
+
+def test_numbers_that_json_has_not_are_told_as_text_and_a_nan_is_the_same_as_itself(tmp_path):
+    fw.save(
+        {"w": np.zeros(2), "best": float("inf"), "loss": float("nan"), "[x]": 1}, tmp_path / "a"
+    )
+    fw.save(
+        {"w": np.zeros(2), "best": float("inf"), "loss": float("nan"), "[x]": True}, tmp_path / "b"
+    )
+    assert answer("inspect", tmp_path / "a")["values"] == {"best": "inf", "loss": "nan", "[x]": 1}
+    assert answer("diff", tmp_path / "a", tmp_path / "a")["is_same"]
+    done = flyweight("diff", tmp_path / "a", tmp_path / "b")
+    assert done.returncode == 1
+    assert "other value: [x]  1 and True" in done.stdout
+    assert "loss" not in done.stdout
+
+
+def test_tensors_that_may_not_be_integers_are_told(tmp_path):
+    import torch
+
+    fw.save_legacy({"w": torch.zeros(4).bfloat16()}, tmp_path, rank=0, legacy_id=0)
+    old = tmp_path / "model_state.tp0.0.pdparams"
+    done = flyweight("convert", old, tmp_path / "hf", "--to", "hf")
+    assert (
+        "1 tensors of a pickle were written as integers; if they are bf16 or fp8, say so"
+        in done.stdout
+    )
+    assert (
+        answer("convert", old, tmp_path / "hf2", "--to", "hf", "--assume", "u16=bf16")[
+            "told_as_integers"
+        ]
+        == []
+    )
+
+
+def test_a_straightened_tensor_is_no_file_of_its_own(tmp_path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"t": torch.zeros(3, 4).t()}, checkpoint_id=tmp_path / "ck")
+    assert list(answer("inspect", tmp_path / "ck")["files"]) == ["__0_0.distcp"]
+    (tmp_path / "l.json").write_text('{"mesh": {"a": 1}, "rules": [{"names": "**"}]}')
+    assert answer("plan", tmp_path / "ck", "--into", tmp_path / "l.json")["sources"] == [
+        "__0_0.distcp"
+    ]

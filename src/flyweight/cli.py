@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 1 done, and the answer is no (verify found damage, diff found differences);
 2 the command line is wrong; 3 bytes at rest are wrong; 4 not there: path or version;
-5 source and target do not fit; 6 the operating system said no; 130 interrupted.
+5 source and target do not fit; 6 the operating system said no; 70 a fault of ours; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from math import isfinite
 from typing import Any, BinaryIO, NoReturn
 
 import click
@@ -43,7 +45,8 @@ from flyweight.verbs.planning import PlanReport
 from flyweight.verbs.planning import plan as make_plan
 
 FORMATS = ("snapshot", "hf", "dcp", "paddle", "safetensors", "pdparams")
-EXIT_NO, EXIT_FORMAT, EXIT_NOT_THERE, EXIT_PLAN, EXIT_STORE, EXIT_INTERRUPTED = 1, 3, 4, 5, 6, 130
+EXIT_NO, EXIT_FORMAT, EXIT_NOT_THERE, EXIT_PLAN, EXIT_STORE = 1, 3, 4, 5, 6
+EXIT_FAULT, EXIT_INTERRUPTED = 70, 130
 MAX_CELLS = 128
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -100,6 +103,11 @@ class Commands(click.Group):
         except BrokenPipeError:
             sys.stderr.close()  # who read our output has gone; Python would complain of it at exit
             raise SystemExit(0) from None
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:  # a fault of ours: it must not look like an answer
+            traceback.print_exc()
+            _fail(type(error).__name__, f"{error}: a fault in flyweight itself", EXIT_FAULT)
 
 
 def _fail(kind: str, text: str, code: int) -> NoReturn:
@@ -111,12 +119,7 @@ def _fail(kind: str, text: str, code: int) -> NoReturn:
 
 
 def _wants_json() -> bool:
-    context = click.get_current_context(silent=True)
-    return (
-        "--json" in sys.argv[1:]
-        if context is None
-        else bool(context.params.get("as_json")) or ("--json" in sys.argv[1:])
-    )
+    return "--json" in sys.argv[1:]
 
 
 @contextmanager
@@ -148,9 +151,18 @@ def progress() -> Iterator[None]:
 
 def show(data: Json | Mapping[str, Any], as_json: bool, view: Callable[[], None]) -> None:
     if as_json:
-        click.echo(json.dumps(data, ensure_ascii=False))
+        click.echo(json.dumps(_finite(data), allow_nan=False))
     else:
         view()
+
+
+def _finite(data: Any) -> Any:
+    """Return the same data with infinities and NaN as text, which JSON has no numbers for."""
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return str(data) if isinstance(data, float) and not isfinite(data) else data
 
 
 def human(nbytes: float) -> str:
@@ -275,7 +287,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
                 )
             out.print(table)
         for name, (one, other) in report.changed_values.items():
-            out.print(f"other value: {escape(name)}  {one!r} and {other!r}", markup=False)
+            out.print(f"other value: {name}  {one!r} and {other!r}", markup=False)
         out.print(f"{report.num_same} tensors are the same")
 
     show({**asdict(report), "is_same": report.is_same}, as_json, view)
@@ -326,6 +338,11 @@ def convert(
         out.print(f"{escape(report.place)}: {report.num_tensors} tensors, {speed}")
         if report.left_out:
             out.print(f"left out {len(report.left_out)} values that are no tensors")
+        if report.told_as_integers:
+            out.print(
+                f"{len(report.told_as_integers)} tensors of a pickle were written as integers; if "
+                f"they are bf16 or fp8, say so: --assume u16=bf16, --assume i8=f8_e4m3"
+            )
 
     show({**asdict(report), "gb_per_second": report.gb_per_second}, as_json, view)
 

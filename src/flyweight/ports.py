@@ -118,10 +118,15 @@ class Store(Protocol):
 class Bulletin(Protocol):
     """A board that all ranks of a group can read and write."""
 
-    def post(self, key: str, text: str) -> None: ...
+    def post(self, key: str, text: str, deadline: float) -> None:
+        """Put a text under a key, in the place of what stood there."""
 
-    def look(self, key: str, timeout_seconds: float) -> str | None:
-        """Return what stands under the key, waiting for it; None if nothing came in time."""
+    def look(self, key: str, deadline: float) -> str | None:
+        """Return what stands under a key by now, or None.
+
+        Both raise TransferTimeout if the board itself does not answer before `deadline`, which is
+        a reading of the monotonic clock.
+        """
 
 
 @dataclass(frozen=True)
@@ -131,8 +136,8 @@ class Seat:
     rank: int
     num_ranks: int
     bulletin: Bulletin | None = None
-    meeting: str = ""
-    """A name that all ranks know this meeting by, and no other meeting has."""
+    group: str = ""
+    """A name that all ranks of the group know it by, and no other group has."""
 
 
 class Draft(Protocol):

@@ -167,7 +167,7 @@ def scenes(root, name):
     def play(rank, num_ranks):
         attempt(root, rank, lambda: SCENES[name](rank, num_ranks, run))
 
-    if name == "silent":
+    if name in ("silent", "store_stopped"):
         threading.Timer(3 * TIMEOUT, lambda: os.system(f"pkill -KILL -P {os.getpid()}")).start()
     launch(3, "torch", play)
 
@@ -286,6 +286,27 @@ def load_killed(rank, num_ranks, run):
     fw.load_state_dict(shards(0, rank, num_ranks), run, timeout_seconds=TIMEOUT)
 
 
+def other_paths(rank, num_ranks, run):
+    """The same version number, other weights."""
+    other = run.parent / "other"
+    if rank == 0:
+        fw.save({**whole_of(5), "step": 1}, other, version=1)
+    torch.distributed.barrier()
+    target = shards(0, rank, num_ranks)
+    before = target["w"].tensor.clone()
+    try:
+        fw.load_state_dict(target, other if rank == 1 else run, timeout_seconds=TIMEOUT)
+    finally:
+        assert torch.equal(target["w"].tensor, before), "a target was touched"
+
+
+def store_stopped(rank, num_ranks, run):
+    """The process group's own store lives in rank 0; here another is the coordinator."""
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    fw.save_state_dict(shards(2, rank, num_ranks), run, None, 1, version=2, timeout_seconds=TIMEOUT)
+
+
 def damaged(rank, num_ranks, run):
     if rank == 0:
         part = sorted((run / "v0000000001").glob("*.safetensors"))[0]
@@ -299,14 +320,14 @@ def damaged(rank, num_ranks, run):
 
 SCENES = {each.__name__: each for each in (
     full_disk, full_disk_at_coordinator, silent, absent, absent_coordinator, other_dtype, other_value, hole, overlap,
-    other_version, no_model, load_missing, load_other_shape, load_extra, load_killed, damaged,
+    other_version, no_model, load_missing, load_other_shape, load_extra, load_killed, other_paths, store_stopped, damaged,
 )}  # fmt: skip
 EXPECTED = {
     "full_disk": ({1: "StoreError", 0: "PeerFailed", 2: "PeerFailed"}, "File too large", "rank 1 failed in step"),
     "full_disk_at_coordinator": ({0: "StoreError", 1: "PeerFailed", 2: "PeerFailed"}, "File too large", "rank 0 failed in step"),
     "silent": ({0: "TransferTimeout", 2: "TransferTimeout"}, "", "rank 1 was silent for 3 s"),
     "absent": ({0: "TransferTimeout", 1: "TransferTimeout", 2: "FlyweightError"}, "", r"1 ranks did not come within 3 s: \[2\]|did not call"),
-    "absent_coordinator": ({1: "TransferTimeout", 2: "TransferTimeout", 0: "FlyweightError"}, "", "coordinator rank 0 did not open|did not call"),
+    "absent_coordinator": ({1: "TransferTimeout", 2: "TransferTimeout", 0: "FlyweightError"}, "", "coordinator rank 0 did not answer|did not call"),
     "other_dtype": ({0: "DTypeMismatch", 1: "PeerFailed", 2: "PeerFailed"}, "'copied' is f32 on rank 0 and f64 on rank 1", "rank 0 failed"),
     "other_value": ({0: "PlanError", 1: "PeerFailed", 2: "PeerFailed"}, "'step' is 0 on rank 0 and 1 on rank 1", "rank 0 failed"),
     "hole": ({0: "PlanError", 1: "PeerFailed", 2: "PeerFailed"}, "the ranks hold 800000 of the 1200000 elements of 'w'", "rank 0 failed"),
@@ -317,6 +338,8 @@ EXPECTED = {
     "load_other_shape": ({2: "ShapeMismatch", 0: "PeerFailed", 1: "PeerFailed"}, r"'copied' is \(50,\) .* and \(51,\)", "rank 2 failed"),
     "load_extra": ({0: "PlanError", 1: "PeerFailed", 2: "PeerFailed"}, "has 1 tensors that the target lacks: 'copied'", "rank 0 failed"),
     "load_killed": ({0: "PeerLost", 2: "PeerLost"}, "", "rank 1 closed its connection"),
+    "other_paths": ({0: "PlanError", 1: "PeerFailed", 2: "PeerFailed"}, "rank 1 opened .*other.*: not the same weights", "rank 0 failed in step 'opened'"),
+    "store_stopped": ({1: "TransferTimeout", 2: "TransferTimeout"}, "", "store, usually on rank 0, does not answer|did not answer|did not come"),
     "damaged": ({0: "ChecksumMismatch PeerFailed", 1: "ChecksumMismatch PeerFailed", 2: "ChecksumMismatch PeerFailed"}, "", "checksum"),
 }  # fmt: skip
 
@@ -402,6 +425,46 @@ def peak_bytes():
         "/proc/self/clear_refs", os.W_OK
     ) else None
     return int(fields["RssAnon"].split()[0]) << 10
+
+
+def one_skips(rank, num_ranks, root):
+    run = Path(root) / "run"
+    if rank != 1:
+        with pytest.raises(fw.FlyweightError, match="did not come"):
+            save(rank, num_ranks, run, version=1, timeout_seconds=1.5)
+    else:
+        time.sleep(2.5)
+    for version in (2, 3):
+        save(rank, num_ranks, run, version=version)
+    assert fw.versions(run) == [2, 3]
+
+
+def test_a_rank_that_skipped_a_save_is_there_for_the_next(tmp_path):
+    run_ranks(3, __file__, "one_skips", tmp_path)
+
+
+def nothing_here(rank, num_ranks, root):
+    """A stage with nothing to save; and a scalar that lives on some ranks only."""
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    state = {"w": torch.ones(3), "step": 1} if rank == 0 else {"step": 1}
+    fw.save_state_dict(state, Path(root) / "run", timeout_seconds=TIMEOUT)
+    target = {"w": torch.zeros(3), "step": 0} if rank == 0 else {"step": 0}
+    fw.load_state_dict(target, Path(root) / "run", timeout_seconds=TIMEOUT)
+    assert target["step"] == 1
+    mesh = (
+        init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"] if num_ranks == 2 else None
+    )
+    if mesh is not None:
+        sub = init_device_mesh("cpu", (2,))
+        scalar = distribute_tensor(torch.tensor(3.0), sub, [Replicate()])
+        fw.save_state_dict({"s": scalar}, Path(root) / "scalar", timeout_seconds=TIMEOUT)
+
+
+def test_a_rank_without_any_tensor_takes_part(tmp_path):
+    run_ranks(2, __file__, "nothing_here", tmp_path)
+    with fw.open(tmp_path / "scalar") as opened:
+        assert opened.read("s").view("f4").tolist() == [3.0]
 
 
 def test_numpy_state_needs_no_framework_and_no_group(tmp_path):

@@ -229,6 +229,23 @@ def test_shards_that_are_not_told_are_noticed_and_those_that_are_told_are_saved(
         assert opened.read("w").view("f4").tolist() == [*range(8), *range(1, 9)]
 
 
+def strided_twice(rank, num_ranks, root):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    places = [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2)]
+    odd = DTensor.from_local(torch.arange(6.0) + 6 * rank, mesh, places, run_check=False)
+    with pytest.raises(fw.FlyweightError, match="strided shard after another cut|rank . failed"):
+        fw.save_state_dict({"w": odd}, Path(root) / "run", timeout_seconds=5)
+
+
+def test_a_cut_that_torch_itself_cannot_tell_is_refused(tmp_path):
+    run_ranks(4, __file__, "strided_twice", tmp_path)
+    assert fw.versions(tmp_path / "run") == []
+
+
 def test_torchrun_starts_it_too(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -355,3 +355,42 @@ def test_a_flipped_byte_is_refused_or_changes_a_tensor_and_never_does_more(broke
                 opened.read(name)
     except fw.FlyweightError:
         pass
+
+
+def save_replicas(rank, num_ranks, place):
+    import paddle.distributed as dist
+
+    mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
+    copies = dist.shard_tensor(whole(), mesh, [dist.Replicate()])
+    rows = dist.shard_tensor(whole(), mesh, [dist.Shard(0)])
+    dist.save_state_dict({"copies": copies, "rows": rows}, place, save_replicas=True)
+    dist.barrier()
+
+
+def test_replicas_that_paddle_keeps_are_no_second_save(tmp_path):
+    run_ranks(2, __file__, "save_replicas", tmp_path / "ck", framework="paddle")
+    with fw.open(tmp_path / "ck") as opened:
+        for name in ("copies", "rows"):
+            assert opened.read(name).tobytes() == raw(whole()), name
+
+
+@pytest.mark.parametrize("name", ["StructuredToParameterName@@", "UnpackBigParamInfor@@"])
+@pytest.mark.parametrize("to", ["paddle", "pdparams"])
+def test_names_that_paddle_keeps_for_itself_are_refused(tmp_path, name, to):
+    fw.save({name: np.zeros(2), "w": np.zeros(2)}, tmp_path / "run")
+    with pytest.raises(fw.FlyweightError, match="which Paddle keeps for itself"):
+        fw.convert(tmp_path / "run", tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+def test_metadata_that_nests_without_end_is_refused(broken):
+    (broken / "0.metadata").write_bytes(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".")
+    refused(broken, FormatError, "has a list where a Metadata is expected")
+
+
+def test_a_transposed_tensor_is_refused_with_the_remedy(tmp_path):
+    paddle.distributed.save_state_dict({"t": whole().t()}, str(tmp_path / "ck"))
+    with pytest.raises(
+        FormatError, match=r"in column order, expected row order; save .* after .contiguous\(\)"
+    ):
+        fw.open(tmp_path / "ck")

@@ -114,3 +114,46 @@ def test_within_and_contains_agree():
     assert outer.contains(inner)
     assert not inner.contains(outer)
     assert inner.within(outer) == Box((1, 1), (2, 2))
+
+
+def test_strips_across_and_strips_along_are_told_apart_quickly():
+    """Many boxes side by side in both dims at once: a sweep that looks at all of them takes hours."""
+    import time
+
+    k = 20_000
+    rows = [Box((n, 0), (1, k)) for n in range(k)]
+    columns = [Box((0, k + n), (k, 1)) for n in range(k)]
+    started = time.monotonic()
+    assert first_meeting(rows + columns) is None
+    assert first_meeting([*rows, *columns, Box((7, k - 1), (1, 2))]) is not None
+    assert time.monotonic() - started < 10
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 4),
+            st.integers(0, 4),
+            st.integers(0, 4),
+            st.integers(0, 3),
+            st.integers(0, 3),
+            st.integers(0, 3),
+        ),
+        max_size=12,
+    )
+)
+def test_the_first_meeting_is_found_whenever_there_is_one(numbers):
+    boxes = [Box(each[:3], each[3:]) for each in numbers]
+    there_is = any(a.overlap(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    found = first_meeting(boxes)
+    assert (found is not None) == there_is
+    assert found is None or found[0].overlap(found[1])
+
+
+def test_boxes_cut_so_that_comparing_them_takes_for_ever_are_given_up(monkeypatch):
+    monkeypatch.setattr("flyweight.spec.box.MAX_COMPARED", 1000)
+    rods = [Box((0, n, 0), (100, 1, 50)) for n in range(50)] + [
+        Box((0, 0, 50 + n), (100, 50, 1)) for n in range(50)
+    ]
+    with pytest.raises(SpecError, match="100 boxes are cut too oddly"):
+        first_meeting(rods)

@@ -187,9 +187,27 @@ def test_six_bit_floats_longer_than_a_chunk_are_cut_between_elements():
         assert spec.stored(box) == items
 
 
+def test_infinities_and_what_is_no_number_survive():
+    values = {"best": float("inf"), "worst": float("-inf"), "none": float("nan"), "one": 1.0}
+    found = decode_manifest(encode_manifest(replace(example(), values=values))).values
+    assert {name: repr(value) for name, value in found.items()} == {
+        n: repr(v) for n, v in values.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "value", [{"float": "1"}, {"float": "inf", "x": 1}, {"float": 1}, {"int": "inf"}]
+)
+def test_other_objects_are_no_values(value):
+    record = json.loads(encode_manifest(replace(example(), values={"x": 1})))
+    record["values"]["x"] = value
+    with pytest.raises(FormatError, match="expected a plain leaf"):
+        decode_manifest(json.dumps(record).encode())
+
+
 def test_values_without_a_place_in_json_are_refused_on_the_way_out():
     with pytest.raises(SpecError, match="no place in JSON"):
-        encode_manifest(replace(example(), values={"x": float("nan")}))
+        encode_manifest(replace(example(), values={"x": "\ud800"}))
 
 
 def test_an_untied_manifest_has_a_spec_for_every_name():

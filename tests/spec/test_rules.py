@@ -412,8 +412,12 @@ def test_a_layout_is_read_from_json():
         ({"rules": [{"names": ["a.*", "b"], "local": "x"}]}, "same number of stars"),
         ({"rules": [{"names": "a.*", "stack": 1}]}, "has 1 stars and speaks of stars \\[1\\]"),
         ({"rules": [{"names": "a.*", "local": "{1}"}]}, "does not fit"),
+        ({"rules": [{"names": "a.*", "local": "{0.foo}"}]}, "does not fit"),
+        ({"rules": [{"names": "a.*", "local": "{0:>2000000000}"}]}, "does not fit"),
+        ({"rules": [{"names": "a.*", "local": "x{"}]}, "does not fit"),
         ({"rules": [{"names": "a.*", "spread": {"0": {"axes": "tp", "starts": [0]}}}]}, "starts 1 pieces"),
         ({"rules": [{"names": "a", "groups": 0}]}, "in 0 groups"),
+        ({"rules": [{"names": ["a", "b"], "local": "x", "groups": 4, "cuts": [{"0": "tp"}, {}]}]}, "names that take turns are cut alike"),
     ],
 )  # fmt: skip
 def test_json_that_is_no_layout_is_refused(changes, match):
@@ -425,3 +429,9 @@ def test_text_that_is_no_json_is_refused():
     for text in (b"", b"{", b"[]", b'{"mesh": NaN}', b"\xff", b'{"mesh": {}, "mesh": {}}'):
         with pytest.raises(SpecError):
             ModelLayout.from_json(text)
+
+
+def test_a_scalar_is_held_whole_by_whoever_has_it():
+    layout = parsed(rules=[{"names": "**", "cut": {"0": "tp"}}])
+    shards = layout.shards({"step": TensorSpec(DTYPES["i64"], ())})["step"]
+    assert [shard.box.shape for shard in shards] == [(), ()]

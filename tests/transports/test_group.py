@@ -23,15 +23,22 @@ class Board:
     def __init__(self):
         self._texts, self._changed = {}, threading.Condition()
 
-    def post(self, key, text):
+    def post(self, key, text, deadline):
         with self._changed:
             self._texts[key] = text
             self._changed.notify_all()
 
-    def look(self, key, timeout_seconds):
+    def look(self, key, deadline):
         with self._changed:
-            self._changed.wait_for(lambda: key in self._texts, timeout_seconds)
             return self._texts.get(key)
+
+    def answer(self, timeout_seconds):
+        """Wait for the first answer to anybody."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: any("/answer/" in key for key in self._texts), timeout_seconds
+            )
+            return next(text for key, text in self._texts.items() if "/answer/" in key)
 
 
 def play(num_ranks, part, *, coordinator=0, timeout_seconds=TIMEOUT, ranks=None):
@@ -168,7 +175,7 @@ def test_ranks_that_do_not_come_are_named():
     assert isinstance(error, TransferTimeout)
     assert "2 ranks did not come within 1.5 s: [1, 2]" in str(error)
     (error,) = play(3, lambda group: None, ranks=[1])
-    assert "coordinator rank 0 did not open a meeting within 2 s" in str(error)
+    assert "coordinator rank 0 did not answer within 2 s" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +185,7 @@ def test_strangers_are_turned_away_and_hold_nobody_up(words):
     board = Board()
 
     def stranger():
-        address = board.look("meeting/address", 5)
-        name, port, _ = address.rsplit(" ", 2)
+        name, port, _ = board.answer(5).rsplit(" ", 2)
         with socket.create_connection((name, int(port)), 5) as link:
             link.sendall(words)
             link.settimeout(3)
@@ -218,18 +224,17 @@ def test_garbage_from_a_rank_is_named_and_ends_the_work(frame):
 def test_ranks_of_other_networks_are_met_on_an_address_they_can_reach(monkeypatch):
     """Two ranks that take themselves for strangers: not the loopback, the host's own address."""
     posted = []
-    names = iter(["one", "two"])
     real = meeting.where
 
     def elsewhere():
-        return f"{next(names)} {real().partition(' ')[2]}"
+        return f"{threading.get_ident()} {real().partition(' ')[2]}"
 
     monkeypatch.setattr(meeting, "where", elsewhere)
 
     class Watched(Board):
-        def post(self, key, text):
+        def post(self, key, text, deadline):
             posted.append((key, text))
-            super().post(key, text)
+            super().post(key, text, deadline)
 
     board = Watched()
 
@@ -239,12 +244,114 @@ def test_ranks_of_other_networks_are_met_on_an_address_they_can_reach(monkeypatc
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank_part, range(2))) == [[0, 1], []]
-    (address,) = [text for key, text in posted if key == "meeting/address"]
+    (address,) = [text for key, text in posted if "/answer/" in key]
     assert address.split()[0] == socket.gethostbyname(socket.gethostname())
 
 
 def test_options_that_make_no_sense_are_refused():
     with pytest.raises(SpecError, match="coordinator_rank is 2, the group has ranks 0 to 1"):
         meet(Seat(0, 2, Board(), "m"), 2)
-    with pytest.raises(SpecError, match="timeout_seconds is 0"):
-        meet(Seat(0, 2, Board(), "m"), timeout_seconds=0)
+    for seconds in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(SpecError, match="timeout_seconds is"):
+            meet(Seat(0, 2, Board(), "m"), timeout_seconds=seconds)
+
+
+def test_a_rank_that_missed_a_call_is_not_out_of_step_for_the_next():
+    """What a failed meeting left on the board answers nobody."""
+    board = Board()
+
+    def rank_part(rank, calls):
+        found = []
+        for timeout_seconds in calls:
+            try:
+                with meet(Seat(rank, 2, board, "group"), timeout_seconds=timeout_seconds) as group:
+                    found.append(group.gather("a", rank))
+            except TransferTimeout:
+                found.append("late")
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(rank_part, 0, [0.4, 5, 5])
+        time.sleep(0.6)
+        second = pool.submit(rank_part, 1, [5, 5])
+        assert first.result(20) == ["late", [0, 1], [0, 1]]
+        assert second.result(20) == [[], []]
+    with ThreadPoolExecutor(
+        2
+    ) as pool:  # and the other way round: the member's first call finds nobody
+        second = pool.submit(rank_part, 1, [0.4, 5])
+        time.sleep(0.6)
+        first = pool.submit(rank_part, 0, [5])
+        assert first.result(20) == [[0, 1]]
+        assert second.result(20) == ["late", []]
+
+
+def test_ranks_that_take_different_ranks_for_the_coordinator_are_told():
+    board = Board()
+
+    def rank_part(rank):
+        try:
+            meet(Seat(rank, 3, board, "group"), 0 if rank != 1 else 2, timeout_seconds=TIMEOUT)
+        except TransportError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(rank_part, [0, 1]))
+    assert "rank 1 takes rank 2 for the coordinator, rank 0 itself" in found[0]
+
+
+def test_a_silent_rank_is_noticed_while_another_goes_on_working():
+    def part(group):
+        if group.rank == 2:
+            time.sleep(3 * TIMEOUT)
+            return None
+        if group.rank == 1:
+            for _ in range(60):
+                time.sleep(TIMEOUT / 20)
+                group.tick()
+        group.gather("work", None)
+        return group.broadcast("done", None)
+
+    started = time.monotonic()
+    found = play(3, part)
+    assert "rank 2 was silent for 1.5 s" in str(found[0])
+    assert "rank 2 was silent for 1.5 s" in str(found[1])
+    assert time.monotonic() - started < 4 * TIMEOUT
+
+
+def test_work_that_cannot_tell_is_told_for_it_and_not_for_ever(monkeypatch):
+    def part(group):
+        if group.rank == 1:
+            with group.working():
+                time.sleep(2 * TIMEOUT)
+        group.gather("work", None)
+        return group.broadcast("done", "well")
+
+    assert play(2, part) == ["well", "well"]
+    monkeypatch.setattr("flyweight.transports.group._WORKING_TIMES", 0.2)
+    found = play(2, part)
+    assert "rank 1 was silent" in str(found[0])
+
+
+def test_many_silent_strangers_cost_the_ranks_nothing():
+    board = Board()
+    links = []
+
+    def strangers():
+        name, port, _ = board.answer(5).rsplit(" ", 2)
+        links.extend(socket.create_connection((name, int(port)), 5) for _ in range(30))
+
+    def rank_part(rank):
+        if rank == 1:
+            time.sleep(0.3)
+        started = time.monotonic()
+        with meet(Seat(rank, 2, board, "meeting"), timeout_seconds=5) as group:
+            group.gather("a", group.rank)
+        return time.monotonic() - started
+
+    with ThreadPoolExecutor(3) as pool:
+        crowd = pool.submit(strangers)
+        assert max(pool.map(rank_part, range(2))) < 2
+        crowd.exception(5)
+    for link in links:
+        link.close()

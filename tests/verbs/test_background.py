@@ -146,6 +146,49 @@ def test_a_process_that_ends_at_once_saves_to_the_end(tmp_path):
     assert fw.verify(tmp_path).is_whole
 
 
+def test_a_child_that_is_forked_meanwhile_ends_and_saves_on_its_own(tmp_path):
+    """As workers of a data loader are."""
+    code = (
+        "import multiprocessing, sys, threading, numpy as np, flyweight as fw\n"
+        "from flyweight.events import listening\n"
+        "gate = threading.Event()\n"
+        "with listening(lambda event: event.kind == 'progress' and event.fields['verb'] == 'save' and gate.wait(20)):\n"
+        "    handle = fw.save({'w': np.arange(3e6)}, sys.argv[1] + '/a', background=True)\n"
+        "    def work():\n"
+        "        gate.set()\n"
+        "        fw.save({'w': np.arange(4)}, sys.argv[1] + '/b')\n"
+        "    child = multiprocessing.get_context('fork').Process(target=work)\n"
+        "    child.start(); child.join(20)\n"
+        "    assert child.exitcode == 0, child.exitcode\n"
+        "    gate.set()\n"
+        "    handle.wait(20)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert fw.versions(tmp_path / "a") == fw.versions(tmp_path / "b") == [0]
+
+
+def test_a_thread_that_cannot_start_is_told_and_keeps_nobody_waiting(tmp_path, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(self):
+        if self.name == "flyweight-save":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        fw.save(weights(1), tmp_path, background=True)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+    assert fw.save(weights(1), tmp_path, background=True).wait(30).version == 0
+
+
 def ranks_save(rank, num_ranks, root):
     group = torch.distributed.group.WORLD
     tensor = torch.full((4, 1000), float(rank))

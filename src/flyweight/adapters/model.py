@@ -17,7 +17,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,8 +37,8 @@ from flyweight.memory import (
     first_overlap,
     item_dtype,
 )
-from flyweight.spec.box import Box
-from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, Manifest, TensorSpec
+from flyweight.spec.box import Box, first_meeting
+from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, Manifest, TensorSpec, check_leaf
 from flyweight.spec.rules import Local
 
 MAX_NESTING = 64
@@ -301,11 +301,16 @@ _CUTS: tuple[Callable[[object], Cut | None], ...] = (
 )
 
 
-def adapt(thing: object, layout: Callable[[], Mapping[str, Local]] | None = None) -> Model:
+def adapt(
+    thing: object,
+    layout: Callable[[], Mapping[str, Local]] | None = None,
+    *,
+    may_be_empty: bool = False,
+) -> Model:
     """Return the model that `thing` is: a torch module, a Paddle layer, nested dicts of tensors.
 
     Tensors that carry their layout are told as boxes of the whole; so are all, by `layout`, which
-    is asked what the tensors of this rank hold.
+    is asked what the tensors of this rank hold. One of several ranks may have no tensor at all.
     """
     tensors: dict[str, Tensor] = {}
     cuts: dict[str, Cut] = {}
@@ -322,6 +327,8 @@ def adapt(thing: object, layout: Callable[[], Mapping[str, Local]] | None = None
             )
         try:
             cut = next((found for of in _CUTS if (found := of(leaf)) is not None), None)
+            if cut is not None and not cut.blocks:
+                continue
             local = leaf if cut is None else cut.local
             tensor = next((each for of in _TENSORS if (each := of(local)) is not None), None)
         except SpecError as error:
@@ -334,7 +341,7 @@ def adapt(thing: object, layout: Callable[[], Mapping[str, Local]] | None = None
         else:
             assert hook is not None
             slots[name] = _Slot(hook, _plain(name, leaf))
-    if not tensors:
+    if not tensors and not may_be_empty:
         raise SpecError(f"{type(thing).__name__} holds no tensors ({len(slots)} other leaves)")
     if layout is None:
         blocks = {name: _blocks(name, tensor, cuts.get(name)) for name, tensor in tensors.items()}
@@ -349,6 +356,8 @@ def adapt(thing: object, layout: Callable[[], Mapping[str, Local]] | None = None
 
 def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
     spec = tensor.spec
+    if cut is not None and spec.dtype.bits < 8:
+        raise SpecError(f"{name!r} is a shard of packed {spec.dtype}; view it as uint8")
     if cut is None:
         whole = Box.whole(spec.shape)
         return [ModelBlock(spec, whole, tensor, whole)]
@@ -360,7 +369,13 @@ def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
     except SpecError as error:
         error.note(f"tensor {name!r}")
         raise
-    if sum(block.place.num_elements for block in blocks) != prod(spec.shape):
+    places = [block.place for block in blocks]
+    is_tiled = sum(place.num_elements for place in places) == prod(spec.shape) and all(
+        len(place.shape) == len(spec.shape) and Box.whole(spec.shape).contains(place)
+        for place in places
+        if place.num_elements
+    )
+    if not is_tiled or first_meeting(places):
         raise SpecError(f"{name!r} is {spec.shape} here, its layout speaks of {cut.blocks}")
     return blocks
 
@@ -415,14 +430,8 @@ def _walk(
 def _plain(name: str, leaf: object) -> Leaf:
     if isinstance(leaf, np.generic):
         leaf = leaf.item()
-    if isinstance(leaf, int) and abs(leaf) >= 2**63:
-        raise SpecError(f"{name!r} is a number of {leaf.bit_length()} bits, at most 63")
-    if isinstance(leaf, float) and not isfinite(leaf):
-        raise SpecError(f"{name!r} is {leaf}; JSON has no such number, store it as text")
-    if isinstance(leaf, str) and leaf != leaf.encode("utf-8", "ignore").decode():
-        raise SpecError(f"{name!r} is text that UTF-8 cannot hold: {leaf[:80]!r}")
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
-        return leaf
+        return check_leaf(name, leaf)
     raise SpecError(
         f"{name!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}: neither a tensor nor "
         f"a plain value"

@@ -14,7 +14,6 @@ from flyweight.adapters.numpy_dict import HostTensor, check_live
 from flyweight.adapters.sharded import Cut, cut_blocks
 from flyweight.errors import SpecError
 from flyweight.memory import Buffer
-from flyweight.spec.box import Box
 from flyweight.spec.dtype import BY_PADDLE
 from flyweight.spec.layout import coordinate
 from flyweight.spec.manifest import TensorSpec
@@ -45,8 +44,7 @@ def cut_of(leaf: object) -> Cut | None:
     sizes, ranks = list(mesh.shape), list(mesh.process_ids)
     rank = paddle.distributed.get_rank()
     if rank not in ranks or not tensor._is_initialized():
-        empty = Box((0,) * len(shape), (0,) * len(shape))
-        return Cut(paddle.empty([0], dtype=tensor.dtype), shape, ((empty, empty),))
+        return Cut(None, shape, ())
     place = coordinate(ranks.index(rank), sizes)
     cuts = []
     for axis, placement in enumerate(tensor.placements):

@@ -8,61 +8,67 @@ backend, and no pickle is made.
 from __future__ import annotations
 
 import sys
-from collections import Counter
+import threading
 from collections.abc import Callable
-from datetime import timedelta
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
-from flyweight.errors import PeerLost, SpecError
+from flyweight.errors import PeerLost, SpecError, TransferTimeout
 from flyweight.ports import Seat
 
-_meetings: Counter[str] = Counter()
+_ANSWER_SECONDS = 1.0
+_asking = threading.Lock()  # Paddle's client breaks if two threads use it at once
 
 
-class _TorchBulletin:
+class _Bulletin:
+    """A store, asked from another thread: if its host is stopped, its clients wait for ever."""
+
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def post(self, key: str, text: str) -> None:
-        try:
-            self._store.set(key, text)
-        except RuntimeError as cause:
-            raise PeerLost(f"the process group's store is gone: {cause}") from cause
+    def _ask(self, call: Callable[[], Any], deadline: float) -> Any:
+        found: list[Any] = []
+        errors: list[Exception] = []
 
-    def look(self, key: str, timeout_seconds: float) -> str | None:
-        try:
-            self._store.wait([key], timedelta(seconds=timeout_seconds))
-            return bytes(self._store.get(key)).decode()
-        except RuntimeError as cause:
-            # torch tells a timeout from a lost store by the class of the error only since 2.3.
-            if type(cause).__name__ == "DistNetworkError":
-                raise PeerLost(f"the process group's store is gone: {cause}") from cause
-            return None
+        def work() -> None:
+            try:
+                with _asking:
+                    found.append(call())
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work, name="flyweight-store", daemon=True)
+        thread.start()
+        deadline = max(deadline, monotonic() + _ANSWER_SECONDS)  # one that lives has time to answer
+        while thread.is_alive() and monotonic() < deadline:
+            thread.join(0.2)  # in slices: Ctrl-C is heard between them
+        if errors:
+            raise PeerLost(f"the process group's store is gone: {errors[0]}") from errors[0]
+        if not found:
+            raise TransferTimeout(
+                "the process group's store, usually on rank 0, does not answer before the deadline"
+            )
+        return found[0]
 
 
-class _PaddleBulletin:
+class _TorchBulletin(_Bulletin):
+    def post(self, key: str, text: str, deadline: float) -> None:
+        self._ask(lambda: self._store.set(key, text), deadline)
+
+    def look(self, key: str, deadline: float) -> str | None:
+        data = self._ask(lambda: self._store.check([key]) and self._store.get(key), deadline)
+        return bytes(data).decode() if data else None
+
+
+class _PaddleBulletin(_Bulletin):
     """Paddle's store waits for ever for a key that is not there; a counter can be asked."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def post(self, key: str, text: str, deadline: float) -> None:
+        self._ask(lambda: (self._store.set(key, text), self._store.add(f"{key}#", 1)), deadline)
 
-    def post(self, key: str, text: str) -> None:
-        self._ask(lambda: (self._store.set(key, text), self._store.add(f"{key}#", 1)))
-
-    def look(self, key: str, timeout_seconds: float) -> str | None:
-        deadline = monotonic() + timeout_seconds
-        while not self._ask(lambda: self._store.add(f"{key}#", 0)):
-            if monotonic() > deadline:
-                return None
-            sleep(0.01)
-        return bytes(self._ask(lambda: self._store.get(key))).decode()
-
-    def _ask(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except (RuntimeError, ValueError) as cause:
-            raise PeerLost(f"the process group's store is gone: {cause}") from cause
+    def look(self, key: str, deadline: float) -> str | None:
+        data = self._ask(lambda: self._store.add(f"{key}#", 0) and self._store.get(key), deadline)
+        return bytes(data).decode() if data else None
 
 
 def _torch_distributed() -> Any:
@@ -89,26 +95,28 @@ def seat_of(process_group: object) -> Seat:
     """Return this process's place in a torch or Paddle process group."""
     dist = _torch_distributed()
     if dist is not None and isinstance(process_group, dist.ProcessGroup):
-        rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        name = "-".join(map(str, dist.get_process_group_ranks(process_group)))
-        store = dist.distributed_c10d._get_default_store()
-        return Seat(rank, num_ranks, _TorchBulletin(store), _meeting(f"torch/{name}"))
+        group: Any = process_group
+        try:
+            rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+            store = dist.distributed_c10d._get_default_store()
+        except ValueError as cause:
+            raise SpecError(
+                f"process_group was destroyed, or never initialised: {cause}"
+            ) from cause
+        if rank < 0:
+            raise SpecError("this process is not one of the ranks of process_group")
+        return Seat(rank, num_ranks, _TorchBulletin(store), f"flyweight/torch/{group.group_name}")
     paddle = _paddle_distributed()
     if paddle is not None and isinstance(process_group, paddle.communication.group.Group):
-        group: Any = process_group
-        if group.nranks == 1:
+        theirs: Any = process_group
+        if paddle.get_rank() not in theirs.ranks:
+            raise SpecError("this process is not one of the ranks of process_group")
+        if theirs.nranks == 1:
             return Seat(0, 1)
         core = sys.modules["paddle"].base.core
         board = _PaddleBulletin(core.create_or_get_global_tcp_store())
-        name = "-".join(map(str, group.ranks))
-        return Seat(group.rank, group.nranks, board, _meeting(f"paddle/{name}"))
+        return Seat(theirs.rank, theirs.nranks, board, f"flyweight/paddle/{theirs.id}")
     raise SpecError(
         f"process_group is a {type(process_group).__name__}, expected a group of torch.distributed "
         f"or paddle.distributed"
     )
-
-
-def _meeting(group: str) -> str:
-    """Return a name for the next meeting of a group: all its ranks count alike."""
-    _meetings[group] += 1
-    return f"flyweight/{group}/{_meetings[group]}"

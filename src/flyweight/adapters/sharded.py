@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import index
 
 from flyweight.errors import SpecError
 from flyweight.spec.box import Box
@@ -24,7 +25,10 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a whole tensor a local one holds: (box of the whole, place in the local one)."""
+    """What of a whole tensor a local one holds: (box of the whole, place in the local one).
+
+    No blocks at all: nothing of it is on this rank.
+    """
 
     local: object
     shape: tuple[int, ...]
@@ -96,7 +100,13 @@ def cut_of(leaf: object) -> Cut | None:
     if not isinstance(leaf, Sharded):
         return None
     local = tuple(getattr(leaf.tensor, "shape", ()))
-    shape, box = tuple(leaf.shape), Box(tuple(leaf.offset), local)
+    try:
+        shape, offset = tuple(map(index, leaf.shape)), tuple(map(index, leaf.offset))
+    except TypeError as cause:
+        raise SpecError(
+            f"shape {leaf.shape} and offset {leaf.offset} are no whole numbers"
+        ) from cause
+    box = Box(offset, local)
     if len(shape) != len(local) or not Box.whole(shape).contains(box):
         raise SpecError(
             f"a shard of {local} at {tuple(leaf.offset)} does not lie in a tensor of {shape}"

@@ -89,7 +89,7 @@ def cut_of(leaf: object) -> Cut | None:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
-        return Cut(local, shape, ((Box((0,) * len(shape), (0,) * len(shape)),) * 2,))
+        return Cut(local, shape, ())
     cuts: list[tuple[int, int, int, int]] = []
     after: list[tuple[int, int, int, int]] = []
     for axis, placement in enumerate(tensor.placements):
@@ -99,11 +99,16 @@ def cut_of(leaf: object) -> Cut | None:
             continue
         dim, turns = placement.dim, int(getattr(placement, "split_factor", 1))
         later = [
-            mesh.size(other)
+            (mesh.size(other), int(getattr(each, "split_factor", 1)))
             for other, each in enumerate(tensor.placements)
             if other > axis and getattr(each, "dim", None) == dim
         ]
-        if turns > 1 and turns == prod(later):
+        if any(theirs > 1 for _, theirs in later):
+            raise SpecError(
+                f"DTensor with placements {tensor.placements}: of a strided shard after another "
+                f"cut of its dim torch does not say what it holds"
+            )
+        if turns > 1 and turns == prod(size for size, _ in later):
             # FSDP over TP: told first, and made last, of what TP had cut already.
             after.insert(0, (dim, mesh.size(axis), coordinate[axis], 1))
         else:

@@ -18,6 +18,7 @@ from flyweight.errors import FormatError, SnapshotIncomplete, SnapshotNotFound, 
 from flyweight.events import emit
 from flyweight.formats import pickle_code as code
 from flyweight.formats.huggingface import split_parts
+from flyweight.formats.pdparams import RESERVED_NAMES
 from flyweight.formats.safetensors import file_plan as safetensors_plan
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.manifest import Extent, Manifest, Parcel, TensorSpec
@@ -26,7 +27,7 @@ SHARED_DIRECTORY = "/shared_ipc_meta"
 _RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}  # what numpy has no name for
 
 
-def array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
+def _array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
     """Return the opcodes before an array's bytes: rebuild an empty one, then its state."""
     if spec.dtype.numpy is None and spec.dtype.name not in _RAW:
         raise SpecError(f"a .pdparams pickle cannot hold {spec.dtype}; write it as safetensors")
@@ -43,23 +44,21 @@ def array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
     return array + b"(" + code.number(1) + code.numbers(shape) + dtype + b"\x89\x8e" + nbytes
 
 
-ARRAY_TAIL = b"tb"
-"""The opcodes after an array's bytes."""
-
-
-def pickle_plan(file: str, parcels: Iterable[Parcel]) -> FilePlan:
-    """Lay out a pickle that `paddle.load` reads: a dict of arrays, protocol 4."""
+def pickle_plan(file: str, parcels: Iterable[Parcel], *, tail: bytes = b"") -> FilePlan:
+    """Lay out a pickle that `paddle.load` reads: a dict of arrays, protocol 4, and a last entry."""
     literals: list[tuple[int, bytes]] = []
     extents = []
     pending, at = b"\x80\x04}(", 0
     for parcel in parcels:
-        pending += code.text(parcel.key) + array_head(parcel.spec, parcel.box.shape)
+        if parcel.key in RESERVED_NAMES:
+            raise SpecError(f"a tensor is called {parcel.key!r}, which Paddle keeps for itself")
+        pending += code.text(parcel.key) + _array_head(parcel.spec, parcel.box.shape)
         literals.append((at, pending))
         at += len(pending)
         extents.append(Extent(parcel.name, parcel.box, file, at))
         at += parcel.nbytes
-        pending = ARRAY_TAIL
-    pending += b"u."
+        pending = b"tb"
+    pending += tail + b"u."
     literals.append((at, pending))
     return FilePlan(file, at + len(pending), literals, extents)
 

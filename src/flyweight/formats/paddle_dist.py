@@ -15,16 +15,21 @@ from dataclasses import dataclass, replace
 from flyweight.errors import FormatError, SnapshotIncomplete, SpecError, listed
 from flyweight.formats import pickle_code as code
 from flyweight.formats.decoded import DecodedStore
-from flyweight.formats.legacy import ARRAY_TAIL, array_head
-from flyweight.formats.pdparams import RAW_MEANINGS, looks_like_pickle, read_pickled
-from flyweight.formats.pickles import Made, read_pickle
+from flyweight.formats.legacy import pickle_plan
+from flyweight.formats.pdparams import (
+    RAW_MEANINGS,
+    STRUCTURED_NAMES,
+    looks_like_pickle,
+    read_pickled,
+)
+from flyweight.formats.pickles import read_pickle
+from flyweight.formats.records import Records, told
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.box import Box, stretch
 from flyweight.spec.dtype import BY_PADDLE, DType
 from flyweight.spec.manifest import (
-    MAX_DIMS,
     Extent,
     Manifest,
     TensorSpec,
@@ -41,7 +46,6 @@ _CLASSES = ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
 _ALLOWED = {(module, name) for module in _MODULES for name in _CLASSES}
 _METADATA = re.compile(r"[^.].*\.metadata")
 _DATA = re.compile(r"[0-9]+_(.+)\.(distcp|safetensors)")
-MAX_METADATA_BYTES = 1 << 30
 
 
 def has_checkpoint(names: Sequence[str]) -> bool:
@@ -78,84 +82,74 @@ def open_paddle(store: Store) -> Stored:
         )
     try:
         return _Reader(store, found[0]).stored(data)
-    except SpecError as cause:
+    except (SpecError, RecursionError) as cause:
         raise FormatError(f"{found[0]!r} in {store.place!r}: {cause}") from cause
 
 
 class _Reader:
     def __init__(self, store: Store, file: str) -> None:
-        self._store, self._file = DecodedStore(store), file
-        size = store.size(file)
-        if size > MAX_METADATA_BYTES:
-            raise self._refused(f"has {size} bytes, at most {MAX_METADATA_BYTES}")
+        self._store, self._file, self._names = DecodedStore(store), file, set(store.names())
+        self._records = Records(f"{file!r} in {store.place!r}")
+        self._refused, self._fields = self._records.refused, self._records.fields
+        self._numbers = self._records.numbers
+        self._records.check_size(store.size(file))
         root = read_pickle(self._store, file, _ALLOWED, has_objects=True)
         fields = self._fields(root, "Metadata")
         self._shards = self._read_shards(fields.get("state_dict_metadata"))
+        self._replicas: dict[str, set[str]] = {}
+        """The tensors of which a file has a copy that is not looked at."""
         self._places = self._read_places(fields.get("storage_metadata"))
         self._by_name: dict[str, dict[str, list[Extent]]] = {}
 
-    def _refused(self, why: str) -> FormatError:
-        return FormatError(f"{self._file!r} in {self._store.place!r} {why}")
-
-    def _fields(self, value: object, kind: str) -> dict[str, object]:
-        """Return an object's fields by name: which there are differs from release to release."""
-        if isinstance(value, Made) and value.what.name == kind and isinstance(value.state, dict):
-            return {str(key): each for key, each in value.state.items()}
-        raise self._refused(f"has {_told(value)} where a {kind} is expected")
-
     def _read_shards(self, value: object) -> dict[str, list[_Shard]]:
         if not isinstance(value, dict):
-            raise self._refused(f"has {_told(value)} for its tensors")
+            raise self._refused(f"has {told(value)} for its tensors")
         shards: dict[str, list[_Shard]] = {}
         for name, entries in value.items():
             if not isinstance(name, str) or not isinstance(entries, list):
-                raise self._refused(f"has {_told(entries)} for the shards of {str(name)[:80]!r}")
+                raise self._refused(f"has {told(entries)} for the shards of {str(name)[:80]!r}")
             shards[check_name(name)] = [self._read_shard(name, each) for each in entries]
         return shards
 
     def _read_shard(self, name: str, value: object) -> _Shard:
         fields = self._fields(value, "LocalTensorMetadata")
-        offset = self._numbers(name, fields.get("global_offset"))
-        shape = self._numbers(name, fields.get("local_shape"))
+        offset = self._numbers(fields.get("global_offset"), name)
+        shape = self._numbers(fields.get("local_shape"), name)
         dtype, whole = fields.get("dtype"), fields.get("global_shape")
         if dtype is not None and (not isinstance(dtype, str) or dtype not in BY_PADDLE):
-            raise self._refused(f"says that {name!r} is {_told(dtype)}")
+            raise self._refused(f"says that {name!r} is {told(dtype)}")
         return _Shard(
             Box(offset, shape),
             None if dtype is None else BY_PADDLE[str(dtype)],
-            None if whole is None else self._numbers(name, whole),
+            None if whole is None else self._numbers(whole, name),
             self._flat(name, fields),
         )
 
     def _flat(self, name: str, fields: Mapping[str, object]) -> tuple[int, int] | None:
         if not fields.get("is_flattened"):
             return None
-        numbers = self._numbers(name, fields.get("flattened_range"))
+        numbers = self._numbers(fields.get("flattened_range"), name)
         if len(numbers) != 2 or numbers[0] > numbers[1]:
             raise self._refused(f"has the flat range {numbers} for {name!r}")
         return numbers[0], numbers[1]
 
-    def _numbers(self, name: str, value: object) -> tuple[int, ...]:
-        if (
-            isinstance(value, (tuple, list))
-            and len(value) <= MAX_DIMS
-            and all(type(each) is int and 0 <= each < 2**63 for each in value)
-        ):
-            return tuple(value)
-        raise self._refused(f"has the numbers {_told(value)} for {name!r}")
-
     def _read_places(self, value: object) -> dict[tuple[object, ...], str]:
         """Return which file has each shard; replicas other than the first are not looked at."""
         if not isinstance(value, dict):
-            raise self._refused(f"has {_told(value)} for its files")
+            raise self._refused(f"has {told(value)} for its files")
         places: dict[tuple[object, ...], str] = {}
         for key, file in value.items():
             fields = self._fields(key, "LocalTensorIndex")
             name = fields.get("tensor_key")
-            if fields.get("replica_id") not in (None, 0) or not isinstance(name, str):
+            if not isinstance(name, str):
+                raise self._refused(f"has a file for {told(name)}")
+            if fields.get("replica_id") not in (None, 0):
+                self._replicas.setdefault(check_file_name(file), set()).add(name)
                 continue
-            offset = self._numbers(name, fields.get("global_offset"))
+            offset = self._numbers(fields.get("global_offset"), name)
             place = (name, offset, self._flat(name, fields))
+            if not isinstance(file, str):
+                raise self._refused(f"has {told(file)} for the file of {name!r}")
             if places.setdefault(place, check_file_name(file)) != file:
                 raise self._refused(
                     f"has {name!r} from {offset} on in both {places[place]!r} and {file!r}"
@@ -167,7 +161,7 @@ class _Reader:
         extents: list[Extent] = []
         raw_names = set()
         files = {file: self._open(file) for file in sorted(set(self._places.values()))}
-        used: dict[str, set[str]] = {file: set() for file in files}
+        used = {file: set(self._replicas.get(file, ())) for file in files}
         for name, shards in self._shards.items():
             whole = self._whole(name, shards)
             for shard in dict.fromkeys(shards):
@@ -188,13 +182,13 @@ class _Reader:
                     f"{file!r} in {self._store.place!r} has {len(astray)} tensors that "
                     f"{self._file!r} does not put there: {listed(astray)}; two saves are mixed"
                 )
-        self._check_others([each for each in data if each not in files])
+        self._check_others([file for file in data if file not in files])
         manifest = Manifest(tensors, extents=extents)
         check_coverage(manifest)
         return Stored(manifest, self._store, format="paddle", raw_names=raw_names)
 
     def _open(self, file: str) -> Manifest:
-        if file not in self._store.names():
+        if file not in self._names:
             raise SnapshotIncomplete(
                 f"{self._file!r} in {self._store.place!r} names {file!r}, which is not there"
             )
@@ -218,7 +212,7 @@ class _Reader:
     def _check_others(self, others: Sequence[str]) -> None:
         """Raise for data that the metadata does not speak of: a rank without any is no sign."""
         for file in others:
-            if self._open(file).tensors:
+            if self._open(file).tensors.keys() - self._replicas.get(file, set()):
                 raise FormatError(
                     f"{self._store.place!r} has {file!r}, of which {self._file!r} knows nothing: "
                     f"another save, finished or not, is in the same directory"
@@ -275,10 +269,6 @@ class _Reader:
         return dtype, is_raw, extents
 
 
-def _told(value: object) -> str:
-    return str(value.what) if isinstance(value, Made) else repr(value)[:80]
-
-
 # Writing: one file, as a job of one rank would write it.
 
 _UID = "0"
@@ -291,24 +281,13 @@ def _data_file(manifest: Manifest) -> str:
 
 
 def _layout(manifest: Manifest) -> list[FilePlan]:
-    file = _data_file(manifest)
-    literals: list[tuple[int, bytes]] = []
-    extents = []
-    pending, at = b"\x80\x04}(", 0
     for name, spec in manifest.tensors.items():
         if spec.dtype.paddle is None:
             raise SpecError(f"{name!r} is {spec.dtype}, which Paddle has no name for")
-        pending += code.text(name) + array_head(spec, spec.shape)
-        literals.append((at, pending))
-        at += len(pending)
-        extents.append(Extent(name, Box.whole(spec.shape), file, at))
-        at += spec.nbytes
-        pending = ARRAY_TAIL
-    # Only names that are listed here become tensors again.
-    internal = code.table((code.text(name), code.text(name)) for name in manifest.tensors)
-    pending += code.text("StructuredToParameterName@@") + internal + b"u."
-    literals.append((at, pending))
-    return [FilePlan(file, at + len(pending), literals, extents)]
+    # Only names that are listed in it become tensors again.
+    listing = code.table((code.text(name), code.text(name)) for name in manifest.tensors)
+    tail = code.text(STRUCTURED_NAMES) + listing
+    return [pickle_plan(_data_file(manifest), manifest.parcels(), tail=tail)]
 
 
 def _seal(manifest: Manifest, plans: Sequence[FilePlan]) -> dict[str, bytes]:

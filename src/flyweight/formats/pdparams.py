@@ -17,6 +17,7 @@ import numpy as np
 from flyweight.errors import FormatError, SpecError, listed
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickles import Made, Span, read_pickle
+from flyweight.formats.records import told
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored
 from flyweight.memory import Bytes, bytes_of
@@ -43,8 +44,9 @@ ALLOWED = (
     | _BYTES
     | {("numpy", "ndarray"), _DTYPE, _ENCODE, _ORDERED}
 )
-_SKIPPED = "StructuredToParameterName@@"  # Paddle's own names of the same tensors
+STRUCTURED_NAMES = "StructuredToParameterName@@"  # Paddle's own names of the same tensors
 _SPLIT = "UnpackBigParamInfor@@"  # where protocols 2 and 3 cut arrays over 1 GiB
+RESERVED_NAMES = {STRUCTURED_NAMES, _SPLIT}
 RAW_MEANINGS = {"u16": {"bf16"}, "i8": {"f8_e4m3", "f8_e5m2"}}
 """What our names of a pickle's dtypes may stand for."""
 
@@ -154,20 +156,20 @@ class _Pickled:
     def _extent(self, name: str, box: Box, array: _Array, skip_bytes: int) -> Extent:
         if isinstance(array.data, Span) and not array.data.is_text:
             return Extent(name, box, self._file, array.data.offset + skip_bytes)
-        decode = partial(self._decoded, array.data, array.nbytes)
+        decode = partial(self._decoded, array)
         return Extent(name, box, self._store.add(self._file, decode), skip_bytes)
 
-    def _decoded(self, data: Span | bytes, nbytes: int) -> Bytes:
+    def _decoded(self, array: _Array) -> Bytes:
         """Return the bytes of an array that its pickle wrote as text."""
-        if isinstance(data, bytes):
-            return bytes_of(data)
-        text = self._store.read(self._file, data.offset, data.nbytes)
-        try:
-            raw = text.decode("utf-8").encode("latin1")
-        except UnicodeError as cause:
-            raise self._refuse(f"has array text that is not latin1: {cause}") from cause
-        if len(raw) != nbytes:
-            raise self._refuse(f"has array text of {len(raw)} bytes, not {nbytes}")
+        raw = array.data
+        if isinstance(raw, Span):
+            text = self._store.read(self._file, raw.offset, raw.nbytes)
+            try:
+                raw = text.decode("utf-8").encode("latin1")
+            except UnicodeError as cause:
+                raise self._refuse(f"has array text that is not latin1: {cause}") from cause
+        if len(raw) != array.nbytes:
+            raise self._refuse(f"has array text of {len(raw)} bytes, not {array.nbytes}")
         return bytes_of(raw)
 
     def _content(self, value: object) -> dict[object, object] | None:
@@ -184,7 +186,7 @@ class _Pickled:
             content = dict(enumerate(value))
         if content is not None:
             for key, each in content.items():
-                if key != _SKIPPED:
+                if key != STRUCTURED_NAMES:
                     yield from self._leaves(f"{name}.{key}" if name else str(key), each, depth + 1)
             return
         if isinstance(value, Made):
@@ -214,9 +216,13 @@ class _Pickled:
             case _:
                 raise self._refuse(f"has an array {name!r} without shape, dtype and bytes")
         if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
-            raise self._refuse(f"has an array {name!r} of shape {str(shape)[:80]}")
+            raise self._refuse(f"has an array {name!r} of shape {told(shape)}")
         if is_fortran and sum(size > 1 for size in shape) > 1:
-            raise self._refuse(f"has an array {name!r} in column order, expected row order")
+            # One flipped bit says so as well, and no checksum would tell: better not believed.
+            raise self._refuse(
+                f"has an array {name!r} in column order, expected row order; save a transposed "
+                f"tensor after .contiguous()"
+            )
         try:
             array = _Array(self._dtype(name, described), shape, self._data(name, data))
             TensorSpec(array.dtype, shape)
@@ -238,7 +244,9 @@ class _Pickled:
                     known = BY_NUMPY.get(np.dtype(code).name) if _is_dtype(code) else None
                     if known:
                         return known
-        raise self._refuse(f"has an array {name!r} of dtype {made.args!r}, state {made.state!r}")
+        raise self._refuse(
+            f"has an array {name!r} of dtype {told(made.args)}, state {told(made.state)}"
+        )
 
     def _data(self, name: str, data: object) -> Span | bytes:
         if isinstance(data, Span) and not data.is_text:
@@ -281,18 +289,16 @@ class _Pickled:
                 }:
                     pass
                 case _:
-                    raise self._refuse(f"cut {str(name)[:80]!r} up and does not say how")
+                    raise self._refuse(f"cut {told(name)} up and does not say how")
             if not pieces or any(
                 not isinstance(piece, str) or piece not in arrays or piece in joined
                 for piece in pieces
             ):
-                raise self._refuse(
-                    f"cut {name!r} into {str(pieces)[:200]}, which are not all there"
-                )
+                raise self._refuse(f"cut {told(name)} into {told(pieces)}, which are not all there")
             held = sum(prod(arrays[piece].shape) for piece in pieces)
             sizes_ok = all(type(size) is int and size >= 0 for size in shape)
             if not sizes_ok or held != prod(shape) or len({arrays[p].dtype for p in pieces}) != 1:
-                raise self._refuse(f"cut {name!r} of {str(shape)[:80]} into {held} elements")
+                raise self._refuse(f"cut {told(name)} of {told(shape)} into {held} elements")
             whole = (check_name(str(name)), tuple(shape), tuple(pieces))
             joined.update(dict.fromkeys(pieces, whole))
         return joined

@@ -54,17 +54,17 @@ class Made:
     """What would have been set in it, for kinds of dict."""
 
 
-class _Mark: ...
-
-
-_MARK = _Mark()
-
-
 @dataclass(frozen=True, slots=True)
 class Persistent:
     """Something that is not in the pickle itself: a tensor's storage, by what names it."""
 
     what: object
+
+
+class _Mark: ...
+
+
+_MARK = _Mark()
 
 
 def read_pickle(
@@ -80,17 +80,22 @@ def read_pickle(
     It is the whole file, or a stretch of it. Pickles of arrays alone have no objects that are
     made without a call, keys of a dict or kept elsewhere; those of checkpoints may.
     """
-    machine = _Machine(store, file, allowed, stretch or Span(0, store.size(file)))
-    machine.has_objects = has_objects
-    return machine.run()
+    stretch = stretch or Span(0, store.size(file))
+    return _Machine(store, file, allowed, stretch, has_objects=has_objects).run()
 
 
 class _Machine:
     def __init__(
-        self, store: Store, file: str, allowed: Collection[tuple[str, str]], stretch: Span
+        self,
+        store: Store,
+        file: str,
+        allowed: Collection[tuple[str, str]],
+        stretch: Span,
+        *,
+        has_objects: bool,
     ) -> None:
         self._store, self._file, self._allowed = store, file, allowed
-        self.has_objects = False
+        self._has_objects = has_objects
         self._at, self._size = stretch.offset, stretch.offset + stretch.nbytes
         self._block, self._block_at = b"", 0
         self._stack: list[object] = []
@@ -102,10 +107,12 @@ class _Machine:
             if code == b".":
                 return self._stop()
             action = _ACTIONS.get(code)
-            if action is None and self.has_objects:
+            if action is None and self._has_objects:
                 action = _OBJECT_ACTIONS.get(code)
             if action is None:
-                self._refuse(f"has opcode {code!r} at byte {self._at - 1}, which arrays never need")
+                self._refuse(
+                    f"has opcode {code!r} at byte {self._at - 1}, which this format never needs"
+                )
             action(self)
         return self._refuse(f"has more than {MAX_OPCODES} opcodes")
 
@@ -212,7 +219,9 @@ class _Machine:
                 f"names something by a {type(module).__name__} and a {type(name).__name__}"
             )
         if (module, name) not in self._allowed:
-            self._refuse(f"names {module}.{name}, which is not on the list of what arrays need")
+            self._refuse(
+                f"names {module}.{name}, which is not on the list of what this format needs"
+            )
         self._push(Global(module, name))
 
     def line_global(self) -> None:
@@ -225,7 +234,7 @@ class _Machine:
     def reduce(self) -> None:
         args, what = self._pop(), self._pop()
         if not isinstance(what, Global) or not isinstance(args, tuple):
-            self._refuse(f"calls {str(what)[:80]!r} before byte {self._at}")
+            self._refuse(f"calls a {type(what).__name__} before byte {self._at}")
         self._push(Made(what, args))
 
     def persistent(self) -> None:
@@ -291,11 +300,11 @@ class _Machine:
         if not isinstance(goal, dict) or len(values) % 2:
             self._refuse(f"sets items of a {type(made).__name__} before byte {self._at}")
         for key, value in zip(values[::2], values[1::2], strict=True):
-            is_object = self.has_objects and isinstance(key, Made)
+            is_object = self._has_objects and isinstance(key, Made)
             if not is_object and not isinstance(key, (str, int, float, bool, type(None))):
                 self._refuse(f"has a {type(key).__name__} for a key before byte {self._at}")
             if key in goal:
-                self._refuse(f"has the key {str(key)[:80]!r} twice")
+                self._refuse(f"has a key twice before byte {self._at}")
             goal[key] = value
         self._push(made)
 

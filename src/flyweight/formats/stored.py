@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from flyweight.digest import Checksum
 from flyweight.errors import PlanError, SpecError
 from flyweight.formats.reader import Reader, Target
-from flyweight.memory import STAGING, Bytes, bytes_for, items_of
+from flyweight.memory import STAGING, Bytes, bytes_for, bytes_of, items_of
 from flyweight.plan.reshard import reshard
 from flyweight.ports import Store
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Manifest
+
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 class Stored:
@@ -88,6 +91,30 @@ class Stored:
             reader.add(self._manifest.extents[copy.source.rank], copy.box, target)
         reader.run(num_threads=1)
         return data
+
+    def fingerprint(self) -> int:
+        """Return a checksum of what is here: of all it says, and of samples of its files.
+
+        Where a format keeps checksums they say it all; elsewhere weights that differ a little
+        somewhere may have the same.
+        """
+        running, manifest = Checksum(), self._manifest
+        told = [
+            [(name, str(spec)) for name, spec in sorted(manifest.tensors.items())],
+            sorted(manifest.tied.items()),
+            sorted((name, repr(value)) for name, value in manifest.values.items()),
+            sorted(
+                (e.name, e.box.offset, e.box.shape, e.file, e.offset, e.checksums)
+                for e in manifest.extents
+            ),
+        ]
+        running.add(bytes_of(repr(told).encode()))
+        for file in sorted({extent.file.partition("#")[0] for extent in manifest.extents}):
+            size = self.store.size(file)
+            for at in range(0, size, max(size // _SAMPLES, _SAMPLE_BYTES)):
+                sample = self.store.read(file, at, min(_SAMPLE_BYTES, size - at))
+                running.add(bytes_of(sample))
+        return running.value()
 
     def close(self) -> None:
         self.store.close()

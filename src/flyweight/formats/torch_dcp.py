@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -19,15 +20,15 @@ from flyweight.errors import FormatError, SnapshotIncomplete, SpecError
 from flyweight.formats import pickle_code as code
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickles import Global, Made, Persistent, Span, read_pickle
+from flyweight.formats.records import Records, told
 from flyweight.formats.safetensors import read_head
 from flyweight.formats.stored import Stored
 from flyweight.formats.zips import Archive, lay_out
-from flyweight.memory import Bytes, bytes_of, items_of
+from flyweight.memory import Buffer, Bytes, bytes_of, item_dtype
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.box import Box, strides_of
 from flyweight.spec.dtype import BY_TORCH, DType
 from flyweight.spec.manifest import (
-    MAX_DIMS,
     Extent,
     Json,
     Leaf,
@@ -36,12 +37,12 @@ from flyweight.spec.manifest import (
     TensorSpec,
     check_coverage,
     check_name,
+    check_names,
+    is_same_leaf,
 )
+from flyweight.spec.manifest_json import parse_json
 
 METADATA = ".metadata"
-MAX_METADATA_BYTES = 1 << 30
-MAX_LEAVES = 1_000_000
-MAX_NESTING = 32
 _META = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"  # until 2.2
 _FILES = "torch.distributed.checkpoint.filesystem"
@@ -78,7 +79,7 @@ _UNTYPED = ("torch.storage", "UntypedStorage")
 _ORDERED = ("collections", "OrderedDict")
 _ITEM_ALLOWED = {*_DTYPES, *_BY_STORAGE, _REBUILD, _REBUILD_ANY, _UNTYPED, _ORDERED, _SIZE}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
-_SHARDED = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors")
+_SHARDED = re.compile(r"shard-([0-9]{1,9})-model-[0-9]+-of-[0-9]+\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
 
 
@@ -110,11 +111,11 @@ def open_dcp(store: Store) -> Stored:
 
 class _Reader:
     def __init__(self, store: Store) -> None:
-        self._store = DecodedStore(store)
+        self._store, self._names = DecodedStore(store), set(store.names())
         self._sizes: dict[str, int] = {}
-        size = store.size(METADATA)
-        if size > MAX_METADATA_BYTES:
-            raise self._refused(f"has {size} bytes, at most {MAX_METADATA_BYTES}")
+        self._records = Records(f"{METADATA!r} in {store.place!r}")
+        self._refused, self._fields = self._records.refused, self._records.fields
+        self._records.check_size(store.size(METADATA))
         root = read_pickle(self._store, METADATA, _ALLOWED, has_objects=True)
         fields = self._fields(root, "Metadata")
         entries, places = fields.get("state_dict_metadata"), fields.get("storage_data")
@@ -122,30 +123,14 @@ class _Reader:
             raise self._refused("has no tensors or no files")
         self._entries = entries
         self._places = self._read_places(places)
-
-    def _refused(self, why: str) -> FormatError:
-        return FormatError(f"{METADATA!r} in {self._store.place!r} {why}")
-
-    def _fields(self, value: object, kind: str) -> dict[str, object]:
-        if isinstance(value, Made) and value.what.name == kind and isinstance(value.state, dict):
-            return {str(key): each for key, each in value.state.items()}
-        raise self._refused(f"has {_told(value)} where a {kind} is expected")
+        self._check_apart()
 
     def _size(self, value: object, name: str) -> tuple[int, ...]:
-        match value:
-            case Made(
-                what=Global(module="torch", name="Size"), args=(tuple() | list() as numbers,)
-            ):
-                pass
-            case tuple() | list() as numbers:
-                pass
-            case _:
-                raise self._refused(f"has {_told(value)} for a shape of {name!r}")
-        if len(numbers) > MAX_DIMS or not all(
-            type(each) is int and 0 <= each < 2**63 for each in numbers
-        ):
-            raise self._refused(f"has the numbers {str(numbers)[:80]} for {name!r}")
-        return tuple(numbers)
+        if isinstance(value, Made) and (value.what.module, value.what.name) == _SIZE:
+            match value.args:
+                case (numbers,):
+                    value = numbers
+        return self._records.numbers(value, name)
 
     def _read_places(
         self, places: Mapping[object, object]
@@ -155,28 +140,40 @@ class _Reader:
             index, info = self._fields(key, "MetadataIndex"), self._fields(value, "_StorageInfo")
             name, offset = index.get("fqn"), index.get("offset")
             if not isinstance(name, str):
-                raise self._refused(f"has a file for {_told(name)}")
+                raise self._refused(f"has a file for {told(name)}")
             place = (name, None if offset is None else self._size(offset, name))
             if info.get("transform_descriptors"):
-                raise self._refused(f"has {name!r} packed by {info['transform_descriptors']!r}")
+                raise self._refused(f"has {name!r} packed: {told(info['transform_descriptors'])}")
             if place in found:
                 raise self._refused(f"has two places for {name!r} from {place[1]} on")
             found[place] = self._place(name, info)
         return found
 
+    def _check_apart(self) -> None:
+        """Raise if two items share bytes: torch never writes that, and each would be read anew."""
+        spans = sorted((file, span.offset, span.nbytes) for file, span in self._places.values())
+        for (file, offset, nbytes), (other, start, _) in pairwise(spans):
+            if file == other and offset + nbytes > start:
+                raise self._refused(f"has two items that share bytes from {start} on of {file!r}")
+
     def _place(self, name: str, info: Mapping[str, object]) -> tuple[str, Span]:
         file, offset, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-            raise self._refused(f"puts {name!r} into {file!r}, which is no file of this directory")
+            told_file = told(file)
+            raise self._refused(
+                f"puts {name!r} into {told_file}, which is no file of this directory"
+            )
         if file not in self._sizes:
-            if file not in self._store.names():
+            if file not in self._names:
                 raise SnapshotIncomplete(
                     f"{METADATA!r} in {self._store.place!r} names {file!r}, which is not there"
                 )
             self._sizes[file] = self._store.size(file)
         size = self._sizes[file]
         if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
-            raise self._refused(f"has {name!r} at {offset!r}, {nbytes!r} bytes, of {file!r}")
+            raise self._refused(
+                f"has {name!r} at {told(offset)}, {told(nbytes)} bytes, of {file!r}"
+            )
         if offset + nbytes > size:
             raise SnapshotIncomplete(
                 f"{file!r} in {self._store.place!r} has {size} bytes, {name!r} ends at "
@@ -190,12 +187,13 @@ class _Reader:
         extents: list[Extent] = []
         for name, entry in self._entries.items():
             if not isinstance(name, str):
-                raise self._refused(f"has an entry called {_told(name)}")
+                raise self._refused(f"has an entry called {told(name)}")
             check_name(name)
             if isinstance(entry, Made) and entry.what.name == "BytesStorageMetadata":
                 for leaf, value in self._values(name):
-                    if leaf in values or leaf in tensors or len(values) > MAX_LEAVES:
-                        raise self._refused(f"has {leaf!r} twice, or too many values")
+                    # Lists may be there whole and by their elements, as we write them.
+                    if leaf in values and not is_same_leaf(values[leaf], value):
+                        raise self._refused(f"has two values for {leaf!r}")
                     values[leaf] = value
                 continue
             tensors[name], boxes = self._tensor(name, entry)
@@ -203,6 +201,7 @@ class _Reader:
                 if box.num_elements:
                     extents.append(self._extent(name, tensors[name], box))
         manifest = Manifest(tensors, values=values, extents=extents)
+        check_names(manifest)
         check_coverage(manifest)
         return Stored(manifest, self._store, format="dcp")
 
@@ -212,7 +211,7 @@ class _Reader:
             case Made(what=Global(name="TensorProperties"), state=(dtype, *_)):
                 pass
             case other:
-                raise self._refused(f"has {_told(other)} for the properties of {name!r}")
+                raise self._refused(f"has {told(other)} for the properties of {name!r}")
         spec = _spec(self._dtype(name, dtype), self._size(fields.get("size"), name))
         chunks = fields.get("chunks")
         boxes = []
@@ -235,7 +234,7 @@ class _Reader:
     def _dtype(self, name: str, value: object) -> DType:
         if isinstance(value, Global) and value.module == "torch" and value.name in BY_TORCH:
             return BY_TORCH[value.name]
-        raise self._refused(f"says that {name!r} is {_told(value)}")
+        raise self._refused(f"says that {name!r} is {told(value)}")
 
     def _extent(self, name: str, spec: TensorSpec, box: Box) -> Extent:
         packed = spec.stored(box).offset if spec.dtype.bits < 8 else box.offset
@@ -244,7 +243,7 @@ class _Reader:
         file, item = self._places[name, packed]
         what = f"{name!r} in {file!r} of {self._store.place!r}"
         archive, entries, root = self._archive(file, item)
-        dtype, key, start, shape, strides = _rebuilt(root, what)
+        dtype, key, count_bytes, start, shape, strides = _rebuilt(root, what)
         if dtype != spec.dtype or shape != spec.stored(box).shape:
             raise FormatError(
                 f"{what} is {dtype}{list(shape)} there and {spec.dtype}"
@@ -253,20 +252,23 @@ class _Reader:
         if f"data/{key}" not in entries:
             raise FormatError(f"{what} has no storage {key!r}")
         data, width = archive.span(entries[f"data/{key}"]), spec.item_bytes
-        reach = start + sum(s * (n - 1) for n, s in zip(shape, strides, strict=True)) + 1
-        if reach * width > data.nbytes:
+        steps = tuple(width * stride for stride in strides)
+        items = Buffer(start * width, shape, steps, width, None)
+        if items.span[1] > data.nbytes or count_bytes != data.nbytes:
             raise FormatError(
-                f"{what} needs {reach * width} bytes of its storage, which has {data.nbytes}"
+                f"{what} needs {items.span[1]} bytes of its storage, which has {data.nbytes} of "
+                f"{count_bytes}"
             )
+        if items.is_folded:
+            raise FormatError(f"{what} has strides {strides}: elements would share bytes")
         if _is_row_major(shape, strides):
             return Extent(name, box, file, data.offset + start * width)
 
         def straightened() -> Bytes:
             """Return the bytes of a tensor that was saved with other strides, row-major."""
-            raw = bytes_of(self._store.read(file, data.offset, data.nbytes // width * width))
-            items = items_of(raw, width, (-1,))[start:]
-            steps = tuple(width * stride for stride in strides)
-            view = np.lib.stride_tricks.as_strided(items, shape, steps, writeable=False)
+            low, high = items.span
+            raw = bytes_of(self._store.read(file, data.offset + low, high - low))
+            view = np.ndarray(shape, item_dtype(width), raw, strides=steps)
             return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
 
         return Extent(name, box, self._store.add(file, straightened), 0)
@@ -275,7 +277,10 @@ class _Reader:
         """Return an item's archive, its entries without the directory they are in, its pickle."""
         archive = Archive(self._store, file, item)
         entries = {name.partition("/")[2]: name for name in archive.names}
-        if "data.pkl" not in entries:
+        if (
+            len({name.partition("/")[0] for name in archive.names}) != 1
+            or "data.pkl" not in entries
+        ):
             raise FormatError(
                 f"bytes {item.offset}..{item.offset + item.nbytes} of {file!r} in "
                 f"{self._store.place!r} are no archive of torch's: {sorted(entries)[:5]}"
@@ -293,32 +298,12 @@ class _Reader:
         if (name, None) not in self._places:
             raise self._refused(f"names no file for the value {name!r}")
         file, item = self._places[name, None]
-        *_, root = self._archive(file, item)
-        found: list[tuple[str, Leaf]] = []
-        self._flatten(name, root, found, 0)
-        return found
-
-    def _flatten(self, name: str, value: object, found: list[tuple[str, Leaf]], depth: int) -> None:
-        if depth > MAX_NESTING or len(found) > MAX_LEAVES:
-            raise self._refused(f"has a value {name[:80]!r} that nests too deep or is too long")
-        if isinstance(value, Made) and (value.what.module, value.what.name) == _ORDERED:
-            value = value.items
-        if isinstance(value, Made) and (value.what.module, value.what.name) == _SIZE:
-            value = self._size(value, name)
-        if isinstance(value, dict):
-            for key, each in value.items():
-                self._flatten(f"{name}.{key}", each, found, depth + 1)
-        elif isinstance(value, (list, tuple)):
-            for index, each in enumerate(value):
-                self._flatten(f"{name}.{index}", each, found, depth + 1)
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            found.append((check_name(name), value))
-        else:
-            raise self._refused(f"has a value {name!r} that is {_told(value)}")
-
-
-def _told(value: object) -> str:
-    return str(value.what) if isinstance(value, Made) else repr(value)[:80]
+        try:
+            *_, root = self._archive(file, item)
+        except FormatError as error:
+            error.note(f"value {name!r}; only plain values, dicts and lists of them can be read")
+            raise
+        return self._records.leaves(name, root)
 
 
 def _spec(dtype: DType, packed: tuple[int, ...]) -> TensorSpec:
@@ -337,8 +322,10 @@ def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     )
 
 
-def _rebuilt(root: object, what: str) -> tuple[DType, str, int, tuple[int, ...], tuple[int, ...]]:
-    """Return dtype, storage, start, shape and strides of a tensor that a pickle would rebuild."""
+def _rebuilt(
+    root: object, what: str
+) -> tuple[DType, str, int, int, tuple[int, ...], tuple[int, ...]]:
+    """Return dtype, storage and its bytes, start, shape and strides that a pickle speaks of."""
     match root:
         case Made(
             what=Global() as call,
@@ -356,7 +343,7 @@ def _rebuilt(root: object, what: str) -> tuple[DType, str, int, tuple[int, ...],
         ):
             pass
         case _:
-            raise FormatError(f"{what} is {_told(root)}, expected a plain tensor")
+            raise FormatError(f"{what} is {told(root)}, expected a plain tensor")
     if (call.module, call.name) == _REBUILD:
         dtype = _BY_STORAGE.get((kind.module, kind.name))
         flags = rest
@@ -367,60 +354,78 @@ def _rebuilt(root: object, what: str) -> tuple[DType, str, int, tuple[int, ...],
             case _:
                 dtype, flags = None, []
     if dtype is None or any(flags):
-        raise FormatError(f"{what} is of {kind}, marked {flags}: not a plain tensor")
-    numbers = (start, count, *shape, *strides)
-    if len(shape) != len(strides) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-        raise FormatError(f"{what} has shape {str(shape)[:80]}, strides {str(strides)[:80]}")
-    return dtype, key, start, shape, strides
+        marks = ", ".join(str(key) for flag in flags if isinstance(flag, dict) for key in flag)
+        raise FormatError(
+            f"{what} is of {told(kind)}, marked {marks[:80]!r}: not a plain tensor; save it after "
+            f".resolve_conj().resolve_neg()"
+        )
+    records = Records(what)
+    shape, strides = records.numbers(shape, "shape"), records.numbers(strides, "strides")
+    start, count = records.numbers((start, count), "storage")
+    if len(shape) != len(strides):
+        raise FormatError(f"{what} has shape {shape} and strides {strides}")
+    is_typed = (call.module, call.name) == _REBUILD
+    count_bytes = count * max(dtype.bits // 8, 1) if is_typed else count
+    return dtype, key, count_bytes, start, shape, strides
 
 
 # The safetensors variant: ranks write files of their own, with the offset of each shard.
 
 
 def open_safetensors_shards(store: Store) -> Stored:
-    """Open files whose heads tell where each tensor starts in the whole one."""
+    """Open files whose heads tell where each tensor starts in the whole one.
+
+    No file tells how large the whole is, so a last rank's file that is gone is not noticed.
+    """
+    files = sorted(name for name in store.names() if _SHARDED.fullmatch(name))
+    ranks = {int(match[1]) for name in files if (match := _SHARDED.fullmatch(name))}
+    if ranks != set(range(1, len(ranks) + 1)):
+        raise SnapshotIncomplete(f"{store.place!r} has files of ranks {sorted(ranks)[:20]}")
+    try:
+        return _open_shards(store, files)
+    except SpecError as cause:
+        raise FormatError(f"{store.place!r}: {cause}") from cause
+
+
+def _open_shards(store: Store, files: Sequence[str]) -> Stored:
     tensors: dict[str, TensorSpec] = {}
     extents: list[Extent] = []
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(name for name in store.names() if name.endswith(".safetensors")):
-        head = read_head(store, file)
-        offsets = sharding_offsets(head.notes, f"{file!r} in {store.place!r}")
+    for file in files:
+        head, what = read_head(store, file), f"{file!r} in {store.place!r}"
+        offsets = _sharding_offsets(head.notes, what)
         for extent in head.extents:
             name, spec = extent.name, head.tensors[extent.name]
-            offset = offsets.get(name, (0,) * len(spec.shape))
-            if len(offset) != len(spec.shape):
-                raise FormatError(f"{name!r} in {file!r} is {spec.shape} and starts at {offset}")
-            box = Box(offset, spec.shape)
+            if len(offsets.get(name, ())) != len(spec.shape) or name not in offsets:
+                raise FormatError(
+                    f"{name!r} of {what} is {spec.shape} and starts at {offsets.get(name)}"
+                )
+            box = Box(offsets[name], spec.shape)
             known = tensors.setdefault(name, spec)
             if known.dtype != spec.dtype or len(known.shape) != len(spec.shape):
                 raise FormatError(f"{name!r} is {known} in one file and {spec} in {file!r}")
-            # No file tells the whole shape: it is as large as its shards reach.
-            shapes[name] = tuple(map(max, shapes.get(name, (0,) * len(offset)), box.end))
+            shapes[name] = tuple(map(max, shapes.get(name, (0,) * len(box.shape)), box.end))
             if box.num_elements:
                 extents.append(Extent(name, box, file, extent.offset))
-    unique = {(e.name, e.box): e for e in reversed(extents)}  # replicas may be written twice
     whole = {name: TensorSpec(spec.dtype, shapes[name]) for name, spec in tensors.items()}
-    manifest = Manifest(whole, extents=list(unique.values()))
+    manifest = Manifest(whole, extents=extents)
     check_coverage(manifest)
     return Stored(manifest, store, format="dcp safetensors")
 
 
-def sharding_offsets(notes: Mapping[str, Json], what: str) -> dict[str, tuple[int, ...]]:
+def _sharding_offsets(notes: Mapping[str, Json], what: str) -> dict[str, tuple[int, ...]]:
     """Return where the tensors of a file start in the whole ones, as its head says."""
-    text = notes.get(_SHARDING, "{}")
-    try:
-        record = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError) as cause:
-        raise FormatError(f"{_SHARDING} of {what} is not JSON: {cause}") from cause
+    text = notes.get(_SHARDING)
+    record = parse_json(text.encode(), f"{_SHARDING} of {what}") if isinstance(text, str) else None
+    if not isinstance(record, dict):
+        raise FormatError(f"head of {what} has no {_SHARDING}, which tells where its tensors start")
     offsets: dict[str, tuple[int, ...]] = {}
-    for name, entry in record.items() if isinstance(record, dict) else ():
+    for name, entry in record.items():
         match entry:
-            case {"saved_offsets": list() as numbers} if all(
-                type(each) is int and 0 <= each < 2**63 for each in numbers
-            ):
-                offsets[name] = tuple(numbers)
+            case {"saved_offsets": list() as numbers}:
+                offsets[name] = Records(f"{_SHARDING} of {what}").numbers(numbers, name)
             case _:
-                raise FormatError(f"{_SHARDING} of {what} has {str(entry)[:80]} for {name!r}")
+                raise FormatError(f"{_SHARDING} of {what} has {told(entry)} for {name!r}")
     return offsets
 
 
@@ -477,12 +482,31 @@ def _archive(pickle: bytes, large_bytes: int | None, start: int) -> tuple[bytes,
     return lay_out(small, large, start=start)
 
 
+def _items(manifest: Manifest) -> dict[str, bytes]:
+    """Return the pickle of each item that is no tensor: every value, and lists of them whole.
+
+    Nested names do not tell a list from a dict, and torch asks for the one by its own name and for
+    the other by those of its elements: both are there.
+    """
+    items = {name: b"\x80\x02" + code.leaf(value) + b"." for name, value in manifest.values.items()}
+    lists: dict[str, dict[str, Leaf]] = {}
+    for name, value in manifest.values.items():
+        above, _, key = name.rpartition(".")
+        if above and key.isdecimal():
+            lists.setdefault(above, {})[key] = value
+    for name, found in lists.items():
+        if name not in manifest.tensors and found.keys() == {str(n) for n in range(len(found))}:
+            values = (code.leaf(found[str(n)]) for n in range(len(found)))
+            items.setdefault(name, b"\x80\x02" + code.row(values) + b".")
+    return items
+
+
 def _layout(manifest: Manifest) -> list[FilePlan]:
     literals: list[tuple[int, bytes]] = []
-    extents = []
-    at, pending, pending_at = 0, b"", 0
-    for value in manifest.values.values():
-        pending += b"".join(_archive(b"\x80\x02" + code.leaf(value) + b".", None, at))
+    extents, pending = [], bytearray()
+    at = pending_at = 0
+    for pickle in _items(manifest).values():
+        pending += b"".join(_archive(pickle, None, len(pending)))
         at = len(pending)
     for name, spec in manifest.tensors.items():
         try:
@@ -490,13 +514,13 @@ def _layout(manifest: Manifest) -> list[FilePlan]:
         except SpecError as error:
             error.note(f"tensor {name!r}")
             raise
-        literals.append((pending_at, pending + head))
+        literals.append((pending_at, bytes(pending + head)))
         at += len(head)
         extents.append(Extent(name, Box.whole(spec.shape), _DATA_FILE, at))
         at += spec.nbytes
-        pending, pending_at = tail, at
+        pending, pending_at = bytearray(tail), at
         at += len(tail)
-    literals.append((pending_at, pending))
+    literals.append((pending_at, bytes(pending)))
     return [FilePlan(_DATA_FILE, at, literals, extents)]
 
 
@@ -531,9 +555,10 @@ def _seal(manifest: Manifest, plans: Sequence[FilePlan]) -> dict[str, bytes]:
             )
         )
     raw = code.named(_META, "BytesStorageMetadata") + b")\x81"
-    entries += [(code.text(name), raw) for name in manifest.values]
-    items = _items(manifest, plans[0])
-    for name, (start, nbytes) in items.items():
+    pickles = _items(manifest)
+    entries += [(code.text(name), raw) for name in pickles]
+    spans = _spans(manifest, pickles)
+    for name, (start, nbytes) in spans.items():
         index = {"fqn": code.text(name), "index": code.NONE}
         if name in manifest.tensors:
             index = {"fqn": code.text(name), "index": code.number(0)}
@@ -549,7 +574,7 @@ def _seal(manifest: Manifest, plans: Sequence[FilePlan]) -> dict[str, bytes]:
                 ),
             )
         )
-    paths = ((code.text(name), code.pack([code.text(name)])) for name in items)
+    paths = ((code.text(name), code.pack([code.text(name)])) for name in spans)
     text = code.made(
         code.named(_META, "Metadata"),
         state_dict_metadata=code.table(entries),
@@ -561,19 +586,17 @@ def _seal(manifest: Manifest, plans: Sequence[FilePlan]) -> dict[str, bytes]:
     return {METADATA: b"\x80\x02" + text + b"."}
 
 
-def _items(manifest: Manifest, plan: FilePlan) -> dict[str, tuple[int, int]]:
+def _spans(manifest: Manifest, pickles: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
     """Return where each value's and each tensor's archive stands in the file."""
-    items, at = {}, 0
-    for name, value in manifest.values.items():
-        nbytes = sum(map(len, _archive(b"\x80\x02" + code.leaf(value) + b".", None, at)))
-        items[name] = at, nbytes
-        at += nbytes
+    spans, at = {}, 0
+    for name, pickle in pickles.items():
+        spans[name] = at, sum(map(len, _archive(pickle, None, at)))
+        at += spans[name][1]
     for name, spec in manifest.tensors.items():
         head, tail = _archive(_tensor_pickle(spec), spec.nbytes, at)
-        items[name] = at, len(head) + spec.nbytes + len(tail)
-        at += items[name][1]
-    assert at == plan.nbytes
-    return items
+        spans[name] = at, len(head) + spec.nbytes + len(tail)
+        at += spans[name][1]
+    return spans
 
 
 DCP_FORMAT = Format("dcp", _layout, _seal, has_values=True)

@@ -1,8 +1,8 @@
 """Zip archives as torch writes them: entries stored as they are, found by the directory at the end.
 
 Only what is needed to know where an entry's bytes stand in a file, and to lay such
-an archive out around bytes that are not known yet. Numbers are believed only after
-they were compared with the archive's size.
+an archive out around bytes that are not known yet. No number in an archive makes
+a reader leave it, or hold more of it than its directory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from flyweight.formats.pickles import Span
 from flyweight.ports import Store
 
 MAX_ENTRIES = 4096
+_MAX_DIRECTORY_BYTES = MAX_ENTRIES << 10
 _END, _END64, _END64_AT = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _CENTRAL, _LOCAL = b"PK\1\2", b"PK\3\4"
 _LOCAL_HEAD = struct.Struct("<4s5H3I2H")
@@ -64,6 +65,8 @@ class Archive:
         return count, at, nbytes
 
     def _read_directory(self, count: int, at: int, nbytes: int) -> None:
+        if nbytes > _MAX_DIRECTORY_BYTES:
+            raise self._refused(f"has a directory of {nbytes} bytes")
         if at >= self._tail_at:
             directory = self._tail[at - self._tail_at : at - self._tail_at + nbytes]
         else:

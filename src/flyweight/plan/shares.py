@@ -13,7 +13,7 @@ from math import prod
 
 from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, listed
 from flyweight.spec.box import Box, first_meeting
-from flyweight.spec.manifest import Leaf, Parcel, TensorSpec
+from flyweight.spec.manifest import Leaf, Parcel, TensorSpec, is_same_leaf
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _agreed_values(holdings: Sequence[Holding]) -> dict[str, Leaf]:
     for rank, holding in enumerate(holdings):
         for name, value in holding.values.items():
             known = values.setdefault(name, value)
-            if known != value or type(known) is not type(value):
+            if not is_same_leaf(known, value):
                 raise PlanError(
                     f"{name!r} is {known!r} on rank {first[name]} and {value!r} on rank {rank}; a "
                     f"value is the same on every rank, or has a name of its own there"

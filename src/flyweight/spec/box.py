@@ -7,14 +7,19 @@ row-major order; bytes first appear in `flyweight.memory`.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import product, repeat
 from math import prod
 from operator import mul
 
 from flyweight.errors import SpecError
+
+MAX_COMPARED = 20_000_000
+"""How many pairs of boxes are compared before a hostile cut is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +103,32 @@ def first_meeting(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     boxes = [box for box in boxes if box.num_elements]
     if len(boxes) < 2 or not boxes[0].shape:
         return (boxes[0], boxes[1]) if len(boxes) > 1 else None
-    # Sweep along the dim that is cut most often: there fewest boxes stand side by side.
-    dim = max(range(len(boxes[0].shape)), key=lambda d: len({box.offset[d] for box in boxes}))
-    live: list[Box] = []
-    for box in sorted(boxes, key=lambda each: each.offset[dim]):
-        live = [other for other in live if other.end[dim] > box.offset[dim]]
-        for other in live:
-            if box.overlap(other):
-                return box, other
-        live.append(box)
+    # Sweep along the dim that is cut most often; those side by side stand sorted by the next.
+    dims = range(len(boxes[0].shape))
+    dim, *others = sorted(dims, key=lambda d: -len({box.offset[d] for box in boxes}))
+    side = others[0] if others else dim
+    live: list[tuple[int, int]] = []  # (start along `side`, number of the box)
+    ends: list[tuple[int, int]] = []
+    boxes.sort(key=lambda box: box.offset[dim])
+    longest, num_compared = max(box.shape[side] for box in boxes), 0
+    for number, box in enumerate(boxes):
+        while ends and ends[0][0] <= box.offset[dim]:
+            _, gone = heappop(ends)
+            live.pop(bisect_left(live, (boxes[gone].offset[side], gone)))
+        last = bisect_left(live, (box.end[side], -1))
+        if len(dims) <= 2:
+            # Those side by side do not meet each other: of those before ours only one may reach it.
+            first = max(bisect_left(live, (box.offset[side], -1)) - 1, 0)
+        else:  # what starts a longest box's length before ours cannot reach it
+            first = bisect_left(live, (box.offset[side] - longest + 1, -1))
+        num_compared += last - first
+        if num_compared > MAX_COMPARED:
+            raise SpecError(f"{len(boxes)} boxes are cut too oddly to compare them with each other")
+        for _, other in live[first:last]:
+            if box.overlap(boxes[other]):
+                return box, boxes[other]
+        insort(live, (box.offset[side], number))
+        heappush(ends, (box.end[dim], number))
     return None
 
 

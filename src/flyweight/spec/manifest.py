@@ -213,6 +213,20 @@ def check_coverage(manifest: Manifest) -> None:
             raise FormatError(f"tensor {name!r} has {held} of its {wanted} elements at rest")
 
 
+def check_leaf(name: str, value: Leaf) -> Leaf:
+    """Return a value that a manifest can hold."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise SpecError(f"{name!r} is a number of {value.bit_length()} bits, at most 63")
+    if isinstance(value, str) and value != value.encode("utf-8", "ignore").decode():
+        raise SpecError(f"{name!r} is text that UTF-8 cannot hold: {value[:80]!r}")
+    return value
+
+
+def is_same_leaf(one: Leaf, other: Leaf) -> bool:
+    """True if two values are alike: 1 is not True, and one NaN is as good as another."""
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
 def check_name(name: str) -> str:
     if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise FormatError(

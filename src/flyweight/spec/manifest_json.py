@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from math import isfinite
 from typing import NoReturn
 
 from flyweight.errors import FormatError, SpecError, listed
@@ -71,7 +72,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             for name, spec in manifest.tensors.items()
         },
         "tied": dict(manifest.tied),
-        "values": dict(manifest.values),
+        "values": {name: encode_leaf(value) for name, value in manifest.values.items()},
     }
     try:
         text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -195,8 +196,18 @@ def _hex(value: Json, what: str) -> int:
     return int(value, 16)
 
 
+def encode_leaf(value: Leaf) -> Json:
+    """Return a value as JSON, which has no word for infinity and for what is no number."""
+    if isinstance(value, float) and not isfinite(value):
+        return {"float": str(value)}
+    return value
+
+
 def decode_leaf(name: str, value: Json) -> Leaf:
     """Return a plain value."""
+    match value:
+        case {"float": "inf" | "-inf" | "nan" as text, **others} if not others:
+            return float(text)
     if isinstance(value, (dict, list)):
         raise FormatError(f"value {name!r} is a {type(value).__name__}, expected a plain leaf")
     return value

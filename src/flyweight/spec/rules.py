@@ -23,6 +23,7 @@ from flyweight.spec.manifest_json import parse_json
 
 MAX_RANKS = 1 << 20
 _DIGITS = re.compile("[0-9]+")
+_STAR = re.compile(r"\{([0-9]{1,3})\}")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class ModelLayout:
             [(star, self._dealt(spread).num_pieces(0)) for star, spread in rule.spread.items()]
             for rule in self.rules
         ]
+        self._uncut = Layout(self.axes, {})
         self._rule_index = {id(rule): index for index, rule in enumerate(self.rules)}
 
     @classmethod
@@ -133,12 +135,19 @@ class ModelLayout:
         if rule.join < 0 or rule.groups < 1:
             raise SpecError(f"{what} joins along dim {rule.join} in {rule.groups} groups")
         if rule.local is not None:
-            try:
-                rule.local.format(*["0"] * num_stars)
-            except (IndexError, KeyError, ValueError) as cause:
+            spoken = [int(number) for number in _STAR.findall(rule.local)]
+            rest = _STAR.sub("", rule.local)
+            if any(star >= num_stars for star in spoken) or "{" in rest or "}" in rest:
                 raise SpecError(
-                    f"{what}: local name {rule.local!r} does not fit: {cause}"
-                ) from cause
+                    f"{what}: local {rule.local!r} does not fit; of braces it may have those of "
+                    f"its {num_stars} stars, as {{0}}"
+                )
+        cut_alike = {Layout(self.axes, cut).num_pieces(rule.join) for cut in rule.cuts}
+        if rule.groups > 1 and len(cut_alike) > 1:
+            raise SpecError(
+                f"{what} takes turns in {rule.groups} groups and cuts dim {rule.join} into "
+                f"{sorted(cut_alike)} pieces; names that take turns are cut alike"
+            )
         for spread in rule.spread.values():
             pieces = self._dealt(spread).num_pieces(0)
             if spread.starts is not None and (
@@ -180,7 +189,8 @@ class ModelLayout:
             key = (index, match.which, shape, pieces)
             if key not in found:
                 try:
-                    layout = self._layouts[index, match.which]
+                    # A scalar has nothing to cut: every rank that has it has all of it.
+                    layout = self._layouts[index, match.which] if shape else self._uncut
                     found[key] = tuple(Shard(each, layout.box(each, shape)) for each in ranks)
                 except SpecError as error:
                     error.note(f"tensor {match.name!r}")
@@ -207,7 +217,7 @@ class ModelLayout:
         members: dict[str, list[_Match]] = {}
         for match in self._matches(shards):
             local = match.rule.local
-            name = match.name if local is None else local.format(*match.stars)
+            name = match.name if local is None else _filled(local, match.stars)
             members.setdefault(name, []).append(match)
         return {
             name: self._local(name, matches, tensors, shards) for name, matches in members.items()
@@ -267,7 +277,7 @@ class ModelLayout:
         """Yield the boxes in the order in which they stand: one after the other, or by turns."""
         layout = self._layouts[self._rule_index[id(rule)], 0]
         num_turns, rest = divmod(rule.groups, layout.num_pieces(rule.join))
-        if rule.groups == 1 or (num_turns, rest) == (1, 0):
+        if rule.groups == 1:
             yield from boxes
             return
         if rest or any(box.shape[rule.join] % num_turns for _, box in boxes):
@@ -334,6 +344,10 @@ class _Places:
             return piece
         index = self._index[id(match.rule), star]
         return index[number] // -(-len(index) // num_pieces)
+
+
+def _filled(template: str, stars: Sequence[str]) -> str:
+    return _STAR.sub(lambda found: stars[int(found[1])], template)
 
 
 def _number_or_text(text: str) -> tuple[int, str]:

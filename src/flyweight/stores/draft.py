@@ -221,19 +221,35 @@ class LocalDraft:
                 cause = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             raise refused(cause, f"cannot commit {self.place!r}") from cause
 
+    def has_appeared(self) -> bool:
+        """True if the files that were written here are those at the draft's place by now."""
+        try:
+            return (
+                all(
+                    os.path.samestat(os.fstat(fd), os.stat(self._place / name))
+                    for name, fd in self._fds.items()
+                )
+                and self._place.is_dir()
+            )
+        except OSError:
+            return False
+
     def abort(self) -> None:
         names = list(self._fds)
         for fd in (*self._fds.values(), *self._direct_fds.values()):
             os.close(fd)
         self._fds, self._direct_fds = {}, {}
         if not self._is_member:
-            shutil.rmtree(self._work, ignore_errors=True)
+            for _ in range(5):  # a member may have made a file in it meanwhile
+                shutil.rmtree(self._work, ignore_errors=True)
+                if not self._work.exists():
+                    break
+                time.sleep(0.02)
         elif not self.is_handed_over:
-            # The one who made the draft may be removing it, or gone: leave nothing in its way.
-            with suppress(OSError):
-                for name in names:
+            # The one who made the draft may be removing it: leave nothing in its way.
+            for name in names:
+                with suppress(OSError):
                     (self._work / name).unlink(missing_ok=True)
-                self._work.rmdir()
         if self._work_fd >= 0:
             os.close(self._work_fd)
             self._work_fd = -1

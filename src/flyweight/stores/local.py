@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -45,16 +46,30 @@ def as_path(path: object) -> Path:
     return Path(text)
 
 
+def _opened(path: Path) -> int:
+    """Return a descriptor; a checkpoint may have more files than a process may usually open."""
+    # Without O_NONBLOCK, a pipe of that name would keep us waiting for its writer.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except OSError as cause:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if cause.errno != errno.EMFILE or soft >= hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return os.open(path, flags)
+
+
 class _File:
     """An open file, its size when it was opened, and the ways of reading it that work."""
 
     def __init__(self, path: Path, *, unbuffered: bool) -> None:
         self.path = path
         try:
-            # Without O_NONBLOCK, a pipe of that name would keep us waiting for its writer.
-            self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self.fd = _opened(path)
         except OSError as cause:
-            raise refused(cause, f"cannot open {str(path)!r}") from cause
+            hint = "; raise the limit, ulimit -n" if cause.errno == errno.EMFILE else ""
+            raise refused(cause, f"cannot open {str(path)!r}{hint}") from cause
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()

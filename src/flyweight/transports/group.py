@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import selectors
 import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from types import TracebackType
+from weakref import WeakSet
 
 from flyweight.errors import (
     FlyweightError,
@@ -37,6 +39,7 @@ TIMEOUT_SECONDS = 120.0
 PATIENCE = 0.75
 """How long the coordinator waits, of the time that others wait for it."""
 _LINGER_SECONDS = 2.0
+_WORKING_TIMES = 10
 _MAX_FRAME_BYTES = 1 << 30
 
 
@@ -72,6 +75,7 @@ class Group:
                 self._selector.register(each.socket, selectors.EVENT_READ, each)
             self._post = threading.Thread(target=self._listen, name="flyweight-group", daemon=True)
             self._post.start()
+            _open_groups.add(self)
 
     @property
     def is_coordinator(self) -> bool:
@@ -83,7 +87,7 @@ class Group:
         if not self.is_coordinator:
             self._send(self._links[self.coordinator], message)
             return []
-        found = {peer: self._receive(link) for peer, link in self._links.items()}
+        found = self._receive(self._links)
         found[self.rank] = message
         return [found[rank] for rank in range(self.num_ranks)]
 
@@ -91,7 +95,7 @@ class Group:
         """Return this rank's of the messages that the coordinator has, one for each rank."""
         self._enter(step)
         if not self.is_coordinator:
-            return self._receive(self._links[self.coordinator])
+            return self._receive(self._links)[self.coordinator]
         for peer, link in self._links.items():
             self._send(link, messages[peer])
         return messages[self.rank]
@@ -107,6 +111,29 @@ class Group:
         """
         self._raise_fault()
         self._pass_on()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Tell the others that work goes on, all through a block that cannot tell itself.
+
+        Not for ever: a disk that hangs must be noticed some day.
+        """
+        if not self._links:
+            yield
+            return
+        done, until = threading.Event(), monotonic() + _WORKING_TIMES * self._timeout_seconds
+
+        def tell() -> None:
+            while not done.wait(self._timeout_seconds / 20) and monotonic() < until:
+                self._pass_on()
+
+        teller = threading.Thread(target=tell, name="flyweight-working", daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            done.set()
+            teller.join()
 
     def _pass_on(self) -> None:
         now = monotonic()
@@ -148,27 +175,41 @@ class Group:
             self._await_fault()
         self._raise_fault()
 
-    def _receive(self, link: _Link) -> Json:
+    def _receive(self, links: Mapping[int, _Link]) -> dict[int, Json]:
+        """Return one message of each link, once all are there."""
         started = monotonic()
-        with self._changed:
-            while not link.inbox:
+        found: dict[int, tuple[str, Json]] = {}
+        has_grace = True
+        while len(found) < len(links):
+            with self._changed:
                 self._raise_fault()
-                left = max(started, link.heard) + self._timeout_seconds - monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
-            found = link.inbox.popleft() if link.inbox else None
-        if found is None:
-            self._fail(self._silent(link))
-            self._await_fault()
-        assert found is not None
-        step, body = found
-        if step != self._step:
-            raise TransportError(
-                f"rank {link.peer} is at step {step!r}, this rank {self.rank} at {self._step!r}; "
-                f"all ranks must make the same call"
-            )
-        return body
+                for peer, link in links.items():
+                    if peer not in found and link.inbox:
+                        found[peer] = link.inbox.popleft()
+                waiting = [link for peer, link in links.items() if peer not in found]
+                now = monotonic()
+                overdue = [
+                    link
+                    for link in waiting
+                    if now - max(started, link.heard) > self._timeout_seconds
+                ]
+                if waiting and not (overdue and not has_grace):
+                    # If we were stopped ourselves, what came meanwhile has still to be read.
+                    has_grace = has_grace and not overdue
+                    self._changed.wait(self._timeout_seconds / 20)
+                    overdue = []
+            if overdue:
+                self._fail(self._silent(overdue[0]))
+                self._await_fault()
+            if self.is_coordinator:
+                self._pass_on()  # who waits for us waits for those we wait for
+        for peer, (step, _) in found.items():
+            if step != self._step:
+                raise TransportError(
+                    f"rank {peer} is at step {step!r}, this rank {self.rank} at {self._step!r}; "
+                    f"all ranks must make the same call"
+                )
+        return {peer: body for peer, (_, body) in found.items()}
 
     def _silent(self, link: _Link) -> TransferTimeout:
         return TransferTimeout(
@@ -184,24 +225,22 @@ class Group:
         return f"{'coordinator ' if link.peer == self.coordinator else ''}rank {link.peer}"
 
     def _fail(self, fault: TransportError, *, except_for: int | None = None) -> None:
-        """Remember the first fault, after the coordinator has told all others of it."""
+        """Remember the first fault, after those connected here have been told of it."""
         with self._changed:
             if self._is_failing:
                 return
             self._is_failing = True
-        if self.is_coordinator:
-            body: Json = {"type": type(fault).__name__, "text": str(fault)}
-            for peer, link in self._links.items():
-                if peer != except_for:
-                    self._tell(link, body)
+        # A rank tells the coordinator why it gives up, the coordinator tells all others.
+        for peer, link in self._links.items():
+            if peer != except_for:
+                self._tell(link, fault)
         with self._changed:  # who waits may close connections as soon as it knows
             self._fault = fault
             self._changed.notify_all()
 
-    def _tell(self, link: _Link, body: Json) -> None:
+    def _tell(self, link: _Link, fault: TransportError) -> None:
         with suppress(OSError):
-            frame = _frame({"kind": "fault", "step": self._step, "body": body})
-            link.send(frame, min(self._timeout_seconds, 1.0))
+            link.send(fault_frame(fault), min(self._timeout_seconds, 1.0))
 
     # The thread that listens.
 
@@ -237,8 +276,6 @@ class Group:
                 with self._changed:
                     link.heard = monotonic()
                     self._changed.notify_all()
-                if self.is_coordinator:
-                    self._pass_on()  # who waits for us waits for those we wait for
             case {"kind": "step", "step": str() as step, "body": body}:
                 with self._changed:
                     link.heard = monotonic()
@@ -267,7 +304,7 @@ class Group:
         """
         try:
             is_gone = isinstance(error, StoreError) and error.errno == errno.ENOENT
-            if is_gone and not self.is_coordinator:
+            if is_gone and self._links:
                 with self._changed:
                     self._changed.wait_for(lambda: self._fault is not None, _LINGER_SECONDS)
                 if self._fault is not None:
@@ -283,10 +320,7 @@ class Group:
 
     def _tell_of(self, error: BaseException) -> None:
         what = f"{type(error).__name__}: {error}"
-        text = f"rank {self.rank} failed in step {self._step!r}: {what}"
-        self._fail(PeerFailed(text))
-        if not self.is_coordinator and self._links:
-            self._tell(self._links[self.coordinator], {"type": "PeerFailed", "text": text})
+        self._fail(PeerFailed(f"rank {self.rank} failed in step {self._step!r}: {what}"))
 
     def close(self) -> None:
         if self._post is None:
@@ -307,6 +341,11 @@ class Group:
             link.socket.close()
         for each in (self._wake, self._woken, self._selector):
             each.close()
+
+
+def fault_frame(fault: TransportError) -> bytes:
+    """Return the frame that tells a peer of a fault."""
+    return _frame({"kind": "fault", "body": {"type": type(fault).__name__, "text": str(fault)}})
 
 
 def _frame(message: Json) -> bytes:
@@ -330,15 +369,19 @@ class _Link:
     inbox: deque[tuple[str, Json]] = field(default_factory=deque)
     heard: float = 0.0
     is_done: bool = False
+    _is_torn: bool = False
     _data: bytearray = field(default_factory=bytearray)
     _sending: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, frame: bytes, timeout_seconds: float) -> None:
         view, deadline = memoryview(frame), monotonic() + timeout_seconds
         with self._sending, selectors.DefaultSelector() as writable:
+            if self._is_torn:
+                raise OSError(errno.EPIPE, "half of a frame was sent before")
             writable.register(self.socket, selectors.EVENT_WRITE)
             while view:
                 if not writable.select(max(deadline - monotonic(), 0)):
+                    self._is_torn = len(view) < len(frame)
                     raise TimeoutError
                 with suppress(BlockingIOError):
                     view = view[self.socket.send(view) :]
@@ -363,3 +406,16 @@ class _Link:
             found.append(parse_json(bytes(self._data[4 : 4 + length]), "message"))
             del self._data[: 4 + length]
         return found
+
+
+_open_groups: WeakSet[Group] = WeakSet()
+
+
+def _let_go() -> None:
+    """Close, in a forked child, what would keep its parent's peers from noticing its death."""
+    for group in list(_open_groups):
+        for link in group._links.values():
+            link.socket.close()
+
+
+os.register_at_fork(after_in_child=_let_go)

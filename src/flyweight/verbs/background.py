@@ -7,6 +7,7 @@ next save: fresh pages cost more than the copy. One such save runs at a time.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from contextlib import ExitStack
 from time import perf_counter
@@ -16,6 +17,7 @@ import numpy as np
 
 from flyweight.adapters.model import Model
 from flyweight.errors import StoreError, TransferTimeout
+from flyweight.events import emit
 from flyweight.formats.crew import default_threads, work_through
 from flyweight.memory import STAGING, Bytes, Staging, block_of, bytes_for, items_of
 from flyweight.ports import Source
@@ -155,6 +157,7 @@ def start_background(
             emit_done("save", handle._report)
         except BaseException as error:
             handle._error = error
+            emit("save.failed", version=handle.version, error=f"{type(error).__name__}: {error}")
         finally:
             handle._ended.set()
 
@@ -163,9 +166,22 @@ def start_background(
         if _running is None:
             # Python lets no thread start another once it is on its way out: wait before that.
             getattr(threading, "_register_atexit", atexit.register)(wait_for_background)
+        try:
+            thread.start()
+        except BaseException:
+            held.close()
+            raise
         _running = handle
-    thread.start()
     return handle
+
+
+def _forget() -> None:
+    """Know nothing, in a forked child, of what its parent's threads do."""
+    global _running, _shelf, _lock
+    _running, _shelf, _lock = None, None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _shelf_for(source: Source) -> Staging:

@@ -20,7 +20,7 @@ from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, STAGING, Bytes, items_of
 from flyweight.spec.box import Box, strides_of
 from flyweight.spec.dtype import DType
-from flyweight.spec.manifest import Extent, Leaf, TensorSpec
+from flyweight.spec.manifest import Extent, Leaf, TensorSpec, is_same_leaf
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import whole_digest
 
@@ -160,7 +160,8 @@ def diff(a: PathLike | Stored, b: PathLike | Stored) -> DiffReport:
         else:
             num_same += 1
     left, right = a.manifest.values, b.manifest.values
-    values = {n: (left[n], right[n]) for n in left.keys() & right.keys() if left[n] != right[n]}
+    both = sorted(left.keys() & right.keys())
+    values = {n: (left[n], right[n]) for n in both if not is_same_leaf(left[n], right[n])}
     return DiffReport(
         sorted(names_a - names_b), sorted(names_b - names_a), other_spec, changed, values, num_same
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 from flyweight.errors import SpecError, StoreError
 from flyweight.formats.huggingface import PART_BYTES, huggingface_format
 from flyweight.formats.legacy import pickle_plan
 from flyweight.formats.paddle_dist import PADDLE_FORMAT
+from flyweight.formats.pdparams import RAW_MEANINGS
 from flyweight.formats.safetensors import file_plan
 from flyweight.formats.stored import Stored
 from flyweight.formats.torch_dcp import DCP_FORMAT
@@ -55,8 +56,9 @@ def convert(
                 memory_bytes=memory_bytes,
             )
     stored = source.assuming(assume or {}) if assume else source
+    unclear = [n for n in stored.raw_names if stored.manifest.spec(n).dtype.name in RAW_MEANINGS]
     if to == "snapshot":
-        return save_version(
+        report = save_version(
             stored,
             destination,
             version=stored.manifest.version if version is None else version,
@@ -66,6 +68,7 @@ def convert(
             group=Group(),
             verb="convert",
         )
+        return replace(report, told_as_integers=sorted(unclear))
     if version is not None:
         raise SpecError(f"version {version} for {to}, which has no versions")
     place = as_path(destination)
@@ -82,17 +85,17 @@ def convert(
         num_threads=None,
         verb="convert",
     )
-    return replace(report, place=str(place))
+    # A pickle cannot say it better, and who reads it knows.
+    unclear = [] if to == "pdparams" else unclear
+    return replace(report, place=str(place), told_as_integers=sorted(unclear))
 
 
 def _single_file(to: str, name: str) -> Format:
-    plans = {"safetensors": file_plan, "pdparams": pickle_plan}
-    if to not in plans:
-        raise SpecError(
-            f"format {to!r} is not one of snapshot, hf, dcp, paddle, {', '.join(plans)}"
-        )
+    if to not in get_args(Writable):
+        raise SpecError(f"format {to!r} is not one of {', '.join(get_args(Writable))}")
 
     def layout(manifest: Manifest) -> list[FilePlan]:
-        return [plans[to](name, manifest.parcels())]
+        parcels = manifest.parcels()
+        return [file_plan(name, parcels) if to == "safetensors" else pickle_plan(name, parcels)]
 
     return Format(to, layout, lambda manifest, plans: {})

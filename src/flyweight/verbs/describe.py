@@ -38,7 +38,9 @@ def inspect(path: PathLike, *, version: int | None = None) -> dict[str, Json]:
         manifest = stored.manifest
         files: Counter[str] = Counter()
         for extent in manifest.extents:
-            files[extent.file] += manifest.tensors[extent.name].box_bytes(extent.box)
+            files[extent.file.partition("#")[0]] += manifest.tensors[extent.name].box_bytes(
+                extent.box
+            )
         dtypes: Counter[str] = Counter()
         for spec in manifest.tensors.values():
             dtypes[spec.dtype.name] += spec.nbytes

@@ -13,6 +13,7 @@ from flyweight.errors import (
     SnapshotNotFound,
     SpecError,
     VersionError,
+    listed,
 )
 from flyweight.formats import (
     huggingface,
@@ -64,7 +65,7 @@ def open_source(
     shared_directory: PathLike = legacy.SHARED_DIRECTORY,
     unbuffered: bool = True,
 ) -> Stored:
-    """Open weights at rest, whatever their format; reads heads and manifests only.
+    """Open weights at rest, whatever their format; reads heads, manifests and values only.
 
     A run's directory gives its newest version, or the one asked for. `rank` and `legacy_id`
     ask for the old names of FastDeploy's snapshots where a directory has none of ours.
@@ -92,7 +93,7 @@ def open_source(
                 elif rank is not None and legacy_id is not None:
                     old_names = legacy.LegacyNames(rank, legacy_id)
                     stored = _open_legacy(place, as_path(shared_directory), old_names, store_at)
-                elif (opener := _opener(names)) is not None:
+                elif (opener := _opener(place, names)) is not None:
                     stored = opener(store_at(place))
                 else:
                     raise _nothing(place, names)
@@ -110,15 +111,24 @@ def open_source(
         return stored
 
 
-def _opener(names: Sequence[str]) -> Callable[[Store], Stored] | None:
+def _opener(place: Path, names: Sequence[str]) -> Callable[[Store], Stored] | None:
     """Return what opens a directory of other people's files, going by their names."""
-    kinds: tuple[tuple[Callable[[Sequence[str]], bool], Callable[[Store], Stored]], ...] = (
-        (huggingface.has_checkpoint, huggingface.open_huggingface),
-        (torch_dcp.has_checkpoint, torch_dcp.open_dcp),
-        (torch_dcp.has_safetensors, torch_dcp.open_safetensors_shards),
-        (paddle_dist.has_checkpoint, paddle_dist.open_paddle),
-    )
-    return next((opener for is_there, opener in kinds if is_there(names)), None)
+    kinds: dict[str, tuple[Callable[[Sequence[str]], bool], Callable[[Store], Stored]]] = {
+        "Hugging Face": (huggingface.has_checkpoint, huggingface.open_huggingface),
+        "torch distributed": (torch_dcp.has_checkpoint, torch_dcp.open_dcp),
+        "torch distributed safetensors": (
+            torch_dcp.has_safetensors,
+            torch_dcp.open_safetensors_shards,
+        ),
+        "Paddle distributed": (paddle_dist.has_checkpoint, paddle_dist.open_paddle),
+    }
+    fitting = {name: opener for name, (is_there, opener) in kinds.items() if is_there(names)}
+    if len(fitting) > 1:
+        raise FormatError(
+            f"{str(place)!r} has checkpoints of {len(fitting)} kinds: {listed(fitting)}; open one "
+            f"by its file: '.metadata', '0.metadata', {huggingface.INDEX!r}, {huggingface.SINGLE!r}"
+        )
+    return next(iter(fitting.values()), None)
 
 
 StoreAt = Callable[[Path], LocalStore]
@@ -135,9 +145,12 @@ def _open_file(place: Path, store_at: StoreAt) -> Stored:
     store = store_at(place.parent)
     if place.name == snapshot.MANIFEST:
         return snapshot.open_snapshot(store)
-    is_index = place.name == huggingface.INDEX or place.name.endswith(".metadata")
-    if is_index and (opener := _opener(store.names())) is not None:
-        return opener(store)
+    if place.name == huggingface.INDEX:
+        return huggingface.open_huggingface(store)
+    if place.name == torch_dcp.METADATA:
+        return torch_dcp.open_dcp(store)
+    if place.name.endswith(".metadata"):
+        return paddle_dist.open_paddle(store)
     head = store.read(place.name, 0, min(store.size(place.name), 9))
     if safetensors.looks_like_safetensors(head):
         return safetensors.open_files(store, [place.name])

@@ -157,13 +157,15 @@ def _load(source: PathLike | Stored, into: object, options: _Options, group: Gro
             f"rank is {options.rank}, and neither a layout nor a legacy_id says what of"
         )
     with ExitStack() as stack:
-        with collector_paused():
+        with group.working():
             stored = _opened(source, options, group, stack)
-            sink = _adapted(into, stored, options, group)
-            sink.check_writable()
-            matches = match(stored, sink)
+            with collector_paused():
+                sink = _adapted(into, stored, options, group)
+                sink.check_writable()
+                matches = match(stored, sink)
             _check_names(stored, matches, options, group)
-            reader = _reader(stored, sink, matches, should_verify=options.should_verify)
+            with collector_paused():
+                reader = _reader(stored, sink, matches, should_verify=options.should_verify)
             _agree(group, "planned")
         sink.settle()  # what this thread queued on a GPU still reads the old weights
         try:
@@ -225,12 +227,24 @@ def _opened(source: PathLike | Stored, options: _Options, group: Group, stack: E
             raise VersionError(
                 f"rank {rank} loads version {wanted}, rank {group.rank} version {version}"
             )
+    if group.num_ranks == 1:
+        return _open(source, version, options, stack)
     if group.is_coordinator:
         stored = _open(source, version, options, stack)
         group.broadcast("open", stored.manifest.version)
-        return stored
-    found = group.broadcast("open", None)
-    return _open(source, found if isinstance(found, int) else version, options, stack)
+    else:
+        found = group.broadcast("open", None)
+        stored = _open(source, found if isinstance(found, int) else version, options, stack)
+    # Ranks may see the files by different paths; what they see must be the same.
+    seen = [stored.store.place, f"{stored.fingerprint():016x}"]
+    for rank, each in enumerate(group.gather("opened", list(seen))):
+        match each:
+            case [str(), found] if found == seen[1]:
+                continue
+        raise PlanError(
+            f"rank {rank} opened {str(each)[:200]}, rank {group.rank} {seen}: not the same weights"
+        )
+    return stored
 
 
 def _open(
@@ -257,7 +271,7 @@ def _open(
 def _adapted(into: object, stored: Stored, options: _Options, group: Group) -> Model:
     layout = options.layout
     if layout is None:
-        return adapt(into)
+        return adapt(into, may_be_empty=group.num_ranks > 1)
     rank = options.rank
     if group.num_ranks > 1:
         if layout.num_ranks != group.num_ranks or rank not in (None, group.rank):

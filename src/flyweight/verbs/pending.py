@@ -17,7 +17,15 @@ from pathlib import Path
 from time import perf_counter
 
 from flyweight import __version__
-from flyweight.errors import FormatError, PlanError, StoreError, TransportError, VersionError
+from flyweight.errors import (
+    FormatError,
+    PeerLost,
+    PlanError,
+    SpecError,
+    StoreError,
+    TransferTimeout,
+    VersionError,
+)
 from flyweight.events import emit
 from flyweight.formats import snapshot
 from flyweight.formats.crew import default_threads
@@ -32,6 +40,8 @@ from flyweight.spec.manifest import (
     Parcel,
     check_coverage,
     check_files,
+    check_leaf,
+    check_names,
 )
 from flyweight.stores.draft import LocalDraft, check_hidden_name
 from flyweight.stores.local import as_path
@@ -62,6 +72,8 @@ class SaveReport:
     seconds: float
     left_out: list[str] = field(default_factory=list)
     """Values that are no tensors and that the format has no place for."""
+    told_as_integers: list[str] = field(default_factory=list)
+    """Tensors of a pickle that may be bf16 or fp8, written as the integers that it has."""
 
     @property
     def gb_per_second(self) -> float:
@@ -134,7 +146,8 @@ class PendingSave:
                 seal(written, plans, self.format, draft)
                 draft.commit()
             else:
-                written = self._commit_together(written, plans)
+                with group.working():
+                    written = self._commit_together(written, plans)
         except StoreError as error:
             if error.errno != errno.EEXIST:
                 raise
@@ -179,13 +192,9 @@ class PendingSave:
             draft.commit()
         try:
             group.broadcast("commit", None)
-        except TransportError as error:
-            directory = Path(draft.place)
-            is_there = (directory / snapshot.MANIFEST).is_file()
-            error.note(
-                f"version {self.manifest.version} of {str(directory.parent)!r} is "
-                f"{'there all the same: it had been committed' if is_there else 'not there'}"
-            )
+        except (PeerLost, TransferTimeout) as error:
+            state = "there all the same: it had been" if draft.has_appeared() else "not yet"
+            error.note(f"version {self.manifest.version} in {draft.place!r} is {state} committed")
             raise
         return written
 
@@ -194,7 +203,13 @@ def begin_version(
     source: Source, path: PathLike, *, version: int | None, part_bytes: int, group: Group
 ) -> PendingSave:
     """Have all ranks agree on what will be written, where and by whom; every rank must call."""
-    root = as_path(path)
+    with group.working():
+        return _begun(source, as_path(path), version, part_bytes, group)
+
+
+def _begun(
+    source: Source, root: Path, version: int | None, part_bytes: int, group: Group
+) -> PendingSave:
     version = None if version is None else snapshot.check_version(version)
     with collector_paused():
         holding = holding_of(source)
@@ -202,7 +217,11 @@ def begin_version(
         draft, manifest = _begin_draft(root, version, source.manifest)
         format = snapshot.snapshot_format(part_bytes)
         return PendingSave(group, draft, manifest, format, manifest.parcels(), is_whole=True)
-    message: Json = {"version": version, "holding": encode_holding(holding)}
+    message: Json = {
+        "run": root.name,
+        "version": version,
+        "holding": encode_holding(holding),
+    }
     answers = group.gather("agree", message)
     if not group.is_coordinator:
         order = group.scatter("begin", ())
@@ -219,6 +238,9 @@ def begin_version(
         format = snapshot.share_format(group.rank, parcels, part_bytes)
         return PendingSave(group, draft, manifest, format, parcels, prints=prints)
     for rank, each in enumerate(answers):
+        run = each.get("run") if isinstance(each, dict) else None
+        if run != root.name:
+            raise SpecError(f"rank {rank} saves to {run!r}, rank {group.rank} to {root.name!r}")
         theirs = each.get("version") if isinstance(each, dict) else None
         if theirs != version:
             raise VersionError(
@@ -272,6 +294,9 @@ def _begin_draft(
     root: Path, version: int | None, manifest: Manifest
 ) -> tuple[LocalDraft, Manifest]:
     """Return a draft for the version, and its manifest; raise if it may not be written."""
+    check_names(manifest)
+    for name, value in manifest.values.items():
+        check_leaf(name, value)
     committed = versions(root)
     newest = committed[-1] if committed else None
     version = _next_version(root) if version is None else version

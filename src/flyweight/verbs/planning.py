@@ -126,11 +126,12 @@ def plan(
 
 def _files(stored: Stored) -> tuple[list[str], Mapping[str, Sequence[Shard]]]:
     """Return the files, and which of them has what of each tensor."""
-    files = sorted({extent.file for extent in stored.manifest.extents})
+    # A tensor that has to be straightened first is a file of its own to the reader, after a '#'.
+    of_extent = [extent.file.partition("#")[0] for extent in stored.manifest.extents]
+    files = sorted(set(of_extent))
     number = {file: index for index, file in enumerate(files)}
-    extents = stored.manifest.extents
     return files, {
-        name: [Shard(number[extents[s.rank].file], s.box) for s in stored.shards(name)]
+        name: [Shard(number[of_extent[shard.rank]], shard.box) for shard in stored.shards(name)]
         for name in stored.manifest.names
     }
 

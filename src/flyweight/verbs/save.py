@@ -195,7 +195,7 @@ def _adapted(
     if layout is None:
         if like is not None:
             raise SpecError("like is given without a layout, which would use it")
-        source = adapt(model)
+        source = adapt(model, may_be_empty=group.num_ranks > 1)
     else:
         if like is None:
             raise SpecError("a layout needs `like`, a checkpoint with the whole tensors' shapes")

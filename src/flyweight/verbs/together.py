@@ -21,6 +21,7 @@ from flyweight.spec.manifest_json import (
     decode_numbers,
     decode_share,
     decode_spec,
+    encode_leaf,
     encode_manifest,
 )
 from flyweight.transports.group import Group
@@ -65,7 +66,7 @@ def encode_holding(holding: Holding) -> Json:
             for name, spec in holding.tensors.items()
         },
         "tied": dict(holding.tied),
-        "values": dict(holding.values),
+        "values": {name: encode_leaf(value) for name, value in holding.values.items()},
     }
 
 

@@ -1,0 +1,90 @@
+"""Records: what the symbolic pickles of checkpoints are made of, read with limits.
+
+A pickle of a few bytes can describe more than any memory holds, by naming the same
+list again and again. So nothing here walks or prints more of a value than it must.
+"""
+
+from __future__ import annotations
+
+from flyweight.errors import FormatError
+from flyweight.formats.pickles import Global, Made
+from flyweight.spec.manifest import MAX_DIMS, Leaf, check_name
+
+MAX_METADATA_BYTES = 1 << 30
+MAX_VISITS = 2_000_000
+MAX_NESTING = 32
+
+
+def told(value: object) -> str:
+    """Return a few words for an error: what a value is, never all that is in it."""
+    if isinstance(value, str):
+        return repr(value[:80])
+    if isinstance(value, (bool, int, float, type(None))):
+        return str(value)[:80]
+    if isinstance(value, Made):
+        return str(value.what)[:200]
+    if isinstance(value, Global):
+        return str(value)[:200]
+    if isinstance(value, (tuple, list)) and len(value) <= 8 and all(_is_plain(v) for v in value):
+        return str(value)[:200]
+    return f"a {type(value).__name__}"
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+class Records:
+    """Reads the records of one file; what is not as expected is refused in its name."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._visits = 0
+
+    def refused(self, why: str) -> FormatError:
+        return FormatError(f"{self._what} {why}")
+
+    def check_size(self, nbytes: int) -> None:
+        if nbytes > MAX_METADATA_BYTES:
+            raise self.refused(f"has {nbytes} bytes, at most {MAX_METADATA_BYTES}")
+
+    def fields(self, value: object, kind: str) -> dict[str, object]:
+        """Return the fields of an object of a class, by name."""
+        if isinstance(value, Made) and value.what.name == kind and isinstance(value.state, dict):
+            return {key: each for key, each in value.state.items() if isinstance(key, str)}
+        raise self.refused(f"has {told(value)} where a {kind} is expected")
+
+    def numbers(self, value: object, name: str) -> tuple[int, ...]:
+        """Return a shape or an offset."""
+        if (
+            isinstance(value, (tuple, list))
+            and len(value) <= MAX_DIMS
+            and all(type(each) is int and 0 <= each < 2**63 for each in value)
+        ):
+            return tuple(value)
+        raise self.refused(f"has the numbers {told(value)} for {name!r}")
+
+    def leaves(self, name: str, value: object, depth: int = 0) -> list[tuple[str, Leaf]]:
+        """Return the plain values in nested dicts and lists, by their joined names."""
+        self._visits += 1
+        if depth > MAX_NESTING or self._visits > MAX_VISITS:
+            raise self.refused(f"has a value {name[:80]!r} that nests too deep or is too large")
+        if isinstance(value, Made) and str(value.what) == "collections.OrderedDict":
+            value = value.items
+        if isinstance(value, Made) and str(value.what) == "torch.Size" and value.args:
+            value = self.numbers(value.args[0] if isinstance(value.args, tuple) else None, name)
+        pairs: list[tuple[object, object]]
+        if isinstance(value, dict):
+            pairs = list(value.items())
+        elif isinstance(value, (list, tuple)):
+            pairs = list(enumerate(value))
+        elif _is_plain(value):
+            return [(check_name(name), value)]  # type: ignore[list-item]
+        else:
+            raise self.refused(f"has a value {name!r} that is {told(value)}")
+        found: list[tuple[str, Leaf]] = []
+        for key, each in pairs:
+            if not isinstance(key, (str, int)):
+                raise self.refused(f"has {told(key)} for a key in {name!r}")
+            found += self.leaves(f"{name}.{key}", each, depth + 1)
+        return found
