@@ -111,6 +111,9 @@ class Store(Protocol):
     def read_into(self, name: str, offset: int, goals: Sequence[Bytes]) -> None:
         """Read a stretch straight into `goals`, one after the other; best where `is_cached`."""
 
+    def share_reads(self) -> None:
+        """From now on leave what is read in memory, for others on this machine who want it too."""
+
     def close(self) -> None:
         """Let go of open files. Safe to repeat."""
 

@@ -55,5 +55,8 @@ class DecodedStore:
     def read_into(self, name: str, offset: int, goals: Sequence[Bytes]) -> None:
         self._store.read_into(name, offset, goals)
 
+    def share_reads(self) -> None:
+        self._store.share_reads()
+
     def close(self) -> None:
         self._store.close()

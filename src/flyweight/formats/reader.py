@@ -147,6 +147,11 @@ class Reader:
             self._pieces[extent.file][at, held, id(target)] = piece
             start += nbytes
 
+    @property
+    def wanted_bytes(self) -> int:
+        """How many bytes of the files would be read, gaps aside."""
+        return sum(p.nbytes for pieces in self._pieces.values() for p in pieces.values())
+
     def run(
         self,
         *,
@@ -154,10 +159,12 @@ class Reader:
         memory_bytes: int | None = None,
         verb: str | None = None,
         tick: Callable[[], None] | None = None,
+        starting_at: float = 0.0,
     ) -> None:
         """Read everything that was added; afterwards every target holds its bytes.
 
-        `tick` is called now and then, and may raise to stop.
+        `tick` is called now and then, and may raise to stop. Readers of the same files that start
+        at different places, told as a part of the whole, find read what others read first.
         """
         check_threads(num_threads)
         window_bytes = WINDOW_BYTES
@@ -166,6 +173,8 @@ class Reader:
         windows = list(self._windows(window_bytes))
         if not windows:
             return
+        first = int(starting_at * len(windows))
+        windows = windows[first:] + windows[:first]
         block_bytes = max(window.nbytes for window in windows) + WINDOW_SLACK
         if memory_bytes is not None:
             if memory_bytes < block_bytes:

@@ -209,7 +209,7 @@ class LocalStore:
             yield staging[:0]
             return
         if not (is_cached := file.is_cached(offset, nbytes)) or not may_map:
-            yield file.read(offset, nbytes, staging, unbuffered=not is_cached)
+            yield file.read(offset, nbytes, staging, unbuffered=not is_cached and self._unbuffered)
             return
         try:
             mapping = file.mapped(offset, nbytes)
@@ -221,6 +221,9 @@ class LocalStore:
         finally:
             with suppress(BufferError):  # somebody still looks; it goes when they stop
                 mapping.close()
+
+    def share_reads(self) -> None:
+        self._unbuffered = False
 
     def is_cached(self, name: str, offset: int, nbytes: int) -> bool:
         return self._file(name).is_cached(offset, nbytes)
