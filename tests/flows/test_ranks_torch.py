@@ -1,5 +1,6 @@
 """Saves and loads by several ranks of torch: real processes, all pairs of layouts, byte for byte."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -227,6 +228,31 @@ def test_shards_that_are_not_told_are_noticed_and_those_that_are_told_are_saved(
     run_ranks(2, __file__, "plain_shards", tmp_path)
     with fw.open(tmp_path / "run") as opened:
         assert opened.read("w").view("f4").tolist() == [*range(8), *range(1, 9)]
+
+
+def columns_of_rows(rank, num_ranks, root):
+    """Large enough for many windows, so that ranks start at different places and share their reads."""
+    group = torch.distributed.group.WORLD
+    whole = torch.arange(2048 * 8192, dtype=torch.int32).reshape(2048, 8192)
+    rows = fw.Sharded(
+        whole[1024 * rank :][:1024].clone(), shape=whole.shape, offset=(1024 * rank, 0)
+    )
+    fw.save({"w": rows}, Path(root) / "run", process_group=group)
+    for path in (Path(root) / "run" / "v0000000000").glob("*.safetensors"):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    columns = fw.Sharded(
+        torch.zeros(2048, 4096, dtype=torch.int32), shape=whole.shape, offset=(0, 4096 * rank)
+    )
+    report = fw.load(Path(root) / "run", into={"w": columns}, process_group=group)
+    assert torch.equal(columns.tensor, whole[:, 4096 * rank :][:, :4096])
+    assert report.checked_bytes == report.read_bytes == whole.nbytes
+    assert report.nbytes == whole.nbytes // 2
+
+
+def test_ranks_that_want_columns_of_rows_share_their_reads_and_check_them_all(tmp_path):
+    run_ranks(2, __file__, "columns_of_rows", tmp_path)
 
 
 def strided_twice(rank, num_ranks, root):

@@ -345,3 +345,22 @@ def test_a_file_system_that_refuses_unbuffered_writes_is_written_through_the_cac
         assert not draft.can_go_direct("file")
         draft.commit()
     assert (tmp_path / "place" / "file").read_bytes() == data.tobytes()
+
+
+def test_reads_that_are_shared_stay_in_memory_for_others(tmp_path):
+    data = random_bytes(8 << 20)
+    (tmp_path / "file").write_bytes(data.tobytes())
+    drop_cache(tmp_path / "file")
+    store = LocalStore(tmp_path)
+    if store.is_cached("file", 0, len(data)):
+        pytest.skip("this file system keeps everything in memory")
+    staging = page_memory(len(data) + WINDOW_SLACK)
+    with store.window("file", 0, len(data), staging) as shown:
+        assert shown.tobytes() == data.tobytes()
+    was_direct = not store.is_cached("file", 0, len(data))
+    store.share_reads()
+    with store.window("file", 0, len(data), staging) as shown:
+        assert shown.tobytes() == data.tobytes()
+    assert store.is_cached("file", 0, len(data))
+    assert was_direct or not store.ways("file")["unbuffered_reads"]
+    store.close()
