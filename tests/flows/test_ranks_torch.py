@@ -282,6 +282,7 @@ def test_torchrun_starts_it_too(tmp_path):
         "mesh = init_device_mesh('cpu', (2,))\n"
         "w = distribute_tensor(torch.arange(10.), mesh, [Shard(0)])\n"
         "fw.save_state_dict({'w': w}, sys.argv[1])\n"
+        "dist.barrier()\n"
         "dist.destroy_process_group()\n"
     )
     command = [
