@@ -125,7 +125,7 @@ def rounds(root, victim, coordinator):
             break
         assert codes[victim] == -signal.SIGKILL
         for rank, each in found.items():
-            assert each["seconds"] < TIMEOUT + 3, (number, rank, each)
+            assert each["seconds"] < TIMEOUT + 2, (number, rank, each)
             if each["error"] is None:
                 assert version == 2, (number, rank)
                 continue
@@ -360,7 +360,7 @@ def test_what_goes_wrong_on_one_rank_is_told_to_all(tmp_path, name):
             "FlyweightError",
         )
         assert re.search(own if is_own and own else others, each["text"]), (rank, each)
-        assert each["seconds"] < TIMEOUT + 3, (rank, each)
+        assert each["seconds"] < TIMEOUT + 2, (rank, each)
     if name != "damaged":
         assert check_newest(tmp_path / "run") == 1
     assert not [each for each in os.listdir(tmp_path / "run") if each.startswith(".")]
@@ -385,7 +385,7 @@ def test_a_rank_of_paddle_that_is_killed_is_named(tmp_path):
     for each in told(tmp_path, [0, 2]).values():
         assert each["error"] == "PeerLost"
         assert "rank 1 closed its connection" in each["text"]
-        assert each["seconds"] < TIMEOUT + 3
+        assert each["seconds"] < TIMEOUT + 2
     assert check_newest(tmp_path / "run") == 1
 
 
@@ -405,26 +405,54 @@ def measured(rank, num_ranks, root):
         Path(root) / "warm",
         process_group=group,
     )
-    base = peak_bytes()
-    fw.save(state, Path(root) / "run", process_group=group, memory_bytes=32 << 20)
-    saved = peak_bytes() - base
+    with Peak() as peak:
+        fw.save(state, Path(root) / "run", process_group=group, memory_bytes=32 << 20)
+    saved = peak.risen
     expected = tensor.clone()
     tensor.zero_()
-    base = peak_bytes()
-    fw.load(Path(root) / "run", into=state, process_group=group, memory_bytes=32 << 20)
-    loaded = peak_bytes() - base
+    with Peak() as peak:
+        fw.load(Path(root) / "run", into=state, process_group=group, memory_bytes=32 << 20)
+    loaded = peak.risen
     assert torch.equal(tensor, expected)
     assert saved < 40 << 20, saved
     assert loaded < 40 << 20, loaded
 
 
-def peak_bytes():
-    """The most anonymous memory so far: what is resident, without the pages of mapped files."""
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    Path("/proc/self/clear_refs").write_text("5") if os.access(
-        "/proc/self/clear_refs", os.W_OK
-    ) else None
-    return int(fields["RssAnon"].split()[0]) << 10
+class Peak:
+    """Watches this process's anonymous memory, every few milliseconds, and tells how far it rose."""
+
+    def __enter__(self):
+        self._base = self.bytes = self._now()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised):
+        self._done.set()
+        self._thread.join(10)
+
+    def _watch(self):
+        while not self._done.wait(0.002):
+            self.bytes = max(self.bytes, self._now())
+
+    @property
+    def risen(self):
+        return self.bytes - self._base
+
+    @staticmethod
+    def _now():
+        fields = dict(
+            line.split(":") for line in Path("/proc/self/status").read_text().splitlines()
+        )
+        return int(fields["RssAnon"].split()[0]) << 10
+
+
+def test_the_watch_itself_sees_memory_that_is_gone_again():
+    with Peak() as peak:
+        np.ones(8 << 20)
+        time.sleep(0.05)
+    assert peak.risen > 48 << 20
 
 
 def one_skips(rank, num_ranks, root):
@@ -445,24 +473,22 @@ def test_a_rank_that_skipped_a_save_is_there_for_the_next(tmp_path):
 
 def nothing_here(rank, num_ranks, root):
     """A stage with nothing to save; and a scalar that lives on some ranks only."""
-    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
     state = {"w": torch.ones(3), "step": 1} if rank == 0 else {"step": 1}
     fw.save_state_dict(state, Path(root) / "run", timeout_seconds=TIMEOUT)
     target = {"w": torch.zeros(3), "step": 0} if rank == 0 else {"step": 0}
     fw.load_state_dict(target, Path(root) / "run", timeout_seconds=TIMEOUT)
     assert target["step"] == 1
-    mesh = (
-        init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"] if num_ranks == 2 else None
+    scalar = distribute_tensor(
+        torch.tensor(3.0), DeviceMesh("cpu", [0, 1]), [Replicate()], src_data_rank=None
     )
-    if mesh is not None:
-        sub = init_device_mesh("cpu", (2,))
-        scalar = distribute_tensor(torch.tensor(3.0), sub, [Replicate()])
-        fw.save_state_dict({"s": scalar}, Path(root) / "scalar", timeout_seconds=TIMEOUT)
+    fw.save_state_dict({"s": scalar}, Path(root) / "scalar", timeout_seconds=TIMEOUT)
 
 
 def test_a_rank_without_any_tensor_takes_part(tmp_path):
-    run_ranks(2, __file__, "nothing_here", tmp_path)
+    run_ranks(3, __file__, "nothing_here", tmp_path)
     with fw.open(tmp_path / "scalar") as opened:
         assert opened.read("s").view("f4").tolist() == [3.0]
 

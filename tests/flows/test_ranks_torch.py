@@ -152,7 +152,7 @@ def fsdp_over_tp(rank, num_ranks, root):
     )
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for wide in (8, 12, 6):
+    for wide in (8, 12, 6, 7, 5):
         torch.manual_seed(5)
         module = nn.Sequential(nn.Linear(5, wide), nn.Linear(wide, 7))
         whole = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}

@@ -73,10 +73,6 @@ def same(found, expected):
         assert found[name].tolist() == array.tolist(), name
 
 
-def only(**wanted):
-    return lambda name: any(name.endswith(each) for each in wanted)
-
-
 def test_tensor_parallel_rows_and_columns():
     layout = ModelLayout(
         {"tp": 2},

@@ -86,6 +86,16 @@ def test_a_second_save_waits_or_refuses_as_asked(tmp_path):
         fw.save(weights(1), tmp_path, when_busy="hope")
 
 
+def test_a_save_that_waits_for_one_that_hangs_gives_up(tmp_path):
+    gate = Gate()
+    with listening(gate):
+        first = fw.save(weights(1), tmp_path, background=True)
+        with pytest.raises(StoreError, match="version 0 is still being saved"):
+            fw.save(weights(2), tmp_path, timeout_seconds=0.02)
+        gate.open()
+        assert first.wait(30).version == 0
+
+
 def test_a_failure_is_told_by_the_handle_and_the_next_save_goes_on(tmp_path):
     fw.save(weights(1), tmp_path, version=1)
     gate = Gate()

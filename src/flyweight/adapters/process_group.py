@@ -34,7 +34,7 @@ class _Bulletin:
             try:
                 with _asking:
                     found.append(call())
-            except Exception as error:
+            except (RuntimeError, ValueError, OSError) as error:  # what both frameworks raise
                 errors.append(error)
 
         thread = threading.Thread(target=work, name="flyweight-store", daemon=True)

@@ -133,7 +133,7 @@ class Group:
             yield
         finally:
             done.set()
-            teller.join()
+            teller.join(_LINGER_SECONDS)
 
     def _pass_on(self) -> None:
         now = monotonic()
@@ -335,7 +335,7 @@ class Group:
         self._post.join(_LINGER_SECONDS)
         if self._post.is_alive():
             self._wake.send(_STOP)
-            self._post.join()
+            self._post.join(_LINGER_SECONDS)
         self._post = None
         for link in self._links.values():
             link.socket.close()

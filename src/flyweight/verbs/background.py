@@ -23,11 +23,13 @@ from flyweight.memory import STAGING, Bytes, Staging, block_of, bytes_for, items
 from flyweight.ports import Source
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Manifest, Parcel
+from flyweight.transports.group import TIMEOUT_SECONDS
 from flyweight.verbs.pending import PendingSave, SaveReport, emit_done
 
 WhenBusy = Literal["wait", "refuse"]
 _COPY_BYTES = 16 << 20
 _ALIGN_BYTES = 4096
+_STILL_TIMES = 10
 
 _running: BackgroundSave | None = None
 _shelf: Staging | None = None
@@ -119,11 +121,19 @@ def check_idle() -> None:
         )
 
 
-def wait_for_background() -> None:
-    """Return once no save runs in the background; how it ended is told by its own handle."""
+def wait_for_background(timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    """Return once no save runs in the background; how it ended is told by its own handle.
+
+    A save that moves no byte for ten times the timeout is given up: its disk hangs.
+    """
     running = _running
-    if running is not None:
-        running._ended.wait()
+    if running is None:
+        return
+    done_bytes = -1
+    while not running.is_done and done_bytes != running.done_bytes:
+        done_bytes = running.done_bytes
+        running._ended.wait(_STILL_TIMES * timeout_seconds)
+    check_idle()
 
 
 def start_background(

@@ -108,6 +108,7 @@ def save(
             like=like,
             background=background,
             when_busy=when_busy,
+            timeout_seconds=timeout_seconds,
             part_bytes=part_bytes,
             memory_bytes=memory_bytes,
             num_threads=num_threads,
@@ -135,7 +136,12 @@ def save_state_dict(
     return _save(
         state,
         path,
-        _Options(version=version, background=background, when_busy=when_busy),
+        _Options(
+            version=version,
+            background=background,
+            when_busy=when_busy,
+            timeout_seconds=timeout_seconds,
+        ),
         lambda: gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=True),
     )
 
@@ -147,6 +153,7 @@ class _Options:
     like: PathLike | Stored | None = None
     background: bool
     when_busy: WhenBusy
+    timeout_seconds: float
     part_bytes: int = PART_BYTES
     memory_bytes: int = MEMORY_BYTES
     num_threads: int | None = None
@@ -159,7 +166,7 @@ def _save(
         raise SpecError(f"when_busy is {options.when_busy!r}, not 'wait' or 'refuse'")
     check_memory_bytes(options.memory_bytes)
     if options.when_busy == "wait":
-        wait_for_background()
+        wait_for_background(options.timeout_seconds)
     with ExitStack() as stack:
         group = stack.enter_context(meet())
         check_idle()
