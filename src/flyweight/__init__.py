@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from flyweight.errors import FlyweightError as FlyweightError
     from flyweight.spec.box import Box as Box
     from flyweight.spec.rules import ModelLayout as ModelLayout
+    from flyweight.sync.publisher import Publisher as Publisher
+    from flyweight.sync.replica import Replica as Replica
     from flyweight.verbs.compare import diff as diff
     from flyweight.verbs.compare import verify as verify
     from flyweight.verbs.convert import convert as convert
@@ -29,6 +31,8 @@ _PUBLIC = {
     "Box": ("flyweight.spec.box", "Box"),
     "FlyweightError": ("flyweight.errors", "FlyweightError"),
     "ModelLayout": ("flyweight.spec.rules", "ModelLayout"),
+    "Publisher": ("flyweight.sync.publisher", "Publisher"),
+    "Replica": ("flyweight.sync.replica", "Replica"),
     "Sharded": ("flyweight.adapters.sharded", "Sharded"),
     "convert": ("flyweight.verbs.convert", "convert"),
     "diff": ("flyweight.verbs.compare", "diff"),

@@ -13,9 +13,12 @@ FlyweightError
 ├── TransportError                         another process did not do its part
 │   ├── PeerLost                           it died, or closed its connection
 │   ├── PeerFailed                         it lives and says what went wrong there
+│   ├── PeerRefused                        it does not speak with us: token, protocol, address
+│   ├── HandleGone                         what was offered is no longer there
 │   └── TransferTimeout (TimeoutError)     nothing was heard of it for too long
-└── VersionError                           a version that is not there, or is there already
-    └── DigestMismatch                     not the weights that were committed
+├── VersionError                           a version that is not there, or is there already
+│   └── DigestMismatch                     not the weights that were committed
+└── MissingDependency (ImportError)        names the extra to install
 """
 
 from __future__ import annotations
@@ -67,6 +70,12 @@ class PeerLost(TransportError): ...
 class PeerFailed(TransportError): ...
 
 
+class PeerRefused(TransportError): ...
+
+
+class HandleGone(TransportError): ...
+
+
 class TransferTimeout(TransportError, TimeoutError): ...
 
 
@@ -74,6 +83,9 @@ class VersionError(FlyweightError): ...
 
 
 class DigestMismatch(VersionError): ...
+
+
+class MissingDependency(FlyweightError, ImportError): ...
 
 
 def listed(names: Collection[str]) -> str:

@@ -13,7 +13,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from flyweight.spec.box import Box, strides_of
 Bytes = NDArray[np.uint8]
 Items = NDArray[Any]
 """An array whose dtype only says how wide an item is; its values are nobody's business."""
+
+_LIBC = ctypes.CDLL(None)
 
 _ITEM: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
@@ -63,7 +65,7 @@ def bytes_of(view: memoryview | bytes | bytearray | mmap.mmap) -> Bytes:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Items at a host address, `strides` in bytes; `owner` keeps the memory alive."""
+    """Items at an address, `strides` in bytes; `owner` keeps the memory alive."""
 
     address: int
     shape: tuple[int, ...]
@@ -71,6 +73,26 @@ class Buffer:
     item_bytes: int
     owner: object
     is_writable: bool = True
+    device: int | None = None
+    """The number of the CUDA device that the address is of; None: the host's memory."""
+
+    @classmethod
+    def flat_at(
+        cls, address: int, nbytes: int, owner: object, *, device: int | None = None
+    ) -> Buffer:
+        """Return plain bytes one after the other."""
+        return cls(address, (nbytes,), (1,), 1, owner, device=device)
+
+    @classmethod
+    def of(cls, data: Bytes) -> Buffer:
+        """Return an array of bytes as a buffer, which keeps it alive."""
+        address = data.__array_interface__["data"][0]
+        return cls(address, data.shape, data.strides, 1, data, bool(data.flags.writeable))
+
+    def block(self, items: Box) -> Buffer:
+        """Return a box of the items where it lies."""
+        corner = sum(at * stride for at, stride in zip(items.offset, self.strides, strict=True))
+        return replace(self, address=self.address + corner, shape=items.shape)
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +128,8 @@ class Buffer:
         return False
 
     def items(self) -> Items:
-        """View the items where they lie."""
+        """View the items where they lie, in the host's memory."""
+        assert self.device is None, f"items of device {self.device} are out of the CPU's reach"
         dtype = item_dtype(self.item_bytes)
         if self.nbytes == 0:
             return np.empty(empty_shape(self.shape), dtype)
@@ -148,6 +171,15 @@ def bytes_for(nbytes: int, into: Bytes | None) -> Bytes:
     if len(into) < nbytes:
         raise SpecError(f"room for {len(into)} bytes, {nbytes} are to be read")
     return into[:nbytes]
+
+
+def without_fork(data: Bytes) -> None:
+    """Leave a mapping out of forked children, who would keep its memory from being freed."""
+    address = data.__array_interface__["data"][0]
+    start = address - address % mmap.PAGESIZE
+    nbytes = -(-(address + len(data) - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if nbytes:
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK)
 
 
 def page_memory(nbytes: int) -> Bytes:

@@ -1,4 +1,4 @@
-"""The seams: what a Source, a Sink, a Store and a Format promise.
+"""The seams: what a Source, a Sink, a Store, a Format and a Transport promise.
 
 A source has weights, a sink wants them. Both name tensors by a manifest and bytes
 by boxes of it; neither shows a tensor. A store keeps files of one directory, and a
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from flyweight.memory import Bytes, Items, Staging
+from flyweight.memory import Buffer, Bytes, Items, Staging
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Manifest
 
@@ -116,6 +116,38 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go of open files. Safe to repeat."""
+
+
+HandleT = TypeVar("HandleT")
+
+
+class Transport(Protocol[HandleT]):
+    """Shows memory of one process to others, by handles that survive JSON."""
+
+    def offer(self, buffer: Buffer) -> HandleT:
+        """Let whoever has the handle read the buffer's bytes, until `release`.
+
+        What lies in memory that others can map is shown where it lies, and the buffer's owner is
+        kept until then; other bytes are copied once.
+        """
+
+    def release(self, handle: HandleT) -> None:
+        """Take an offer back: it cannot be opened any more. Safe to repeat.
+
+        Who has it open keeps it: memory of our own stays until the last reader lets go.
+        """
+
+    def open(self, handle: HandleT) -> Buffer:
+        """Return the offered bytes, read-only; raise HandleGone if they are no longer offered.
+
+        They stay mapped until `shut`, so that to open them again costs nothing.
+        """
+
+    def shut(self, handle: HandleT) -> None:
+        """Let go of what was opened. Safe to repeat."""
+
+    def close(self) -> None:
+        """Release every offer and shut all that is open. Safe to repeat."""
 
 
 class Bulletin(Protocol):

@@ -16,7 +16,8 @@ from collections.abc import (
     MutableSequence,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
@@ -42,6 +43,7 @@ from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, Manifest, TensorSpec, 
 from flyweight.spec.rules import Local
 
 MAX_NESTING = 64
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Tensor(Protocol):
@@ -53,6 +55,10 @@ class Tensor(Protocol):
     @property
     def host(self) -> Buffer | None:
         """Its memory, if the CPU can reach it."""
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """Its memory, on the host or on a CUDA device; None on other devices."""
 
     @property
     def memory_key(self) -> tuple[object, ...]:
@@ -135,6 +141,17 @@ class ModelBlock:
         if not items.num_elements:
             return np.empty(empty_shape(items.shape), item_dtype(self.spec.item_bytes))
         return block_of(buffer.items(), self.tensor.spec.stored(self.place)).reshape(items.shape)
+
+    @cached_property
+    def buffer(self) -> Buffer | None:
+        """The box's items where they lie, on the host or on a CUDA device."""
+        buffer, shape = self.tensor.buffer, self.spec.stored(self.box).shape
+        if buffer is None:
+            return None
+        place = buffer.block(self.tensor.spec.stored(self.place))
+        extra = len(place.shape) - len(shape)
+        strides = place.strides[extra:] if extra >= 0 else (0,) * -extra + place.strides
+        return replace(place, shape=shape, strides=strides)
 
     def _local(self, items: Box) -> Box:
         """Return where items counted from this block's corner stand in the rank's own tensor."""
@@ -354,6 +371,32 @@ def adapt(
     return Model(tensors, blocks, slots)
 
 
+def is_model(thing: object) -> bool:
+    """True for modules, layers and containers of tensors, False for anything else."""
+    return isinstance(thing, (Mapping, list, tuple)) or any(
+        is_one(thing) for is_one in (torch_module.is_module, paddle_layer.is_layer)
+    )
+
+
+def identity(thing: object) -> list[tuple[object, ...]]:
+    """Return what tells whether a model still is the one that was adapted: quick, and complete.
+
+    Equal as long as every leaf is the same object with its elements at the same place; valid only
+    while the adapted model is kept, which keeps its tensors.
+    """
+    return [_identity(name, leaf) for name, leaf, _ in _walk("", thing, None)]
+
+
+def _identity(name: str, leaf: Any) -> tuple[object, ...]:
+    if isinstance(leaf, _PLAIN):
+        return name, leaf
+    local: Any = leaf.tensor if isinstance(leaf, sharded.Sharded) else leaf
+    local = local.to_local() if hasattr(local, "to_local") else local
+    if hasattr(local, "data_ptr"):
+        return name, id(leaf), local.data_ptr(), local.shape, local.dtype
+    return name, id(leaf)
+
+
 def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
     spec = tensor.spec
     if cut is not None and spec.dtype.bits < 8:
@@ -430,7 +473,7 @@ def _walk(
 def _plain(name: str, leaf: object) -> Leaf:
     if isinstance(leaf, np.generic):
         leaf = leaf.item()
-    if leaf is None or isinstance(leaf, (bool, int, float, str)):
+    if isinstance(leaf, _PLAIN):
         return check_leaf(name, leaf)
     raise SpecError(
         f"{name!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}: neither a tensor nor "

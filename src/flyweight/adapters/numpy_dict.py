@@ -23,6 +23,10 @@ class HostTensor:
     staging: Staging | None = None
 
     @property
+    def buffer(self) -> Buffer:
+        return self.host
+
+    @property
     def memory_key(self) -> tuple[object, ...]:
         return (self.host.address, self.host.shape, self.host.strides, self.spec.dtype.name)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from flyweight.adapters.numpy_dict import HostTensor, check_live
 from flyweight.adapters.sharded import Cut, cut_blocks
@@ -24,10 +24,14 @@ def _paddle() -> Any:
     return paddle if paddle is not None and hasattr(paddle, "Tensor") else None
 
 
+def is_layer(thing: object) -> TypeGuard[Any]:
+    paddle = _paddle()
+    return paddle is not None and isinstance(thing, paddle.nn.Layer)
+
+
 def state_of(thing: object) -> Mapping[str, object] | None:
     """Return a layer's parameters and persistable buffers, the live ones."""
-    paddle = _paddle()
-    if paddle is None or not isinstance(thing, paddle.nn.Layer):
+    if not is_layer(thing):
         return None
     state: dict[str, object] = thing.state_dict()
     check_live(state, {id(t) for t in (*thing.parameters(), *thing.buffers())})

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 from flyweight.adapters.numpy_dict import HostTensor, check_live
 from flyweight.adapters.sharded import Cut, cut_blocks
@@ -28,10 +28,14 @@ def _torch() -> Any:
     return sys.modules.get("torch")
 
 
+def is_module(thing: object) -> TypeGuard[Any]:
+    torch = _torch()
+    return torch is not None and isinstance(thing, torch.nn.Module)
+
+
 def state_of(thing: object) -> Mapping[str, object] | None:
     """Return a module's parameters and persistent buffers, the live ones."""
-    torch = _torch()
-    if torch is None or not isinstance(thing, torch.nn.Module):
+    if not is_module(thing):
         return None
     state: dict[str, object] = thing.state_dict(keep_vars=True)
     extra = [name for name in state if name.endswith("_extra_state")]
@@ -147,6 +151,21 @@ class DeviceTensor:
     @property
     def host(self) -> Buffer | None:
         return None
+
+    @cached_property
+    def buffer(self) -> Buffer | None:
+        tensor, width = self.tensor, self.spec.item_bytes
+        if not self._is_cuda:
+            return None
+        strides = tuple(width * stride for stride in tensor.stride())
+        return Buffer(
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            strides,
+            width,
+            tensor,
+            device=tensor.get_device(),
+        )
 
     @property
     def staging(self) -> Staging | None:

@@ -1,0 +1,1 @@
+"""One round: a publisher's weights into the replicas that listen."""

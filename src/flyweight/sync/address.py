@@ -1,0 +1,170 @@
+"""Addresses: where a publisher is found. `unix:run/policy` is a directory of the user's own.
+
+In it lie the control socket, the door through which memory is handed over, the token,
+and the lock that keeps a second publisher out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakSet
+
+from flyweight.errors import PeerLost, PeerRefused, SpecError, TransportError
+from flyweight.transports.doorway import check_socket_path
+
+_MAX_TOKEN_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Address:
+    """A directory that only its user can enter."""
+
+    directory: Path
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        scheme, colon, path = str(text).partition(":")
+        if scheme != "unix" or not colon or not path:
+            raise SpecError(
+                f"address {text!r} is not of the form 'unix:DIRECTORY'; other hosts cannot be "
+                f"reached yet"
+            )
+        return cls(Path(path).absolute())
+
+    def __str__(self) -> str:
+        return f"unix:{self.directory}"
+
+    @property
+    def control(self) -> Path:
+        return check_socket_path(self.directory / "control")
+
+    @property
+    def endpoint(self) -> str:
+        return f"ipc://{self.control}"
+
+    @property
+    def door(self) -> Path:
+        return check_socket_path(self.directory / "door")
+
+    @property
+    def token_file(self) -> Path:
+        return self.directory / "token"
+
+    def token(self) -> str:
+        """Return the token of the publisher that is there."""
+        self.check_private()
+        try:
+            with open(self.token_file, "rb") as file:
+                text = file.read(_MAX_TOKEN_BYTES + 1)
+        except FileNotFoundError as cause:
+            raise PeerLost(f"no publisher is at {self}") from cause
+        except OSError as cause:
+            raise PeerRefused(f"cannot read the token of {self}: {cause.strerror}") from cause
+        if not text or len(text) > _MAX_TOKEN_BYTES or not text.isascii():
+            raise PeerRefused(f"{str(self.token_file)!r} holds no token")
+        return text.decode("ascii")
+
+    def check_private(self) -> None:
+        """Raise unless the directory is there and nobody else can enter it."""
+        try:
+            found = os.stat(self.directory)
+        except OSError as cause:
+            raise PeerLost(f"no publisher is at {self}: {cause.strerror}") from cause
+        mode = stat.S_IMODE(found.st_mode)
+        if not stat.S_ISDIR(found.st_mode):
+            raise SpecError(f"{str(self.directory)!r} is a file, not a directory for sockets")
+        if found.st_uid not in (os.geteuid(), 0) or mode & 0o077:
+            raise SpecError(
+                f"directory {str(self.directory)!r} is of user {found.st_uid} with mode {mode:o}; "
+                f"sockets need one of user {os.geteuid()} with mode 700: choose another, or chmod "
+                f"700 it"
+            )
+
+
+class Claim:
+    """A publisher's hold on an address: as long as it lives, no other can take it."""
+
+    def __init__(self, address: Address, token: str | None) -> None:
+        self.address, self._has_file = address, token is None
+        self.token = secrets.token_hex(16) if token is None else token
+        if not self.token or len(self.token) > _MAX_TOKEN_BYTES or not self.token.isascii():
+            raise SpecError(f"a token is 1 to {_MAX_TOKEN_BYTES} plain characters")
+        _ = address.control, address.door
+        try:
+            address.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            address.check_private()
+        except OSError as cause:
+            raise TransportError(
+                f"cannot make directory {str(address.directory)!r}: {cause.strerror}"
+            ) from cause
+        address.check_private()
+        self._lock = self._locked()
+        _claims.add(self)
+        self._sweep()
+        if self._has_file:
+            self._write_token()
+
+    def _locked(self) -> int:
+        path = self.address.directory / "lock"
+        try:
+            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as cause:
+            raise TransportError(f"cannot open {str(path)!r}: {cause.strerror}") from cause
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            os.close(lock)
+            raise TransportError(
+                f"another publisher is at {self.address}; close it, or choose another address"
+            ) from cause
+        return lock
+
+    def _write_token(self) -> None:
+        """Put the token where replicas look for it, whole or not at all."""
+        draft = self.address.directory / "token.new"
+        try:
+            flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            file = os.open(draft, flags, 0o600)
+            try:
+                os.write(file, self.token.encode("ascii"))
+            finally:
+                os.close(file)
+            draft.rename(self.address.token_file)
+        except OSError as cause:
+            self.let_go()
+            raise TransportError(f"cannot write {str(draft)!r}: {cause.strerror}") from cause
+
+    def _sweep(self) -> None:
+        """Remove what a publisher that was killed has left."""
+        for path in (self.address.control, self.address.door, self.address.token_file):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give the address back. Safe to repeat."""
+        if self._lock >= 0:
+            self._sweep()
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close the lock here; in a forked child that does not give it back."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+_claims: WeakSet[Claim] = WeakSet()
+
+
+def _let_go() -> None:
+    """Close, in a forked child, locks that would outlive its parent."""
+    for claim in list(_claims):
+        claim.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)

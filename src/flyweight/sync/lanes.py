@@ -1,0 +1,237 @@
+"""Lanes: how each block travels to a replica, by nearness, and the memory it travels through.
+
+mapped    the replica reads the block where it lies: one copy
+bucketed  packed into slots of device memory that both sides can reach, for other processes
+          whose trainer must free or rewrite its memory soon
+host      packed into slots of shared memory on the host, which every process there can reach
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+from flyweight import cuda
+from flyweight.errors import PlanError, listed
+from flyweight.memory import Buffer
+from flyweight.plan.buckets import pack
+from flyweight.sync.messages import Block, Bucket, Copy, Handle, Piece, Place
+from flyweight.sync.stock import ALIGN_BYTES, Stock
+from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
+from flyweight.transports.shared_memory import SharedMemoryTransport
+
+Strategy = Literal["auto", "mapped", "bucketed", "host"]
+STRATEGIES: tuple[Strategy, ...] = ("auto", "mapped", "bucketed", "host")
+MAPPED, HOST = "mapped", ""
+"""Lanes; any other one is the uuid of the device that has the slots."""
+
+_HOST_BUCKET_BYTES = 64 << 20
+_DEVICE_BUCKET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Transports:
+    """What moves bytes between processes of this host."""
+
+    host: SharedMemoryTransport
+    device: CudaIpcTransport
+
+    def offer(self, buffer: Buffer) -> Handle:
+        return self.host.offer(buffer) if buffer.device is None else self.device.offer(buffer)
+
+    def release(self, handle: Handle) -> None:
+        if isinstance(handle, CudaIpcHandle):
+            self.device.release(handle)
+        else:
+            self.host.release(handle)
+
+    def open(self, handle: Handle) -> Buffer:
+        if isinstance(handle, CudaIpcHandle):
+            return self.device.open(handle)
+        return self.host.open(handle)
+
+    def shut(self, handle: Handle) -> None:
+        if isinstance(handle, CudaIpcHandle):
+            self.device.shut(handle)
+        else:
+            self.host.shut(handle)
+
+    def close(self) -> None:
+        self.device.close()
+        self.host.close()
+
+
+class Offers:
+    """The blocks of a stock that can be read where they lie, offered as long as it lives."""
+
+    def __init__(self, stock: Stock, transports: Transports) -> None:
+        self._stock, self._transports = stock, transports
+        hosts = [b.buffer for b in stock.blocks if b.buffer is not None and b.buffer.device is None]
+        shown = iter(transports.host.shown(hosts))
+        self._is_shown = [
+            block.buffer is not None and (block.buffer.device is not None or next(shown))
+            for block in stock.blocks
+        ]
+        self._places: dict[int, Place] = {}
+
+    def lanes(
+        self, copies: Sequence[Copy], sinks: Sequence[Block], strategy: Strategy
+    ) -> dict[int, str]:
+        """Return the lane of each block that a replica wants something of."""
+        goals: dict[int, set[str]] = {}
+        for copy in copies:
+            goals.setdefault(copy.source, set()).add(sinks[copy.sink].place)
+        found = {number: self._lane(number, each, strategy) for number, each in goals.items()}
+        if strategy == "mapped":
+            far = [self._stock.blocks[n].name for n, lane in found.items() if lane != MAPPED]
+            if far:
+                raise PlanError(
+                    f"{len(far)} tensors cannot be mapped by the replica: {listed(far)}; put them "
+                    f"into shared memory (torch: model.share_memory()), or publish with "
+                    f"strategy='auto'"
+                )
+        return found
+
+    def _lane(self, number: int, goals: set[str], strategy: Strategy) -> str:
+        buffer = self._stock.blocks[number].buffer
+        if buffer is None or strategy == "host":
+            return HOST
+        if buffer.device is None:
+            return MAPPED if self._is_shown[number] and strategy != "bucketed" else HOST
+        if not all(_reaches(buffer.device, goal) for goal in goals):
+            return HOST
+        return cuda.uuid(buffer.device) if strategy == "bucketed" else MAPPED
+
+    def place(self, number: int) -> Place:
+        """Offer a block, once."""
+        if number not in self._places:
+            buffer = self._stock.blocks[number].buffer
+            assert buffer is not None
+            start = buffer.address - buffer.span[0] if buffer.nbytes else 0
+            self._places[number] = Place(
+                number, self._transports.offer(buffer), start, buffer.strides
+            )
+        return self._places[number]
+
+    def close(self) -> None:
+        for place in self._places.values():
+            self._transports.release(place.handle)
+        self._places.clear()
+
+
+def _reaches(device: int, goal: str) -> bool:
+    """True if who has `goal` can read memory of `device` here."""
+    if goal == HOST:
+        return False
+    if goal == cuda.uuid(device):
+        return True
+    other = cuda.device_named(goal)
+    return other is not None and cuda.can_access_peer(other, device)
+
+
+class Ring:
+    """Slots that are filled and emptied in turn, kept from round to round."""
+
+    def __init__(self, transports: Transports, *, bucket_bytes: int | None, depth: int) -> None:
+        self._transports, self._bucket_bytes, self._depth = transports, bucket_bytes, depth
+        self._key: object = None
+        self.generation = 0
+        """Counts the layouts, so that a replica is told of each once."""
+        self._homes: list[str] = []
+        self.buckets: list[Bucket] = []
+        self.slots: dict[int, Buffer] = {}
+        self.handles: dict[int, Handle] = {}
+
+    def lay_out(self, stock: Stock, homes: Mapping[str, Sequence[int]]) -> None:
+        """Plan buckets for blocks, by where their slots are."""
+        key = stock, {home: tuple(numbers) for home, numbers in homes.items()}
+        if key == self._key:
+            return
+        self.close()
+        self._key = key
+        self.generation += 1
+        stock.forget_slots()
+        laid = {home: self._packed(stock, home, each) for home, each in homes.items() if each}
+        for home, packed in laid.items():
+            first = len(self.slots)
+            nbytes = max(_end(stock, pieces) for pieces in packed)
+            num_slots = min(self._depth, len(packed))
+            for slot in range(first, first + num_slots):
+                self.slots[slot] = self._allocate(home, nbytes)
+                self.handles[slot] = self._transports.offer(self.slots[slot])
+            for number, pieces in enumerate(packed):
+                self._homes.append(home)
+                self.buckets.append(Bucket(len(self.buckets), first + number % num_slots, pieces))
+
+    def _packed(self, stock: Stock, home: str, numbers: Sequence[int]) -> list[tuple[Piece, ...]]:
+        default = _HOST_BUCKET_BYTES if home == HOST else _DEVICE_BUCKET_BYTES
+        bucket_bytes = default if self._bucket_bytes is None else self._bucket_bytes
+        blocks = [stock.blocks[n] for n in numbers]
+        shapes = [(block.items.shape, block.spec.item_bytes) for block in blocks]
+        return [
+            tuple(
+                Piece(numbers[each.index], each.box.offset, each.box.shape, each.at)
+                for each in pieces
+            )
+            for pieces in pack(shapes, bucket_bytes=bucket_bytes, align_bytes=ALIGN_BYTES)
+        ]
+
+    def _allocate(self, home: str, nbytes: int) -> Buffer:
+        if home == HOST:
+            return self._transports.host.allocate(nbytes)
+        device = cuda.device_named(home)
+        assert device is not None
+        return cuda.allocate(device, nbytes)
+
+    def buckets_for(self, lanes: Mapping[int, str]) -> tuple[Bucket, ...]:
+        """Return what of the buckets a replica needs."""
+        found = []
+        for bucket, home in zip(self.buckets, self._homes, strict=True):
+            pieces = tuple(p for p in bucket.pieces if lanes.get(p.source) == home)
+            if pieces:
+                found.append(Bucket(bucket.number, bucket.slot, pieces))
+        return tuple(found)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self.slots.values())
+
+    def close(self) -> None:
+        for handle in self.handles.values():
+            self._transports.release(handle)
+        for slot in self.slots.values():
+            if slot.device is None:
+                self._transports.host.free(slot)
+            else:
+                cuda.free(slot)
+        self._key, self.buckets, self.slots, self.handles = None, [], {}, {}
+        self._homes = []
+
+
+def _end(stock: Stock, pieces: Sequence[Piece]) -> int:
+    piece = pieces[-1]
+    width = stock.blocks[piece.source].spec.item_bytes
+    nbytes = width
+    for size in piece.shape:
+        nbytes *= size
+    return piece.at + nbytes
+
+
+def told(lanes: Mapping[int, str]) -> str:
+    """Return the strategy in a word or two, for people."""
+    kinds = {
+        MAPPED if lane == MAPPED else "host" if lane == HOST else "bucketed"
+        for lane in lanes.values()
+    }
+    return "+".join(sorted(kinds)) if kinds else "nothing"
+
+
+def homes_of(lanes: Sequence[Mapping[int, str]]) -> dict[str, list[int]]:
+    """Return the blocks that go through slots, by where those are, in the stock's order."""
+    homes: dict[str, set[int]] = {}
+    for number, lane in chain.from_iterable(each.items() for each in lanes):
+        if lane != MAPPED:
+            homes.setdefault(lane, set()).add(number)
+    return {home: sorted(numbers) for home, numbers in sorted(homes.items())}

@@ -1,0 +1,198 @@
+"""Moves: bytes from where they can be read to where they are wanted, and the digest of both.
+
+What moves is prepared once and run in every round: a round is a loop of plain copies.
+On the host each mebibyte is copied, then digested where it landed while it is still
+in the core's cache; on a device all is copied over a few streams, then digested by
+one kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from time import monotonic, perf_counter
+
+import numpy as np
+
+from flyweight import cuda
+from flyweight.adapters.cuda_digest import DeviceDigests
+from flyweight.digest import Digest
+from flyweight.errors import TransferTimeout
+from flyweight.memory import Buffer, Bytes, Items
+from flyweight.spec.box import Box, blocks, strides_of
+
+_CHUNK_BYTES = 1 << 20
+_INLINE_BYTES = 8 << 20  # below this, to start threads costs more than they save
+
+
+@dataclass(frozen=True)
+class Move:
+    """Items that go from `source` to `sink`, of one shape."""
+
+    sink: Buffer
+    source: Buffer
+    region: int
+    """The number of the region that they are all or a part of."""
+    offset: int = 0
+    """Where in the region's row-major bytes they stand, without a gap."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A piece of a move on the host, small enough to stay in a core's cache."""
+
+    sink: Items
+    source: Items | None
+    region: int
+    offset: int
+
+
+def _chunks(region: int, offset: int, sink: Buffer, source: Buffer | None) -> list[_Chunk]:
+    width, shape = sink.item_bytes, sink.shape
+    if not sink.nbytes:
+        return []
+    strides = [width * each for each in strides_of(shape)]
+    found = []
+    for box in blocks(shape, max(_CHUNK_BYTES // width, 1)):
+        at = sum(a * b for a, b in zip(box.offset, strides, strict=True))
+        found.append(
+            _Chunk(
+                sink.block(box).items(),
+                None if source is None else source.block(box).items(),
+                region,
+                offset + at,
+            )
+        )
+    return found
+
+
+def _bytes(items: Items) -> Bytes:
+    """Return items as row-major bytes, where they lie if they lie so."""
+    return np.ascontiguousarray(items).reshape(-1).view(np.uint8)
+
+
+def _on_all(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadline: float) -> None:
+    """Call `work` for each chunk, by a few threads if there is much to do."""
+    queue, lock, stop = iter(chunks), threading.Lock(), threading.Event()
+
+    def member() -> None:
+        while not stop.is_set():
+            if monotonic() > deadline:
+                raise TransferTimeout(f"{len(chunks)} pieces of memory took longer than allowed")
+            with lock:
+                some = list(islice(queue, 4))
+            if not some:
+                return
+            for chunk in some:
+                work(chunk)
+
+    num_threads = min(len(os.sched_getaffinity(0)), 4)
+    if num_threads == 1 or sum(chunk.sink.nbytes for chunk in chunks) <= _INLINE_BYTES:
+        member()
+        return
+    with ThreadPoolExecutor(num_threads, "flyweight-moves") as pool:
+        try:
+            for each in [pool.submit(member) for _ in range(num_threads)]:
+                each.result()
+        finally:
+            stop.set()
+
+
+class Moves:
+    """Copies that are made again in every round."""
+
+    def __init__(self, moves: Sequence[Move], copiers: Copiers) -> None:
+        on_host = [m for m in moves if m.sink.device is None and m.source.device is None]
+        self._chunks = [
+            chunk for m in on_host for chunk in _chunks(m.region, m.offset, m.sink, m.source)
+        ]
+        self._device_moves = [
+            m for m in moves if m.sink.device is not None or m.source.device is not None
+        ]
+        self._copiers = copiers
+
+    def run(self, digests: Sequence[Digest | None], deadline: float) -> float:
+        """Copy all; return the seconds that digests took of it, in each of the threads.
+
+        What has a digest is added to it, read back from where it landed.
+        """
+        spent: list[float] = []
+
+        def work(chunk: _Chunk) -> None:
+            assert chunk.source is not None
+            np.copyto(chunk.sink, chunk.source)
+            running = digests[chunk.region]
+            if running is not None:
+                started = perf_counter()
+                running.add(chunk.offset, _bytes(chunk.sink))
+                spent.append(perf_counter() - started)
+
+        for move in self._device_moves:
+            self._copiers.copy(move.sink, move.source)
+        if self._chunks:
+            _on_all(self._chunks, work, deadline)
+        if self._device_moves:
+            self._copiers.wait(deadline)
+        return sum(spent)
+
+
+class Copiers:
+    """A copier for each device, made when it is first needed."""
+
+    def __init__(self) -> None:
+        self._copiers: dict[int, cuda.Copier] = {}
+
+    def copy(self, sink: Buffer, source: Buffer) -> None:
+        device = sink.device if sink.device is not None else source.device
+        assert device is not None
+        if device not in self._copiers:
+            self._copiers[device] = cuda.Copier(device)
+        self._copiers[device].copy(sink, source)
+
+    def wait(self, deadline: float) -> None:
+        for copier in self._copiers.values():
+            copier.wait(max(deadline - monotonic(), 0.001))
+
+    def close(self) -> None:
+        for copier in self._copiers.values():
+            copier.close()
+        self._copiers.clear()
+
+
+class Regions:
+    """Memory whose digests are wanted in every round."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._nbytes = [buffer.nbytes for buffer in buffers]
+        self._on_host = [n for n, buffer in enumerate(buffers) if buffer.device is None]
+        self._chunks = [chunk for n in self._on_host for chunk in _chunks(n, 0, buffers[n], None)]
+        self._on_devices: list[tuple[list[int], DeviceDigests]] = []
+        for device in sorted({b.device for b in buffers if b.device is not None}):
+            numbers = [n for n, buffer in enumerate(buffers) if buffer.device == device]
+            self._on_devices.append((numbers, DeviceDigests([buffers[n] for n in numbers])))
+
+    def digests(self, deadline: float) -> list[int]:
+        """Return the digest of each region's bytes in row-major order."""
+        found = [0] * len(self._nbytes)
+        running = {n: Digest(self._nbytes[n]) for n in self._on_host}
+        if self._chunks:
+            _on_all(
+                self._chunks,
+                lambda chunk: running[chunk.region].add(chunk.offset, _bytes(chunk.sink)),
+                deadline,
+            )
+        for number, each in running.items():
+            found[number] = each.value()
+        for numbers, on_device in self._on_devices:
+            values = on_device.values(max(deadline - monotonic(), 0.001))
+            for number, value in zip(numbers, values, strict=True):
+                found[number] = value
+        return found
+
+
+def region_bytes(shape: Sequence[int], item_bytes: int) -> int:
+    return item_bytes * Box.whole(tuple(shape)).num_elements

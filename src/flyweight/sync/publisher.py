@@ -1,0 +1,596 @@
+"""Publisher: offers each new version of a model to the replicas that ask for one.
+
+Whoever calls `publish` runs the round; the roll hears replicas at any time. A
+trainer's memory is read only while its lease lasts: until `publish` returns, or
+until `Lease.wait_copied` does. Between publishes a replica gets what is held in
+shared memory or rests in a store, if anything is, and else waits for the next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import Literal, overload
+
+from flyweight import cuda
+from flyweight.adapters.model import adapt, identity
+from flyweight.errors import (
+    FlyweightError,
+    PlanError,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+    VersionError,
+)
+from flyweight.events import emit
+from flyweight.formats.snapshot import check_version
+from flyweight.formats.stored import Stored
+from flyweight.sync.address import Address, Claim
+from flyweight.sync.lanes import (
+    MAPPED,
+    STRATEGIES,
+    Offers,
+    Ring,
+    Strategy,
+    Transports,
+    homes_of,
+    told,
+)
+from flyweight.sync.messages import Begin
+from flyweight.sync.moves import Copiers
+from flyweight.sync.report import TIMEOUT_SECONDS, Lease, PublishReport, ReplicaReport
+from flyweight.sync.roll import Peer, Roll
+from flyweight.sync.rounds import Part, Round
+from flyweight.sync.stock import Held, Region, Stock
+from flyweight.transports.cuda_ipc import CudaIpcTransport
+from flyweight.transports.doorway import Door
+from flyweight.transports.shared_memory import SharedMemoryTransport
+from flyweight.verbs.find import PathLike, open_source, versions
+
+SILENCE_SECONDS = 15.0
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """How a publisher works. All that a replica must know of it is told in messages."""
+
+    hold: bool
+    store: PathLike | None
+    strategy: Strategy
+    bucket_bytes: int | None
+    depth: int
+    should_verify: bool
+    timeout_seconds: float
+    silence_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise SpecError(f"strategy is {self.strategy!r}, not one of {', '.join(STRATEGIES)}")
+        if self.depth < 1:
+            raise SpecError(f"depth is {self.depth}, at least 1 bucket is needed")
+        if self.bucket_bytes is not None and self.bucket_bytes < 4096:
+            raise SpecError(f"bucket_bytes is {self.bucket_bytes}, at least 4096 are needed")
+        if min(self.timeout_seconds, self.silence_seconds) <= 0:
+            raise SpecError(
+                f"timeout_seconds is {self.timeout_seconds:g} and silence_seconds "
+                f"{self.silence_seconds:g}; both are more than 0"
+            )
+
+
+@dataclass(eq=False)
+class _Edition:
+    """A version, and where it can be read."""
+
+    version: int
+    parent: int | None
+    stock: Stock
+    offers: Offers
+    origin: str
+    digests: dict[Region, int] | None = None
+    """Of what outlives the publisher they are told at once, and kept; of others, None."""
+
+
+class Publisher:
+    """Publishes a model's versions at an address until it is closed."""
+
+    def __init__(
+        self,
+        source: object,
+        address: str,
+        *,
+        hold: bool = False,
+        store: PathLike | None = None,
+        strategy: Strategy = "auto",
+        bucket_bytes: int | None = None,
+        depth: int = 4,
+        should_verify: bool = True,
+        version: int | None = None,
+        token: str | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        """Listen at `address`; a model is not read before the first `publish`.
+
+        With `hold`, one copy of the last version stays in shared memory for replicas that come
+        late; with a `store`, they get its newest snapshot. An opened snapshot as the `source` is
+        there for whoever asks, as `version` if it has no number itself. A replica that makes no
+        progress for `timeout_seconds` in a round is given up.
+        """
+        self._options = _Options(
+            hold=hold,
+            store=store,
+            strategy=strategy,
+            bucket_bytes=bucket_bytes,
+            depth=depth,
+            should_verify=should_verify,
+            timeout_seconds=timeout_seconds,
+            silence_seconds=silence_seconds,
+        )
+        self._thing, self._copiers = source, Copiers()
+        self._stored = source if isinstance(source, Stored) else None
+        self._identity = [] if self._stored else identity(source)
+        self._stock = Stock.of(self._stored or adapt(source), self._copiers)
+        self._publishing = threading.Lock()
+        self._late: set[threading.Thread] = set()
+        self._standing: _Edition | None = None
+        self._held: tuple[Held, Offers] | None = None
+        self._round = 0
+        self._roll: Roll | None = None
+        self._is_open = True
+        with ExitStack() as stack:
+            claim = Claim(Address.parse(address), token)
+            stack.callback(claim.close)
+            door = Door(claim.address.door, token=claim.token, on_hangup=self._hung_up)
+            stack.callback(door.close)
+            self._transports = Transports(
+                SharedMemoryTransport(door=door), CudaIpcTransport(door=door)
+            )
+            stack.callback(self._transports.close)
+            stack.callback(self._copiers.close)
+            self._offers = Offers(self._stock, self._transports)
+            self._ring = self._new_ring()
+            stack.callback(self._ring.close)
+            if self._stored is not None:
+                self._stand(self._stored, version)
+            self._roll = Roll(
+                claim,
+                door,
+                lambda: self._stock,
+                asked=self._serve,
+                silence_seconds=silence_seconds,
+            )
+            self._roll.version = None if self._standing is None else self._standing.version
+            stack.callback(self._roll.close)
+            self._address = str(claim.address)
+            self._closing = stack.pop_all()
+
+    @property
+    def version(self) -> int | None:
+        """The version published last."""
+        return self._on.version
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def replicas(self) -> list[str]:
+        """The names of the replicas that are connected."""
+        with self._on.changed:
+            return [peer.name for peer in self._on.peers.values() if peer.agreement]
+
+    @property
+    def _on(self) -> Roll:
+        assert self._roll is not None
+        return self._roll
+
+    def _new_ring(self) -> Ring:
+        options = self._options
+        return Ring(self._transports, bucket_bytes=options.bucket_bytes, depth=options.depth)
+
+    def _stand(self, stored: Stored, version: int | None) -> None:
+        """Let an opened snapshot be taken by whoever asks."""
+        number = stored.manifest.version if version is None else check_version(version)
+        number = 0 if number is None else number
+        parent = stored.manifest.parent
+        edition = _Edition(number, parent, self._stock, self._offers, "snapshot")
+        if self._options.hold:
+            held, offers = self._hold()
+            held.refill(monotonic() + self._options.timeout_seconds)
+            edition = _Edition(number, parent, held.stock, offers, "held", {})
+        self._standing = edition
+
+    @overload
+    def publish(
+        self,
+        version: int,
+        *,
+        background: Literal[False] = False,
+        num_replicas: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> PublishReport: ...
+
+    @overload
+    def publish(
+        self,
+        version: int,
+        *,
+        background: Literal[True],
+        num_replicas: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> Lease: ...
+
+    def publish(
+        self,
+        version: int,
+        *,
+        background: bool = False,
+        num_replicas: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> PublishReport | Lease:
+        """Give the model as it is now to every replica that waits for it.
+
+        Returns once each has it, or has come to another end that the report tells. `num_replicas`
+        waits until so many ask. In the background it returns at once with a lease: the model must
+        not change before `wait_copied`.
+        """
+        timeout = self._options.timeout_seconds if timeout_seconds is None else timeout_seconds
+        deadline = monotonic() + timeout
+        lease = Lease(check_version(version))
+        if not self._publishing.acquire(timeout=max(timeout, 0)):
+            raise TransferTimeout(f"the publish before is still under way after {timeout:g} s")
+        try:
+            self._check_next(version)
+            self._refresh(deadline)
+            peers = self._gather(version, num_replicas, deadline)
+            if background:
+                threading.Thread(
+                    target=self._publish,
+                    args=(lease, peers, timeout),
+                    name="flyweight-publish",
+                    daemon=True,
+                ).start()
+                return lease
+        except BaseException:
+            self._publishing.release()
+            raise
+        self._publish(lease, peers, timeout)
+        return lease.wait(0)
+
+    def _check_next(self, version: int) -> None:
+        if not self._is_open:
+            raise TransportError(f"the publisher at {self.address} is closed")
+        if self._stored is not None:
+            raise SpecError("the source is a snapshot: it is there for whoever asks")
+        last = self._on.version
+        if last is not None and version <= last:
+            raise VersionError(
+                f"version {version} does not follow {last}, which was published last; versions "
+                f"only grow"
+            )
+
+    def _refresh(self, deadline: float) -> None:
+        """Look whether the model still is the one that was offered, and let it settle."""
+        found = identity(self._thing)
+        if found != self._identity:
+            stock = Stock.of(adapt(self._thing), self._copiers)
+            if not stock.is_like(self._stock):
+                raise PlanError(
+                    "the model has other tensors than when its publisher was made; make a new one"
+                )
+            self._offers.close()
+            self._ring.close()
+            self._stock, self._identity = stock, found
+            self._offers = Offers(stock, self._transports)
+            if self._held is not None:
+                self._held[0].source = stock
+        for device in self._stock.devices:
+            cuda.synchronize(device, max(deadline - monotonic(), 0.001))
+
+    def _gather(self, version: int, num_replicas: int, deadline: float) -> list[Peer]:
+        """Take the replicas that wait for this version, and tell those that wait in vain."""
+        roll = self._on
+        with roll.changed:
+            while True:
+                for peer in roll.waiting():
+                    wanted = None if peer.ask is None else peer.ask.version
+                    if wanted is not None and wanted < version:
+                        roll.deny(peer, version)
+                peers = [
+                    peer
+                    for peer in roll.waiting()
+                    if peer.ask is not None and peer.ask.version in (None, version)
+                ]
+                left = deadline - monotonic()
+                if len(peers) >= num_replicas:
+                    break
+                if left <= 0:
+                    raise TransferTimeout(
+                        f"{len(peers)} of {num_replicas} replicas asked for version {version} "
+                        f"in time; {len(self.replicas)} are connected"
+                    )
+                roll.changed.wait(left)
+            for peer in peers:
+                peer.is_busy = True
+            return peers
+
+    def _publish(self, lease: Lease, peers: list[Peer], timeout: float) -> None:
+        """Run the rounds of one publish, and let everybody know how they ended."""
+        try:
+            lease.end(lambda: self._rounds(lease, peers, timeout))
+        finally:
+            self._publishing.release()
+            self._give_back(peers)
+
+    def _rounds(self, lease: Lease, peers: list[Peer], timeout: float) -> PublishReport:
+        version, parent, started = lease.version, self._on.version, perf_counter()
+        live = _Edition(version, parent, self._stock, self._offers, "published")
+        held = self._refill(version, parent, timeout) if self._options.hold else None
+        # What is held is there anyway, and stays; only a device can be nearer.
+        far = [peer for peer in peers if held is not None and not self._is_near(peer)]
+        near = [peer for peer in peers if peer not in far]
+        if not near:
+            lease.release()
+        rounds: list[Round] = []
+        for edition, takers in ((live, near), (held, far)):
+            if edition is not None and takers:
+                release = lease.release if edition is live else _nothing
+                rounds.append(self._round_of(edition, takers, self._ring, timeout, release))
+                self._on.tell(rounds[-1].number, version, "publishing", rounds[-1].parts, 0.0)
+                rounds[-1].run()
+        self._on.version = version
+        parts = [part for each in rounds for part in each.parts]
+        digest_seconds = sum(each.digest_seconds for each in rounds)
+        report = _report(version, parts, perf_counter() - started, digest_seconds)
+        self._on.tell(self._round, version, "idle", parts, report.seconds)
+        emit(
+            "publish.done",
+            version=version,
+            nbytes=report.nbytes,
+            seconds=report.seconds,
+            num_replicas=len(report.replicas),
+            num_failed=len(report.failed),
+            strategy="+".join(sorted({each.strategy for each in report.replicas})),
+        )
+        return report
+
+    def _is_near(self, peer: Peer) -> bool:
+        """True if a replica is best served straight from the model's own memory."""
+        if not self._stock.devices or peer.agreement is None:
+            return False
+        copies, sinks = peer.agreement.copies, peer.agreement.sinks
+        lanes = self._offers.lanes(copies, sinks, self._options.strategy)
+        return set(lanes.values()) == {MAPPED}
+
+    def _hold(self) -> tuple[Held, Offers]:
+        if self._held is None:
+            held = Held(self._stock, self._transports.host, self._copiers)
+            self._held = held, Offers(held.stock, self._transports)
+        return self._held
+
+    def _refill(self, version: int, parent: int | None, timeout: float) -> _Edition:
+        """Put the model into the copy that is held, once nobody reads that any more."""
+        deadline, roll = monotonic() + timeout, self._on
+        with roll.changed:
+            self._standing = None  # from now on nobody starts to read it
+            while self._late:
+                if monotonic() > deadline:
+                    raise TransferTimeout(
+                        f"{len(self._late)} replicas still read the version that is held after "
+                        f"{timeout:g} s"
+                    )
+                roll.changed.wait(max(deadline - monotonic(), 0.001))
+        held, offers = self._hold()
+        held.refill(deadline)
+        edition = _Edition(version, parent, held.stock, offers, "held", {})
+        with roll.changed:
+            self._standing = edition
+        return edition
+
+    def _round_of(
+        self,
+        edition: _Edition,
+        peers: Sequence[Peer],
+        ring: Ring,
+        timeout: float,
+        on_release: Callable[[], None],
+    ) -> Round:
+        """Return a round, with the lists that each replica still has to be told."""
+        all_lanes = [self._lanes(edition, peer) for peer in peers]
+        ring.lay_out(edition.stock, homes_of(all_lanes))
+        if edition.digests is not None and self._options.should_verify:
+            regions = dict.fromkeys(r for p in peers if p.agreement for r in p.agreement.regions)
+            new = [region for region in regions if region not in edition.digests]
+            edition.digests.update(edition.stock.digests(new, monotonic() + timeout))
+        with self._on.changed:
+            self._round += 1
+            number = self._round
+        round_ = Round(
+            number,
+            edition.stock,
+            [self._part(edition, peer, ring, number) for peer in peers],
+            buckets=ring.buckets,
+            slots=ring.slots,
+            should_verify=self._options.should_verify,
+            digests=edition.digests,
+            has_readers=any(MAPPED in lanes.values() for lanes in all_lanes),
+            on_release=on_release,
+            timeout_seconds=timeout,
+        )
+        self._on.take(peers, round_)
+        return round_
+
+    def _lanes(self, edition: _Edition, peer: Peer) -> dict[int, str]:
+        if peer.lanes is None or peer.lanes[0] is not edition.offers:
+            assert peer.agreement is not None
+            copies, sinks = peer.agreement.copies, peer.agreement.sinks
+            found = edition.offers.lanes(copies, sinks, self._options.strategy)
+            peer.lanes = edition.offers, found
+        return peer.lanes[1]
+
+    def _part(self, edition: _Edition, peer: Peer, ring: Ring, number: int) -> Part:
+        lanes, agreement = self._lanes(edition, peer), peer.agreement
+        assert agreement is not None
+        buckets = ring.buckets_for(lanes)
+        lists = edition.offers, ring, ring.generation, tuple(each.number for each in buckets)
+        is_told, peer.sent = peer.sent == lists, lists
+        digests = None
+        if edition.digests is not None and self._options.should_verify:
+            digests = tuple(edition.digests[region] for region in agreement.regions)
+        places = tuple(edition.offers.place(n) for n, lane in lanes.items() if lane == MAPPED)
+        begin = Begin(
+            round=number,
+            ask=0 if peer.ask is None else peer.ask.ask,
+            version=edition.version,
+            parent=edition.parent,
+            origin=edition.origin,
+            strategy=told(lanes),
+            should_verify=self._options.should_verify,
+            digests=digests,
+            places=None if is_told else places,
+            slots=None if is_told else {each.slot: ring.handles[each.slot] for each in buckets},
+            buckets=None if is_told else buckets,
+            values=dict(edition.stock.manifest.values),
+        )
+        needed = frozenset(each.number for each in buckets)
+        return Part(
+            peer.id,
+            peer.name,
+            peer.hello.pid,
+            agreement.copies,
+            agreement.regions,
+            needed,
+            agreement.nbytes,
+            begin,
+            lambda message: self._on.send(peer.id, message),
+        )
+
+    def _give_back(self, peers: Sequence[Peer]) -> None:
+        """Let replicas ask again, and see to those that have asked meanwhile."""
+        with self._on.changed:
+            for peer in peers:
+                self._on.take_back(peer)
+            for peer in self._on.waiting():
+                self._serve(peer)
+
+    # Between publishes.
+
+    def _serve(self, peer: Peer) -> None:
+        """Give a replica that asks what is there for it by now, if anything is."""
+        ask, standing = peer.ask, self._standing
+        if ask is None or not self._is_open or self._roll is None:
+            return
+        last = self._on.version
+        if standing is not None and ask.version in (None, standing.version):
+            if standing.version != ask.have:
+                self._serve_in_thread(peer, standing)
+        elif self._options.store is not None:
+            self._serve_in_thread(peer, None)
+        elif ask.version is not None and last is not None and ask.version <= last:
+            self._on.deny(peer, last)
+
+    def _serve_in_thread(self, peer: Peer, edition: _Edition | None) -> None:
+        peer.is_busy = True
+        thread = threading.Thread(
+            target=self._late_round, args=(peer, edition), name="flyweight-late", daemon=True
+        )
+        self._late.add(thread)
+        thread.start()
+
+    def _late_round(self, peer: Peer, edition: _Edition | None) -> None:
+        """Run a round for one replica, from what is held or from the newest snapshot."""
+        started = perf_counter()
+        ring = self._new_ring()
+        try:
+            with ExitStack() as stack:
+                stack.callback(ring.close)
+                if edition is None:
+                    edition = self._newest(peer, stack)
+                if edition is None:
+                    return
+                timeout = self._options.timeout_seconds
+                round_ = self._round_of(edition, [peer], ring, timeout, _nothing)
+                self._on.tell(round_.number, edition.version, "serving", round_.parts, 0.0)
+                round_.run()
+                seconds = perf_counter() - started
+                self._on.tell(round_.number, self._on.version, "idle", round_.parts, seconds)
+        except FlyweightError as error:
+            self._on.fail(peer, error)
+        finally:
+            peer.sent = None  # the ring is gone
+            with self._on.changed:
+                self._late.discard(threading.current_thread())
+                self._on.take_back(peer)
+
+    def _newest(self, peer: Peer, stack: ExitStack) -> _Edition | None:
+        """Open the newest snapshot of the store, if it is newer than what a replica has."""
+        store, ask = self._options.store, peer.ask
+        assert store is not None
+        if ask is None or not (found := versions(store)):
+            return None
+        if ask.version is not None:
+            if ask.version not in found:
+                return None
+        elif ask.have is not None and ask.have >= found[-1]:
+            return None
+        stored = stack.enter_context(open_source(store, version=ask.version))
+        stock = Stock.at_rest(stored, self._stock, self._copiers)
+        offers = Offers(stock, self._transports)
+        stack.callback(offers.close)
+        number = stored.manifest.version
+        assert number is not None
+        return _Edition(number, stored.manifest.parent, stock, offers, "snapshot")
+
+    def _hung_up(self, line: str) -> None:
+        if self._roll is not None:
+            self._roll.hung_up(line)
+
+    def close(self) -> None:
+        """Say goodbye to all replicas and give everything back. Safe to repeat."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        # A round that is under way ends first: its replicas would be left half-new.
+        self._publishing.acquire(timeout=_CLOSE_SECONDS)
+        deadline = monotonic() + _CLOSE_SECONDS
+        for thread in list(self._late):
+            thread.join(max(deadline - monotonic(), 0))
+        self._offers.close()
+        if self._held is not None:
+            self._held[1].close()
+        self._closing.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def _nothing() -> None:
+    """What is to be done when nothing of the trainer's was lent."""
+
+
+def _report(
+    version: int, parts: Sequence[Part], seconds: float, digest_seconds: float
+) -> PublishReport:
+    replicas = tuple(
+        ReplicaReport(
+            part.name,
+            part.pid,
+            part.nbytes if part.is_committed else 0,
+            part.seconds,
+            0.0 if part.done is None else part.done.copy_seconds,
+            0.0 if part.done is None else part.done.verify_seconds,
+            part.begin.strategy,
+            part.error,
+        )
+        for part in parts
+    )
+    return PublishReport(
+        version, sum(each.nbytes for each in replicas), seconds, digest_seconds, replicas
+    )

@@ -1,0 +1,399 @@
+"""Replica: an engine's end. Takes versions over in place, whole or not at all.
+
+A replica whose weights were touched by a round that did not commit is FAILED: it holds
+no version and says why, until a whole update succeeds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from time import monotonic, perf_counter, sleep
+from typing import Any, Literal
+
+from flyweight.adapters.loader import Framework, Loader
+from flyweight.adapters.model import is_model
+from flyweight.errors import (
+    DigestMismatch,
+    FlyweightError,
+    PeerLost,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+    VersionError,
+)
+from flyweight.events import emit
+from flyweight.formats.snapshot import check_version
+from flyweight.spec.rules import ModelLayout
+from flyweight.sync.address import Address
+from flyweight.sync.lanes import Transports
+from flyweight.sync.messages import (
+    Abort,
+    Ask,
+    Begin,
+    Commit,
+    Copied,
+    Denied,
+    Done,
+    Emptied,
+    Fault,
+    Filled,
+    Withdraw,
+    error_named,
+)
+from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport
+from flyweight.sync.sinks import Intake, LoaderSink, MemorySink, Taken, Taker
+from flyweight.sync.subscriber import Subscriber
+from flyweight.transports.cuda_ipc import CudaIpcTransport
+from flyweight.transports.shared_memory import SharedMemoryTransport
+
+State = Literal["empty", "ready", "updating", "failed"]
+_RETRY_SECONDS = 0.02
+_CONNECT_SECONDS = 10.0
+
+
+class Replica:
+    """A model, or an engine's loader, that follows a publisher."""
+
+    def __init__(
+        self,
+        target: object,
+        address: str,
+        *,
+        name: str | None = None,
+        layout: ModelLayout | None = None,
+        rank: int | None = None,
+        extra: Literal["refuse", "report"] = "refuse",
+        framework: Framework = "torch",
+        device: str = "cpu",
+        token: str | None = None,
+    ) -> None:
+        """Join the publisher at `address`, or be ready to once there is one.
+
+        `target` is a model whose tensors are written in place, as `layout` cuts them for `rank`;
+        or a function that takes an iterator of (name, whole tensor) in layer order, for which
+        tensors of `framework` are made on `device`. `extra` says what becomes of tensors that the
+        publisher has and the model lacks.
+        """
+        if extra not in ("refuse", "report"):
+            raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
+        self._address, self._token = Address.parse(address), token
+        self.name = f"{os.uname().nodename}:{os.getpid()}" if name is None else name
+        self._taker: Taker
+        if callable(target) and not is_model(target):
+            if layout is not None:
+                raise SpecError("a loader takes whole tensors; a layout is for models")
+            self._taker = LoaderSink(Loader(target, framework, device))
+        else:
+            may_leave = extra == "report"
+            self._taker = MemorySink(target, layout=layout, rank=rank, may_leave=may_leave)
+        self._updating = threading.Lock()
+        self._link: _Link | None = None
+        self._version: int | None = None
+        self._session = ""
+        self._ask = 0
+        self._state: State = "empty"
+        self._failure: FlyweightError | None = None
+        self._report: UpdateReport | None = None
+        self._is_open = True
+        with suppress(PeerLost):  # it may come later
+            self._connect(monotonic() + _CONNECT_SECONDS)
+
+    @property
+    def version(self) -> int | None:
+        """The version that is held, whole; None before the first, and after a failure."""
+        return self._version
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def failure(self) -> FlyweightError | None:
+        """Why the weights are not whole."""
+        return self._failure
+
+    @property
+    def report(self) -> UpdateReport | None:
+        """What the last update that succeeded did."""
+        return self._report
+
+    def check_servable(self) -> None:
+        """Raise unless a whole version is held: what an engine asks before it serves."""
+        if self._version is None or self._state != "ready":
+            why = "it never took one" if self._failure is None else f"it failed: {self._failure}"
+            raise VersionError(
+                f"replica {self.name!r} is {self._state} and holds no whole version: {why}"
+            )
+
+    def update(
+        self, version: int | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> UpdateReport:
+        """Take a version over, or the next one that is not held yet; wait for it if need be.
+
+        The engine must not use the weights meanwhile. Waits up to `timeout_seconds` for the
+        version, and as long for each sign of progress while it comes.
+        """
+        wanted = None if version is None else check_version(version)
+        if not self._is_open:
+            raise TransportError(f"replica {self.name!r} is closed")
+        if not self._updating.acquire(blocking=False):
+            raise TransportError(f"an update of replica {self.name!r} is under way")
+        try:
+            return self._update(wanted, timeout_seconds)
+        finally:
+            self._updating.release()
+
+    def follow(self, *, timeout_seconds: float | None = None) -> Iterator[UpdateReport]:
+        """Take each version as it comes, and yield its report.
+
+        Between versions, while the caller has the report, the weights are at rest. Ends by
+        TransferTimeout if none comes for `timeout_seconds`, if that is given.
+        """
+        while True:
+            try:
+                yield self.update(
+                    timeout_seconds=_FOREVER if timeout_seconds is None else timeout_seconds
+                )
+            except TransferTimeout:
+                if timeout_seconds is not None or self._state == "failed" or not self._is_open:
+                    raise
+
+    def _update(self, version: int | None, timeout_seconds: float) -> UpdateReport:
+        started, deadline = perf_counter(), monotonic() + timeout_seconds
+        while True:
+            link = self._linked(deadline)
+            have = self._version if self._session == link.session else None
+            if version is not None and have == version and self._report is not None:
+                return self._report
+            try:
+                begin = self._begun(link, version, have, deadline)
+            except PeerLost:
+                if monotonic() > deadline:
+                    raise
+                self._drop()  # a publisher that comes back is as good
+                continue
+            waited = perf_counter() - started
+            return self._take(link, begin, timeout_seconds, waited)
+
+    # The connection.
+
+    def _linked(self, deadline: float) -> _Link:
+        """Return a connection on which all is agreed, waiting for a publisher if need be."""
+        while True:
+            link = self._link
+            if link is not None and not link.subscriber.is_lost and self._taker.is_current():
+                return link
+            self._drop()
+            try:
+                return self._connect(deadline)
+            except PeerLost as error:
+                if monotonic() + _RETRY_SECONDS > deadline or not self._is_open:
+                    raise TransferTimeout(f"no publisher came in time: {error}") from error
+                sleep(_RETRY_SECONDS)
+
+    def _connect(self, deadline: float) -> _Link:
+        deadline = min(deadline, monotonic() + _CONNECT_SECONDS)
+        subscriber = Subscriber(self._address, self._token, self.name)
+        try:
+            welcome = subscriber.welcomed(deadline)
+            tensors = {each.name: each.spec() for each in welcome.tensors}
+            want = self._taker.want(tensors, welcome.tied)
+            agreed = subscriber.agree(want, deadline)
+            transports = Transports(
+                SharedMemoryTransport(line=subscriber.line),
+                CudaIpcTransport(line=subscriber.line),
+            )
+            intake = Intake.of(agreed, list(tensors.values()), transports)
+        except BaseException:
+            subscriber.close("could not agree")
+            raise
+        self._link = _Link(subscriber, intake, welcome.session)
+        return self._link
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            link, self._link = self._link, None
+            link.close()
+
+    def _begun(self, link: _Link, version: int | None, have: int | None, deadline: float) -> Begin:
+        """Ask, and return the beginning of the round that answers."""
+        self._ask += 1
+        subscriber = link.subscriber
+        subscriber.open_ask = self._ask
+        subscriber.send(Ask(self._ask, version, have))
+        what = "a version" if version is None else f"version {version}"
+        try:
+            while True:
+                message = subscriber.next(deadline, what)
+                match message:
+                    case Begin(ask=ask) if ask == self._ask:
+                        return message
+                    case Denied(ask=ask, kind=kind, text=text) if ask == self._ask:
+                        raise error_named(kind, text)
+                    case _:
+                        continue  # the end of an earlier round
+        except BaseException:
+            subscriber.open_ask = 0
+            subscriber.send(Withdraw(self._ask))
+            raise
+
+    # The round.
+
+    def _take(
+        self, link: _Link, begin: Begin, timeout_seconds: float, waited: float
+    ) -> UpdateReport:
+        started = perf_counter()
+        feed = _Feed(link.subscriber, begin.round, timeout_seconds, self._touch)
+        taken: Taken | None = None
+        try:
+            if begin.version < 0:
+                raise TransportError(f"version {begin.version} is less than 0")
+            link.intake.open(begin)
+            taken = self._taker.take(link.intake, begin, feed)
+            link.subscriber.send(
+                Done(begin.round, taken.digests, taken.copy_seconds, taken.verify_seconds)
+            )
+            self._await_commit(link, begin, taken, feed)
+        except BaseException as error:
+            self._fail(link, begin, error, is_told=taken is not None)
+            raise
+        self._taker.finish(begin.values)
+        nbytes = sum(link.intake.nbytes(copy) for copy in link.intake.copies)
+        self._report = UpdateReport(
+            begin.version,
+            begin.parent,
+            nbytes,
+            perf_counter() - started,
+            waited,
+            taken.copy_seconds,
+            taken.verify_seconds,
+            begin.strategy,
+            begin.origin,
+            self._taker.verified if begin.should_verify else "nothing",
+        )
+        self._version, self._session = begin.version, link.session
+        self._state, self._failure = "ready", None
+        emit(
+            "update.done",
+            version=begin.version,
+            nbytes=nbytes,
+            seconds=self._report.seconds,
+            name=self.name,
+        )
+        return self._report
+
+    def _touch(self) -> None:
+        """From now on the old version is no longer whole."""
+        self._state, self._version = "updating", None
+
+    def _await_commit(self, link: _Link, begin: Begin, taken: Taken, feed: _Feed) -> None:
+        try:
+            message = feed.message("a commit")
+        except (PeerLost, TransferTimeout):
+            # All bytes and their digests were here before the publisher went.
+            if begin.digests is None or link.intake.bucket_numbers:
+                raise
+            message = Commit(begin.round, begin.digests)
+        if not isinstance(message, Commit):
+            raise TransportError(f"the publisher sent {type(message).__name__}, not a commit")
+        if message.digests != taken.digests:
+            raise DigestMismatch(
+                f"{len(taken.digests)} digests of version {begin.version} are not those that were "
+                f"committed"
+            )
+
+    def _fail(self, link: _Link, begin: Begin, error: BaseException, *, is_told: bool) -> None:
+        """Tell the publisher, and remember what is left of the weights."""
+        is_touched = self._state == "updating"
+        if not is_told or not isinstance(error, FlyweightError):
+            text = f"{error}"
+            fault = Fault(begin.round, type(error).__name__, text, is_touched)
+            link.subscriber.send(fault)
+        if is_touched:
+            self._state = "failed"
+            self._failure = (
+                error
+                if isinstance(error, FlyweightError)
+                else TransportError(f"{type(error).__name__}: {error}")
+            )
+        if isinstance(error, FlyweightError):
+            error.note(
+                f"replica {self.name!r}, version {begin.version}: "
+                + (
+                    "the weights are not whole, take a whole update before serving"
+                    if is_touched
+                    else f"it still holds version {self._version}"
+                )
+            )
+        emit("update.failed", version=begin.version, name=self.name, error=str(error))
+
+    def close(self) -> None:
+        """Leave the publisher and let go of all that was mapped. Safe to repeat."""
+        if self._is_open:
+            self._is_open = False
+            self._drop()
+            self._taker.close()
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+_FOREVER = 3600.0
+"""How long `follow` waits at a time; it asks again then."""
+
+
+class _Link:
+    """A connection on which all is agreed."""
+
+    def __init__(self, subscriber: Subscriber, intake: Intake, session: str) -> None:
+        self.subscriber, self.intake, self.session = subscriber, intake, session
+
+    def close(self) -> None:
+        self.intake.close()
+        self.intake.transports.close()
+        self.subscriber.close()
+
+
+class _Feed:
+    """What the publisher says in a round; each wait is given as long as the first."""
+
+    def __init__(
+        self, subscriber: Subscriber, round_: int, timeout_seconds: float, touch: Any
+    ) -> None:
+        self._subscriber, self._round = subscriber, round_
+        self._timeout_seconds, self.touch = timeout_seconds, touch
+
+    @property
+    def deadline(self) -> float:
+        return monotonic() + self._timeout_seconds
+
+    def message(self, what: str) -> Filled | Commit:
+        """Return the next message of this round; raise what the publisher aborts it with."""
+        deadline = self.deadline
+        while True:
+            message = self._subscriber.next(deadline, what)
+            match message:
+                case Filled(round=number) | Commit(round=number) if number == self._round:
+                    return message
+                case Abort(round=number, kind=kind, text=text) if number == self._round:
+                    raise error_named(kind, text)
+                case _:
+                    continue
+
+    def next(self) -> int:
+        message = self.message("a bucket")
+        if not isinstance(message, Filled):
+            raise TransportError("the publisher commits a round that is not over")
+        return message.bucket
+
+    def emptied(self, bucket: int) -> None:
+        self._subscriber.send(Emptied(self._round, bucket))
+
+    def copied(self) -> None:
+        self._subscriber.send(Copied(self._round))

@@ -1,0 +1,516 @@
+"""Sinks: where a replica's weights go. Live parameters in place, or an engine's own loader.
+
+Both say what they want, then take it in as it comes: from memory that is mapped, and
+from buckets. Both give the digest of what they hold for each copy of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from time import monotonic, perf_counter
+from typing import Any, Protocol
+
+from flyweight import cuda
+from flyweight.adapters.loader import Loader
+from flyweight.adapters.model import Model, ModelBlock, adapt, identity
+from flyweight.digest import Digest
+from flyweight.errors import PlanError, SpecError, TransportError, listed
+from flyweight.memory import Buffer
+from flyweight.spec.box import Box, strides_of
+from flyweight.spec.manifest import Leaf, Manifest, TensorSpec
+from flyweight.spec.rules import ModelLayout
+from flyweight.sync.lanes import HOST, Transports
+from flyweight.sync.messages import Agreed, Begin, Block, Bucket, Copy, Handle, Tensor, Want
+from flyweight.sync.moves import Copiers, Move, Moves, Regions
+from flyweight.sync.stock import row_major
+
+
+@dataclass
+class Taken:
+    """What came of a round, before it is committed."""
+
+    digests: tuple[int, ...]
+    copy_seconds: float
+    verify_seconds: float
+
+
+class Feed(Protocol):
+    """The buckets of a round, as they are filled."""
+
+    def next(self) -> int:
+        """Wait for the next bucket and return its number."""
+
+    def emptied(self, bucket: int) -> None:
+        """Give a bucket back."""
+
+    def copied(self) -> None:
+        """Tell that nothing is read any more; digests may follow."""
+
+    def touch(self) -> None:
+        """From now on what was there is no longer whole."""
+
+    @property
+    def deadline(self) -> float: ...
+
+
+class Taker(Protocol):
+    """Where weights go."""
+
+    verified: str
+    """What its digests are of, in a word."""
+
+    def is_current(self) -> bool:
+        """False if what was wanted is no longer what is there, and must be wanted anew."""
+
+    def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want: ...
+
+    def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken: ...
+
+    def finish(self, values: Mapping[str, Leaf]) -> None:
+        """Take over what is no tensor, once the version is committed."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Intake:
+    """What was agreed, and the memory it comes by: kept from round to round."""
+
+    sources: Sequence[Box]
+    """The publisher's blocks, in items."""
+    widths: Sequence[int]
+    copies: Sequence[Copy]
+    transports: Transports
+    mapped: dict[int, Buffer] = field(default_factory=dict)
+    slots: dict[int, Buffer] = field(default_factory=dict)
+    begin: Begin | None = None
+    """The one that brought the lists."""
+    generation: int = 0
+    """Grows whenever memory changes under what was prepared."""
+    _handles: set[Handle] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, agreed: Agreed, tensors: Sequence[TensorSpec], transports: Transports) -> Intake:
+        try:
+            specs = [tensors[block.tensor] for block in agreed.sources]
+            boxes = [
+                spec.stored(block.box()) for spec, block in zip(specs, agreed.sources, strict=True)
+            ]
+        except IndexError as cause:
+            raise TransportError("the publisher speaks of tensors that it has not") from cause
+        intake = cls(boxes, [spec.item_bytes for spec in specs], agreed.copies, transports)
+        for copy in agreed.copies:
+            whole = Box.whole(boxes[copy.source].shape)
+            if not whole.contains(Box(copy.source_offset, copy.shape)):
+                raise TransportError(f"{copy} reads outside of its block of {whole.shape}")
+        return intake
+
+    def nbytes(self, copy: Copy) -> int:
+        return prod(copy.shape) * self.widths[copy.source]
+
+    def open(self, begin: Begin) -> None:
+        """Map what a round brings, unless it is what the last one brought."""
+        if begin.places is None or begin.slots is None or begin.buckets is None:
+            if not self.generation:
+                raise TransportError("the publisher speaks of lists that it never sent")
+            return
+        handles = {place.handle for place in begin.places} | set(begin.slots.values())
+        for handle in self._handles - handles:
+            self.transports.shut(handle)
+        self._handles = handles
+        self.mapped = {}
+        for place in begin.places:
+            span, box = self.transports.open(place.handle), self.sources[place.source]
+            buffer = replace(
+                span,
+                address=span.address + place.start,
+                shape=box.shape,
+                strides=place.strides,
+                item_bytes=self.widths[place.source],
+                is_writable=False,
+            )
+            _check_inside(span, buffer)
+            self.mapped[place.source] = buffer
+        self.slots = {n: self.transports.open(handle) for n, handle in begin.slots.items()}
+        self.begin = begin
+        self.generation += 1
+
+    def pieces(self, bucket: int) -> Iterator[tuple[int, Box, Buffer]]:
+        """Yield what a bucket brings: the block, which items of it, and where they stand."""
+        for each in self._buckets:
+            if each.number == bucket:
+                slot = self.slots[each.slot]
+                for piece in each.pieces:
+                    box = Box(piece.offset, piece.shape)
+                    buffer = row_major(slot, piece.at, piece.shape, self.widths[piece.source])
+                    _check_inside(slot, buffer)
+                    yield piece.source, box, buffer
+                return
+        raise TransportError(f"bucket {bucket} is not one of those that were announced")
+
+    @property
+    def bucket_numbers(self) -> list[int]:
+        return [each.number for each in self._buckets]
+
+    @property
+    def _buckets(self) -> Sequence[Bucket]:
+        return () if self.begin is None or self.begin.buckets is None else self.begin.buckets
+
+    def moves(self, source: int, box: Box, buffer: Buffer, sink_of: SinkOf) -> Iterator[Move]:
+        """Yield what of some items of a block goes where."""
+        for number in self._by_source.get(source, []):
+            copy = self.copies[number]
+            wanted = Box(copy.source_offset, copy.shape)
+            meet = wanted.overlap(box)
+            if meet is None:
+                continue
+            inner = meet.within(wanted)
+            at = sum(a * b for a, b in zip(inner.offset, strides_of(copy.shape), strict=True))
+            yield Move(
+                sink_of(copy.sink).block(inner.moved(copy.sink_offset)),
+                buffer.block(meet.within(box)),
+                number,
+                at * self.widths[source],
+            )
+
+    @cached_property
+    def _by_source(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, copy in enumerate(self.copies):
+            found.setdefault(copy.source, []).append(number)
+        return found
+
+    def close(self) -> None:
+        for handle in self._handles:
+            self.transports.shut(handle)
+        self._handles = set()
+        self.mapped, self.slots = {}, {}
+
+
+SinkOf = Callable[[int], Buffer]
+
+
+def _check_inside(span: Buffer, buffer: Buffer) -> None:
+    """Raise unless a buffer lies in the memory that it is said to lie in."""
+    if len(buffer.shape) != len(buffer.strides):
+        raise TransportError(f"strides {buffer.strides} for a block of shape {buffer.shape}")
+    low, high = buffer.span if buffer.nbytes else (buffer.address, buffer.address)
+    if low < span.address or high > span.address + span.nbytes:
+        raise TransportError(
+            f"a block of {buffer.shape} reaches from byte {low - span.address} to "
+            f"{high - span.address} of {span.nbytes} that were offered"
+        )
+
+
+class MemorySink:
+    """Live parameters, written in place by box."""
+
+    verified = "live"
+
+    def __init__(
+        self,
+        thing: object,
+        *,
+        layout: ModelLayout | None = None,
+        rank: int | None = None,
+        may_leave: bool = False,
+    ) -> None:
+        self._thing, self._layout, self._rank = thing, layout, rank
+        self._may_leave = may_leave or layout is not None
+        if layout is not None and (rank is None or not 0 <= rank < layout.num_ranks):
+            raise SpecError(f"rank is {rank}; the layout is for ranks 0 to {layout.num_ranks - 1}")
+        self._copiers = Copiers()
+        self._model: Model | None = None
+        self._blocks: list[ModelBlock] = []
+        self._identity: list[tuple[object, ...]] = []
+        self._prepared: tuple[Intake, int] | None = None
+        self._mapped = Moves((), self._copiers)
+        self._buckets: dict[int, Moves] = {}
+        self._on_devices: list[int] = []
+        self._devices: list[int] = []
+        self._regions: Regions | None = None
+        if layout is None:
+            adapt(thing).check_writable()  # what is wrong with it should be said at once
+
+    def is_current(self) -> bool:
+        return self._model is not None and identity(self._thing) == self._identity
+
+    def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
+        found = identity(self._thing)
+        if self._layout is None:
+            model = adapt(self._thing)
+        else:
+            layout, rank = self._layout, self._rank
+            assert rank is not None
+            whole = {**tensors, **{name: tensors[tied[name]] for name in tied}}
+            model = adapt(self._thing, lambda: layout.locals(whole, rank))
+        model.check_writable()
+        specs: list[Tensor] = []
+        blocks: list[Block] = []
+        self._blocks = []
+        for name in _wanted_names(model.manifest, tensors, tied):
+            for block in model.blocks(name):
+                if block.buffer is None:
+                    raise PlanError(f"{name!r} is on a device that cannot be written in place")
+                self._blocks.append(block)
+                blocks.append(
+                    Block(len(specs), block.box.offset, block.box.shape, _place(block.buffer))
+                )
+            specs.append(Tensor.of(name, model.manifest.spec(name)))
+        self._model, self._identity, self._prepared = model, found, None
+        return Want(tuple(specs), tuple(blocks), self._may_leave)
+
+    def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken:
+        assert self._model is not None
+        self._prepare(intake)
+        digests = [
+            Digest(intake.nbytes(copy))
+            if begin.should_verify and self._buffer(copy.sink).device is None
+            else None
+            for copy in intake.copies
+        ]
+        for device in self._devices:
+            cuda.synchronize(device, max(feed.deadline - monotonic(), 0.001))
+        self._model.settle()  # what this thread queued still reads the old weights
+        started, spent = perf_counter(), 0.0
+        feed.touch()
+        try:
+            spent += self._mapped.run(digests, feed.deadline)
+            for _ in intake.bucket_numbers:
+                number = feed.next()
+                if number not in self._buckets:
+                    raise TransportError(f"bucket {number} was not announced, or came twice")
+                spent += self._buckets[number].run(digests, feed.deadline)
+                feed.emptied(number)
+        finally:
+            self._model.touched()
+        copied = perf_counter()
+        if not begin.should_verify:
+            return Taken((), copied - started, 0.0)
+        if self._devices:
+            feed.copied()
+        found = [0 if each is None else each.value() for each in digests]
+        if self._regions is None and self._on_devices:
+            self._regions = Regions([self._region(intake.copies[n]) for n in self._on_devices])
+        if self._regions is not None:
+            values = self._regions.digests(feed.deadline)
+            for number, value in zip(self._on_devices, values, strict=True):
+                found[number] = value
+        verified = perf_counter() - copied + spent
+        return Taken(tuple(found), copied - started - spent, verified)
+
+    def _buffer(self, sink: int) -> Buffer:
+        buffer = self._blocks[sink].buffer
+        assert buffer is not None
+        return buffer
+
+    def _region(self, copy: Copy) -> Buffer:
+        return self._buffer(copy.sink).block(Box(copy.sink_offset, copy.shape))
+
+    def _prepare(self, intake: Intake) -> None:
+        """Make the lists of copies, unless they are those of the last round."""
+        key = intake, intake.generation
+        if self._prepared is not None and self._prepared == key:
+            return
+        for copy in intake.copies:
+            if not 0 <= copy.sink < len(self._blocks):
+                raise TransportError(f"{copy} is for block {copy.sink} of {len(self._blocks)}")
+            whole = Box.whole(self._buffer(copy.sink).shape)
+            if not whole.contains(Box(copy.sink_offset, copy.shape)):
+                raise TransportError(f"{copy} writes outside of its block of {whole.shape}")
+        mapped = [
+            move
+            for source, buffer in intake.mapped.items()
+            for move in intake.moves(source, Box.whole(buffer.shape), buffer, self._buffer)
+        ]
+        by_bucket = {
+            number: [
+                move
+                for source, box, buffer in intake.pieces(number)
+                for move in intake.moves(source, box, buffer, self._buffer)
+            ]
+            for number in intake.bucket_numbers
+        }
+        self._check_whole(intake, mapped, by_bucket)
+        self._mapped = Moves(mapped, self._copiers)
+        self._buckets = {n: Moves(each, self._copiers) for n, each in by_bucket.items()}
+        self._on_devices = [
+            n for n, c in enumerate(intake.copies) if self._buffer(c.sink).device is not None
+        ]
+        buffers = [self._buffer(n) for n in range(len(self._blocks))]
+        self._devices = sorted({b.device for b in buffers if b.device is not None})
+        self._regions = None
+        self._prepared = key
+
+    def _check_whole(
+        self, intake: Intake, mapped: Sequence[Move], by_bucket: Mapping[int, Sequence[Move]]
+    ) -> None:
+        """Raise unless every byte that is wanted comes exactly as often as it is wanted."""
+        found = [0] * len(intake.copies)
+        for move in (*mapped, *(each for moves in by_bucket.values() for each in moves)):
+            found[move.region] += move.sink.nbytes
+        filled = [0] * len(self._blocks)
+        for copy, nbytes in zip(intake.copies, found, strict=True):
+            if nbytes != intake.nbytes(copy):
+                raise TransportError(
+                    f"{nbytes} of the {intake.nbytes(copy)} bytes of a copy are to come"
+                )
+            filled[copy.sink] += nbytes
+        for number, nbytes in enumerate(filled):
+            if nbytes != self._buffer(number).nbytes:
+                raise TransportError(
+                    f"{nbytes} of the {self._buffer(number).nbytes} bytes of a wanted block are "
+                    f"to come"
+                )
+
+    def finish(self, values: Mapping[str, Leaf]) -> None:
+        assert self._model is not None
+        self._model.finish(Manifest({}, values=values))
+
+    def close(self) -> None:
+        self._prepared = None
+        self._copiers.close()
+
+
+def _place(buffer: Buffer) -> str:
+    return HOST if buffer.device is None else cuda.uuid(buffer.device)
+
+
+def _wanted_names(
+    manifest: Manifest, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the names to ask for: of names that are one tensor here, all that differ there.
+
+    If what they bring differs, the digests of the one memory they share will not all fit.
+    """
+    aliases: dict[str, list[str]] = {name: [name] for name in manifest.tensors}
+    for alias, name in manifest.tied.items():
+        aliases[name].append(alias)
+    for names in aliases.values():
+        known = [name for name in names if name in tensors or name in tied]
+        seen = set()
+        for name in known or names[:1]:
+            if tied.get(name, name) not in seen:
+                seen.add(tied.get(name, name))
+                yield name
+
+
+class LoaderSink:
+    """An engine's own loader, which takes whole named tensors in the publisher's order."""
+
+    verified = "received"
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader, self.copiers = loader, Copiers()
+        self.names: list[str] = []
+        self.specs: list[TensorSpec] = []
+
+    def is_current(self) -> bool:
+        return bool(self.names)
+
+    def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
+        self.names, self.specs = list(tensors), list(tensors.values())
+        place = self.loader.place
+        return Want(
+            tuple(Tensor.of(name, spec) for name, spec in tensors.items()),
+            tuple(
+                Block(n, (0,) * len(spec.shape), spec.shape, place)
+                for n, spec in enumerate(self.specs)
+            ),
+            False,
+        )
+
+    def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken:
+        started = perf_counter()
+        feed.touch()
+        round_ = _Loading(self, intake, begin, feed)
+        self.loader.load(round_.weights())
+        if round_.left:
+            raise TransportError(
+                f"the loader took {len(self.names) - len(round_.left)} of {len(self.names)} "
+                f"tensors; it left {listed(round_.left)}"
+            )
+        taken = perf_counter() - started - round_.verify_seconds
+        return Taken(
+            tuple(round_.digests) if begin.should_verify else (), taken, round_.verify_seconds
+        )
+
+    def finish(self, values: Mapping[str, Leaf]) -> None:
+        """A loader takes tensors only."""
+
+    def close(self) -> None:
+        self.copiers.close()
+
+
+class _Loading:
+    """One round through a loader: tensors are made as it asks for them."""
+
+    def __init__(self, sink: LoaderSink, intake: Intake, begin: Begin, feed: Feed) -> None:
+        self._sink, self._intake, self._begin, self._feed = sink, intake, begin, feed
+        self.digests = [0] * len(intake.copies)
+        self.verify_seconds = 0.0
+        self.left = list(sink.names)
+        self._fresh: dict[int, tuple[Any, Buffer]] = {}
+        self._missing = [0] * len(sink.names)
+        self._by_sink: dict[int, list[int]] = {}
+        for number, copy in enumerate(intake.copies):
+            self._missing[copy.sink] += intake.nbytes(copy)
+            self._by_sink.setdefault(copy.sink, []).append(number)
+        self._to_come = len(intake.bucket_numbers)
+
+    def _buffer(self, sink: int) -> Buffer:
+        """Return memory for a tensor, fresh: the loader may keep it as long as it likes."""
+        if sink not in self._fresh:
+            self._fresh[sink] = self._sink.loader.fresh(self._sink.specs[sink])
+        return self._fresh[sink][1]
+
+    def _run(self, moves: Sequence[Move]) -> None:
+        deadline = self._feed.deadline
+        Moves(moves, self._sink.copiers).run([None] * len(self.digests), deadline)
+        for move in moves:
+            self._missing[self._intake.copies[move.region].sink] -= move.sink.nbytes
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """Yield each tensor once all of it is here."""
+        intake = self._intake
+        for sink, name in enumerate(self._sink.names):
+            for source in {intake.copies[n].source for n in self._by_sink.get(sink, [])}:
+                if source in intake.mapped:
+                    buffer = intake.mapped[source]
+                    whole = Box.whole(buffer.shape)
+                    self._run(list(intake.moves(source, whole, buffer, self._buffer)))
+            while self._missing[sink] > 0 and self._to_come:
+                self._pour()
+            if self._missing[sink]:
+                raise TransportError(f"{self._missing[sink]} bytes of {name!r} never came")
+            self._buffer(sink)  # one without bytes is a tensor too
+            if self._begin.should_verify:
+                self._verify(sink)
+            tensor, _ = self._fresh.pop(sink)
+            self.left.remove(name)
+            yield name, tensor
+
+    def _pour(self) -> None:
+        number = self._feed.next()
+        self._run(
+            [
+                move
+                for source, box, buffer in self._intake.pieces(number)
+                for move in self._intake.moves(source, box, buffer, self._buffer)
+            ]
+        )
+        self._feed.emptied(number)
+        self._to_come -= 1
+
+    def _verify(self, sink: int) -> None:
+        started = perf_counter()
+        numbers = self._by_sink.get(sink, [])
+        copies = [self._intake.copies[n] for n in numbers]
+        buffer = self._buffer(sink)
+        regions = Regions([buffer.block(Box(c.sink_offset, c.shape)) for c in copies])
+        for number, value in zip(numbers, regions.digests(self._feed.deadline), strict=True):
+            self.digests[number] = value
+        self.verify_seconds += perf_counter() - started

@@ -1,0 +1,281 @@
+"""Stock: what a publisher has to give, block by block, and where each block can be read.
+
+A trainer's model is one, an opened snapshot is one, and so is the copy that is held
+in shared memory for replicas that come late. Handles, copies and digests that were
+prepared for it live as long as it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from time import monotonic
+
+from flyweight.adapters.model import Model
+from flyweight.digest import Digest
+from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, TransferTimeout, listed
+from flyweight.memory import Buffer
+from flyweight.plan.reshard import reshard
+from flyweight.ports import Source
+from flyweight.spec.box import Box, strides_of
+from flyweight.spec.layout import Shard
+from flyweight.spec.manifest import Manifest, TensorSpec
+from flyweight.sync.messages import Block, Copy, Piece, Tensor, Want
+from flyweight.sync.moves import Copiers, Move, Moves, Regions
+from flyweight.transports.shared_memory import SharedMemoryTransport
+
+ALIGN_BYTES = 512
+_READ_BYTES = 4 << 20
+
+Region = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A block's number, and items of it: the offset and shape that a copy reads."""
+
+
+@dataclass(frozen=True)
+class StockBlock:
+    """A box of a tensor that can be given."""
+
+    tensor: int
+    name: str
+    spec: TensorSpec
+    box: Box
+    buffer: Buffer | None
+    """Where it lies; None if it can only be read, from files or strange devices."""
+
+    @property
+    def items(self) -> Box:
+        return self.spec.stored(self.box)
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.box_bytes(self.box)
+
+
+class Stock:
+    """Blocks of one model, and what was prepared to move and digest them."""
+
+    def __init__(self, source: Source, blocks: Sequence[StockBlock], copiers: Copiers) -> None:
+        self.manifest: Manifest = source.manifest
+        self.source, self.blocks, self._copiers = source, blocks, copiers
+        self.by_name: dict[str, list[int]] = {}
+        for number, block in enumerate(blocks):
+            self.by_name.setdefault(block.name, []).append(number)
+        self._regions: dict[tuple[Region, ...], Regions] = {}
+        self._packings: dict[tuple[int, tuple[Piece, ...]], Moves] = {}
+
+    @classmethod
+    def of(cls, source: Source, copiers: Copiers) -> Stock:
+        blocks: list[StockBlock] = []
+        for number, (name, spec) in enumerate(source.manifest.tensors.items()):
+            found: list[tuple[Box, Buffer | None]]
+            if isinstance(source, Model):
+                found = [(block.box, block.buffer) for block in source.blocks(name)]
+            else:
+                found = [(box, None) for box in source.boxes(name)]
+            blocks += [StockBlock(number, name, spec, *each) for each in found]
+        return cls(source, blocks, copiers)
+
+    @classmethod
+    def at_rest(cls, stored: Source, like: Stock, copiers: Copiers) -> Stock:
+        """Return the same blocks as another stock has, read from files."""
+        known = set(stored.manifest.names)
+        for name, spec in like.manifest.tensors.items():
+            if name not in known or stored.manifest.spec(name) != spec:
+                found = stored.manifest.spec(name) if name in known else "not there"
+                raise PlanError(f"{name!r} is {spec} in the model, in the snapshot it is {found}")
+        blocks = [replace(block, buffer=None) for block in like.blocks]
+        return cls(stored, blocks, copiers)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(Tensor.of(name, spec) for name, spec in self.manifest.tensors.items())
+
+    def sources(self) -> tuple[Block, ...]:
+        return tuple(Block(b.tensor, b.box.offset, b.box.shape) for b in self.blocks)
+
+    @property
+    def devices(self) -> list[int]:
+        """The CUDA devices that have some of it."""
+        return sorted(
+            {b.buffer.device for b in self.blocks if b.buffer and b.buffer.device is not None}
+        )
+
+    def is_like(self, other: Stock) -> bool:
+        """True if what was agreed for one holds for the other."""
+        return (
+            self.tensors() == other.tensors()
+            and self.manifest.tied == other.manifest.tied
+            and self.sources() == other.sources()
+        )
+
+    def nbytes_of(self, copy: Copy) -> int:
+        return prod(copy.shape) * self.blocks[copy.source].spec.item_bytes
+
+    def agree(self, want: Want) -> tuple[Copy, ...]:
+        """Return the copies that fill what a replica wants; raise PlanError if they cannot."""
+        wanted = {each.name: each.spec() for each in want.tensors}
+        self._check_specs(wanted)
+        tied, names = self.manifest.tied, list(wanted)
+        sinks: dict[str, list[Shard]] = {name: [] for name in names}
+        for number, block in enumerate(want.blocks):
+            if not 0 <= block.tensor < len(names):
+                raise PlanError(f"block {number} is of tensor {block.tensor} of {len(names)}")
+            name, box = names[block.tensor], block.box()
+            if not Box.whole(wanted[name].shape).contains(box):
+                raise PlanError(f"{name!r} is {wanted[name].shape}, {box} is wanted of it")
+            sinks[name].append(Shard(number, box))
+        left = self.manifest.tensors.keys() - {tied.get(name, name) for name in names}
+        if left and not want.may_leave:
+            raise PlanError(
+                f"the publisher has {len(left)} tensors that the replica lacks: {listed(left)}; "
+                f"make the replica with extra='report' to leave them out"
+            )
+        sources = {
+            name: [Shard(n, self.blocks[n].box) for n in self.by_name.get(tied.get(name, name), [])]
+            for name in names
+        }
+        found = []
+        for copy in reshard(sources, sinks).copies():
+            spec, source = wanted[copy.name], self.blocks[copy.source.rank]
+            items = spec.stored(copy.box)
+            found.append(
+                Copy(
+                    copy.source.rank,
+                    copy.sink.rank,
+                    items.within(source.items).offset,
+                    items.within(spec.stored(copy.sink.box)).offset,
+                    items.shape,
+                )
+            )
+        return tuple(found)
+
+    def _check_specs(self, wanted: Mapping[str, TensorSpec]) -> None:
+        known = set(self.manifest.names)
+        missing = [name for name in wanted if name not in known]
+        if missing:
+            raise PlanError(
+                f"the replica wants {len(missing)} tensors that the publisher lacks: "
+                f"{listed(missing)}"
+            )
+        have = {name: self.manifest.spec(name) for name in wanted}
+        wrong = [name for name, spec in wanted.items() if have[name].dtype != spec.dtype]
+        if wrong:
+            raise DTypeMismatch(
+                f"{wrong[0]!r} is {have[wrong[0]].dtype} at the publisher and "
+                f"{wanted[wrong[0]].dtype} at the replica; {len(wrong)} tensors differ in dtype: "
+                f"{listed(wrong)}"
+            )
+        wrong = [name for name, spec in wanted.items() if have[name].shape != spec.shape]
+        if wrong:
+            raise ShapeMismatch(
+                f"{wrong[0]!r} is {have[wrong[0]].shape} at the publisher and "
+                f"{wanted[wrong[0]].shape} at the replica; {len(wrong)} tensors differ in shape: "
+                f"{listed(wrong)}"
+            )
+
+    def pack(self, pieces: tuple[Piece, ...], slot: Buffer, deadline: float) -> None:
+        """Put pieces of blocks into a bucket."""
+        key = slot.address, pieces
+        if key not in self._packings:
+            self._packings[key] = Moves(
+                [
+                    Move(_at(slot, piece, block), block.buffer.block(_box(piece)), 0)
+                    for piece in pieces
+                    if (block := self.blocks[piece.source]).buffer is not None
+                ],
+                self._copiers,
+            )
+        self._packings[key].run([None], deadline)
+        for piece in pieces:
+            block = self.blocks[piece.source]
+            if block.buffer is None:
+                if monotonic() > deadline:
+                    raise TransferTimeout(f"{block.name!r} was not read in time")
+                into = _at(slot, piece, block).flat()
+                box = block.spec.elements(_box(piece).moved(block.items.offset))
+                data = self.source.read(block.name, box, into=into)
+                if into is not None and data.ctypes.data != into.ctypes.data:
+                    into[:] = data
+
+    def digests(self, regions: Sequence[Region], deadline: float) -> dict[Region, int]:
+        """Return the digest of what each copy reads."""
+        shown = tuple(each for each in regions if self.blocks[each[0]].buffer is not None)
+        if shown not in self._regions:
+            self._regions = {shown: Regions([self._buffer(each) for each in shown])}
+        found = dict(zip(shown, self._regions[shown].digests(deadline), strict=True))
+        for each in regions:
+            if each not in found:
+                found[each] = self._read_digest(each, deadline)
+        return found
+
+    def _buffer(self, region: Region) -> Buffer:
+        number, offset, shape = region
+        buffer = self.blocks[number].buffer
+        assert buffer is not None
+        return buffer.block(Box(offset, shape))
+
+    def _read_digest(self, region: Region, deadline: float) -> int:
+        number, offset, shape = region
+        block = self.blocks[number]
+        corner = Box(offset, shape).moved(block.items.offset)
+        whole = block.spec.elements(corner)
+        running, at = Digest(block.spec.box_bytes(whole)), 0
+        for items in block.spec.chunks(whole, _READ_BYTES):
+            if monotonic() > deadline:
+                raise TransferTimeout(f"{block.name!r} was not read in time")
+            data = self.source.read(block.name, block.spec.elements(items.moved(corner.offset)))
+            running.add(at, data)
+            at += len(data)
+        return running.value()
+
+    def forget_slots(self) -> None:
+        """Drop what was prepared for buckets that are no longer there."""
+        self._packings.clear()
+
+
+def _box(piece: Piece) -> Box:
+    return Box(piece.offset, piece.shape)
+
+
+def _at(slot: Buffer, piece: Piece, block: StockBlock) -> Buffer:
+    """Return where in a bucket a piece stands, row-major."""
+    return row_major(slot, piece.at, piece.shape, block.spec.item_bytes)
+
+
+def row_major(buffer: Buffer, at: int, shape: tuple[int, ...], item_bytes: int) -> Buffer:
+    """Return items that stand row-major from byte `at` of a flat buffer on."""
+    strides = tuple(item_bytes * stride for stride in strides_of(shape))
+    return replace(
+        buffer, address=buffer.address + at, shape=shape, strides=strides, item_bytes=item_bytes
+    )
+
+
+class Held:
+    """A copy of a whole model in shared memory, which outlives the trainer's next step."""
+
+    def __init__(self, stock: Stock, transport: SharedMemoryTransport, copiers: Copiers) -> None:
+        self.source, self._transport = stock, transport
+        at, starts = 0, []
+        for block in stock.blocks:
+            starts.append(at)
+            at += -(-block.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.segment = transport.allocate(at)
+        blocks = [
+            replace(
+                block,
+                buffer=row_major(self.segment, start, block.items.shape, block.spec.item_bytes),
+            )
+            for block, start in zip(stock.blocks, starts, strict=True)
+        ]
+        self.stock = Stock(stock.source, blocks, copiers)
+        self._pieces = tuple(
+            Piece(number, (0,) * len(block.items.shape), block.items.shape, start)
+            for number, (block, start) in enumerate(zip(stock.blocks, starts, strict=True))
+            if block.nbytes
+        )
+
+    def refill(self, deadline: float) -> None:
+        self.source.pack(self._pieces, self.segment, deadline)
+
+    def close(self) -> None:
+        self._transport.free(self.segment)

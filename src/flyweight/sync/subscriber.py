@@ -1,0 +1,165 @@
+"""Subscriber: a replica's connection to its publisher, from hello to goodbye.
+
+What the publisher says waits in an inbox for whoever runs the round; that it lives,
+and that we do, is told by the wire's own thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from contextlib import ExitStack
+from time import monotonic
+from typing import TypeVar
+
+from flyweight.errors import (
+    FlyweightError,
+    PeerLost,
+    TransferTimeout,
+    TransportError,
+)
+from flyweight.sync.address import Address
+from flyweight.sync.messages import (
+    Agreed,
+    Begin,
+    Bye,
+    Fault,
+    FromPublisher,
+    Hello,
+    Message,
+    News,
+    Refusal,
+    Tick,
+    Want,
+    Welcome,
+    decode_from_publisher,
+    error_named,
+)
+from flyweight.sync.wire import Wire
+from flyweight.transports.doorway import Line
+
+_BEAT_SECONDS = 1.0
+
+MessageT = TypeVar("MessageT", bound=FromPublisher)
+
+
+class Subscriber:
+    """One connection; when it is lost, its owner makes another."""
+
+    def __init__(
+        self, address: Address, token: str | None, name: str, *, is_watcher: bool = False
+    ) -> None:
+        """Connect to the publisher that is there by now, or raise PeerLost."""
+        self.address = address
+        self._changed = threading.Condition()
+        self._inbox: deque[FromPublisher] = deque()
+        self._fault: FlyweightError | None = None
+        self._heard = monotonic()
+        self._silence_seconds = float("inf")
+        self.open_ask = 0
+        """The ask that is waited for; a round that answers another one is declined."""
+        token = address.token() if token is None else token
+        with ExitStack() as stack:
+            self.line = Line(address.door, token=token)
+            stack.callback(self.line.close)
+            self._wire = Wire(
+                address.endpoint,
+                is_publisher=False,
+                hear=self._hear,
+                beat=self._beat,
+                beat_seconds=_BEAT_SECONDS,
+                unreachable=lambda peer: self._lose(PeerLost(f"{address} takes no messages")),
+                line=self.line,
+                hung_up=lambda: self._lose(PeerLost(f"the publisher at {address} is gone")),
+            )
+            stack.callback(self._wire.close)
+            self.send(Hello(token, name, os.getpid(), self.line.name, is_watcher))
+            self._closing = stack.pop_all()
+
+    def welcomed(self, deadline: float) -> Welcome:
+        """Return what the publisher has."""
+        welcome = self.take(Welcome, deadline, "a welcome")
+        self._silence_seconds = welcome.silence_seconds
+        return welcome
+
+    def agree(self, want: Want, deadline: float) -> Agreed:
+        self.send(want)
+        return self.take(Agreed, deadline, "an agreement")
+
+    def send(self, message: Message) -> None:
+        self._wire.send(message)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._fault is not None
+
+    def take(self, kind: type[MessageT], deadline: float, what: str) -> MessageT:
+        """Return the next message, which must be of that kind."""
+        message = self.next(deadline, what)
+        if isinstance(message, kind):
+            return message
+        raise TransportError(
+            f"the publisher at {self.address} sent {type(message).__name__}, not {what}"
+        )
+
+    def next(self, deadline: float, what: str) -> FromPublisher:
+        """Return the next message; raise what ended the connection, or TransferTimeout."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._inbox or self._fault, max(deadline - monotonic(), 0)
+            )
+            if self._inbox:
+                return self._inbox.popleft()
+            if self._fault is not None:
+                raise self._fault
+        raise TransferTimeout(f"{what} from {self.address} did not come in time")
+
+    def close(self, text: str = "closed") -> None:
+        """Say goodbye. Safe to repeat."""
+        if not self.is_lost:
+            self.send(Bye(text))
+        self._lose(PeerLost(f"the connection to {self.address} was closed"))
+        self._closing.close()
+
+    # In the wire's thread.
+
+    def _hear(self, _: bytes, frame: bytes) -> None:
+        try:
+            message = decode_from_publisher(frame)
+        except FlyweightError as error:
+            self._lose(error)
+            return
+        with self._changed:
+            self._heard = monotonic()
+            match message:
+                case Tick():
+                    return
+                case Bye(text=text):
+                    self._lose(PeerLost(f"the publisher at {self.address} went: {text}"))
+                case Refusal(kind=kind, text=text):
+                    self._lose(error_named(kind, text))
+                case Begin(round=number, ask=ask) if ask != self.open_ask:
+                    text = f"ask {ask} was withdrawn"
+                    self.send(Fault(number, "TransferTimeout", text, False))
+                case News():
+                    self._inbox.clear()  # only the newest is news
+                    self._inbox.append(message)
+                case _:
+                    self._inbox.append(message)
+            self._changed.notify_all()
+
+    def _beat(self) -> None:
+        self.send(Tick())
+        if monotonic() - self._heard > self._silence_seconds:
+            self._lose(
+                TransferTimeout(
+                    f"the publisher at {self.address} was silent for {self._silence_seconds:g} s"
+                )
+            )
+
+    def _lose(self, error: FlyweightError) -> None:
+        with self._changed:
+            if self._fault is None:
+                self._fault = error
+            self._changed.notify_all()

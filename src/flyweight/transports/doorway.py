@@ -1,0 +1,271 @@
+"""Doorway: open files handed from one process to another on the same host.
+
+A `Door` is a Unix socket where its owner puts files under keys; a `Line` is a
+connection to it that fetches them. Nothing offered has a name in a file system, so
+nothing is left behind by whoever is killed. The kernel closes a line with the
+process that held it, which is how either side learns of the other's death at once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from weakref import WeakSet
+
+import msgspec
+
+from flyweight.errors import HandleGone, PeerLost, PeerRefused, TransferTimeout, TransportError
+
+MAX_PATH_BYTES = 107
+"""What a Unix socket's address can hold."""
+MAX_LINES = 4096
+_MAX_MESSAGE_BYTES = 1024
+_ANSWER_SECONDS = 5.0
+
+
+class Greeting(msgspec.Struct, frozen=True, tag="greeting", forbid_unknown_fields=True):
+    """What a line says first: that it may, and who it is."""
+
+    token: str
+    line: str
+
+
+class Wanted(msgspec.Struct, frozen=True, tag="wanted", forbid_unknown_fields=True):
+    """What a line says next: which file it wants."""
+
+    key: str
+
+
+_DECODER = msgspec.json.Decoder(Greeting | Wanted)
+
+
+def check_socket_path(path: Path) -> Path:
+    """Return a path that a Unix socket can have."""
+    length = len(os.fsencode(path))
+    if length > MAX_PATH_BYTES:
+        raise TransportError(
+            f"socket path {str(path)!r} has {length} bytes, at most {MAX_PATH_BYTES} fit in the "
+            f"address of a Unix socket; choose a shorter directory"
+        )
+    return path
+
+
+class Door:
+    """Hands files to lines that know the token and are of the same user."""
+
+    def __init__(
+        self, path: Path, *, token: str, on_hangup: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._path, self._token, self._on_hangup = check_socket_path(path), token, on_hangup
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._lines: dict[socket.socket, str | None] = {}
+        self._is_over = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind(os.fspath(path))
+            path.chmod(0o600)
+            self._listener.listen(64)
+        except OSError as cause:
+            self._listener.close()
+            raise TransportError(f"cannot listen at {str(path)!r}: {cause.strerror}") from cause
+        self._listener.setblocking(False)
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._keeper = threading.Thread(target=self._keep, name="flyweight-door", daemon=True)
+        self._keeper.start()
+        _open_ends.add(self)
+
+    def put(self, fd: int) -> str:
+        """Take a file over, and return the key under which lines get duplicates of it."""
+        key = secrets.token_hex(8)
+        with self._lock:
+            self._files[key] = fd
+        return key
+
+    def drop(self, key: str) -> None:
+        """Close a file; who has fetched it before keeps it. Safe to repeat."""
+        with self._lock:
+            fd = self._files.pop(key, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Hang up on all lines and close every file. Safe to repeat."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._wake.send(b".")
+        self._keeper.join(_ANSWER_SECONDS)
+        self._path.unlink(missing_ok=True)
+        self.let_go()
+        for each in (self._wake, self._woken):
+            each.close()
+
+    def let_go(self) -> None:
+        """Close all files and connections of this process, as a forked child must, too."""
+        for each in (*self._lines, self._listener):
+            each.close()
+        self._selector.close()
+        for key in list(self._files):
+            self.drop(key)
+
+    def _keep(self) -> None:
+        while not self._is_over:
+            for selected, _ in self._selector.select():
+                peer = selected.fileobj
+                assert isinstance(peer, socket.socket)
+                if peer is self._listener:
+                    self._accept()
+                elif peer is not self._woken and not self._answer(peer):
+                    self._hang_up(peer)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it went away again, or we have no file left for it
+            peer, _ = self._listener.accept()
+            _, uid, _ = struct.unpack(
+                "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            )
+            if uid not in (0, os.geteuid()) or len(self._lines) >= MAX_LINES:
+                peer.close()
+                return
+            peer.setblocking(False)
+            self._lines[peer] = None
+            self._selector.register(peer, selectors.EVENT_READ)
+
+    def _answer(self, peer: socket.socket) -> bool:
+        """Answer one message; False if this line is over."""
+        try:
+            data = peer.recv(_MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        try:
+            message = _DECODER.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
+        try:
+            match message:
+                case Greeting(token, line):
+                    if not secrets.compare_digest(token.encode(), self._token.encode()):
+                        peer.send(b"token")
+                        return False
+                    self._lines[peer] = line
+                    peer.send(b"welcome")
+                case Wanted(key) if self._lines[peer] is not None:
+                    self._hand_over(peer, key)
+                case _:
+                    return False
+        except OSError:  # gone, or it takes no answers
+            return False
+        return True
+
+    def _hand_over(self, peer: socket.socket, key: str) -> None:
+        with self._lock:  # while it is sent, nobody may close it and reuse its number
+            fd = self._files.get(key)
+            if fd is not None:
+                socket.send_fds(peer, [b"file"], [fd])
+                return
+        peer.send(b"gone")
+
+    def _hang_up(self, peer: socket.socket) -> None:
+        line = self._lines.pop(peer)
+        self._selector.unregister(peer)
+        peer.close()
+        if line is not None:
+            self._on_hangup(line)
+
+
+class Line:
+    """A connection to a door, open as long as both processes live."""
+
+    def __init__(self, path: Path, *, token: str, timeout_seconds: float = _ANSWER_SECONDS) -> None:
+        self.name = secrets.token_hex(8)
+        self._path, self._lock = check_socket_path(path), threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(timeout_seconds)
+        try:
+            self._socket.connect(os.fspath(path))
+            self._socket.send(msgspec.json.encode(Greeting(token, self.name)))
+            answer = self._socket.recv(_MAX_MESSAGE_BYTES)
+        except TimeoutError as cause:
+            self._socket.close()
+            raise TransferTimeout(
+                f"the door at {str(path)!r} did not answer in {timeout_seconds:g} s"
+            ) from cause
+        except OSError as cause:
+            self._socket.close()
+            raise PeerLost(f"nobody is at the door {str(path)!r}: {cause.strerror}") from cause
+        if answer != b"welcome":
+            self._socket.close()
+            raise PeerRefused(f"the door at {str(path)!r} does not know our token")
+        _open_ends.add(self)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def is_open(self) -> bool:
+        """False once the other side is gone; between fetches nothing else ever arrives."""
+        with self._lock:
+            if self._socket.fileno() < 0:
+                return False
+            looker = select.poll()
+            looker.register(self._socket, select.POLLIN)
+            return not looker.poll(0)
+
+    def fetch(self, key: str, *, timeout_seconds: float = _ANSWER_SECONDS) -> int:
+        """Return a file of this process's own; raise HandleGone if nothing has that key."""
+        deadline = monotonic() + timeout_seconds
+        with self._lock:
+            try:
+                self._socket.settimeout(max(deadline - monotonic(), 0.001))
+                self._socket.send(msgspec.json.encode(Wanted(key)))
+                answer, fds, _, _ = socket.recv_fds(self._socket, _MAX_MESSAGE_BYTES, 1)
+            except TimeoutError as cause:
+                # A late answer would be taken for that of the next question.
+                self._socket.close()
+                raise TransferTimeout(
+                    f"the door at {str(self._path)!r} did not answer in {timeout_seconds:g} s"
+                ) from cause
+            except OSError as cause:
+                raise HandleGone(
+                    f"file {key!r} is gone with the process at {str(self._path)!r}"
+                ) from cause
+        if len(fds) == 1 and answer == b"file":
+            return int(fds[0])
+        raise HandleGone(
+            f"file {key!r} is no longer offered at {str(self._path)!r}"
+            if answer
+            else f"file {key!r} is gone with the process at {str(self._path)!r}"
+        )
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def let_go(self) -> None:
+        self._socket.close()
+
+
+_open_ends: WeakSet[Door | Line] = WeakSet()
+
+
+def _let_go() -> None:
+    """Close, in a forked child, what would keep its parent's peers from noticing its death."""
+    for end in list(_open_ends):
+        end.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,294 @@
+"""Shared memory: processes of one host, any framework, tensors on the CPU.
+
+Segments are memfds: they have no name in any file system, only the user's own
+processes get them through the door, and the kernel frees them with their last
+user, however that one ends. They are sealed, so no reader can be cut short under
+its mapping, and none can write. Memory that another library shares already
+(torch's `share_memory_`, a mapped file) is shown where it lies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from flyweight.errors import HandleGone, TransportError
+from flyweight.memory import Buffer, Bytes, bytes_of, without_fork
+from flyweight.transports.doorway import Door, Line
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1, and not in Python's list
+_MAX_NUMBER = 2**63 - 1
+
+
+class SharedMemoryHandle(
+    msgspec.Struct, frozen=True, kw_only=True, tag="shared_memory", forbid_unknown_fields=True
+):
+    """Names bytes of a segment. It arrives from another process, so it checks itself."""
+
+    session: str
+    """Which transport offers it: numbers and keys of another one mean nothing."""
+    key: str
+    offset: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.nbytes < 0 or self.offset + self.nbytes > _MAX_NUMBER:
+            raise TransportError(f"handle of {self.nbytes} bytes at byte {self.offset}")
+
+
+@dataclass(eq=False)
+class _Segment:
+    """A file that is offered, where it is mapped here, and how many handles name it."""
+
+    key: str
+    start: int
+    nbytes: int
+    file_offset: int
+    num_handles: int = 0
+    is_ours: bool = True
+
+
+class SharedMemoryTransport:
+    """Offers at a door, opens through a line; a process that does only one needs only one."""
+
+    def __init__(self, *, door: Door | None = None, line: Line | None = None) -> None:
+        self._door, self._line = door, line
+        self._session = secrets.token_hex(8)
+        self._segments: list[_Segment] = []
+        self._offers: dict[SharedMemoryHandle, tuple[_Segment, object]] = {}
+        self._opened: dict[tuple[str, str], Bytes] = {}
+        self._users: dict[tuple[str, str], set[SharedMemoryHandle]] = {}
+        self._lock = threading.RLock()
+
+    # The side that offers.
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Return memory that readers can map: what is put there is offered without a copy.
+
+        It stays until `free`. All of it is taken from the system now: to find that there is none
+        left while writing to it would be a SIGBUS.
+        """
+        fd = -1
+        try:
+            fd = os.memfd_create("flyweight", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.posix_fallocate(fd, 0, max(nbytes, 1))
+            data = bytes_of(mmap.mmap(fd, max(nbytes, 1)))[:nbytes]
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except (OSError, ValueError, OverflowError) as cause:
+            if fd >= 0:
+                os.close(fd)
+            why = cause.strerror if isinstance(cause, OSError) else cause
+            raise TransportError(f"no {nbytes} bytes of shared memory: {why}") from cause
+        without_fork(data)
+        self._add(fd, Buffer.of(data).address, max(nbytes, 1), 0, is_ours=True)
+        return Buffer.of(data)
+
+    def free(self, buffer: Buffer) -> None:
+        """Let go of what `allocate` returned; readers that have it open keep it."""
+        with self._lock:
+            segment = self._segment_at(buffer.address, buffer.nbytes)
+            if segment is not None and segment.is_ours:
+                for handle in [each for each, (at, _) in self._offers.items() if at is segment]:
+                    del self._offers[handle]
+                self._forget(segment)
+
+    def offer(self, buffer: Buffer) -> SharedMemoryHandle:
+        if buffer.device is not None:
+            raise TransportError(
+                f"buffer is memory of device {buffer.device}; shared memory is the host's"
+            )
+        low, high = buffer.span if buffer.nbytes else (buffer.address, buffer.address)
+        with self._lock:
+            segment = self._segment_at(low, high - low) or self._found(low, high - low)
+            owner = buffer.owner
+            if segment is None:
+                # Nobody else can map it where it lies.
+                copy = self.allocate(buffer.nbytes)
+                np.copyto(copy.items().reshape(-1), buffer.items().reshape(-1).view(np.uint8))
+                low, high, owner = copy.address, copy.address + copy.nbytes, copy.owner
+                segment = self._segment_at(low, high - low)
+                assert segment is not None
+                segment.is_ours = False  # it goes with its handle
+            handle = SharedMemoryHandle(
+                session=self._session,
+                key=segment.key,
+                offset=segment.file_offset + low - segment.start,
+                nbytes=high - low,
+            )
+            if handle not in self._offers:
+                segment.num_handles += 1
+                self._offers[handle] = segment, owner
+            return handle
+
+    def shown(self, buffers: Sequence[Buffer]) -> list[bool]:
+        """Tell of each buffer whether an offer of it costs no copy."""
+        mappings = [each for each in _shared_mappings() if _open_file(each) is not None]
+        mappings.sort(key=lambda each: each.start)
+        starts = [each.start for each in mappings]
+
+        def is_shown(buffer: Buffer) -> bool:
+            if buffer.device is not None or not buffer.nbytes:
+                return False
+            low, high = buffer.span
+            index = bisect_right(starts, low) - 1
+            return index >= 0 and high <= mappings[index].end
+
+        return [is_shown(buffer) for buffer in buffers]
+
+    def release(self, handle: SharedMemoryHandle) -> None:
+        with self._lock:
+            segment, _ = self._offers.pop(handle, (None, None))
+            if segment is not None:
+                segment.num_handles -= 1
+                if not segment.num_handles and not segment.is_ours:
+                    self._forget(segment)
+
+    def _add(self, fd: int, start: int, nbytes: int, file_offset: int, *, is_ours: bool) -> None:
+        """Keep a file for readers: a new description of it, that cannot be written through."""
+        try:
+            readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            if is_ours:
+                os.close(fd)
+        key = self._door.put(readable) if self._door else ""
+        if self._door is None:
+            os.close(readable)
+        segment = _Segment(key, start, nbytes, file_offset, is_ours=is_ours)
+        with self._lock:
+            self._segments.append(segment)
+            self._segments.sort(key=lambda each: each.start)
+
+    def _forget(self, segment: _Segment) -> None:
+        self._segments.remove(segment)
+        if self._door is not None:
+            self._door.drop(segment.key)
+
+    def _segment_at(self, address: int, nbytes: int) -> _Segment | None:
+        index = bisect_right(self._segments, address, key=lambda each: each.start) - 1
+        if index < 0:
+            return None
+        segment = self._segments[index]
+        return segment if address + nbytes <= segment.start + segment.nbytes else None
+
+    def _found(self, address: int, nbytes: int) -> _Segment | None:
+        """Return memory that something else in this process shares, if its file is still open."""
+        if not nbytes:
+            return None
+        for mapping in _shared_mappings():
+            if mapping.start <= address and address + nbytes <= mapping.end:
+                fd = _open_file(mapping)
+                if fd is None:
+                    return None
+                self._add(
+                    fd, mapping.start, mapping.end - mapping.start, mapping.offset, is_ours=False
+                )
+                return self._segment_at(address, nbytes)
+        return None
+
+    # The side that reads.
+
+    def open(self, handle: SharedMemoryHandle) -> Buffer:
+        if handle.session == self._session:
+            return self._own(handle)
+        at = handle.session, handle.key
+        with self._lock:
+            if at not in self._opened:
+                self._opened[at] = self._mapped(handle)
+            data = self._opened[at]
+            if handle.offset + handle.nbytes > len(data):
+                raise TransportError(
+                    f"handle speaks of bytes {handle.offset}..{handle.offset + handle.nbytes}, "
+                    f"its segment has {len(data)}"
+                )
+            self._users.setdefault(at, set()).add(handle)
+        return Buffer.of(data[handle.offset : handle.offset + handle.nbytes])
+
+    def _own(self, handle: SharedMemoryHandle) -> Buffer:
+        with self._lock:
+            segment, owner = self._offers.get(handle, (None, None))
+        if segment is None:
+            raise HandleGone(f"segment {handle.key!r} was released")
+        address = segment.start + handle.offset - segment.file_offset
+        return Buffer.flat_at(address, handle.nbytes, owner)
+
+    def _mapped(self, handle: SharedMemoryHandle) -> Bytes:
+        if self._line is None:
+            raise TransportError("no line to a door: this transport can only open its own offers")
+        fd = self._line.fetch(handle.key)
+        try:
+            size = os.fstat(fd).st_size
+            if not size:
+                raise TransportError(f"segment {handle.key!r} is an empty file")
+            # All at once: a fault for every few pages costs more than the copy saves.
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            data = bytes_of(mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ))
+        except (OSError, ValueError) as cause:
+            raise TransportError(f"cannot map segment {handle.key!r}: {cause}") from cause
+        finally:
+            os.close(fd)
+        without_fork(data)
+        return data
+
+    def shut(self, handle: SharedMemoryHandle) -> None:
+        at = handle.session, handle.key
+        with self._lock:
+            users = self._users.get(at)
+            if users is not None:
+                users.discard(handle)
+                if not users:
+                    del self._users[at], self._opened[at]
+
+    def close(self) -> None:
+        with self._lock:
+            self._offers.clear()
+            for segment in list(self._segments):
+                self._forget(segment)
+            self._opened.clear()
+            self._users.clear()
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    start: int
+    end: int
+    offset: int
+    device: int
+    inode: int
+
+
+def _shared_mappings() -> Iterator[_Mapping]:
+    """Yield what of this process's memory is a file's, and seen by whoever else maps that."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            span, rights, offset, device, inode, *_ = line.split(None, 5)
+            if rights[3] == "s" and inode != "0":
+                start, _, end = span.partition("-")
+                major, _, minor = device.partition(":")
+                number = os.makedev(int(major, 16), int(minor, 16))
+                yield _Mapping(int(start, 16), int(end, 16), int(offset, 16), number, int(inode))
+
+
+def _open_file(mapping: _Mapping) -> int | None:
+    """Return a file that this process has open and that is mapped there."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.fstat(int(name))
+        except OSError as cause:
+            if cause.errno != errno.EBADF:
+                raise
+            continue
+        if (status.st_dev, status.st_ino) == (mapping.device, mapping.inode):
+            return int(name)
+    return None

@@ -1,0 +1,437 @@
+"""Device memory by address: copies of any stride, and memory of another, real process."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flyweight import cuda  # noqa: E402
+from flyweight.errors import HandleGone, SpecError, TransferTimeout, TransportError  # noqa: E402
+from flyweight.memory import Buffer  # noqa: E402
+from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport  # noqa: E402
+from flyweight.transports.doorway import Door, Line  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+
+KINDS = {
+    "plain": "expandable_segments:False",
+    "expandable": "expandable_segments:True",
+    "pooled": "backend:cudaMallocAsync",
+}
+
+
+def buffer_of(tensor):
+    width = tensor.element_size()
+    strides = tuple(width * stride for stride in tensor.stride())
+    device = tensor.get_device() if tensor.is_cuda else None
+    return Buffer(tensor.data_ptr(), tuple(tensor.shape), strides, width, tensor, device=device)
+
+
+def content(buffer):
+    """Return a flat buffer's bytes."""
+    data = np.empty(buffer.nbytes, np.uint8)
+    copier = cuda.Copier(buffer.device)
+    copier.copy(Buffer.of(data), buffer)
+    copier.wait(30)
+    copier.close()
+    return data
+
+
+# The other process.
+
+
+def exporter(door_path):
+    """Obey commands from stdin: one line of JSON each, and one for the answer."""
+    door = Door(Path(door_path), token="token") if door_path else None
+    transport = CudaIpcTransport(door=door)
+    tensors, handles = [], []
+    for line in sys.stdin:
+        command, *args = json.loads(line)
+        answer = None
+        if command == "offer":
+            for size in args:
+                tensors.append(torch.arange(size, device="cuda").to(torch.uint8))
+            torch.cuda.synchronize()
+            try:
+                handles = [transport.offer(buffer_of(tensor)) for tensor in tensors]
+                answer = [msgspec.json.encode(handle).decode() for handle in handles]
+            except TransportError as error:
+                answer = str(error)
+        elif command == "add":
+            for tensor in tensors:
+                tensor.add_(args[0])
+            torch.cuda.synchronize()
+        elif command == "release":
+            transport.release(handles[args[0]])
+        elif command == "close":
+            transport.close()
+        elif command == "free":
+            tensors.clear()
+            torch.cuda.empty_cache()
+        print(json.dumps(answer), flush=True)
+
+
+class Exporter:
+    def __init__(self, kind, door_path):
+        self.door_path = door_path
+        environ = os.environ | {
+            "PYTORCH_CUDA_ALLOC_CONF": KINDS[kind],
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(door_path or "")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=environ,
+        )
+
+    def ask(self, *command):
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        text = b""
+        while not text.endswith(b"\n"):
+            assert select.select([self.process.stdout], [], [], 60)[0], "no answer in 60 s"
+            piece = self.process.stdout.read(1 << 20)
+            assert piece, "the exporter died"
+            text += piece
+        return json.loads(text)
+
+    def offer(self, *sizes):
+        answer = self.ask("offer", *sizes)
+        assert isinstance(answer, list), answer
+        return [msgspec.json.decode(text, type=CudaIpcHandle) for text in answer]
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(30)
+
+    def stop(self):
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.process.wait(30)
+            self.process.stdout.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start an exporter; return it and a transport that reads from it."""
+    running, transports, lines = [], [], []
+
+    def begin(kind, *, has_door=True):
+        door_path = tmp_path / f"door{len(running)}" if has_door else None
+        other = Exporter(kind, door_path)
+        running.append(other)
+        other.ask("hello")
+        line = Line(door_path, token="token") if has_door else None
+        if line is not None:
+            lines.append(line)
+        transports.append(CudaIpcTransport(line=line))
+        return other, transports[-1]
+
+    yield begin
+    for each in (*transports, *lines):
+        each.close()
+    for each in running:
+        each.stop()
+
+
+SIZES = [3_000_001, 100, 0, 8192, 64 << 20, 5]
+
+
+def expected(size, added=0):
+    return (np.arange(size) + added).astype(np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["plain", "expandable"])
+def test_another_process_reads_what_is_offered_and_what_is_written_later(start, kind):
+    other, transport = start(kind)
+    handles = other.offer(*SIZES)
+    buffers = [transport.open(handle) for handle in handles]
+    for buffer, size in zip(buffers, SIZES, strict=True):
+        assert not buffer.is_writable
+        assert content(buffer).tobytes() == expected(size).tobytes()
+    other.ask("add", 3)
+    for handle, size in zip(handles, SIZES, strict=True):
+        assert content(transport.open(handle)).tobytes() == expected(size, 3).tobytes()
+    assert [transport.open(handle).address for handle in handles] == [b.address for b in buffers]
+
+
+def test_without_a_door_plain_memory_is_read_all_the_same(start):
+    other, transport = start("plain", has_door=False)
+    (handle,) = other.offer(100_000)
+    assert content(transport.open(handle)).tobytes() == expected(100_000).tobytes()
+    other.kill()
+    transport.shut(handle)
+    with pytest.raises(TransportError):
+        transport.open(handle)
+
+
+@pytest.mark.parametrize("kind", ["plain", "expandable"])
+def test_an_allocation_is_mapped_once_however_many_handles_lie_in_it(start, kind):
+    other, transport = start(kind)
+    handles = other.offer(*[4096] * 40)
+    starts = {transport.open(handle).address - handle.offset for handle in handles}
+    assert len(starts) == len({handle.place for handle in handles}) == 1
+    for handle in handles[:-1]:
+        transport.shut(handle)
+        transport.shut(handle)
+    assert content(transport.open(handles[-1])).tobytes() == expected(4096).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["plain", "expandable"])
+def test_a_released_handle_is_gone_and_its_neighbour_is_not(start, kind):
+    other, transport = start(kind)
+    first, second = other.offer(1000, 1000)
+    transport.open(second)
+    other.ask("release", 0)
+    other.ask("release", 0)
+    with pytest.raises(HandleGone, match="was released"):
+        transport.open(first)
+    assert content(transport.open(second)).tobytes() == expected(1000).tobytes()
+    other.ask("close")
+    with pytest.raises(HandleGone):
+        transport.open(second)
+
+
+@pytest.mark.parametrize("kind", ["plain", "expandable"])
+def test_handles_are_gone_with_a_killed_exporter_and_what_is_open_can_be_shut(start, kind):
+    other, transport = start(kind)
+    opened, other_one = other.offer(30 << 20, 30 << 20)
+    buffer = transport.open(opened)
+    other.kill()
+    for handle in (opened, other_one):
+        with pytest.raises(HandleGone, match="gone with"):
+            transport.open(handle)
+    assert content(buffer).tobytes() == expected(30 << 20).tobytes()
+    transport.shut(opened)
+    transport.shut(opened)
+    assert torch.ones(8, device="cuda").sum().item() == 8  # the context is whole
+
+
+@pytest.mark.parametrize("kind", ["plain", "expandable"])
+def test_opening_and_shutting_over_and_over_takes_no_memory(start, kind):
+    other, transport = start(kind)
+    handles = other.offer(30 << 20, 5000)
+    free = []
+    for _ in range(200):
+        for handle in handles:
+            transport.open(handle)
+        for handle in handles:
+            transport.shut(handle)
+        free.append(cuda.free_bytes(0))
+    assert free[-1] == free[9]
+    assert len(os.listdir("/proc/self/fd")) < 200
+
+
+def test_memory_of_a_pool_is_refused_with_a_remedy(start):
+    other, _ = start("pooled")
+    assert "backend:native" in other.ask("offer", 1000)
+
+
+def test_mapped_memory_without_a_door_is_refused_with_a_remedy(start):
+    other, _ = start("expandable", has_door=False)
+    assert "expandable_segments:False" in other.ask("offer", 1000)
+
+
+def test_memory_of_the_host_is_refused():
+    with pytest.raises(TransportError, match="the host's memory"):
+        CudaIpcTransport().offer(Buffer.of(np.zeros(8, np.uint8)))
+
+
+def test_a_handle_of_ones_own_process_is_the_memory_itself():
+    tensor = torch.arange(40, device="cuda").view(5, 8)[1:4, 2:6]
+    mine, other = CudaIpcTransport(), CudaIpcTransport()
+    handle = mine.offer(buffer_of(tensor))
+    low, high = buffer_of(tensor).span
+    for transport in (mine, other):
+        buffer = transport.open(handle)
+        assert (buffer.address, buffer.nbytes) == (low, high - low)
+    other.shut(handle)
+    other.release(handle)
+    mine.open(handle)
+    mine.release(handle)
+    mine.release(handle)
+    with pytest.raises(HandleGone, match="was released"):
+        other.open(handle)
+    for transport in (mine, other):
+        transport.close()
+        transport.close()
+
+
+def a_handle():
+    transport = CudaIpcTransport()
+    return transport.offer(buffer_of(torch.zeros(100, device="cuda")))
+
+
+def test_a_handle_survives_json_and_msgpack():
+    handle = a_handle()
+    for codec in (msgspec.json, msgspec.msgpack):
+        assert codec.decode(codec.encode(handle), type=CudaIpcHandle) == handle
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"offset": -1},
+        {"nbytes": 2**40},
+        {"nbytes": 2**64},
+        {"allocation_bytes": 1},
+        {"ipc": ""},
+        {"ipc": "AAAA"},
+        {"session": "../../etc"},
+        {"slot": 2**40},
+        {"pieces": [["key", 100]]},
+        {"device": "G" * 100},
+    ],
+    ids=str,
+)
+def test_a_handle_that_lies_is_refused_before_the_driver_sees_it(lie):
+    text = json.dumps(json.loads(msgspec.json.encode(a_handle())) | lie)
+    with pytest.raises((TransportError, msgspec.ValidationError)):
+        msgspec.json.decode(text, type=CudaIpcHandle)
+
+
+def test_a_handle_of_a_device_that_is_not_here_is_refused():
+    handle = msgspec.structs.replace(a_handle(), device="GPU-0", pid=1)
+    with pytest.raises(TransportError, match="GPU-0"):
+        CudaIpcTransport().open(handle)
+
+
+# Copies.
+
+
+def copied(sink, source):
+    copier = cuda.Copier(0)
+    copier.copy(buffer_of(sink), buffer_of(source))
+    copier.wait(30)
+    copier.close()
+    copier.close()
+
+
+def numbers(*shape, device="cuda", dtype=torch.int16):
+    return torch.randint(-(2**15), 2**15, shape, device=device).to(dtype)
+
+
+VIEWS = {
+    "whole": lambda t: t,
+    "flat": lambda t: t.view(-1),
+    "columns": lambda t: t.view(240, 1001)[:, 7:300],
+    "rows": lambda t: t.view(240, 1001)[5:100:3],
+    "block": lambda t: t.view(10, 24, 1001)[1:5, 3:20, 100:201],
+    "apart": lambda t: t.view(5, 2, 24, 1001)[:, 1, ::2, 5:],
+    "four": lambda t: t.view(5, 2, 24, 13, 77)[1:4, :, 2:7, 3:9, 11:30],
+    "items": lambda t: t.view(240, 1001)[::2, 1::3],
+    "transposed": lambda t: t.view(240, 1001).t(),
+    "one": lambda t: t.view(240, 1001)[3, 4],
+    "none": lambda t: t.view(240, 1001)[3:3],
+}
+
+
+@pytest.mark.parametrize("ends", ["cuda cuda", "cpu cuda", "cuda cpu"])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float64], ids=str)
+def test_a_view_is_copied_to_contiguous_memory_and_back(view, ends, dtype):
+    sink_end, source_end = ends.split()
+    source = VIEWS[view](numbers(240, 1001, device=source_end, dtype=dtype))
+    there = torch.zeros(source.shape, device=sink_end, dtype=dtype)
+    copied(there, source)
+    assert torch.equal(there.cpu(), source.cpu())
+    room = torch.zeros(240, 1001, device=sink_end, dtype=dtype)
+    wanted = room.cpu()
+    VIEWS[view](wanted).copy_(source.cpu())
+    copied(VIEWS[view](room), source)
+    assert torch.equal(room.cpu(), wanted)
+
+
+def test_a_copy_larger_than_a_piece_arrives_whole():
+    source = numbers(100_000_003)
+    sink = torch.zeros_like(source)
+    copied(sink, source)
+    assert torch.equal(sink, source)
+
+
+def test_a_copy_waits_for_the_default_stream_and_keeps_its_deadline():
+    source, sink = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    copier = cuda.Copier(0)
+    torch.cuda._sleep(1_000_000_000)  # about half a second
+    source.fill_(5)
+    copier.copy(buffer_of(sink), buffer_of(source))
+    with pytest.raises(TransferTimeout, match="1 copies of device 0 did not all arrive in 0.01 s"):
+        copier.wait(0.01)
+    with pytest.raises(TransferTimeout, match="device 0 was not done in 0.01 s"):
+        cuda.synchronize(0, 0.01)
+    copier.wait(30)
+    cuda.synchronize(0, 30)
+    assert sink.cpu().eq(5).all()
+    copier.close()
+
+
+def test_copies_that_make_no_sense_are_refused():
+    copier = cuda.Copier(0)
+    a, b = buffer_of(numbers(4, 6)), buffer_of(numbers(6, 4))
+    with pytest.raises(SpecError, match=r"source is \(6, 4\) items of 2 bytes, sink is \(4, 6\)"):
+        copier.copy(a, b)
+    with pytest.raises(SpecError, match="read-only"):
+        copier.copy(replace(a, is_writable=False), a)
+    with pytest.raises(SpecError, match="share bytes"):
+        copier.copy(buffer_of(numbers(1, 6).expand(4, 6)), a)
+    sink, source = numbers(300, 300, 8, 8), numbers(8, 8, 300, 300).permute(3, 2, 1, 0)
+    with pytest.raises(SpecError, match="more than 65536 calls"):
+        copier.copy(buffer_of(sink), buffer_of(source))
+    copier.close()
+
+
+def test_broadcast_sources_are_copied():
+    source = numbers(1, 6).expand(4, 6)
+    sink = torch.zeros(4, 6, device="cuda", dtype=torch.int16)
+    copied(sink, source)
+    assert torch.equal(sink, source)
+
+
+# Devices.
+
+
+def test_a_device_has_the_name_that_torch_gives_it():
+    assert cuda.is_available()
+    assert cuda.num_devices() == torch.cuda.device_count()
+    assert cuda.uuid(0) == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    assert cuda.device_named(cuda.uuid(0)) == 0
+    assert cuda.device_named("GPU-0") is None
+
+
+def test_memory_of_its_own_is_taken_and_given_back():
+    before = cuda.free_bytes(0)
+    buffer = cuda.allocate(0, 256 << 20)
+    assert before - cuda.free_bytes(0) >= 256 << 20
+    assert cuda.allocation_at(0, buffer.address + 5).start == buffer.address
+    number = cuda.allocation_at(0, buffer.address).number
+    cuda.free(buffer)
+    assert cuda.free_bytes(0) == before
+    again = cuda.allocate(0, 256 << 20)
+    assert cuda.allocation_at(0, again.address).number != number
+    cuda.free(again)
+
+
+def test_a_driver_error_has_its_name():
+    with pytest.raises(TransportError, match="cuMemAlloc_v2 answered 2, CUDA_ERROR_OUT_OF_MEMORY"):
+        cuda.allocate(0, 1 << 45)
+
+
+if __name__ == "__main__":
+    exporter(sys.argv[1])
