@@ -5,16 +5,21 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cached_property
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,11 +101,11 @@ while True:
         peak = 0
 """
 
-    def __init__(self) -> None:
+    @cached_property
+    def _child(self) -> subprocess.Popen[str]:
+        """The watcher, which starts at the first reading."""
         words = [sys.executable, "-S", "-c", self._WATCH, str(os.getpid())]
-        self._child = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def peak_bytes(self) -> int:
         """Return the highest reading since the last call."""
@@ -152,6 +157,92 @@ def print_rows(title: str, rows: dict[str, dict[str, object]], limit: float | No
             f"{name:32s} {row['gb_per_second_median']:6.2f} ({row['gb_per_second_min']:5.2f}..{row['gb_per_second_max']:5.2f})"
             f"          {row['of_limit']:5.2f}   {row['extra_mib_max']:8.1f}"
         )
+
+
+class ChildFailed(Exception):
+    """A command that raised in a child, with its traceback; or one that was not answered in time."""
+
+
+class Child:
+    """A process of its own, never forked, that answers commands; no wait for it is without end."""
+
+    def __init__(
+        self,
+        commands: Callable[..., Mapping[str, Callable[..., object]]],
+        *args: object,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it: there `commands(*args)` is called once and tells what to call for each word."""
+        context = multiprocessing.get_context("spawn")
+        self._line, theirs = context.Pipe()
+        self.name = commands.__name__
+        self._process = context.Process(
+            target=_answer, args=(theirs, commands, args), name=self.name, daemon=True
+        )
+        before = dict(os.environ)
+        os.environ.update(env or {})
+        try:
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        theirs.close()
+
+    def tell(self, word: str, *args: object) -> None:
+        """Give a command, whose answer must be fetched before the next one."""
+        self._line.send((word, args))
+
+    def answer(self, timeout_seconds: float) -> Any:
+        if not self._line.poll(max(timeout_seconds, 0)):
+            self._process.kill()  # an answer that comes late would be taken for the next one
+            raise ChildFailed(f"{self.name} has not answered in {timeout_seconds:.0f} s")
+        try:
+            is_well, value = self._line.recv()
+        except (EOFError, ConnectionError) as cause:
+            raise ChildFailed(f"{self.name} is gone") from cause
+        if not is_well:
+            raise ChildFailed(f"{self.name}: {value}")
+        return value
+
+    def ask(self, word: str, *args: object, timeout_seconds: float = 60) -> Any:
+        self.tell(word, *args)
+        return self.answer(timeout_seconds)
+
+    def close(self) -> None:
+        """End it, by force if it does not end by itself."""
+        self._line.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(5)
+
+
+def _answer(line: Connection, commands: Callable[..., Any], args: tuple[object, ...]) -> None:
+    try:
+        known = commands(*args)
+        trouble = ""
+    except Exception:
+        known, trouble = {}, traceback.format_exc()
+    while True:
+        try:
+            word, words = line.recv()
+        except EOFError:  # the parent closed it, or is gone
+            return
+        try:
+            reply = (False, trouble) if trouble else (True, known[word](*words))
+        except Exception:
+            reply = (False, traceback.format_exc())
+        line.send(reply)
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Return the median of some seconds, and how far they spread, in milliseconds."""
+    found = sorted(1000 * each for each in values)
+    return {
+        "median_ms": round(statistics.median(found), 3),
+        "min_ms": round(found[0], 3),
+        "max_ms": round(found[-1], 3),
+    }
 
 
 def machine() -> dict[str, object]:

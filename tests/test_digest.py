@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import random_bytes
-from flyweight.digest import _A, _B, ROW_BYTES, ROW_WORDS, Digest, checksum, digest
+from flyweight.digest import _A, _B, ROW_BYTES, ROW_WORDS, Digest, checksum, digest, small_digests
 
 MASK = 2**64 - 1
 
@@ -142,3 +142,11 @@ def test_zeros_of_another_length_are_another_tensor():
 
 def test_the_checksum_is_xxh3():
     assert checksum(np.frombuffer(b"flyweight", np.uint8)) == 0x6509CA2BE5334716
+
+
+def test_many_small_digests_are_those_of_one_by_one():
+    rng = np.random.default_rng(5)
+    sizes = [0, 1, 7, 8, 9, 8191, 8192, 8193, 3 * 8192, 16 * 8192, *rng.integers(0, 131072, 60)]
+    tensors = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
+    assert small_digests(tensors) == [digest(each) for each in tensors]
+    assert small_digests([]) == []

@@ -20,16 +20,26 @@ from math import prod
 from time import monotonic, sleep
 from typing import Any
 
-from flyweight.errors import MissingDependency, SpecError, TransferTimeout, TransportError
+import numpy as np
+from numpy.typing import NDArray
+
+from flyweight.errors import (
+    HandleGone,
+    MissingDependency,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+)
 from flyweight.memory import Buffer
 
 IPC_BYTES = 64
 _PIECE_BYTES = 256 << 20  # so that one huge tensor keeps all streams busy
+_TABLE_BYTES = 32 << 20  # what is larger is as fast by the driver's own copies
 _MAX_COPIES = 1 << 16
 _MAX_PITCH = 2**31 - 1
 _SPIN_SECONDS = 0.05  # a round takes about 8 ms, and who sleeps wakes 60 us late
 
-_NOT_READY = 600
+_INVALID_VALUE, _INVALID_HANDLE, _NOT_READY = 1, 400, 600
 _HOST, _DEVICE = 1, 2
 _POSIX_FD = 1
 _READ, _READ_WRITE = 1, 3
@@ -102,6 +112,10 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuStreamCreate": (c_void_p, c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamQuery": (c_void_p,),
+    "cuMemcpyHtoD_v2": (c_uint64, c_void_p, c_size_t),
+    "cuModuleLoadData": (c_void_p, c_char_p),
+    "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
+    "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemcpy3DAsync_v2": (c_void_p, c_void_p),
 }
@@ -170,6 +184,7 @@ def _current(device: int) -> Iterator[None]:
 
 
 def _until(is_done: Callable[[], bool], timeout_seconds: float, what: str) -> None:
+    """Return once `is_done`; raise TransferTimeout if that takes too long."""
     start = monotonic()
     while not is_done():
         waited = monotonic() - start
@@ -316,12 +331,18 @@ def ipc_handle(device: int, address: int) -> bytes:
 
 
 def open_ipc(device: int, handle: bytes) -> int:
-    """Map an allocation of another process, and return where it starts here."""
+    """Map an allocation of another process, and return where it starts here.
+
+    Raises HandleGone if it was freed, or its process is gone.
+    """
     address = c_uint64()
     with _current(device):
         peer_access = 1
         struct = _IpcHandle.from_buffer_copy(handle)
-        _call("cuIpcOpenMemHandle_v2", byref(address), struct, peer_access)
+        code = _function("cuIpcOpenMemHandle_v2")(byref(address), struct, peer_access)
+    if code in (_INVALID_VALUE, _INVALID_HANDLE):  # seen for memory that is freed, for the dead
+        raise HandleGone(f"no memory of another process has this handle: {_told(code)}")
+    _check("cuIpcOpenMemHandle_v2", code)
     return address.value
 
 
@@ -419,6 +440,12 @@ def _dims(
     return tuple(merged[:cut]), tuple(merged[cut:])
 
 
+def run_bytes(sink: Buffer, source: Buffer) -> int:
+    """Return how many bytes of a copy lie without a gap on both sides, at least."""
+    _, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
+    return block[-1][0]
+
+
 def _fits(dims: Sequence[_Dim]) -> bool:
     """True if the driver can copy rows, or planes of rows, that lie so at both sides."""
     *outer, (width, _, _) = dims
@@ -432,11 +459,95 @@ def _fits(dims: Sequence[_Dim]) -> bool:
     return True
 
 
+def _is_any(sink: Buffer, source: Buffer) -> bool:
+    """True if there is something to copy; raise SpecError if it cannot be copied."""
+    if (sink.shape, sink.item_bytes) != (source.shape, source.item_bytes):
+        raise SpecError(
+            f"source is {source.shape} items of {source.item_bytes} bytes, "
+            f"sink is {sink.shape} of {sink.item_bytes}"
+        )
+    if not sink.is_writable:
+        raise SpecError(f"sink of shape {sink.shape} is read-only")
+    return 0 not in sink.shape
+
+
 def _offsets(dims: Sequence[_Dim]) -> Iterator[tuple[int, int]]:
     """Yield where each step through the dims is, in bytes, at the sink and at the source."""
     for steps in product(*(range(size) for size, _, _ in dims)):
         to = sum(step * dim[1] for step, dim in zip(steps, dims, strict=True))
         yield to, sum(step * dim[2] for step, dim in zip(steps, dims, strict=True))
+
+
+def _each(line: str) -> str:
+    """Write a line of the kernel once for each load of a thread."""
+    quads = ["{" + ", ".join(f"%x{4 * k + lane}" for lane in range(4)) + "}" for k in range(_LOADS)]
+    step = 16 * _THREADS
+    return "\n".join(
+        line.format(k=k, step=step, offset=step * k, quad=quads[k]) for k in range(_LOADS)
+    )
+
+
+# A block of threads copies one task, {sink, source, bytes}: each thread eight times 16 bytes if
+# there are as many, then one of the bytes left over. All loads are under way before a store.
+_THREADS, _LOADS = 1024, 8
+_TASK_BYTES = 16 * _THREADS * _LOADS
+_KERNEL = f"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry copy_tasks(.param .u64 tasks) {{
+.reg .pred %p, %q<{_LOADS}>; .reg .b16 %byte; .reg .b32 %i, %at, %n, %whole, %x<{4 * _LOADS}>;
+.reg .b64 %task, %sink, %source, %from, %to, %wide;
+ld.param.u64 %task, [tasks];         cvta.to.global.u64 %task, %task;
+mov.u32 %i, %ctaid.x;                mul.wide.u32 %wide, %i, 24;
+add.u64 %task, %task, %wide;         ld.global.u32 %n, [%task+16];
+ld.global.u64 %sink, [%task];        ld.global.u64 %source, [%task+8];
+and.b32 %whole, %n, -16;             mov.u32 %i, %tid.x;
+add.u32 %at, %whole, %i;             setp.lt.u32 %p, %at, %n;
+cvt.u64.u32 %wide, %at;              add.u64 %from, %source, %wide;
+add.u64 %to, %sink, %wide;           @%p ld.global.u8 %byte, [%from];
+shl.b32 %at, %i, 4;                  cvt.u64.u32 %wide, %at;
+add.u64 %sink, %sink, %wide;         add.u64 %source, %source, %wide;
+{_each("setp.lt.u32 %q{k}, %at, %whole; add.u32 %at, %at, {step};")}
+{_each("@%q{k} ld.global.cs.v4.u32 {quad}, [%source+{offset}];")}
+{_each("@%q{k} st.global.cs.v4.u32 [%sink+{offset}], {quad};")}
+@%p st.global.u8 [%to], %byte;
+ret; }}
+"""
+
+
+@cache
+def _kernel(device: int) -> c_void_p:
+    module, function = c_void_p(), c_void_p()
+    with _current(device):
+        _call("cuModuleLoadData", byref(module), _KERNEL.encode())
+        _call("cuModuleGetFunction", byref(function), module, b"copy_tasks")
+    return function
+
+
+def _tasks(copies: Sequence[tuple[int, int, int]]) -> NDArray[np.uint64]:
+    """Cut (sink, source, bytes) into tasks of the kernel."""
+    whole = np.array(copies, np.uint64).reshape(-1, 3)
+    step = np.uint64(_TASK_BYTES)
+    counts = (whole[:, 2] + step - np.uint64(1)) // step
+    first = np.cumsum(counts) - counts
+    tasks = np.repeat(whole, counts.astype(np.int64), axis=0)
+    offsets = np.arange(len(tasks), dtype=np.uint64) - np.repeat(first, counts.astype(np.int64))
+    offsets *= step
+    tasks[:, :2] += offsets[:, None]
+    tasks[:, 2] = np.minimum(tasks[:, 2] - offsets, step)
+    return tasks
+
+
+@dataclass(frozen=True, eq=False)
+class CopyTable:
+    """Copies that are made again and again, and what of them one launch does. Keeps the buffers."""
+
+    pairs: tuple[tuple[Buffer, Buffer], ...]
+    rest: tuple[tuple[Buffer, Buffer], ...]
+    tasks: Buffer
+    num_tasks: int
+    task_bytes: int
 
 
 _abandoned: list[object] = []
@@ -455,9 +566,10 @@ class Copier:
         self._device, self._piece_bytes = device, piece_bytes
         self._context, self._popped = _context(device), byref(c_void_p())
         self._push, self._pop = _function("cuCtxPushCurrent_v2"), _function("cuCtxPopCurrent_v2")
-        self._copy_1d = _function("cuMemcpyAsync")
+        self._copy_1d, self._query = _function("cuMemcpyAsync"), _function("cuStreamQuery")
         self._queued_bytes = [0] * num_streams
-        self._held: list[tuple[Buffer, Buffer]] = []
+        self._held: list[object] = []
+        self._tables: list[Buffer] = []
         self._streams: list[c_void_p] = []
         with _current(device):
             for _ in range(num_streams):
@@ -470,14 +582,7 @@ class Copier:
         Raises SpecError if the buffers differ in shape or item width, if items of the sink share
         bytes, or if the strides take more calls of the driver than 65536.
         """
-        if (sink.shape, sink.item_bytes) != (source.shape, source.item_bytes):
-            raise SpecError(
-                f"source is {source.shape} items of {source.item_bytes} bytes, "
-                f"sink is {sink.shape} of {sink.item_bytes}"
-            )
-        if not sink.is_writable:
-            raise SpecError(f"sink of shape {sink.shape} is read-only")
-        if 0 in sink.shape:
+        if not _is_any(sink, source):
             return
         walk, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
         self._held.append((sink, source))
@@ -491,30 +596,66 @@ class Copier:
         finally:
             self._pop(self._popped)
 
+    def table(self, pairs: Sequence[tuple[Buffer, Buffer]]) -> CopyTable:
+        """Return copies, (sink, source) each, that `run` makes as often as it is asked to.
+
+        For thousands of small tensors this is many times faster than to queue each. It takes 24
+        bytes of the device's memory for 128 KiB of copies, until `drop`. Raises as `copy` does.
+        """
+        flat: list[tuple[int, int, int]] = []
+        rest: list[tuple[Buffer, Buffer]] = []
+        for sink, source in pairs:
+            if not _is_any(sink, source):
+                continue
+            walk, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
+            is_small = not walk and len(block) == 1 and block[0][0] < _TABLE_BYTES
+            is_here = sink.device == source.device == self._device
+            if is_small and is_here and sink.address % 16 == source.address % 16 == 0:
+                flat.append((sink.address, source.address, block[0][0]))
+            else:
+                rest.append((sink, source))
+        tasks = _tasks(flat)
+        place = allocate(self._device, tasks.nbytes)
+        self._tables.append(place)
+        if len(tasks):
+            with _current(self._device):
+                _call("cuMemcpyHtoD_v2", place.address, tasks.ctypes.data, tasks.nbytes)
+        nbytes = sum(each[2] for each in flat)
+        return CopyTable(tuple(pairs), tuple(rest), place, len(tasks), nbytes)
+
+    def drop(self, table: CopyTable) -> None:
+        """Give back what a table takes, once none of its copies is under way. Safe to repeat."""
+        if table.tasks in self._tables:
+            self._tables.remove(table.tasks)
+            free(table.tasks)
+
+    def run(self, table: CopyTable) -> None:
+        """Queue all copies of a table of this copier."""
+        if table.num_tasks:
+            self._held.append(table)
+            self._queued_bytes[0] += table.task_bytes
+            address = c_uint64(table.tasks.address)
+            arguments = (c_void_p * 1)(ctypes.addressof(address))
+            kernel, stream = _kernel(self._device), self._streams[0]
+            sizes = (table.num_tasks, 1, 1, _THREADS, 1, 1, 0)
+            with _current(self._device):
+                _call("cuLaunchKernel", kernel, *sizes, stream, arguments, None)
+        for sink, source in table.rest:
+            self.copy(sink, source)
+
     def wait(self, timeout_seconds: float) -> None:
         """Return once every queued copy has arrived; raise TransferTimeout if one does not.
 
         After a timeout the buffers are still being written, and stay held.
         """
-        query = _function("cuStreamQuery")
-
-        def is_idle(stream: c_void_p) -> bool:
-            code = query(stream)
-            if code not in (0, _NOT_READY):
-                _check("cuStreamQuery", code)
-            return code == 0
-
-        start = monotonic()
+        what = f"{len(self._held)} copies of device {self._device} did not all arrive"
         with _current(self._device):
-            for stream in self._streams:
-                left = timeout_seconds - (monotonic() - start)
-                what = f"{len(self._held)} copies of device {self._device} did not all arrive"
-                _until(lambda stream=stream: is_idle(stream), left, what)  # type: ignore[misc]
+            _until(self._is_idle, timeout_seconds, what)
         self._held.clear()
         self._queued_bytes = [0] * len(self._streams)
 
     def close(self) -> None:
-        """Let go of the streams. Safe to repeat.
+        """Let go of the streams and tables. Safe to repeat.
 
         What is still on its way is kept for good: nobody would notice its arrival.
         """
@@ -525,6 +666,19 @@ class Copier:
         with _current(self._device):
             while self._streams:
                 _call("cuStreamDestroy_v2", self._streams.pop())
+        while self._tables:
+            if self._held:
+                _abandoned.append(self._tables.pop())
+            else:
+                free(self._tables.pop())
+
+    def _is_idle(self) -> bool:
+        for stream in self._streams:
+            code = self._query(stream)
+            if code == _NOT_READY:
+                return False
+            _check("cuStreamQuery", code)
+        return True
 
     def _stream(self, nbytes: int) -> c_void_p:
         """Return the stream with the least to do, and count these bytes to it."""

@@ -12,8 +12,9 @@ import gc
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,6 +172,22 @@ def bytes_for(nbytes: int, into: Bytes | None) -> Bytes:
     if len(into) < nbytes:
         raise SpecError(f"room for {len(into)} bytes, {nbytes} are to be read")
     return into[:nbytes]
+
+
+def available_bytes() -> int:
+    """Return how much memory this process may still take, by what the system and its group say."""
+    found = [2**63]
+    with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", "rb") as meminfo:
+        line = next(line for line in meminfo if line.startswith(b"MemAvailable:"))
+        found.append(1024 * int(line.split()[1]))
+    root = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError, KeyError):  # no limit, or another kind of groups
+        limit = int((root / "memory.max").read_text())
+        used = int((root / "memory.current").read_text())
+        told = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        cached = int(told["inactive_file"]) + int(told["active_file"])  # is given up when needed
+        found.append(max(limit - used + cached, 0))
+    return min(found)
 
 
 def without_fork(data: Bytes) -> None:

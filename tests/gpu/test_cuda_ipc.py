@@ -176,9 +176,14 @@ def test_without_a_door_plain_memory_is_read_all_the_same(start):
     other, transport = start("plain", has_door=False)
     (handle,) = other.offer(100_000)
     assert content(transport.open(handle)).tobytes() == expected(100_000).tobytes()
-    other.kill()
     transport.shut(handle)
-    with pytest.raises(TransportError):
+    other.ask("close")
+    other.ask("free")
+    with pytest.raises(HandleGone, match="no memory of another process"):
+        transport.open(handle)
+    (handle,) = other.offer(100_000)
+    other.kill()
+    with pytest.raises(HandleGone, match="no memory of another process"):
         transport.open(handle)
 
 
@@ -364,6 +369,48 @@ def test_a_copy_larger_than_a_piece_arrives_whole():
     sink = torch.zeros_like(source)
     copied(sink, source)
     assert torch.equal(sink, source)
+
+
+def test_a_table_of_copies_is_made_as_often_as_asked():
+    sizes = [1, 15, 16, 17, 131071, 131072, 131073, 5_000_001, 0, 40]
+    sources = [numbers(size, dtype=torch.uint8) for size in sizes]
+    sinks = [torch.zeros_like(source) for source in sources]
+    big = numbers(300, 400)
+    views = [
+        (torch.zeros(100, 200, device="cuda", dtype=torch.int16), big[100:200, 50:250]),
+        (torch.zeros(400, 300, device="cuda", dtype=torch.int16).t(), big),
+        (torch.zeros(300, 400, dtype=torch.int16), big),
+        (torch.zeros(999, device="cuda", dtype=torch.int16), big.view(-1)[1:1000]),
+    ]
+    pairs = [*zip(sinks, sources, strict=True), *views]
+    before = cuda.free_bytes(0)
+    copier = cuda.Copier(0)
+    table = copier.table([(buffer_of(sink), buffer_of(source)) for sink, source in pairs])
+    assert (len(table.rest), table.num_tasks) == (4, 6 + 2 + 39 + 1)
+    for _ in range(3):
+        for tensor in (*sources, big):
+            tensor.add_(1)
+        copier.run(table)
+        copier.wait(30)
+        for sink, source in pairs:
+            assert torch.equal(sink.cpu(), source.cpu())
+    copier.close()
+    assert cuda.free_bytes(0) >= before
+
+
+def test_a_table_writes_no_byte_beyond_its_sinks():
+    room, source = numbers(100_000, dtype=torch.uint8), numbers(100_000, dtype=torch.uint8)
+    wanted = room.clone()
+    copier = cuda.Copier(0)
+    cuts = [(0, 16), (32, 47), (64, 4097), (8192, 8193), (20_000, 90_001)]
+    table = copier.table([(buffer_of(room[a:b]), buffer_of(source[a:b])) for a, b in cuts])
+    assert not table.rest
+    copier.run(table)
+    copier.wait(30)
+    copier.close()
+    for a, b in cuts:
+        wanted[a:b] = source[a:b]
+    assert torch.equal(room, wanted)
 
 
 def test_a_copy_waits_for_the_default_stream_and_keeps_its_deadline():

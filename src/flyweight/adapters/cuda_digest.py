@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from flyweight.adapters.torch_module import tensor_at
 from flyweight.digest import ROW_BYTES, ROW_WORDS, fmix, splitmix
 from flyweight.errors import MissingDependency, SpecError, TransferTimeout
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
 
 _SCRATCH_BYTES = 16 << 20
-_TASK_ROWS = 64  # 512 KiB: a few thousand tasks even out, and each loads 16 KiB of tables
-_NUM_ROWS, _NUM_WARPS = 1, 1  # of a step, and of the program that takes it
+_TASK_ROWS = 128  # 1 MiB: so many tasks even out, and each loads 16 KiB of tables
+_NUM_ROWS, _NUM_WARPS = 4, 8  # of a step, and of the program that takes it
 _SPIN_SECONDS = 0.05
 
 
@@ -163,7 +164,7 @@ class DeviceDigests:
                 scratch = torch.empty(_SCRATCH_BYTES + ROW_BYTES, dtype=torch.uint8, device=place)
             held = row = done = 0
             for block in _blocks(buffer):
-                source = _view(torch, block, place)
+                source = tensor_at(block)
                 end = held + block.nbytes
                 sink = scratch[held:end].view(source.dtype).view(source.shape)
                 done += block.nbytes
@@ -208,27 +209,3 @@ def _blocks(buffer: Buffer) -> Iterator[Buffer]:
             yield block
         else:
             yield from _blocks(replace(block, shape=block.shape[1:], strides=block.strides[1:]))
-
-
-class _Shown:
-    """What torch needs to see memory as a tensor, without owning it."""
-
-    def __init__(self, interface: dict[str, object]) -> None:
-        self.__cuda_array_interface__ = interface
-
-
-def _view(torch: Any, buffer: Buffer, place: str) -> Any:
-    """Return a buffer as a tensor of integers; what matters is only how wide they are."""
-    numbers = (buffer.address, buffer.item_bytes, *buffer.strides)
-    width = next(width for width in (8, 4, 2, 1) if all(n % width == 0 for n in numbers))
-    shape, strides = buffer.shape, buffer.strides
-    if width != buffer.item_bytes:
-        shape, strides = (*shape, buffer.item_bytes // width), (*strides, width)
-    interface = {
-        "shape": shape,
-        "strides": strides,
-        "typestr": "|u1" if width == 1 else f"<i{width}",
-        "data": (buffer.address, False),
-        "version": 2,
-    }
-    return torch.as_tensor(_Shown(interface), device=place)

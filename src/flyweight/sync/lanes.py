@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Literal
 
 from flyweight import cuda
-from flyweight.errors import PlanError, listed
+from flyweight.errors import FlyweightError, PlanError, listed
 from flyweight.memory import Buffer
 from flyweight.plan.buckets import pack
 from flyweight.sync.messages import Block, Bucket, Copy, Handle, Piece, Place
@@ -150,9 +150,16 @@ class Ring:
         if key == self._key:
             return
         self.close()
-        self._key = key
-        self.generation += 1
         stock.forget_slots()
+        self.generation += 1
+        try:
+            self._lay_out(stock, homes)
+        except FlyweightError:
+            self.close()
+            raise
+        self._key = key
+
+    def _lay_out(self, stock: Stock, homes: Mapping[str, Sequence[int]]) -> None:
         laid = {home: self._packed(stock, home, each) for home, each in homes.items() if each}
         for home, packed in laid.items():
             first = len(self.slots)

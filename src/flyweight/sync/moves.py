@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -20,12 +20,14 @@ import numpy as np
 
 from flyweight import cuda
 from flyweight.adapters.cuda_digest import DeviceDigests
-from flyweight.digest import Digest
+from flyweight.adapters.torch_module import copy_strided
+from flyweight.digest import SMALL_BYTES, Digest, small_digests
 from flyweight.errors import TransferTimeout
 from flyweight.memory import Buffer, Bytes, Items
-from flyweight.spec.box import Box, blocks, strides_of
+from flyweight.spec.box import blocks, strides_of
 
 _CHUNK_BYTES = 1 << 20
+_RUN_BYTES = 512
 _INLINE_BYTES = 8 << 20  # below this, to start threads costs more than they save
 
 
@@ -75,6 +77,15 @@ def _bytes(items: Items) -> Bytes:
     return np.ascontiguousarray(items).reshape(-1).view(np.uint8)
 
 
+def _num_threads(chunks: Sequence[_Chunk]) -> int:
+    # No piece is larger than a chunk, so their number says how much there is at most.
+    if len(chunks) * _CHUNK_BYTES <= _INLINE_BYTES:
+        return 1
+    if sum(chunk.sink.nbytes for chunk in chunks) <= _INLINE_BYTES:
+        return 1
+    return min(len(os.sched_getaffinity(0)), 4)
+
+
 def _on_all(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadline: float) -> None:
     """Call `work` for each chunk, by a few threads if there is much to do."""
     queue, lock, stop = iter(chunks), threading.Lock(), threading.Event()
@@ -90,8 +101,8 @@ def _on_all(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadline: 
             for chunk in some:
                 work(chunk)
 
-    num_threads = min(len(os.sched_getaffinity(0)), 4)
-    if num_threads == 1 or sum(chunk.sink.nbytes for chunk in chunks) <= _INLINE_BYTES:
+    num_threads = _num_threads(chunks)
+    if num_threads == 1:
         member()
         return
     with ThreadPoolExecutor(num_threads, "flyweight-moves") as pool:
@@ -110,13 +121,16 @@ class Moves:
         self._chunks = [
             chunk for m in on_host for chunk in _chunks(m.region, m.offset, m.sink, m.source)
         ]
-        self._device_moves = [
-            m for m in moves if m.sink.device is not None or m.source.device is not None
-        ]
-        self._copiers = copiers
+        self._on_devices = copiers.prepare(
+            [
+                (m.sink, m.source)
+                for m in moves
+                if m.sink.device is not None or m.source.device is not None
+            ]
+        )
 
     def run(self, digests: Sequence[Digest | None], deadline: float) -> float:
-        """Copy all; return the seconds that digests took of it, in each of the threads.
+        """Copy all; return the seconds that digests took of it, in all threads together.
 
         What has a digest is added to it, read back from where it landed.
         """
@@ -131,13 +145,50 @@ class Moves:
                 running.add(chunk.offset, _bytes(chunk.sink))
                 spent.append(perf_counter() - started)
 
-        for move in self._device_moves:
-            self._copiers.copy(move.sink, move.source)
+        for each in self._on_devices:
+            each.start()
         if self._chunks:
             _on_all(self._chunks, work, deadline)
-        if self._device_moves:
-            self._copiers.wait(deadline)
-        return sum(spent)
+        for each in self._on_devices:
+            each.wait(deadline)
+        return sum(spent) / (_num_threads(self._chunks) if spent else 1)
+
+    def close(self) -> None:
+        for each in self._on_devices:
+            each.close()
+
+
+class DeviceCopies:
+    """Copies from or to one device, prepared."""
+
+    def __init__(
+        self, device: int, copier: cuda.Copier, pairs: Sequence[tuple[Buffer, Buffer]]
+    ) -> None:
+        self._device, self._copier = device, copier
+        self._strided = [each for each in pairs if _is_strided(*each)]
+        self._table = copier.table([each for each in pairs if not _is_strided(*each)])
+
+    def start(self) -> None:
+        self._copier.run(self._table)
+        for sink, source in self._strided:
+            copy_strided(sink, source)
+
+    def wait(self, deadline: float) -> None:
+        self._copier.wait(max(deadline - monotonic(), 0.001))
+        if self._strided:  # they are on the framework's own stream
+            cuda.synchronize(self._device, max(deadline - monotonic(), 0.001))
+
+    def close(self) -> None:
+        self._copier.drop(self._table)
+
+
+def _is_strided(sink: Buffer, source: Buffer) -> bool:
+    """True for copies inside one device that the driver would do in tiny runs."""
+    return (
+        sink.device == source.device
+        and sink.nbytes > _RUN_BYTES
+        and cuda.run_bytes(sink, source) < _RUN_BYTES
+    )
 
 
 class Copiers:
@@ -146,16 +197,19 @@ class Copiers:
     def __init__(self) -> None:
         self._copiers: dict[int, cuda.Copier] = {}
 
-    def copy(self, sink: Buffer, source: Buffer) -> None:
-        device = sink.device if sink.device is not None else source.device
-        assert device is not None
-        if device not in self._copiers:
-            self._copiers[device] = cuda.Copier(device)
-        self._copiers[device].copy(sink, source)
-
-    def wait(self, deadline: float) -> None:
-        for copier in self._copiers.values():
-            copier.wait(max(deadline - monotonic(), 0.001))
+    def prepare(self, pairs: Sequence[tuple[Buffer, Buffer]]) -> list[DeviceCopies]:
+        """Return the copies by the device that makes them: the sink's, if that is one."""
+        by_device: dict[int, list[tuple[Buffer, Buffer]]] = {}
+        for sink, source in pairs:
+            device = sink.device if sink.device is not None else source.device
+            assert device is not None
+            by_device.setdefault(device, []).append((sink, source))
+        found = []
+        for device, each in sorted(by_device.items()):
+            if device not in self._copiers:
+                self._copiers[device] = cuda.Copier(device)
+            found.append(DeviceCopies(device, self._copiers[device], each))
+        return found
 
     def close(self) -> None:
         for copier in self._copiers.values():
@@ -168,7 +222,10 @@ class Regions:
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._nbytes = [buffer.nbytes for buffer in buffers]
-        self._on_host = [n for n, buffer in enumerate(buffers) if buffer.device is None]
+        self._small = SmallRegions(
+            {n: b for n, b in enumerate(buffers) if b.device is None and is_small(b)}
+        )
+        self._on_host = [n for n, b in enumerate(buffers) if b.device is None and not is_small(b)]
         self._chunks = [chunk for n in self._on_host for chunk in _chunks(n, 0, buffers[n], None)]
         self._on_devices: list[tuple[list[int], DeviceDigests]] = []
         for device in sorted({b.device for b in buffers if b.device is not None}):
@@ -187,6 +244,8 @@ class Regions:
             )
         for number, each in running.items():
             found[number] = each.value()
+        for number, value in self._small.digests():
+            found[number] = value
         for numbers, on_device in self._on_devices:
             values = on_device.values(max(deadline - monotonic(), 0.001))
             for number, value in zip(numbers, values, strict=True):
@@ -194,5 +253,17 @@ class Regions:
         return found
 
 
-def region_bytes(shape: Sequence[int], item_bytes: int) -> int:
-    return item_bytes * Box.whole(tuple(shape)).num_elements
+def is_small(buffer: Buffer) -> bool:
+    """True if a region is better digested together with others, after all is copied."""
+    return buffer.nbytes <= SMALL_BYTES
+
+
+class SmallRegions:
+    """Memory on the host in pieces so small that each call for one would cost more than it."""
+
+    def __init__(self, buffers: Mapping[int, Buffer]) -> None:
+        self._numbers = list(buffers)
+        self._items = [buffer.items() for buffer in buffers.values()]
+
+    def digests(self) -> Iterator[tuple[int, int]]:
+        return zip(self._numbers, small_digests(list(map(_bytes, self._items))), strict=True)

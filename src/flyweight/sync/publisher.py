@@ -165,6 +165,7 @@ class Publisher:
             )
             self._roll.version = None if self._standing is None else self._standing.version
             stack.callback(self._roll.close)
+            self._roll.start()
             self._address = str(claim.address)
             self._closing = stack.pop_all()
 
@@ -241,6 +242,7 @@ class Publisher:
         timeout = self._options.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = monotonic() + timeout
         lease = Lease(check_version(version))
+        self._check_open()
         if not self._publishing.acquire(timeout=max(timeout, 0)):
             raise TransferTimeout(f"the publish before is still under way after {timeout:g} s")
         try:
@@ -261,9 +263,12 @@ class Publisher:
         self._publish(lease, peers, timeout)
         return lease.wait(0)
 
-    def _check_next(self, version: int) -> None:
+    def _check_open(self) -> None:
         if not self._is_open:
             raise TransportError(f"the publisher at {self.address} is closed")
+
+    def _check_next(self, version: int) -> None:
+        self._check_open()
         if self._stored is not None:
             raise SpecError("the source is a snapshot: it is there for whoever asks")
         last = self._on.version
@@ -563,6 +568,9 @@ class Publisher:
         if self._held is not None:
             self._held[1].close()
         self._closing.close()
+        # Views of segments that are closed keep their memory.
+        self._held = self._standing = None
+        self._stock.forget_slots()
 
     def __enter__(self) -> Publisher:
         return self

@@ -18,6 +18,7 @@ from flyweight.adapters.model import is_model
 from flyweight.errors import (
     DigestMismatch,
     FlyweightError,
+    HandleGone,
     PeerLost,
     SpecError,
     TransferTimeout,
@@ -52,6 +53,7 @@ from flyweight.transports.shared_memory import SharedMemoryTransport
 State = Literal["empty", "ready", "updating", "failed"]
 _RETRY_SECONDS = 0.02
 _CONNECT_SECONDS = 10.0
+_REASON_SECONDS = 1.0
 
 
 class Replica:
@@ -257,6 +259,10 @@ class Replica:
                 Done(begin.round, taken.digests, taken.copy_seconds, taken.verify_seconds)
             )
             self._await_commit(link, begin, taken, feed)
+        except HandleGone as error:
+            reason = feed.abort() or error  # a publisher that gives up takes its memory with it
+            self._fail(link, begin, reason, is_told=False)
+            raise reason from error
         except BaseException as error:
             self._fail(link, begin, error, is_told=taken is not None)
             raise
@@ -385,6 +391,17 @@ class _Feed:
                     raise error_named(kind, text)
                 case _:
                     continue
+
+    def abort(self) -> FlyweightError | None:
+        """Return why the publisher gave this round up, if it says so soon."""
+        deadline = monotonic() + _REASON_SECONDS
+        try:
+            while True:
+                message = self._subscriber.next(deadline, "a reason")
+                if isinstance(message, Abort) and message.round == self._round:
+                    return error_named(message.kind, message.text)
+        except TransportError:
+            return None
 
     def next(self) -> int:
         message = self.message("a bucket")

@@ -117,6 +117,9 @@ class Roll:
             unreachable=self._unreachable,
         )
 
+    def start(self) -> None:
+        self._wire.start()
+
     def send(self, peer: bytes, message: Message) -> None:
         self._wire.send(message, peer)
 
@@ -173,6 +176,7 @@ class Roll:
         with self.changed:
             for id in (*self.peers, *self._watchers):
                 self.send(id, Bye("the publisher was closed"))
+            self.peers.clear()
         self._wire.close()
 
     # What replicas say.

@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
-from flyweight.errors import DigestMismatch, FlyweightError, TransferTimeout, listed
+from flyweight.errors import (
+    DigestMismatch,
+    FlyweightError,
+    PeerFailed,
+    TransferTimeout,
+    listed,
+)
 from flyweight.memory import Buffer
 from flyweight.sync.messages import (
     Abort,
@@ -135,7 +141,12 @@ class Round:
         except BaseException as error:
             kind = type(error).__name__
             for part in self._going():
-                self._give_up(part, TransferTimeout(f"the publisher stopped: {kind}: {error}"))
+                self._give_up(
+                    part,
+                    error
+                    if isinstance(error, FlyweightError)
+                    else PeerFailed(f"the publisher stopped: {kind}: {error}"),
+                )
             raise
         finally:
             self.on_release()

@@ -24,7 +24,7 @@ from flyweight.spec.manifest import Leaf, Manifest, TensorSpec
 from flyweight.spec.rules import ModelLayout
 from flyweight.sync.lanes import HOST, Transports
 from flyweight.sync.messages import Agreed, Begin, Block, Bucket, Copy, Handle, Tensor, Want
-from flyweight.sync.moves import Copiers, Move, Moves, Regions
+from flyweight.sync.moves import Copiers, Move, Moves, Regions, SmallRegions, is_small
 from flyweight.sync.stock import row_major
 
 
@@ -230,6 +230,9 @@ class MemorySink:
         self._mapped = Moves((), self._copiers)
         self._buckets: dict[int, Moves] = {}
         self._on_devices: list[int] = []
+        self._small = SmallRegions({})
+        self._added: list[int] = []
+        """The bytes of each copy that is digested piece by piece as it comes, else 0."""
         self._devices: list[int] = []
         self._regions: Regions | None = None
         if layout is None:
@@ -267,10 +270,7 @@ class MemorySink:
         assert self._model is not None
         self._prepare(intake)
         digests = [
-            Digest(intake.nbytes(copy))
-            if begin.should_verify and self._buffer(copy.sink).device is None
-            else None
-            for copy in intake.copies
+            Digest(nbytes) if nbytes and begin.should_verify else None for nbytes in self._added
         ]
         for device in self._devices:
             cuda.synchronize(device, max(feed.deadline - monotonic(), 0.001))
@@ -293,6 +293,8 @@ class MemorySink:
         if self._devices:
             feed.copied()
         found = [0 if each is None else each.value() for each in digests]
+        for number, value in self._small.digests():
+            found[number] = value
         if self._regions is None and self._on_devices:
             self._regions = Regions([self._region(intake.copies[n]) for n in self._on_devices])
         if self._regions is not None:
@@ -335,15 +337,26 @@ class MemorySink:
             for number in intake.bucket_numbers
         }
         self._check_whole(intake, mapped, by_bucket)
+        self._forget()
         self._mapped = Moves(mapped, self._copiers)
         self._buckets = {n: Moves(each, self._copiers) for n, each in by_bucket.items()}
-        self._on_devices = [
-            n for n, c in enumerate(intake.copies) if self._buffer(c.sink).device is not None
+        regions = [self._region(copy) for copy in intake.copies]
+        self._on_devices = [n for n, each in enumerate(regions) if each.device is not None]
+        on_host = {n: each for n, each in enumerate(regions) if each.device is None}
+        self._small = SmallRegions({n: each for n, each in on_host.items() if is_small(each)})
+        self._added = [
+            each.nbytes if n in on_host and not is_small(each) else 0
+            for n, each in enumerate(regions)
         ]
         buffers = [self._buffer(n) for n in range(len(self._blocks))]
         self._devices = sorted({b.device for b in buffers if b.device is not None})
         self._regions = None
         self._prepared = key
+
+    def _forget(self) -> None:
+        for each in (self._mapped, *self._buckets.values()):
+            each.close()
+        self._mapped, self._buckets, self._regions = Moves((), self._copiers), {}, None
 
     def _check_whole(
         self, intake: Intake, mapped: Sequence[Move], by_bucket: Mapping[int, Sequence[Move]]
@@ -372,6 +385,7 @@ class MemorySink:
 
     def close(self) -> None:
         self._prepared = None
+        self._forget()
         self._copiers.close()
 
 
@@ -469,7 +483,9 @@ class _Loading:
 
     def _run(self, moves: Sequence[Move]) -> None:
         deadline = self._feed.deadline
-        Moves(moves, self._sink.copiers).run([None] * len(self.digests), deadline)
+        prepared = Moves(moves, self._sink.copiers)
+        prepared.run([None] * len(self.digests), deadline)
+        prepared.close()
         for move in moves:
             self._missing[self._intake.copies[move.region].sink] -= move.sink.nbytes
 

@@ -62,7 +62,7 @@ class Stock:
         for number, block in enumerate(blocks):
             self.by_name.setdefault(block.name, []).append(number)
         self._regions: dict[tuple[Region, ...], Regions] = {}
-        self._packings: dict[tuple[int, tuple[Piece, ...]], Moves] = {}
+        self._packings: dict[tuple[int, int], tuple[tuple[Piece, ...], Moves]] = {}
 
     @classmethod
     def of(cls, source: Source, copiers: Copiers) -> Stock:
@@ -174,10 +174,10 @@ class Stock:
             )
 
     def pack(self, pieces: tuple[Piece, ...], slot: Buffer, deadline: float) -> None:
-        """Put pieces of blocks into a bucket."""
-        key = slot.address, pieces
+        """Put pieces of blocks into a bucket; what was prepared goes by the list's identity."""
+        key = slot.address, id(pieces)
         if key not in self._packings:
-            self._packings[key] = Moves(
+            moves = Moves(
                 [
                     Move(_at(slot, piece, block), block.buffer.block(_box(piece)), 0)
                     for piece in pieces
@@ -185,7 +185,8 @@ class Stock:
                 ],
                 self._copiers,
             )
-        self._packings[key].run([None], deadline)
+            self._packings[key] = pieces, moves
+        self._packings[key][1].run([None], deadline)
         for piece in pieces:
             block = self.blocks[piece.source]
             if block.buffer is None:
@@ -230,6 +231,8 @@ class Stock:
 
     def forget_slots(self) -> None:
         """Drop what was prepared for buckets that are no longer there."""
+        for _, moves in self._packings.values():
+            moves.close()
         self._packings.clear()
 
 

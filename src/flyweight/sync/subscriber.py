@@ -74,6 +74,7 @@ class Subscriber:
                 hung_up=lambda: self._lose(PeerLost(f"the publisher at {address} is gone")),
             )
             stack.callback(self._wire.close)
+            self._wire.start()
             self.send(Hello(token, name, os.getpid(), self.line.name, is_watcher))
             self._closing = stack.pop_all()
 

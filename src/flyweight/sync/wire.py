@@ -1,14 +1,14 @@
-"""Wire: the control channel. One thread owns the socket; others hand it what to send.
+"""Wire: the control channel. Only small messages go over it, never weights.
 
-Only small messages go over it, never weights. What arrives is given to `hear`, and
-`beat` is called again and again, both in the wire's own thread.
+Any thread sends; what arrives is given to `hear`, and `beat` is called again and
+again, both in the wire's own thread. One lock guards the socket.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
@@ -44,8 +44,8 @@ class Wire:
         self._hear, self._beat, self._beat_seconds = hear, beat, beat_seconds
         self._unreachable, self._is_publisher = unreachable, is_publisher
         self._line, self._hung_up = line, hung_up
-        self._outbox: deque[tuple[bytes, bytes]] = deque()
-        self._is_over = False
+        self._lock = threading.Lock()
+        self._is_over = self._is_freed = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER if is_publisher else zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MILLISECONDS)
@@ -63,16 +63,28 @@ class Wire:
             self._free()
             raise TransportError(f"cannot speak at {endpoint!r}: {cause}") from cause
         self._thread = threading.Thread(target=self._run, name="flyweight-wire", daemon=True)
+
+    def start(self) -> None:
+        """Begin to hear; whoever made the wire is ready for it now."""
         self._thread.start()
 
     def send(self, message: Message, to: bytes = b"") -> None:
-        """Queue a message; from any thread, never blocks."""
-        self.send_frame(encode(message), to)
-
-    def send_frame(self, frame: bytes, to: bytes = b"") -> None:
-        self._outbox.append((to, frame))
-        if threading.current_thread() is not self._thread:
-            self.nudge()
+        """Send a message at once, from any thread; never blocks."""
+        frame = encode(message)
+        parts = [to, frame] if self._is_publisher else [frame]
+        with self._lock:
+            if self._is_freed:
+                return
+            try:
+                self._socket.send_multipart(parts, zmq.NOBLOCK)
+                is_sent = True
+            except zmq.ZMQError:  # nobody there by that name, or it takes nothing in any more
+                is_sent = False
+            has_arrived = bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        if has_arrived and threading.current_thread() is not self._thread:
+            self.nudge()  # the send may have swallowed the sign of it
+        if not is_sent:
+            self._unreachable(to)
 
     def nudge(self) -> None:
         """Make the thread look around now."""
@@ -80,62 +92,52 @@ class Wire:
             self._wake.send(b".")
 
     def close(self) -> None:
-        """Send what is queued, then end the thread. Safe to repeat, but not from the thread."""
-        if self._is_over:
-            return
+        """End the thread; what was sent still goes out. Safe to repeat, but not in the thread."""
         self._is_over = True
         self.nudge()
-        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():
             self._free()
 
     def _free(self) -> None:
-        self._socket.close()
-        self._context.term()
-        self._wake.close()
-        self._woken.close()
+        with self._lock:
+            if not self._is_freed:
+                self._is_freed = True
+                self._socket.close()
+                self._context.term()
+                self._wake.close()
+                self._woken.close()
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._woken.fileno(), zmq.POLLIN)
+        # The socket's own file tells of arrivals; to poll the socket itself would need the lock.
+        poller = select.poll()
+        poller.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
+        poller.register(self._woken, select.POLLIN)
         line = -1 if self._line is None else self._line.fileno()
         if line >= 0:
-            poller.register(line, zmq.POLLIN)
+            poller.register(line, select.POLLIN)
         next_beat = monotonic() + self._beat_seconds
-        while True:
-            is_last = self._is_over
-            self._send_queued()
-            if is_last and not self._outbox:
-                return
-            pause = max(next_beat - monotonic(), 0.0)
-            ready = dict(poller.poll(int(1000 * pause) + 1))
+        while not self._is_over:
+            self._receive()
+            ready = dict(poller.poll(max(1000 * (next_beat - monotonic()), 0)))
             if self._woken.fileno() in ready:
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
-            if self._socket in ready:
-                self._receive()
             if line in ready and self._line is not None and not self._line.is_open:
                 poller.unregister(line)
                 line = -1
+                self._receive()  # it may have said why
                 self._hung_up()
             if monotonic() >= next_beat:
                 next_beat = monotonic() + self._beat_seconds
                 self._beat()
 
-    def _send_queued(self) -> None:
-        while self._outbox:
-            peer, frame = self._outbox.popleft()
-            parts = [peer, frame] if self._is_publisher else [frame]
-            try:
-                self._socket.send_multipart(parts, zmq.NOBLOCK)
-            except zmq.ZMQError:  # nobody there by that name, or it takes nothing in any more
-                self._unreachable(peer)
-
     def _receive(self) -> None:
         while True:
-            try:
-                *envelope, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+            with self._lock:
+                try:
+                    *envelope, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.ZMQError:  # nothing more by now
+                    return
             self._hear(envelope[0] if envelope else b"", frame)

@@ -243,13 +243,17 @@ class CudaIpcTransport:
         """Put a register at the door: the session first, then numbers of offers that stand."""
         if self._door is None or self._register is not None:
             return
-        fd = os.memfd_create("flyweight-offers", os.MFD_CLOEXEC)
+        fd = -1
         try:
+            fd = os.memfd_create("flyweight-offers", os.MFD_CLOEXEC)
             os.ftruncate(fd, _REGISTER_BYTES)
             data = bytes_of(mmap.mmap(fd, _REGISTER_BYTES))
             readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as cause:
+            raise TransportError(f"no register of offers: {cause.strerror}") from cause
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
         without_fork(data)
         self._register = data.view(np.uint64)
         self._register[0] = int(self._session, 16)
@@ -259,8 +263,12 @@ class CudaIpcTransport:
         """Put a file for mapped memory at the door, unless it is there, and count its use."""
         assert self._door is not None
         if found.number not in self._shown:
-            key = self._door.put(cuda.export_fd(device, found.start))
-            self._shown[found.number] = _Shown(Piece(key, found.nbytes))
+            try:
+                fd = cuda.export_fd(device, found.start)
+            except TransportError as error:
+                error.note(f"{len(self._shown)} files are at the door already; see ulimit -n")
+                raise
+            self._shown[found.number] = _Shown(Piece(self._door.put(fd), found.nbytes))
         self._shown[found.number].num_offers += 1
         shown.append(found.number)
         return self._shown[found.number].piece

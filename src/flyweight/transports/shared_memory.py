@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from flyweight.errors import HandleGone, TransportError
-from flyweight.memory import Buffer, Bytes, bytes_of, without_fork
+from flyweight.memory import Buffer, Bytes, available_bytes, bytes_of, without_fork
 from flyweight.transports.doorway import Door, Line
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -79,6 +79,11 @@ class SharedMemoryTransport:
         It stays until `free`. All of it is taken from the system now: to find that there is none
         left while writing to it would be a SIGBUS.
         """
+        # Nothing else keeps the kernel from ending some process for want of memory.
+        if nbytes > (left := available_bytes()):
+            raise TransportError(
+                f"no {nbytes} bytes of shared memory: {left} bytes of memory are available"
+            )
         fd = -1
         try:
             fd = os.memfd_create("flyweight", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -1,0 +1,186 @@
+"""Shared memory: no copy where there need be none, sealed, private, and never left behind."""
+
+import fcntl
+import mmap
+import os
+import resource
+import signal
+from multiprocessing import shared_memory
+
+import numpy as np
+import pytest
+
+from flyweight.errors import TransportError
+from flyweight.memory import Buffer
+from flyweight.transports.doorway import Door, Line
+from flyweight.transports.shared_memory import SharedMemoryTransport
+from live import Child, resources, settled
+
+
+@pytest.fixture
+def door(tmp_path):
+    door = Door(tmp_path / "door", token="secret")
+    yield door
+    door.close()
+
+
+@pytest.fixture
+def offering(door):
+    transport = SharedMemoryTransport(door=door)
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def reading(door, tmp_path):
+    line = Line(tmp_path / "door", token="secret")
+    transport = SharedMemoryTransport(line=line)
+    yield transport
+    transport.close()
+    line.close()
+
+
+def test_what_is_written_after_the_offer_is_seen_by_who_has_it_open(offering, reading):
+    buffer = offering.allocate(1 << 16)
+    handle = offering.offer(buffer)
+    seen = reading.open(handle).items()
+    buffer.items()[:] = 7
+    assert (seen == 7).all()
+    assert reading.open(handle).address == reading.open(handle).address
+
+
+def test_memory_that_torch_shares_is_shown_where_it_lies(offering, reading):
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(1000).share_memory_()
+    view = tensor[100:200].numpy()
+    buffer = Buffer(tensor.data_ptr() + 800, (100,), (8,), 8, tensor)
+    assert offering.shown([buffer]) == [True]
+    seen = reading.open(offering.offer(buffer)).items().view(np.int64)
+    assert (seen == view).all()
+    tensor += 5
+    assert (seen == view).all()
+
+
+def test_memory_of_multiprocessing_is_shown_where_it_lies(offering, reading):
+    memory = shared_memory.SharedMemory(create=True, size=5000)
+    try:
+        array = np.frombuffer(memory.buf, np.uint8)[:5000]
+        handle = offering.offer(Buffer.of(array))
+        seen = reading.open(handle).items()
+        array[:] = 9
+        assert (seen == 9).all()
+        offering.release(handle)  # which has kept the array
+        del array
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def test_private_memory_is_copied_once_and_goes_with_its_handle(offering, reading):
+    array = np.arange(100, dtype=np.uint8)
+    assert offering.shown([Buffer.of(array)]) == [False]
+    before = resources()
+    handle = offering.offer(Buffer.of(array))
+    array[:] = 0
+    assert reading.open(handle).items()[99] == 99
+    reading.shut(handle)
+    offering.release(handle)
+    assert settled(before) == before
+
+
+def test_a_strided_buffer_is_offered_by_its_span(offering, reading):
+    buffer = offering.allocate(1000)
+    buffer.items()[:] = np.arange(1000) % 251
+    strided = Buffer(buffer.address + 900, (10,), (-90,), 1, buffer.owner)
+    seen = reading.open(offering.offer(strided))
+    assert seen.nbytes == 811
+    assert seen.items()[0] == 90
+
+
+def test_readers_cannot_write_nor_cut_the_memory_short(offering, door, tmp_path):
+    handle = offering.offer(offering.allocate(4096))
+    line = Line(tmp_path / "door", token="secret")
+    fd = line.fetch(handle.key)
+    with pytest.raises(OSError, match="not permitted|denied|Bad file"):
+        mmap.mmap(fd, 4096)
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.ftruncate(fd, 0)
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # nor by opening it anew for writing
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(again, 0)
+    with pytest.raises(OSError, match="not permitted"):
+        mmap.mmap(again, 4096)
+    with pytest.raises(OSError, match="not permitted"):
+        os.pwrite(again, b"x", 0)
+    os.close(again)
+    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    os.close(fd)
+    line.close()
+
+
+def test_no_memory_left_is_an_error_with_the_bytes_and_leaks_nothing(offering):
+    before = resources()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(TransportError, match="no 2097152 bytes of shared memory: File too"):
+            offering.allocate(2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    with pytest.raises(TransportError, match=f"no {1 << 62} bytes of shared memory"):
+        offering.allocate(1 << 62)
+    assert settled(before) == before
+
+
+def test_segments_have_no_name_in_dev_shm(offering):
+    before = set(os.listdir("/dev/shm"))
+    offering.offer(offering.allocate(1 << 20))
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def offer_and_wait(path, pipe):
+    door = Door(path, token="secret")
+    transport = SharedMemoryTransport(door=door)
+    buffer = transport.allocate(1 << 20)
+    buffer.items()[:] = 42
+    pipe.send(("handle", transport.offer(buffer)))
+    signal.pause()
+
+
+def test_a_reader_keeps_its_bytes_when_the_publisher_is_killed(tmp_path):
+    before = resources()
+    with Child(offer_and_wait, tmp_path / "door") as child:
+        _, handle = child.told()
+        line = Line(tmp_path / "door", token="secret")
+        transport = SharedMemoryTransport(line=line)
+        seen = transport.open(handle).items()
+        child.kill()
+        child.join()
+        assert (seen == 42).all()
+        del seen
+        transport.close()
+        line.close()
+    assert settled(before) == before
+
+
+def sleep_on(pipe):
+    signal.pause()
+
+
+def test_a_forked_child_does_not_see_the_segments(offering):
+    offering.offer(offering.allocate(1 << 20))
+    with Child(sleep_on) as child, open(f"/proc/{child.pid}/maps") as maps:
+        assert "memfd:flyweight" not in maps.read()
+
+
+def test_device_memory_is_refused(offering):
+    with pytest.raises(TransportError, match="memory of device 0; shared memory is the host's"):
+        offering.offer(Buffer.flat_at(4096, 10, None, device=0))
+
+
+def test_without_a_line_nothing_of_others_can_be_opened(offering):
+    handle = offering.offer(offering.allocate(10))
+    with pytest.raises(TransportError, match="no line to a door"):
+        SharedMemoryTransport().open(handle)
