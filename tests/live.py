@@ -10,14 +10,15 @@ import traceback
 import numpy as np
 
 FORK = multiprocessing.get_context("fork")
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class Child:
     """A function in a process of its own; what it returns or raises comes back by `result`."""
 
-    def __init__(self, function, *args):
-        self._ours, theirs = FORK.Pipe()
-        self.process = FORK.Process(target=_child, args=(theirs, function, args))
+    def __init__(self, function, *args, context=FORK):
+        self._ours, theirs = context.Pipe()
+        self.process = context.Process(target=_child, args=(theirs, function, args))
         self.process.start()
         theirs.close()
         self.pid = self.process.pid

@@ -7,6 +7,8 @@ def test_the_public_names_are_these_and_all_work():
             "Box",
             "FlyweightError",
             "ModelLayout",
+            "Publisher",
+            "Replica",
             "Sharded",
             "__version__",
             "convert",

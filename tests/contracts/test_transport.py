@@ -12,7 +12,7 @@ from flyweight.memory import Buffer
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
 from flyweight.transports.doorway import Door, Line
 from flyweight.transports.shared_memory import SharedMemoryHandle, SharedMemoryTransport
-from live import Child, resources, settled
+from live import FORK, SPAWN, Child, resources, settled
 
 BUCKET = np.frombuffer(bytes(range(256)) * 4096, np.uint8)
 TOKEN = "secret"
@@ -85,7 +85,9 @@ def read_elsewhere(kind, path, text, pipe):
 
 def elsewhere(kind, tmp_path, handle):
     text = msgspec.json.encode(handle)
-    with Child(read_elsewhere, kind, tmp_path / "door", text) as child:
+    # A process that was forked cannot use a driver that its parent has started.
+    context = SPAWN if kind[1] is CudaIpcHandle else FORK
+    with Child(read_elsewhere, kind, tmp_path / "door", text, context=context) as child:
         return child.result()
 
 
@@ -139,8 +141,11 @@ def test_a_handle_of_absurd_numbers_is_no_handle(kind, offering, field, value):
 
 def test_a_handle_that_reaches_beyond_its_memory_is_refused(kind, offering, tmp_path):
     told = msgspec.to_builtins(offering.offer(kind[2](BUCKET)))
-    handle = msgspec.convert({**told, "nbytes": 1 << 50}, kind[1])
-    assert elsewhere(kind, tmp_path, handle) in ("TransportError", "HandleGone")
+    try:
+        handle = msgspec.convert({**told, "nbytes": 1 << 50}, kind[1])
+    except TransportError:
+        return  # it knows its own bounds
+    assert elsewhere(kind, tmp_path, handle) == "TransportError"
 
 
 def test_many_offers_and_releases_leak_nothing(kind, offering):

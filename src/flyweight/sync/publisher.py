@@ -135,7 +135,7 @@ class Publisher:
         self._identity = [] if self._stored else identity(source)
         self._stock = Stock.of(self._stored or adapt(source), self._copiers)
         self._publishing = threading.Lock()
-        self._late: set[threading.Thread] = set()
+        self._late: dict[threading.Thread, Round | None] = {}
         self._standing: _Edition | None = None
         self._held: tuple[Held, Offers] | None = None
         self._round = 0
@@ -378,17 +378,19 @@ class Publisher:
         return self._held
 
     def _refill(self, version: int, parent: int | None, timeout: float) -> _Edition:
-        """Put the model into the copy that is held, once nobody reads that any more."""
+        """Put the model into the copy that is held, once nobody reads that any more.
+
+        A replica that is still at it after half of the time is given up: what it copies then is
+        no version, and its digests will say so.
+        """
         deadline, roll = monotonic() + timeout, self._on
         with roll.changed:
             self._standing = None  # from now on nobody starts to read it
-            while self._late:
-                if monotonic() > deadline:
-                    raise TransferTimeout(
-                        f"{len(self._late)} replicas still read the version that is held after "
-                        f"{timeout:g} s"
-                    )
-                roll.changed.wait(max(deadline - monotonic(), 0.001))
+            roll.changed.wait_for(lambda: not self._late, timeout / 2)
+            late = list(self._late.values())
+        for round_ in late:
+            if round_ is not None:
+                round_.cut(TransferTimeout(f"version {version} takes the place of what it reads"))
         held, offers = self._hold()
         held.refill(deadline)
         edition = _Edition(version, parent, held.stock, offers, "held", {})
@@ -503,7 +505,7 @@ class Publisher:
         thread = threading.Thread(
             target=self._late_round, args=(peer, edition), name="flyweight-late", daemon=True
         )
-        self._late.add(thread)
+        self._late[thread] = None
         thread.start()
 
     def _late_round(self, peer: Peer, edition: _Edition | None) -> None:
@@ -519,16 +521,28 @@ class Publisher:
                     return
                 timeout = self._options.timeout_seconds
                 round_ = self._round_of(edition, [peer], ring, timeout, _nothing)
+                self._late[threading.current_thread()] = round_
                 self._on.tell(round_.number, edition.version, "serving", round_.parts, 0.0)
                 round_.run()
                 seconds = perf_counter() - started
                 self._on.tell(round_.number, self._on.version, "idle", round_.parts, seconds)
+                (part,) = round_.parts
+                emit(
+                    "serve.done",
+                    name=peer.name,
+                    pid=peer.hello.pid,
+                    version=edition.version,
+                    origin=edition.origin,
+                    nbytes=part.nbytes,
+                    seconds=seconds,
+                    error=None if part.error is None else str(part.error),
+                )
         except FlyweightError as error:
             self._on.fail(peer, error)
         finally:
             peer.sent = None  # the ring is gone
             with self._on.changed:
-                self._late.discard(threading.current_thread())
+                del self._late[threading.current_thread()]
                 self._on.take_back(peer)
 
     def _newest(self, peer: Peer, stack: ExitStack) -> _Edition | None:

@@ -325,7 +325,7 @@ class Roll:
             news = News(
                 now.version, now.round, now.state, now.nbytes, now.seconds, now.strategy, replicas
             )
-            for id in self._watchers:
+            for id in list(self._watchers):  # one that is gone is forgotten meanwhile
                 self.send(id, news)
 
 

@@ -123,6 +123,13 @@ class Round:
                 part.error, part.is_touched = error, True
                 self._changed.notify_all()
 
+    def cut(self, error: FlyweightError) -> None:
+        """End all parts that are still going."""
+        for part in self._going():
+            self._give_up(part, error)
+        with self._changed:
+            self._changed.notify_all()
+
     # What the publisher does.
 
     def run(self) -> None:

@@ -57,6 +57,8 @@ class Subscriber:
         self._fault: FlyweightError | None = None
         self._heard = monotonic()
         self._silence_seconds = float("inf")
+        self.has_parted = False
+        """True once the publisher has said goodbye."""
         self.open_ask = 0
         """The ask that is waited for; a round that answers another one is declined."""
         token = address.token() if token is None else token
@@ -137,6 +139,7 @@ class Subscriber:
                 case Tick():
                     return
                 case Bye(text=text):
+                    self.has_parted = True
                     self._lose(PeerLost(f"the publisher at {self.address} went: {text}"))
                 case Refusal(kind=kind, text=text):
                     self._lose(error_named(kind, text))

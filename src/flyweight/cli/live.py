@@ -1,0 +1,138 @@
+"""Commands for weights on the move: `publish` serves a snapshot, `watch` looks on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import click
+from rich.console import Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from flyweight.cli.terminal import human, json_option, main, out, version_option
+from flyweight.events import Event, listening
+from flyweight.sync.lanes import STRATEGIES, Strategy
+from flyweight.sync.messages import News
+from flyweight.sync.publisher import Publisher
+from flyweight.sync.watch import record
+from flyweight.sync.watch import watch as watch_publisher
+from flyweight.verbs.find import open_source
+
+_SHOWN = ("replica.joined", "replica.lost", "serve.done")
+
+
+@main.command()
+@click.argument("path", metavar="SNAPSHOT", type=click.Path())
+@click.option("--on", "address", required=True, metavar="ADDRESS", help="unix:DIRECTORY")
+@click.option("--hold", is_flag=True, help="Keep one copy in shared memory: faster for many.")
+@click.option("--strategy", type=click.Choice(STRATEGIES), default="auto", show_default=True)
+@click.option("--as-version", type=click.IntRange(0), help="The number to serve it as.")
+@version_option
+@json_option
+def publish(
+    *,
+    path: str,
+    address: str,
+    hold: bool,
+    strategy: Strategy,
+    as_version: int | None,
+    version: int | None,
+    as_json: bool,
+) -> None:
+    """Serve the weights at SNAPSHOT to whoever asks at ADDRESS, until interrupted."""
+    with (
+        open_source(path, version=version) as stored,
+        _until_told() as is_over,
+        listening(lambda event: _tell(event, as_json)),
+        Publisher(stored, address, hold=hold, strategy=strategy, version=as_version) as publisher,
+    ):
+        manifest = stored.manifest
+        if as_json:
+            fields = {"address": publisher.address, "version": publisher.version}
+            click.echo(json.dumps({"event": "serving", **fields, "nbytes": manifest.nbytes}))
+        else:
+            out.print(
+                f"serving version {publisher.version} of {escape(path)} at "
+                f"{escape(publisher.address)}: {len(manifest.tensors)} tensors, "
+                f"{human(manifest.nbytes)}; Ctrl-C ends it"
+            )
+        is_over.wait()  # for ever, on purpose: this is a server
+
+
+def _tell(event: Event, as_json: bool) -> None:
+    if event.kind not in _SHOWN:
+        return
+    if as_json:
+        click.echo(json.dumps({"event": event.kind, **event.fields}))
+    else:
+        words = "  ".join(f"{key} {value}" for key, value in event.fields.items())
+        out.print(f"{event.kind}: {words}", markup=False)
+
+
+@contextmanager
+def _until_told() -> Iterator[threading.Event]:
+    """Set an event on Ctrl-C and on SIGTERM, so that a server ends in order."""
+    is_over = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        is_over.set()
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield is_over
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@main.command()
+@click.argument("address")
+@click.option("--once", is_flag=True, help="Show how things stand now, and end.")
+@click.option(
+    "--timeout", "timeout_seconds", type=click.FloatRange(min=0.0, min_open=True), default=10.0,
+    show_default=True, help="Seconds to wait for a publisher.",
+)  # fmt: skip
+@json_option
+def watch(*, address: str, once: bool, timeout_seconds: float, as_json: bool) -> None:
+    """Show versions, replicas and speed at ADDRESS as they happen."""
+    news = watch_publisher(address, timeout_seconds=timeout_seconds)
+    if as_json or once or not out.is_terminal:
+        last = None
+        for each in news:
+            told = record(each)
+            if told != last:
+                if as_json:
+                    click.echo(json.dumps(told))
+                else:
+                    out.print(_view(each))
+            last = told
+            if once:
+                return
+        return
+    with Live(console=out, transient=False) as live:
+        for each in news:
+            live.update(_view(each))
+
+
+def _view(news: News) -> Group:
+    version = "no version yet" if news.version is None else f"version {news.version}"
+    speed = f"{news.nbytes / 1e9 / news.seconds:.1f} GB/s" if news.seconds else ""
+    words = (news.state, human(news.nbytes) if news.nbytes else "", speed, news.strategy)
+    table = Table("replica", "process", "state", "version", "bytes", "ms", "error", box=None)
+    for each in news.replicas:
+        table.add_row(
+            escape(each.name),
+            str(each.pid),
+            each.state,
+            "-" if each.version is None else str(each.version),
+            human(each.nbytes),
+            f"{1000 * each.seconds:.1f}",
+            escape(each.error.partition("\n")[0]),
+        )
+    return Group(f"{version}  {'  '.join(filter(None, words))}", table)

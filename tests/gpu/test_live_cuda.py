@@ -1,0 +1,356 @@
+"""Live updates on one GPU: trainer and replica are two processes, the weights never leave it."""
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flyweight as fw  # noqa: E402
+from flyweight.errors import DigestMismatch, PeerLost, TransferTimeout  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def model(seed, device="cuda"):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    return {
+        "embed": normal(1000, 257).bfloat16(),
+        "large": normal(3 << 20),
+        "transposed": normal(300, 400).t(),
+        "strided": normal(64, 64)[::2, 1::3],
+        "odd": normal(7, 9).to(torch.float8_e4m3fn),
+        "scalar": normal(),
+        "empty": torch.empty(0, 4, device=device),
+        "flag": torch.tensor([True, False, True], device=device),
+        "host": torch.randn(1000, generator=generator),
+    }
+
+
+def fill(tensors, seed):
+    for name, tensor in model(seed).items():
+        tensors[name].copy_(tensor)
+
+
+def raw(tensor):
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def holds(tensors, seed):
+    wanted = model(seed)
+    return [name for name in wanted if raw(tensors[name]) != raw(wanted[name])] == []
+
+
+def engine(address, pipe, device, kind):
+    """Obey: update, check, or end; tell what came of it."""
+    try:
+        target = model(99, device)
+        if kind == "columns":
+            target = {"w": fw.Sharded(torch.zeros(64, 32, device=device), (64, 64), (0, 32))}
+        kept = {}
+
+        def load(named):
+            kept.clear()
+            kept.update(named)
+
+        replica = fw.Replica(load if kind == "loader" else target, address, device=device)
+        while (command := pipe.recv()) != "end":
+            if command == "update":
+                try:
+                    report = replica.update(timeout_seconds=20)
+                    pipe.send((report, replica.state))
+                except fw.FlyweightError as error:
+                    pipe.send((error, replica.state))
+            elif command == "memory":
+                torch.cuda.synchronize()
+                pipe.send(torch.cuda.mem_get_info()[0])
+            elif command == "columns":
+                pipe.send(raw(target["w"].tensor))
+            else:
+                pipe.send(holds(kept if kind == "loader" else target, command))
+        replica.close()
+        pipe.send("ended")
+    except BaseException:
+        pipe.send(traceback.format_exc())
+        raise
+
+
+class Engine:
+    def __init__(self, address, device="cuda", kind="model"):
+        self._pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=engine, args=(address, theirs, device, kind))
+        self.process.start()
+        theirs.close()
+
+    def send(self, command):
+        self._pipe.send(command)
+
+    def told(self, timeout=60):
+        assert self._pipe.poll(timeout), "the engine told nothing"
+        return self._pipe.recv()
+
+    def ask(self, command):
+        self.send(command)
+        return self.told()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        if self.process.exitcode is None and raised[0] is None:
+            assert self.ask("end") == "ended"
+        self.process.join(5)
+        self.process.kill()
+        self.process.join(10)
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix:{tmp_path}/policy"
+
+
+def publish(publisher, engine, version, **options):
+    engine.send("update")
+    report = publisher.publish(version, num_replicas=1, timeout_seconds=60, **options)
+    told, state = engine.told()
+    assert not isinstance(told, Exception), told
+    assert report.failed == (), report.failed
+    assert state == "ready"
+    return report, told
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "host+mapped"),
+        ({"strategy": "bucketed"}, "bucketed+host"),
+        ({"strategy": "bucketed", "bucket_bytes": 1 << 20, "depth": 2}, "bucketed+host"),
+        ({"strategy": "host"}, "host"),
+        ({"hold": True}, "mapped"),
+    ],
+    ids=str,
+)
+def test_a_replica_on_the_same_gpu_takes_versions_over_in_place(address, options, expected):
+    trainer = model(1)
+    with fw.Publisher(trainer, address, **options) as publisher, Engine(address) as engine:
+        for version in (1, 2, 3):
+            fill(trainer, version)
+            report, update = publish(publisher, engine, version)
+            assert engine.ask(version) is True
+            assert update.verified == "live"
+            assert report.replicas[0].strategy == expected
+
+
+def test_a_replica_on_the_cpu_and_a_trainer_on_the_gpu(address):
+    trainer = model(1)
+    with fw.Publisher(trainer, address) as publisher, Engine(address, "cpu") as engine:
+        publish(publisher, engine, 1)
+        assert engine.ask(1) is True
+
+
+def test_a_trainer_on_the_cpu_and_a_replica_on_the_gpu(address):
+    trainer = model(1, "cpu")
+    with fw.Publisher(trainer, address, hold=True) as publisher, Engine(address) as engine:
+        publish(publisher, engine, 1)
+        assert engine.ask(1) is True
+
+
+@pytest.mark.parametrize("strategy", ["auto", "bucketed"])
+def test_a_loader_on_the_gpu_gets_whole_tensors(address, strategy):
+    trainer = model(1)
+    del trainer["host"]
+    with (
+        fw.Publisher(trainer, address, strategy=strategy, bucket_bytes=1 << 20) as publisher,
+        Engine(address, kind="loader") as engine,
+    ):
+        _, update = publish(publisher, engine, 1)
+        assert update.verified == "received"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "bucketed"])
+def test_a_cut_of_columns_arrives(address, strategy):
+    whole = torch.randn(64, 64, device="cuda")
+    with (
+        fw.Publisher({"w": whole}, address, strategy=strategy) as publisher,
+        Engine(address, kind="columns") as engine,
+    ):
+        publish(publisher, engine, 1)
+        assert engine.ask("columns") == raw(whole[:, 32:])
+
+
+def test_tensors_that_move_are_mapped_anew(address):
+    trainer = model(1)
+    with fw.Publisher(trainer, address) as publisher, Engine(address) as engine:
+        publish(publisher, engine, 1)
+        for version in (2, 3):
+            trainer.update(model(version))
+            torch.cuda.empty_cache()
+            publish(publisher, engine, version)
+            assert engine.ask(version) is True
+
+
+def test_a_step_under_way_when_publishing_is_waited_for(address):
+    trainer = model(1)
+    with fw.Publisher(trainer, address) as publisher, Engine(address) as engine:
+        publish(publisher, engine, 1)
+        side = torch.cuda.Stream()
+        for version in (2, 3):
+            new = model(version)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(200_000_000)
+                for name, tensor in trainer.items():
+                    if tensor.is_cuda:
+                        tensor.copy_(new[name], non_blocking=True)
+            trainer["host"].copy_(new["host"])
+            publish(publisher, engine, version)
+            assert engine.ask(version) is True
+
+
+def test_rounds_leave_no_device_memory_behind_on_either_side(address):
+    trainer = model(1)
+    for strategy in ("auto", "bucketed"):
+        with (
+            fw.Publisher(trainer, address, strategy=strategy) as publisher,
+            Engine(address) as engine,
+        ):
+            for version in range(1, 4):
+                publish(publisher, engine, version)
+            before = engine.ask("memory")
+            for version in range(4, 54):
+                publish(publisher, engine, version)
+            assert engine.ask("memory") == before
+
+
+def test_a_killed_replica_is_noticed_and_the_next_one_served(address):
+    trainer = model(1)
+    with fw.Publisher(trainer, address) as publisher:
+        with Engine(address) as engine:
+            publish(publisher, engine, 1)
+            engine.send("update")
+            time.sleep(0.2)
+            os.kill(engine.process.pid, signal.SIGKILL)
+            engine.process.join(10)
+            started = time.monotonic()
+            report = publisher.publish(2)
+            assert time.monotonic() - started < 5
+            assert all(isinstance(each.error, PeerLost) for each in report.replicas)
+        with Engine(address) as engine:
+            fill(trainer, 3)
+            publish(publisher, engine, 3)
+            assert engine.ask(3) is True
+
+
+def trainer_process(address, pipe):
+    tensors = model(1)
+    publisher = fw.Publisher(tensors, address)
+    publisher.publish(1, num_replicas=1, timeout_seconds=60)
+    pipe.send("published")
+    time.sleep(60)
+
+
+def test_a_killed_trainer_leaves_the_replica_whole(address):
+    ours, theirs = SPAWN.Pipe()
+    trainer = SPAWN.Process(target=trainer_process, args=(address, theirs))
+    trainer.start()
+    try:
+        target = model(50)
+        with fw.Replica(target, address) as replica:
+            replica.update(timeout_seconds=60)
+            assert ours.poll(30)
+            os.kill(trainer.pid, signal.SIGKILL)
+            trainer.join(10)
+            with pytest.raises(TransferTimeout):
+                replica.update(timeout_seconds=0.5)
+            assert (replica.version, replica.state) == (1, "ready")
+            assert holds(target, 1)
+    finally:
+        trainer.kill()
+        trainer.join(10)
+
+
+def expandable_trainer(address, pipe):
+    import torch
+
+    tensors = model(1)
+    with fw.Publisher(tensors, address) as publisher:
+        for version in (1, 2):
+            fill(tensors, version)
+            report = publisher.publish(version, num_replicas=1, timeout_seconds=60)
+            pipe.send(
+                (report.replicas[0].strategy, report.failed, torch.cuda.get_allocator_backend())
+            )
+
+
+def test_expandable_segments_are_mapped_too(address, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    ours, theirs = SPAWN.Pipe()
+    trainer = SPAWN.Process(target=expandable_trainer, args=(address, theirs))
+    trainer.start()
+    try:
+        target = model(50)
+        with fw.Replica(target, address) as replica:
+            for version in (1, 2):
+                assert replica.update(timeout_seconds=60).version == version
+                assert ours.poll(30)
+                assert ours.recv() == ("host+mapped", (), "native")
+                assert holds(target, version)
+    finally:
+        trainer.join(10)
+        trainer.kill()
+
+
+def test_a_background_publish_lets_the_trainer_step_once_copied(address):
+    trainer = model(1)
+    for strategy in ("auto", "bucketed"):
+        with (
+            fw.Publisher(trainer, address, strategy=strategy) as publisher,
+            Engine(address) as engine,
+        ):
+            fill(trainer, 1)
+            publish(publisher, engine, 1)
+            engine.send("update")
+            while not any(p.ask for p in publisher._on.peers.values()):
+                time.sleep(0.001)
+            lease = publisher.publish(2, background=True)
+            lease.wait_copied(30)
+            fill(trainer, 7)
+            told, state = engine.told()
+            assert (told.version, state) == (2, "ready")
+            assert lease.wait(30).failed == ()
+            assert engine.ask(1) is True
+
+
+def test_the_digest_sees_what_a_copy_did_wrong(address):
+    """One tensor here, two that differ there: the live bytes cannot be both."""
+    one = torch.zeros(1 << 20, device="cuda")
+    trainer = SPAWN.Process(target=differing_trainer, args=(address,))
+    trainer.start()
+    try:
+        with fw.Replica({"a": one, "b": one}, address) as replica:
+            with pytest.raises(DigestMismatch):
+                replica.update(timeout_seconds=60)
+            assert replica.state == "failed"
+    finally:
+        trainer.join(10)
+        trainer.kill()
+
+
+def differing_trainer(address):
+    source = {"a": torch.ones(1 << 20, device="cuda"), "b": torch.ones(1 << 20, device="cuda")}
+    source["b"][12345] = 2
+    with fw.Publisher(source, address) as publisher:
+        publisher.publish(1, num_replicas=1, timeout_seconds=60)
