@@ -44,7 +44,7 @@ def trainer(address, options, first, pipe):
                 before = resources()
             if version < first + 3:
                 time.sleep(0.02)
-        # The last version stays until everybody has it, and has gone.
+        pipe.recv()  # the last version stays until everybody has it, and has gone
         until(lambda: not publisher.replicas, 30)
         until(lambda: len(resources()["files"]) <= len(before["files"]), 5)
         return before, resources()
@@ -90,6 +90,7 @@ def test_a_thousand_rounds_with_faults_leave_everybody_whole_and_nothing_behind(
                 running = Child(trainer, address, options, version + 1)
         results = {number: each.result(60) for number, each in engines.items()}
         assert results == dict.fromkeys(range(3), "whole")
+        running.send("all have it")
         early, late = running.result(60)
         assert len(late["threads"]) <= len(early["threads"])
         assert len(late["files"]) <= len(early["files"])

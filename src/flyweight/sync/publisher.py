@@ -495,7 +495,8 @@ class Publisher:
         if standing is not None and ask.version in (None, standing.version):
             if standing.version != ask.have:
                 self._serve_in_thread(peer, standing)
-        elif self._options.store is not None:
+        elif self._options.store is not None and peer.searched != ask.ask:
+            peer.searched = ask.ask  # once: what is not there now comes by a publish
             self._serve_in_thread(peer, None)
         elif ask.version is not None and last is not None and ask.version <= last:
             self._on.deny(peer, last)
@@ -543,7 +544,7 @@ class Publisher:
             peer.sent = None  # the ring is gone
             with self._on.changed:
                 del self._late[threading.current_thread()]
-                self._on.take_back(peer)
+                self._give_back([peer])
 
     def _newest(self, peer: Peer, stack: ExitStack) -> _Edition | None:
         """Open the newest snapshot of the store, if it is newer than what a replica has."""

@@ -72,6 +72,8 @@ class Peer:
     agreement: Agreement | None = None
     ask: Ask | None = None
     round: Round | None = None
+    searched: int = 0
+    """The ask for which the store was looked through."""
     is_busy: bool = False
     """True while a round has it, or is about to."""
     version: int | None = None
