@@ -25,7 +25,8 @@ Words = NDArray[np.uint64]
 
 ROW_WORDS = 1024
 ROW_BYTES = 8 * ROW_WORDS
-_ROWS_AT_ONCE = 32  # 256 KiB of words and two scratch arrays of that size stay in a core's L2
+_ROWS_AT_ONCE = 256  # each call of numpy hands the interpreter over: long ones let threads run
+_ROWS_IN_CACHE = 32
 _MASK = 2**64 - 1
 _THIRTY_TWO = np.uint64(32)
 
@@ -93,8 +94,10 @@ def _terms(rows: Words, data: Bytes) -> Words:
     """Return what each whole row adds to its digest, by its number in its tensor."""
     words = data.view("<u8").reshape(-1, ROW_WORDS)
     sums = np.empty(len(words), np.uint64)
-    for start in range(0, len(words), _ROWS_AT_ONCE):
-        some = words[start : start + _ROWS_AT_ONCE]
+    # Little to do is done by one thread, best in steps that stay in its core's own cache.
+    step = _ROWS_AT_ONCE if len(words) > _ROWS_AT_ONCE else _ROWS_IN_CACHE
+    for start in range(0, len(words), step):
+        some = words[start : start + step]
         mixed, shifted = _scratch.mixed[: len(some)], _scratch.shifted[: len(some)]
         np.multiply(some, _A_ROWS[: len(some)], out=mixed)
         np.right_shift(mixed, _THIRTY_TWO, out=shifted)
@@ -157,7 +160,7 @@ def _ended(nbytes: int, total: int) -> int:
 
 SMALL_BYTES = 16 * ROW_BYTES
 """Tensors up to this are better digested together: each call of numpy costs more than they do."""
-_ROWS_TOGETHER = 8 * _ROWS_AT_ONCE
+_ROWS_TOGETHER = _ROWS_AT_ONCE
 
 
 def small_digests(tensors: Sequence[Bytes]) -> list[int]:

@@ -311,6 +311,10 @@ _TENSORS: tuple[Callable[[object], Tensor | None], ...] = (
     paddle_layer.tensor_of,
     numpy_dict.tensor_of,
 )
+_PARTS: tuple[Callable[[object], Sequence[Mapping[str, object]] | None], ...] = (
+    torch_module.parts_of,
+    paddle_layer.parts_of,
+)
 _CUTS: tuple[Callable[[object], Cut | None], ...] = (
     sharded.cut_of,
     torch_module.cut_of,
@@ -378,23 +382,55 @@ def is_model(thing: object) -> bool:
     )
 
 
-def identity(thing: object) -> list[tuple[object, ...]]:
-    """Return what tells whether a model still is the one that was adapted: quick, and complete.
+class Identity:
+    """What tells whether a model still is the one that was adapted, quickly enough for each round.
 
-    Equal as long as every leaf is the same object with its elements at the same place; valid only
-    while the adapted model is kept, which keeps its tensors.
+    It is, as long as every container has the same leaves and every tensor its elements at the
+    same place. Holds the leaves, so that no other object can take the place of one in memory.
     """
-    return [_identity(name, leaf) for name, leaf, _ in _walk("", thing, None)]
+
+    def __init__(self, thing: object) -> None:
+        self._containers: list[tuple[Any, int]] = []
+        self._leaves: list[tuple[Any, Any, Any, tuple[object, ...] | None]] = []
+        self._add(thing, 0)
+
+    def _add(self, thing: Any, depth: int) -> None:
+        if depth > MAX_NESTING:
+            raise SpecError(f"the model nests more than {MAX_NESTING} deep, or holds itself")
+        parts = next((p for of in _PARTS if (p := of(thing)) is not None), None)
+        if parts is not None:  # a module is its dicts of parameters, buffers and modules
+            for part in parts:
+                self._add(part, depth)
+            return
+        items = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
+        self._containers.append((thing, len(thing)))
+        for key, leaf in items:
+            if is_model(leaf):
+                self._leaves.append((thing, key, leaf, None))
+                self._add(leaf, depth + 1)
+            else:
+                self._leaves.append((thing, key, leaf, _memory(leaf)))
+
+    def is_same(self) -> bool:
+        """True if nothing was put in the place of anything else, and nothing has moved."""
+        try:
+            return all(len(container) == size for container, size in self._containers) and all(
+                container[key] is leaf and (memory is None or _memory(leaf) == memory)
+                for container, key, leaf, memory in self._leaves
+            )
+        except (KeyError, IndexError):  # a leaf is gone, another has come
+            return False
 
 
-def _identity(name: str, leaf: Any) -> tuple[object, ...]:
-    if isinstance(leaf, _PLAIN):
-        return name, leaf
-    local: Any = leaf.tensor if isinstance(leaf, sharded.Sharded) else leaf
-    local = local.to_local() if hasattr(local, "to_local") else local
-    if hasattr(local, "data_ptr"):
-        return name, id(leaf), local.data_ptr(), local.shape, local.dtype
-    return name, id(leaf)
+def _memory(leaf: Any) -> tuple[object, ...] | None:
+    """Return where a tensor's elements lie, and how; None for leaves that cannot move."""
+    if isinstance(leaf, sharded.Sharded):
+        leaf = leaf.tensor
+    if hasattr(leaf, "to_local"):
+        leaf = leaf.to_local()
+    if hasattr(leaf, "data_ptr"):
+        return leaf.data_ptr(), leaf.shape, leaf.dtype
+    return None
 
 
 def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from flyweight.adapters.numpy_dict import HostTensor, check_live
@@ -27,6 +27,11 @@ def _paddle() -> Any:
 def is_layer(thing: object) -> TypeGuard[Any]:
     paddle = _paddle()
     return paddle is not None and isinstance(thing, paddle.nn.Layer)
+
+
+def parts_of(thing: object) -> Sequence[Mapping[str, object]] | None:
+    """Return a layer's own dicts of what belongs to it; they are the layer's, not copies."""
+    return (thing._parameters, thing._buffers, thing._sub_layers) if is_layer(thing) else None
 
 
 def state_of(thing: object) -> Mapping[str, object] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -31,6 +31,11 @@ def _torch() -> Any:
 def is_module(thing: object) -> TypeGuard[Any]:
     torch = _torch()
     return torch is not None and isinstance(thing, torch.nn.Module)
+
+
+def parts_of(thing: object) -> Sequence[Mapping[str, object]] | None:
+    """Return a module's own dicts of what belongs to it; they are the module's, not copies."""
+    return (thing._parameters, thing._buffers, thing._modules) if is_module(thing) else None
 
 
 def state_of(thing: object) -> Mapping[str, object] | None:

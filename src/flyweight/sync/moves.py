@@ -1,8 +1,8 @@
 """Moves: bytes from where they can be read to where they are wanted, and the digest of both.
 
 What moves is prepared once and run in every round: a round is a loop of plain copies.
-On the host each mebibyte is copied, then digested where it landed while it is still
-in the core's cache; on a device all is copied over a few streams, then digested by
+On the host each piece is copied, then digested where it landed while it is still in
+the cache; on a device all is copied over a few streams, then digested by
 one kernel.
 """
 
@@ -26,7 +26,7 @@ from flyweight.errors import TransferTimeout
 from flyweight.memory import Buffer, Bytes, Items
 from flyweight.spec.box import blocks, strides_of
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 4 << 20  # several of them fit in the cache that cores share
 _RUN_BYTES = 512
 _INLINE_BYTES = 8 << 20  # below this, to start threads costs more than they save
 

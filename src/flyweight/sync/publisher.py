@@ -16,7 +16,7 @@ from time import monotonic, perf_counter
 from typing import Literal, overload
 
 from flyweight import cuda
-from flyweight.adapters.model import adapt, identity
+from flyweight.adapters.model import Identity, adapt
 from flyweight.errors import (
     FlyweightError,
     PlanError,
@@ -132,7 +132,7 @@ class Publisher:
         )
         self._thing, self._copiers = source, Copiers()
         self._stored = source if isinstance(source, Stored) else None
-        self._identity = [] if self._stored else identity(source)
+        self._identity = None if self._stored else Identity(source)
         self._stock = Stock.of(self._stored or adapt(source), self._copiers)
         self._publishing = threading.Lock()
         self._late: dict[threading.Thread, Round | None] = {}
@@ -280,8 +280,8 @@ class Publisher:
 
     def _refresh(self, deadline: float) -> None:
         """Look whether the model still is the one that was offered, and let it settle."""
-        found = identity(self._thing)
-        if found != self._identity:
+        if self._identity is None or not self._identity.is_same():
+            found = Identity(self._thing)
             stock = Stock.of(adapt(self._thing), self._copiers)
             if not stock.is_like(self._stock):
                 raise PlanError(
@@ -407,12 +407,15 @@ class Publisher:
         on_release: Callable[[], None],
     ) -> Round:
         """Return a round, with the lists that each replica still has to be told."""
+        digest_seconds = 0.0
         all_lanes = [self._lanes(edition, peer) for peer in peers]
         ring.lay_out(edition.stock, homes_of(all_lanes))
         if edition.digests is not None and self._options.should_verify:
             regions = dict.fromkeys(r for p in peers if p.agreement for r in p.agreement.regions)
             new = [region for region in regions if region not in edition.digests]
+            started = perf_counter()
             edition.digests.update(edition.stock.digests(new, monotonic() + timeout))
+            digest_seconds = perf_counter() - started
         with self._on.changed:
             self._round += 1
             number = self._round
@@ -428,6 +431,7 @@ class Publisher:
             on_release=on_release,
             timeout_seconds=timeout,
         )
+        round_.digest_seconds = digest_seconds
         self._on.take(peers, round_)
         return round_
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from flyweight import cuda
 from flyweight.adapters.loader import Loader
-from flyweight.adapters.model import Model, ModelBlock, adapt, identity
+from flyweight.adapters.model import Identity, Model, ModelBlock, adapt
 from flyweight.digest import Digest
 from flyweight.errors import PlanError, SpecError, TransportError, listed
 from flyweight.memory import Buffer
@@ -225,7 +225,7 @@ class MemorySink:
         self._copiers = Copiers()
         self._model: Model | None = None
         self._blocks: list[ModelBlock] = []
-        self._identity: list[tuple[object, ...]] = []
+        self._identity: Identity | None = None
         self._prepared: tuple[Intake, int] | None = None
         self._mapped = Moves((), self._copiers)
         self._buckets: dict[int, Moves] = {}
@@ -239,10 +239,10 @@ class MemorySink:
             adapt(thing).check_writable()  # what is wrong with it should be said at once
 
     def is_current(self) -> bool:
-        return self._model is not None and identity(self._thing) == self._identity
+        return self._identity is not None and self._identity.is_same()
 
     def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
-        found = identity(self._thing)
+        found = Identity(self._thing)
         if self._layout is None:
             model = adapt(self._thing)
         else:
