@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
 from math import prod
+from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import Any
 
@@ -239,19 +240,36 @@ def synchronize(device: int, timeout_seconds: float) -> None:
 
     Raises TransferTimeout; the thread that waits for the driver is then left to itself.
     """
-    answers: list[int] = []
-
-    def wait() -> None:
-        with _current(device):
-            answers.append(_function("cuCtxSynchronize")())
-
-    # The driver's own wait has no deadline, and its events see one stream each.
-    thread = threading.Thread(target=wait, name="flyweight-cuda-wait", daemon=True)
-    thread.start()
-    thread.join(timeout_seconds)
-    if not answers:
+    waiter = _waiters.pop() if _waiters else _Waiter()
+    answer = waiter.ask(device, timeout_seconds)
+    if answer is None:  # it is left to itself
         raise TransferTimeout(f"device {device} was not done in {timeout_seconds:g} s")
-    _check("cuCtxSynchronize", answers[0])
+    _waiters.append(waiter)
+    _check("cuCtxSynchronize", answer)
+
+
+class _Waiter:
+    """A thread that waits for a device: the driver's own wait has no deadline."""
+
+    def __init__(self) -> None:
+        self._devices: SimpleQueue[int] = SimpleQueue()
+        self._answers: SimpleQueue[int] = SimpleQueue()
+        threading.Thread(target=self._wait, name="cuda-wait", daemon=True).start()
+
+    def ask(self, device: int, timeout_seconds: float) -> int | None:
+        self._devices.put(device)
+        try:
+            return self._answers.get(timeout=max(timeout_seconds, 0))
+        except Empty:
+            return None
+
+    def _wait(self) -> None:
+        while True:
+            with _current(self._devices.get()):
+                self._answers.put(_function("cuCtxSynchronize")())
+
+
+_waiters: list[_Waiter] = []
 
 
 def free_bytes(device: int) -> int:
@@ -596,8 +614,12 @@ class Copier:
         finally:
             self._pop(self._popped)
 
-    def table(self, pairs: Sequence[tuple[Buffer, Buffer]]) -> CopyTable:
+    def table(
+        self, pairs: Sequence[tuple[Buffer, Buffer]], *, launch_bytes: int = _TABLE_BYTES
+    ) -> CopyTable:
         """Return copies, (sink, source) each, that `run` makes as often as it is asked to.
+
+        Those of less than `launch_bytes` are made by one launch of a kernel, as far as it can.
 
         For thousands of small tensors this is many times faster than to queue each. It takes 24
         bytes of the device's memory for 128 KiB of copies, until `drop`. Raises as `copy` does.
@@ -608,7 +630,7 @@ class Copier:
             if not _is_any(sink, source):
                 continue
             walk, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
-            is_small = not walk and len(block) == 1 and block[0][0] < _TABLE_BYTES
+            is_small = not walk and len(block) == 1 and block[0][0] < launch_bytes
             is_here = sink.device == source.device == self._device
             if is_small and is_here and sink.address % 16 == source.address % 16 == 0:
                 flat.append((sink.address, source.address, block[0][0]))

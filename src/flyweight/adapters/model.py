@@ -391,7 +391,9 @@ class Identity:
 
     def __init__(self, thing: object) -> None:
         self._containers: list[tuple[Any, int]] = []
-        self._leaves: list[tuple[Any, Any, Any, tuple[object, ...] | None]] = []
+        self._leaves: list[tuple[Any, Any, Any]] = []
+        self._tensors: list[tuple[Any, int, object, object]] = []
+        self._wrapped: list[tuple[Any, tuple[object, ...]]] = []
         self._add(thing, 0)
 
     def _add(self, thing: Any, depth: int) -> None:
@@ -405,32 +407,35 @@ class Identity:
         items = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
         self._containers.append((thing, len(thing)))
         for key, leaf in items:
+            self._leaves.append((thing, key, leaf))
             if is_model(leaf):
-                self._leaves.append((thing, key, leaf, None))
                 self._add(leaf, depth + 1)
-            else:
-                self._leaves.append((thing, key, leaf, _memory(leaf)))
+            elif isinstance(leaf, sharded.Sharded) or hasattr(leaf, "to_local"):
+                self._wrapped.append((leaf, _local_memory(leaf)))
+            elif hasattr(leaf, "data_ptr"):
+                self._tensors.append((leaf, leaf.data_ptr(), leaf.shape, leaf.dtype))
 
     def is_same(self) -> bool:
         """True if nothing was put in the place of anything else, and nothing has moved."""
+        for container, size in self._containers:
+            if len(container) != size:
+                return False
         try:
-            return all(len(container) == size for container, size in self._containers) and all(
-                container[key] is leaf and (memory is None or _memory(leaf) == memory)
-                for container, key, leaf, memory in self._leaves
-            )
-        except (KeyError, IndexError):  # a leaf is gone, another has come
+            for container, key, leaf in self._leaves:
+                if container[key] is not leaf:
+                    return False
+        except (KeyError, IndexError):  # it is gone, and another has come
             return False
+        for leaf, address, shape, dtype in self._tensors:
+            if leaf.data_ptr() != address or leaf.shape != shape or leaf.dtype != dtype:
+                return False
+        return all(_local_memory(leaf) == memory for leaf, memory in self._wrapped)
 
 
-def _memory(leaf: Any) -> tuple[object, ...] | None:
-    """Return where a tensor's elements lie, and how; None for leaves that cannot move."""
-    if isinstance(leaf, sharded.Sharded):
-        leaf = leaf.tensor
-    if hasattr(leaf, "to_local"):
-        leaf = leaf.to_local()
-    if hasattr(leaf, "data_ptr"):
-        return leaf.data_ptr(), leaf.shape, leaf.dtype
-    return None
+def _local_memory(leaf: Any) -> tuple[object, ...]:
+    """Return where the elements of a wrapped tensor lie, and how."""
+    local: Any = leaf.tensor if isinstance(leaf, sharded.Sharded) else leaf.to_local()
+    return getattr(local, "data_ptr", lambda: id(local))(), tuple(local.shape), local.dtype
 
 
 def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:

@@ -116,18 +116,26 @@ def _on_all(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadline: 
 class Moves:
     """Copies that are made again in every round."""
 
-    def __init__(self, moves: Sequence[Move], copiers: Copiers) -> None:
+    def __init__(self, moves: Sequence[Move], copiers: Copiers, *, is_bucket: bool = False) -> None:
         on_host = [m for m in moves if m.sink.device is None and m.source.device is None]
         self._chunks = [
             chunk for m in on_host for chunk in _chunks(m.region, m.offset, m.sink, m.source)
         ]
+        self._is_started = False
         self._on_devices = copiers.prepare(
             [
                 (m.sink, m.source)
                 for m in moves
                 if m.sink.device is not None or m.source.device is not None
-            ]
+            ],
+            is_bucket=is_bucket,
         )
+
+    def start(self) -> None:
+        """Queue what goes by a device; `run` does so too, and waits."""
+        for each in self._on_devices:
+            each.start()
+        self._is_started = True
 
     def run(self, digests: Sequence[Digest | None], deadline: float) -> float:
         """Copy all; return the seconds that digests took of it, in all threads together.
@@ -145,8 +153,9 @@ class Moves:
                 running.add(chunk.offset, _bytes(chunk.sink))
                 spent.append(perf_counter() - started)
 
-        for each in self._on_devices:
-            each.start()
+        if not self._is_started:
+            self.start()
+        self._is_started = False
         if self._chunks:
             _on_all(self._chunks, work, deadline)
         for each in self._on_devices:
@@ -162,11 +171,20 @@ class DeviceCopies:
     """Copies from or to one device, prepared."""
 
     def __init__(
-        self, device: int, copier: cuda.Copier, pairs: Sequence[tuple[Buffer, Buffer]]
+        self,
+        device: int,
+        copier: cuda.Copier,
+        pairs: Sequence[tuple[Buffer, Buffer]],
+        *,
+        is_bucket: bool,
     ) -> None:
         self._device, self._copier = device, copier
         self._strided = [each for each in pairs if _is_strided(*each)]
-        self._table = copier.table([each for each in pairs if not _is_strided(*each)])
+        plain = [each for each in pairs if not _is_strided(*each)]
+        # A bucket is short: to queue each of its pieces takes longer than to copy them.
+        self._table = (
+            copier.table(plain, launch_bytes=1 << 62) if is_bucket else copier.table(plain)
+        )
 
     def start(self) -> None:
         self._copier.run(self._table)
@@ -192,13 +210,20 @@ def _is_strided(sink: Buffer, source: Buffer) -> bool:
 
 
 class Copiers:
-    """A copier for each device, made when it is first needed."""
+    """Copiers for each device, made when they are first needed.
+
+    Buckets take turns with two of them, so that one can be waited for while the next is copied.
+    """
 
     def __init__(self) -> None:
-        self._copiers: dict[int, cuda.Copier] = {}
+        self._copiers: dict[tuple[int, int], cuda.Copier] = {}
+        self._turn = 0
 
-    def prepare(self, pairs: Sequence[tuple[Buffer, Buffer]]) -> list[DeviceCopies]:
+    def prepare(
+        self, pairs: Sequence[tuple[Buffer, Buffer]], *, is_bucket: bool
+    ) -> list[DeviceCopies]:
         """Return the copies by the device that makes them: the sink's, if that is one."""
+        self._turn ^= 1
         by_device: dict[int, list[tuple[Buffer, Buffer]]] = {}
         for sink, source in pairs:
             device = sink.device if sink.device is not None else source.device
@@ -206,9 +231,10 @@ class Copiers:
             by_device.setdefault(device, []).append((sink, source))
         found = []
         for device, each in sorted(by_device.items()):
-            if device not in self._copiers:
-                self._copiers[device] = cuda.Copier(device)
-            found.append(DeviceCopies(device, self._copiers[device], each))
+            key = device, self._turn if is_bucket else 0
+            if key not in self._copiers:
+                self._copiers[key] = cuda.Copier(device)
+            found.append(DeviceCopies(device, self._copiers[key], each, is_bucket=is_bucket))
         return found
 
     def close(self) -> None:

@@ -428,12 +428,18 @@ class Publisher:
             should_verify=self._options.should_verify,
             digests=edition.digests,
             has_readers=any(MAPPED in lanes.values() for lanes in all_lanes),
+            is_digest_first=self._is_shared(edition.stock, peers),
             on_release=on_release,
             timeout_seconds=timeout,
         )
         round_.digest_seconds = digest_seconds
         self._on.take(peers, round_)
         return round_
+
+    def _is_shared(self, stock: Stock, peers: Sequence[Peer]) -> bool:
+        """True if a replica's tensors are on a device that has some of the stock."""
+        ours = {cuda.uuid(device) for device in stock.devices}
+        return any(ours & peer.agreement.places for peer in peers if peer.agreement)
 
     def _lanes(self, edition: _Edition, peer: Peer) -> dict[int, str]:
         if peer.lanes is None or peer.lanes[0] is not edition.offers:
@@ -452,7 +458,9 @@ class Publisher:
         digests = None
         if edition.digests is not None and self._options.should_verify:
             digests = tuple(edition.digests[region] for region in agreement.regions)
-        places = tuple(edition.offers.place(n) for n, lane in lanes.items() if lane == MAPPED)
+        places = None
+        if not is_told:
+            places = tuple(edition.offers.place(n) for n, lane in lanes.items() if lane == MAPPED)
         begin = Begin(
             round=number,
             ask=0 if peer.ask is None else peer.ask.ask,
@@ -462,7 +470,7 @@ class Publisher:
             strategy=told(lanes),
             should_verify=self._options.should_verify,
             digests=digests,
-            places=None if is_told else places,
+            places=places,
             slots=None if is_told else {each.slot: ring.handles[each.slot] for each in buckets},
             buckets=None if is_told else buckets,
             values=dict(edition.stock.manifest.values),

@@ -170,6 +170,7 @@ class Replica:
             have = self._version if self._session == link.session else None
             if version is not None and have == version and self._report is not None:
                 return self._report
+            self._taker.settle(deadline)
             try:
                 begin = self._begun(link, version, have, deadline)
             except PeerLost:
@@ -258,6 +259,7 @@ class Replica:
             link.subscriber.send(
                 Done(begin.round, taken.digests, taken.copy_seconds, taken.verify_seconds)
             )
+            self._taker.touched()
             self._await_commit(link, begin, taken, feed)
         except HandleGone as error:
             reason = feed.abort() or error  # a publisher that gives up takes its memory with it
@@ -314,6 +316,8 @@ class Replica:
     def _fail(self, link: _Link, begin: Begin, error: BaseException, *, is_told: bool) -> None:
         """Tell the publisher, and remember what is left of the weights."""
         is_touched = self._state == "updating"
+        if is_touched:
+            self._taker.touched()
         if not is_told or not isinstance(error, FlyweightError):
             text = f"{error}"
             fault = Fault(begin.round, type(error).__name__, text, is_touched)

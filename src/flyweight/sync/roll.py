@@ -58,6 +58,10 @@ class Agreement:
     nbytes: int
 
     @cached_property
+    def places(self) -> set[str]:
+        return {sink.place for sink in self.sinks}
+
+    @cached_property
     def regions(self) -> tuple[Region, ...]:
         return tuple((copy.source, copy.source_offset, copy.shape) for copy in self.copies)
 

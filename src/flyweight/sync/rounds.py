@@ -79,14 +79,19 @@ class Round:
         should_verify: bool,
         digests: Mapping[Region, int] | None,
         has_readers: bool,
+        is_digest_first: bool,
         on_release: Callable[[], None],
         timeout_seconds: float,
     ) -> None:
-        """Call `on_release` once nothing reads the stock any more."""
+        """Call `on_release` once nothing reads the stock any more.
+
+        Digests are first where both sides share a device: they would only take turns on it, and
+        the replica, which stands still, would wait for both.
+        """
         self.number, self.stock, self.parts = number, stock, list(parts)
         self._buckets, self._slots, self._should_verify = buckets, slots, should_verify
         self._known, self._timeout_seconds = digests, timeout_seconds
-        self._has_readers = has_readers
+        self._has_readers, self._is_digest_first = has_readers, is_digest_first
         self._by_peer = {part.peer: part for part in parts}
         self._changed = threading.Condition()
         self.on_release = on_release
@@ -136,9 +141,10 @@ class Round:
         """Bring every part to its end."""
         started = perf_counter()
         try:
+            digests = self._digests() if self._is_digest_first else None
             self._begin()
             self._pour()
-            digests = self._digests()
+            digests = self._digests() if digests is None else digests
             if not self._has_readers:
                 self.on_release()
             self._wait(lambda part: part.is_copied, "copied the weights")
@@ -168,24 +174,45 @@ class Round:
         return [part for part in self.parts if part.is_going]
 
     def _pour(self) -> None:
-        """Fill the buckets, each as soon as its slot is free."""
+        """Fill the buckets, each as soon as its slot is free, one while the one before is told."""
         last: dict[int, int] = {}
+        packing: Bucket | None = None
         for bucket in self._buckets:
-            if bucket.slot in last:
-                before = last[bucket.slot]
-                self._wait(
-                    lambda part, n=before: n not in part.buckets or n in part.emptied,  # type: ignore[misc]
-                    f"emptied bucket {before}",
-                )
+            if packing is not None and not self._is_free(last.get(bucket.slot)):
+                self._tell(packing)
+                packing = None
+            self._wait_free(last.get(bucket.slot))
             if not any(bucket.number in part.buckets for part in self._going()):
                 continue
-            slot = self._slots[bucket.slot]
-            self.stock.pack(bucket.pieces, slot, monotonic() + self._timeout_seconds)
             last[bucket.slot] = bucket.number
-            for part in self._going():
-                if bucket.number in part.buckets:
-                    part.heard = monotonic()  # from now on it has something to do
-                    part.send(Filled(self.number, bucket.number))
+            self.stock.start_pack(bucket.pieces, self._slots[bucket.slot])
+            if packing is not None:
+                self._tell(packing)
+            packing = bucket
+        if packing is not None:
+            self._tell(packing)
+
+    def _tell(self, bucket: Bucket) -> None:
+        """Finish a bucket, and hand it to those who need it."""
+        deadline = monotonic() + self._timeout_seconds
+        self.stock.pack(bucket.pieces, self._slots[bucket.slot], deadline)
+        for part in self._going():
+            if bucket.number in part.buckets:
+                part.heard = monotonic()  # from now on it has something to do
+                part.send(Filled(self.number, bucket.number))
+
+    def _is_free(self, before: int | None) -> bool:
+        return before is None or all(
+            before not in part.buckets or before in part.emptied for part in self._going()
+        )
+
+    def _wait_free(self, before: int | None) -> None:
+        """Return when the bucket that was in a slot before is out of it."""
+        if before is not None:
+            self._wait(
+                lambda part: before not in part.buckets or before in part.emptied,
+                f"emptied bucket {before}",
+            )
 
     def _digests(self) -> Mapping[Region, int]:
         if not self._should_verify:

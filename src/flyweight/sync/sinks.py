@@ -67,7 +67,13 @@ class Taker(Protocol):
 
     def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want: ...
 
+    def settle(self, deadline: float) -> None:
+        """Wait for what still reads the old weights, before a round may begin."""
+
     def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken: ...
+
+    def touched(self) -> None:
+        """Tell the framework that weights were written, however that ended."""
 
     def finish(self, values: Mapping[str, Leaf]) -> None:
         """Take over what is no tensor, once the version is committed."""
@@ -264,29 +270,36 @@ class MemorySink:
                 )
             specs.append(Tensor.of(name, model.manifest.spec(name)))
         self._model, self._identity, self._prepared = model, found, None
+        devices = (block.buffer.device for block in self._blocks if block.buffer is not None)
+        self._devices = sorted({each for each in devices if each is not None})
         return Want(tuple(specs), tuple(blocks), self._may_leave)
 
-    def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken:
+    def settle(self, deadline: float) -> None:
         assert self._model is not None
+        for device in self._devices:
+            cuda.synchronize(device, max(deadline - monotonic(), 0.001))
+        self._model.settle()
+
+    def touched(self) -> None:
+        assert self._model is not None
+        self._model.touched()
+
+    def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken:
         self._prepare(intake)
         digests = [
             Digest(nbytes) if nbytes and begin.should_verify else None for nbytes in self._added
         ]
-        for device in self._devices:
-            cuda.synchronize(device, max(feed.deadline - monotonic(), 0.001))
-        self._model.settle()  # what this thread queued still reads the old weights
         started, spent = perf_counter(), 0.0
         feed.touch()
-        try:
-            spent += self._mapped.run(digests, feed.deadline)
-            for _ in intake.bucket_numbers:
-                number = feed.next()
-                if number not in self._buckets:
-                    raise TransportError(f"bucket {number} was not announced, or came twice")
-                spent += self._buckets[number].run(digests, feed.deadline)
-                feed.emptied(number)
-        finally:
-            self._model.touched()
+        spent += self._mapped.run(digests, feed.deadline)
+        missing = set(self._buckets)
+        while missing:
+            number = feed.next()
+            if number not in missing:
+                raise TransportError(f"bucket {number} was not announced, or came twice")
+            missing.remove(number)
+            spent += self._buckets[number].run(digests, feed.deadline)
+            feed.emptied(number)
         copied = perf_counter()
         if not begin.should_verify:
             return Taken((), copied - started, 0.0)
@@ -339,7 +352,9 @@ class MemorySink:
         self._check_whole(intake, mapped, by_bucket)
         self._forget()
         self._mapped = Moves(mapped, self._copiers)
-        self._buckets = {n: Moves(each, self._copiers) for n, each in by_bucket.items()}
+        self._buckets = {
+            n: Moves(each, self._copiers, is_bucket=True) for n, each in by_bucket.items()
+        }
         regions = [self._region(copy) for copy in intake.copies]
         self._on_devices = [n for n, each in enumerate(regions) if each.device is not None]
         on_host = {n: each for n, each in enumerate(regions) if each.device is None}
@@ -348,8 +363,6 @@ class MemorySink:
             each.nbytes if n in on_host and not is_small(each) else 0
             for n, each in enumerate(regions)
         ]
-        buffers = [self._buffer(n) for n in range(len(self._blocks))]
-        self._devices = sorted({b.device for b in buffers if b.device is not None})
         self._regions = None
         self._prepared = key
 
@@ -451,6 +464,12 @@ class LoaderSink:
         return Taken(
             tuple(round_.digests) if begin.should_verify else (), taken, round_.verify_seconds
         )
+
+    def settle(self, deadline: float) -> None:
+        """A loader knows itself what reads its weights."""
+
+    def touched(self) -> None:
+        """It has written them itself."""
 
     def finish(self, values: Mapping[str, Leaf]) -> None:
         """A loader takes tensors only."""

@@ -175,20 +175,13 @@ class Stock:
                 f"{listed(wrong)}"
             )
 
+    def start_pack(self, pieces: tuple[Piece, ...], slot: Buffer) -> None:
+        """Queue what of a bucket goes by a device; `pack` then finds it under way."""
+        self._packing(pieces, slot).start()
+
     def pack(self, pieces: tuple[Piece, ...], slot: Buffer, deadline: float) -> None:
-        """Put pieces of blocks into a bucket; what was prepared goes by the list's identity."""
-        key = slot.address, id(pieces)
-        if key not in self._packings:
-            moves = Moves(
-                [
-                    Move(_at(slot, piece, block), block.buffer.block(_box(piece)), 0)
-                    for piece in pieces
-                    if (block := self.blocks[piece.source]).buffer is not None
-                ],
-                self._copiers,
-            )
-            self._packings[key] = pieces, moves
-        self._packings[key][1].run([None], deadline)
+        """Put pieces of blocks into a bucket."""
+        self._packing(pieces, slot).run([None], deadline)
         for piece in pieces:
             block = self.blocks[piece.source]
             if block.buffer is None:
@@ -199,6 +192,18 @@ class Stock:
                 data = self.source.read(block.name, box, into=into)
                 if into is not None and data.ctypes.data != into.ctypes.data:
                     into[:] = data
+
+    def _packing(self, pieces: tuple[Piece, ...], slot: Buffer) -> Moves:
+        """Return the copies that fill a bucket, prepared; they go by the list's identity."""
+        key = slot.address, id(pieces)
+        if key not in self._packings:
+            moves = [
+                Move(_at(slot, piece, block), block.buffer.block(_box(piece)), 0)
+                for piece in pieces
+                if (block := self.blocks[piece.source]).buffer is not None
+            ]
+            self._packings[key] = pieces, Moves(moves, self._copiers, is_bucket=True)
+        return self._packings[key][1]
 
     def digests(self, regions: Sequence[Region], deadline: float) -> dict[Region, int]:
         """Return the digest of what each copy reads."""
