@@ -440,8 +440,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=200, help="of which none may take memory")
-    parser.add_argument("--bucket-bytes", type=int, default=256 * MIB)
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--bucket-bytes", type=int, default=512 * MIB)
+    parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--limit-seconds", type=float, default=150.0)
     parser.add_argument("--cpu", action="store_true", help="a dry run without a GPU; keeps no record")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a small model; keeps no record")

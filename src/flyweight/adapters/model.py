@@ -76,8 +76,9 @@ class Tensor(Protocol):
     def settle(self) -> None:
         """Wait until what this thread wrote to the tensor's device has arrived."""
 
-    def touched(self) -> None:
-        """Tell the framework that the elements changed behind its back."""
+    @property
+    def versioned(self) -> object:
+        """What torch must be told of when elements change behind its back; None for others."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ class Model:
         )
         devices = {t.memory_key[0]: t for t in self._tensors.values() if t.host is None}
         self._devices = list(devices.values())
+        self._versioned = [t.versioned for t in tensors.values() if t.versioned is not None]
         stagings = (tensor.staging for tensor in self._tensors.values())
         self._staging = next((each for each in stagings if each), STAGING)
 
@@ -292,9 +294,8 @@ class Model:
             )
 
     def touched(self) -> None:
-        """Tell the frameworks that the tensors were written."""
-        for tensor in self._tensors.values():
-            tensor.touched()
+        """Tell torch that its tensors were written; other frameworks need not know."""
+        torch_module.touched(self._versioned)
 
     def finish(self, manifest: Manifest) -> None:
         for name, slot in self._slots.items():

@@ -141,9 +141,9 @@ def _is_plain(torch: Any, tensor: Any) -> bool:
 class TorchTensor(HostTensor):
     """A torch tensor in host memory."""
 
-    def touched(self) -> None:
-        # Autograd then notices if it saved the old value for a backward pass.
-        _torch().autograd.graph.increment_version(self.host.owner)
+    @property
+    def versioned(self) -> object:
+        return self.host.owner
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,9 @@ class DeviceTensor:
             event.record(torch.cuda.current_stream(self.tensor.device))
             event.synchronize()
 
-    def touched(self) -> None:
-        _torch().autograd.graph.increment_version(self.tensor)
+    @property
+    def versioned(self) -> object:
+        return self.tensor
 
     @property
     def _is_cuda(self) -> bool:
@@ -224,6 +225,18 @@ class DeviceTensor:
                 return self._flat[start : start + len(data)], staged
         block = self.tensor[(Ellipsis, *items.slices)]
         return block, staged.view(self.tensor.dtype).reshape(items.shape)
+
+
+def touched(tensors: Sequence[object]) -> None:
+    """Let autograd notice if it saved an old value for a backward pass."""
+    if not tensors:
+        return
+    increment = _torch().autograd.graph.increment_version
+    try:
+        increment(tensors)
+    except TypeError:  # torch before 2.6 takes them one by one
+        for tensor in tensors:
+            increment(tensor)
 
 
 @cache

@@ -27,8 +27,9 @@ STRATEGIES: tuple[Strategy, ...] = ("auto", "mapped", "bucketed", "host")
 MAPPED, HOST = "mapped", ""
 """Lanes; any other one is the uuid of the device that has the slots."""
 
-_HOST_BUCKET_BYTES = 64 << 20
-_DEVICE_BUCKET_BYTES = 256 << 20
+_HOST_BUCKET_BYTES, _HOST_DEPTH = 64 << 20, 4
+# Each time that two processes take turns on a device costs some tenths of a millisecond.
+_DEVICE_BUCKET_BYTES, _DEVICE_DEPTH = 512 << 20, 2
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,9 @@ def _reaches(device: int, goal: str) -> bool:
 class Ring:
     """Slots that are filled and emptied in turn, kept from round to round."""
 
-    def __init__(self, transports: Transports, *, bucket_bytes: int | None, depth: int) -> None:
+    def __init__(
+        self, transports: Transports, *, bucket_bytes: int | None, depth: int | None
+    ) -> None:
         self._transports, self._bucket_bytes, self._depth = transports, bucket_bytes, depth
         self._key: object = None
         self.generation = 0
@@ -164,7 +167,8 @@ class Ring:
         for home, packed in laid.items():
             first = len(self.slots)
             nbytes = max(_end(stock, pieces) for pieces in packed)
-            num_slots = min(self._depth, len(packed))
+            default = _HOST_DEPTH if home == HOST else _DEVICE_DEPTH
+            num_slots = min(default if self._depth is None else self._depth, len(packed))
             for slot in range(first, first + num_slots):
                 self.slots[slot] = self._allocate(home, nbytes)
                 self.handles[slot] = self._transports.offer(self.slots[slot])

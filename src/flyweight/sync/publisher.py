@@ -45,6 +45,7 @@ from flyweight.sync.report import TIMEOUT_SECONDS, Lease, PublishReport, Replica
 from flyweight.sync.roll import Peer, Roll
 from flyweight.sync.rounds import Part, Round
 from flyweight.sync.stock import Held, Region, Stock
+from flyweight.sync.wire import spin_of
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.doorway import Door
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -62,7 +63,7 @@ class _Options:
     store: PathLike | None
     strategy: Strategy
     bucket_bytes: int | None
-    depth: int
+    depth: int | None
     should_verify: bool
     timeout_seconds: float
     silence_seconds: float
@@ -70,7 +71,7 @@ class _Options:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise SpecError(f"strategy is {self.strategy!r}, not one of {', '.join(STRATEGIES)}")
-        if self.depth < 1:
+        if self.depth is not None and self.depth < 1:
             raise SpecError(f"depth is {self.depth}, at least 1 bucket is needed")
         if self.bucket_bytes is not None and self.bucket_bytes < 4096:
             raise SpecError(f"bucket_bytes is {self.bucket_bytes}, at least 4096 are needed")
@@ -106,7 +107,7 @@ class Publisher:
         store: PathLike | None = None,
         strategy: Strategy = "auto",
         bucket_bytes: int | None = None,
-        depth: int = 4,
+        depth: int | None = None,
         should_verify: bool = True,
         version: int | None = None,
         token: str | None = None,
@@ -430,6 +431,7 @@ class Publisher:
             has_readers=any(MAPPED in lanes.values() for lanes in all_lanes),
             is_digest_first=self._is_shared(edition.stock, peers),
             on_release=on_release,
+            spin=lambda is_done: self._on.spin(is_done, spin_of(bool(edition.stock.devices))),
             timeout_seconds=timeout,
         )
         round_.digest_seconds = digest_seconds

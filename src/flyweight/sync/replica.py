@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from time import monotonic, perf_counter, sleep
-from typing import Any, Literal
+from typing import Literal
 
 from flyweight.adapters.loader import Framework, Loader
 from flyweight.adapters.model import is_model
@@ -47,6 +47,7 @@ from flyweight.sync.messages import (
 from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport
 from flyweight.sync.sinks import Intake, LoaderSink, MemorySink, Taken, Taker
 from flyweight.sync.subscriber import Subscriber
+from flyweight.sync.wire import spin_of
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
 
@@ -249,7 +250,8 @@ class Replica:
         self, link: _Link, begin: Begin, timeout_seconds: float, waited: float
     ) -> UpdateReport:
         started = perf_counter()
-        feed = _Feed(link.subscriber, begin.round, timeout_seconds, self._touch)
+        spin_seconds = spin_of(self._taker.has_devices)
+        feed = _Feed(link.subscriber, begin.round, timeout_seconds, self._touch, spin_seconds)
         taken: Taken | None = None
         try:
             if begin.version < 0:
@@ -374,9 +376,14 @@ class _Feed:
     """What the publisher says in a round; each wait is given as long as the first."""
 
     def __init__(
-        self, subscriber: Subscriber, round_: int, timeout_seconds: float, touch: Any
+        self,
+        subscriber: Subscriber,
+        round_: int,
+        timeout_seconds: float,
+        touch: Callable[[], None],
+        spin_seconds: float,
     ) -> None:
-        self._subscriber, self._round = subscriber, round_
+        self._subscriber, self._round, self._spin_seconds = subscriber, round_, spin_seconds
         self._timeout_seconds, self.touch = timeout_seconds, touch
 
     @property
@@ -387,7 +394,7 @@ class _Feed:
         """Return the next message of this round; raise what the publisher aborts it with."""
         deadline = self.deadline
         while True:
-            message = self._subscriber.next(deadline, what)
+            message = self._subscriber.next(deadline, what, spin_seconds=self._spin_seconds)
             match message:
                 case Filled(round=number) | Commit(round=number) if number == self._round:
                     return message

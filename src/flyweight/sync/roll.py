@@ -129,6 +129,10 @@ class Roll:
     def send(self, peer: bytes, message: Message) -> None:
         self._wire.send(message, peer)
 
+    def spin(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        """Hear replicas in the caller's thread, for a moment in which they are due to speak."""
+        return self._wire.spin(is_done, seconds)
+
     def waiting(self) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.ask is not None and not peer.is_busy]
 

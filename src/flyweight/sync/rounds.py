@@ -81,9 +81,10 @@ class Round:
         has_readers: bool,
         is_digest_first: bool,
         on_release: Callable[[], None],
+        spin: Callable[[Callable[[], bool]], object],
         timeout_seconds: float,
     ) -> None:
-        """Call `on_release` once nothing reads the stock any more.
+        """Call `on_release` once nothing reads the stock any more, and `spin` before a wait.
 
         Digests are first where both sides share a device: they would only take turns on it, and
         the replica, which stands still, would wait for both.
@@ -94,7 +95,7 @@ class Round:
         self._has_readers, self._is_digest_first = has_readers, is_digest_first
         self._by_peer = {part.peer: part for part in parts}
         self._changed = threading.Condition()
-        self.on_release = on_release
+        self.on_release, self._spin = on_release, spin
         self.digest_seconds = 0.0
 
     # What comes from the wire.
@@ -227,6 +228,7 @@ class Round:
 
     def _wait(self, is_there: Callable[[Part], bool], what: str) -> None:
         """Return when `is_there` holds of every part that is still going."""
+        self._spin(lambda: all(is_there(part) for part in self._going()))
         while True:
             with self._changed:
                 waiting = [part for part in self._going() if not is_there(part)]

@@ -62,6 +62,10 @@ class Taker(Protocol):
     verified: str
     """What its digests are of, in a word."""
 
+    @property
+    def has_devices(self) -> bool:
+        """True if some of it is a device's memory."""
+
     def is_current(self) -> bool:
         """False if what was wanted is no longer what is there, and must be wanted anew."""
 
@@ -243,6 +247,10 @@ class MemorySink:
         self._regions: Regions | None = None
         if layout is None:
             adapt(thing).check_writable()  # what is wrong with it should be said at once
+
+    @property
+    def has_devices(self) -> bool:
+        return bool(self._devices)
 
     def is_current(self) -> bool:
         return self._identity is not None and self._identity.is_same()
@@ -434,6 +442,10 @@ class LoaderSink:
         self.loader, self.copiers = loader, Copiers()
         self.names: list[str] = []
         self.specs: list[TensorSpec] = []
+
+    @property
+    def has_devices(self) -> bool:
+        return self.loader.place != HOST
 
     def is_current(self) -> bool:
         return bool(self.names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from time import monotonic
 
@@ -95,7 +96,7 @@ class Stock:
     def sources(self) -> tuple[Block, ...]:
         return tuple(Block(b.tensor, b.box.offset, b.box.shape) for b in self.blocks)
 
-    @property
+    @cached_property
     def devices(self) -> list[int]:
         """The CUDA devices that have some of it."""
         return sorted(

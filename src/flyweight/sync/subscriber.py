@@ -106,8 +106,13 @@ class Subscriber:
             f"the publisher at {self.address} sent {type(message).__name__}, not {what}"
         )
 
-    def next(self, deadline: float, what: str) -> FromPublisher:
-        """Return the next message; raise what ended the connection, or TransferTimeout."""
+    def next(self, deadline: float, what: str, *, spin_seconds: float = 0.0) -> FromPublisher:
+        """Return the next message; raise what ended the connection, or TransferTimeout.
+
+        One that is due soon is best waited for awake, for `spin_seconds`.
+        """
+        if spin_seconds:
+            self._wire.spin(lambda: bool(self._inbox) or self.is_lost, spin_seconds)
         with self._changed:
             self._changed.wait_for(
                 lambda: self._inbox or self._fault, max(deadline - monotonic(), 0)

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, sleep
 
 import zmq
 
@@ -24,6 +24,11 @@ _LINGER_MILLISECONDS = 200
 
 Hear = Callable[[bytes, bytes], None]
 """Takes the peer a frame is from (empty at a replica: there is only one) and the frame."""
+
+
+def spin_of(has_devices: bool) -> float:
+    """Return how long to wait awake: on the host that takes a core from those who copy."""
+    return 0.05 if has_devices else 0.0
 
 
 class Wire:
@@ -44,7 +49,7 @@ class Wire:
         self._hear, self._beat, self._beat_seconds = hear, beat, beat_seconds
         self._unreachable, self._is_publisher = unreachable, is_publisher
         self._line, self._hung_up = line, hung_up
-        self._lock = threading.Lock()
+        self._lock, self._hearing = threading.Lock(), threading.Lock()
         self._is_over = self._is_freed = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER if is_publisher else zmq.DEALER)
@@ -85,6 +90,19 @@ class Wire:
             self.nudge()  # the send may have swallowed the sign of it
         if not is_sent:
             self._unreachable(to)
+
+    def spin(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        """Hear messages in the caller's thread until something is so; False if it takes longer.
+
+        A thread that sleeps wakes some tenth of a millisecond late, which is long in a round.
+        """
+        until = monotonic() + seconds
+        while not is_done():
+            if monotonic() >= until or self._is_over:
+                return False
+            self._receive(should_wait=False)
+            sleep(0)
+        return True
 
     def nudge(self) -> None:
         """Make the thread look around now."""
@@ -133,11 +151,22 @@ class Wire:
                 next_beat = monotonic() + self._beat_seconds
                 self._beat()
 
-    def _receive(self) -> None:
-        while True:
-            with self._lock:
-                try:
-                    *envelope, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.ZMQError:  # nothing more by now
-                    return
-            self._hear(envelope[0] if envelope else b"", frame)
+    def _receive(self, *, should_wait: bool = True) -> None:
+        """Hear what has come, one frame after the other, whichever thread it is that does."""
+        if not self._hearing.acquire(blocking=should_wait):
+            return  # another thread is at it
+        try:
+            while (parts := self._received()) is not None:
+                *envelope, frame = parts
+                self._hear(envelope[0] if envelope else b"", frame)
+        finally:
+            self._hearing.release()
+
+    def _received(self) -> list[bytes] | None:
+        with self._lock:
+            if self._is_freed:
+                return None
+            try:
+                return self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:  # nothing more by now
+                return None
