@@ -6,6 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 .PHONY: demo test check gpu-test benchmarks clean
 
 demo: .venv/.demo
+	$(BIN)/python examples/live.py
 	$(BIN)/python examples/recovery.py
 
 test: .venv/.test
@@ -22,7 +23,7 @@ gpu-test: .venv/.test
 
 benchmarks: .venv/.test
 	$(PIP) -r benchmarks/requirements.txt
-	for question in load save growth ranks planning background; do $(BIN)/python benchmarks/$$question.py || exit 1; done
+	for question in load save growth ranks planning background live_update; do $(BIN)/python benchmarks/$$question.py || exit 1; done
 
 .venv/.demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -20,5 +20,16 @@ def test_the_recovery_demo_loses_and_mixes_nothing():
     assert done.stdout.count("  yes  ") == 6
 
 
+def test_the_live_demo_ends_with_every_engine_holding_what_the_trainer_holds():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "live.py", "--width", "128"],
+        capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("to 2 replicas") == 12
+    assert "engine 1 was killed" in done.stdout
+    assert done.stdout.count("  yes  ") == 2
+
+
 def test_no_example_is_forgotten():
-    assert [path.name for path in EXAMPLES.glob("*.py")] == ["recovery.py"]
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == ["live.py", "recovery.py"]
