@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
@@ -35,6 +36,8 @@ from flyweight.sync.messages import (
     error_named,
 )
 from flyweight.sync.stock import Region, Stock
+
+_LONG_BYTES = 32 << 20
 
 
 @dataclass(eq=False)
@@ -144,8 +147,11 @@ class Round:
         try:
             digests = self._digests() if self._is_digest_first else None
             self._begin()
-            self._pour()
-            digests = self._digests() if digests is None else digests
+            if digests is None and self._is_long:
+                digests = self._pour_and_digest()
+            else:
+                self._pour()
+                digests = self._digests() if digests is None else digests
             if not self._has_readers:
                 self.on_release()
             self._wait(lambda part: part.is_copied, "copied the weights")
@@ -214,6 +220,17 @@ class Round:
                 lambda part: before not in part.buckets or before in part.emptied,
                 f"emptied bucket {before}",
             )
+
+    @property
+    def _is_long(self) -> bool:
+        """True if it is worth a thread to digest while buckets are poured."""
+        return bool(self._buckets) and sum(part.nbytes for part in self.parts) > _LONG_BYTES
+
+    def _pour_and_digest(self) -> Mapping[Region, int]:
+        with ThreadPoolExecutor(1, "flyweight-digest") as pool:
+            digests = pool.submit(self._digests)
+            self._pour()
+            return digests.result()
 
     def _digests(self) -> Mapping[Region, int]:
         if not self._should_verify:
