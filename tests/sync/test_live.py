@@ -62,6 +62,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("options", STRATEGIES, ids=str)
 def test_a_replica_takes_every_version_over_in_place(address, threads, options):
+    """C28, C30: host tensors by the same protocol, with buckets in flight, acknowledged and reused."""
     model, engine = weights(1), weights(100)
     before = {name: (id(a), a.ctypes.data, a.strides) for name, a in engine.items()}
     with (
@@ -97,6 +98,7 @@ def test_odd_tensors_arrive(address, threads, bucket_bytes):
 
 
 def test_tensors_in_shared_memory_are_mapped_and_copied_once(address, threads):
+    """C14: memory that is shared already is copied from, never served from."""
     torch = pytest.importorskip("torch")
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)]).share_memory()
     engine = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
