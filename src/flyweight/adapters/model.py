@@ -22,6 +22,7 @@ from math import prod
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flyweight.adapters import numpy_dict, paddle_layer, sharded, torch_module
 from flyweight.adapters.sharded import Cut
@@ -394,6 +395,8 @@ class Identity:
         self._containers: list[tuple[Any, int]] = []
         self._leaves: list[tuple[Any, Any, Any]] = []
         self._tensors: list[tuple[Any, int, object, object]] = []
+        self._strides: list[tuple[Callable[[], object], object]] = []
+        self._arrays: list[tuple[NDArray[Any], dict[str, Any]]] = []
         self._wrapped: list[tuple[Any, tuple[object, ...]]] = []
         self._add(thing, 0)
 
@@ -415,6 +418,9 @@ class Identity:
                 self._wrapped.append((leaf, _local_memory(leaf)))
             elif hasattr(leaf, "data_ptr"):
                 self._tensors.append((leaf, leaf.data_ptr(), leaf.shape, leaf.dtype))
+                self._strides.append((getattr(leaf, "stride", _no_stride), _strides(leaf)))
+            elif isinstance(leaf, np.ndarray):
+                self._arrays.append((leaf, leaf.__array_interface__))
 
     def is_same(self) -> bool:
         """True if nothing was put in the place of anything else, and nothing has moved."""
@@ -430,13 +436,26 @@ class Identity:
         for leaf, address, shape, dtype in self._tensors:
             if leaf.data_ptr() != address or leaf.shape != shape or leaf.dtype != dtype:
                 return False
-        return all(_local_memory(leaf) == memory for leaf, memory in self._wrapped)
+        return (
+            all(stride() == strides for stride, strides in self._strides)
+            and all(array.__array_interface__ == told for array, told in self._arrays)
+            and all(_local_memory(leaf) == memory for leaf, memory in self._wrapped)
+        )
+
+
+def _no_stride() -> None:
+    """Paddle's tensors are contiguous, or told as such."""
+
+
+def _strides(leaf: Any) -> object:
+    return leaf.stride() if hasattr(leaf, "stride") else None
 
 
 def _local_memory(leaf: Any) -> tuple[object, ...]:
     """Return where the elements of a wrapped tensor lie, and how."""
     local: Any = leaf.tensor if isinstance(leaf, sharded.Sharded) else leaf.to_local()
-    return getattr(local, "data_ptr", lambda: id(local))(), tuple(local.shape), local.dtype
+    where = getattr(local, "data_ptr", lambda: id(local))()
+    return where, tuple(local.shape), local.dtype, _strides(local)
 
 
 def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:

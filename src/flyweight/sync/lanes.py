@@ -8,7 +8,7 @@ host      packed into slots of shared memory on the host, which every process th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -18,7 +18,7 @@ from flyweight.errors import FlyweightError, PlanError, listed
 from flyweight.memory import Buffer
 from flyweight.plan.buckets import pack
 from flyweight.sync.messages import Block, Bucket, Copy, Handle, Piece, Place
-from flyweight.sync.stock import ALIGN_BYTES, Stock
+from flyweight.sync.stock import ALIGN_BYTES, Packing, Stock
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
 
@@ -40,7 +40,10 @@ class Transports:
     device: CudaIpcTransport
 
     def offer(self, buffer: Buffer) -> Handle:
-        return self.host.offer(buffer) if buffer.device is None else self.device.offer(buffer)
+        """Offer memory where it lies: a copy of it would never be looked at again."""
+        if buffer.device is None:
+            return self.host.offer(buffer, may_copy=False)
+        return self.device.offer(buffer)
 
     def release(self, handle: Handle) -> None:
         if isinstance(handle, CudaIpcHandle):
@@ -78,13 +81,20 @@ class Offers:
         self._places: dict[int, Place] = {}
 
     def lanes(
-        self, copies: Sequence[Copy], sinks: Sequence[Block], strategy: Strategy
+        self,
+        copies: Sequence[Copy],
+        sinks: Sequence[Block],
+        seen: Collection[str],
+        strategy: Strategy,
     ) -> dict[int, str]:
-        """Return the lane of each block that a replica wants something of."""
+        """Return the lane of each block that a replica wants something of.
+
+        `seen` are the GPUs that the replica's process sees.
+        """
         goals: dict[int, set[str]] = {}
         for copy in copies:
             goals.setdefault(copy.source, set()).add(sinks[copy.sink].place)
-        found = {number: self._lane(number, each, strategy) for number, each in goals.items()}
+        found = {n: self._lane(n, each, seen, strategy) for n, each in goals.items()}
         if strategy == "mapped":
             far = [self._stock.blocks[n].name for n, lane in found.items() if lane != MAPPED]
             if far:
@@ -95,13 +105,14 @@ class Offers:
                 )
         return found
 
-    def _lane(self, number: int, goals: set[str], strategy: Strategy) -> str:
+    def _lane(self, number: int, goals: set[str], seen: Collection[str], strategy: Strategy) -> str:
         buffer = self._stock.blocks[number].buffer
         if buffer is None or strategy == "host":
             return HOST
         if buffer.device is None:
             return MAPPED if self._is_shown[number] and strategy != "bucketed" else HOST
-        if not all(_reaches(buffer.device, goal) for goal in goals):
+        is_seen = cuda.uuid(buffer.device) in seen
+        if not is_seen or not all(_reaches(buffer.device, goal) for goal in goals):
             return HOST
         return cuda.uuid(buffer.device) if strategy == "bucketed" else MAPPED
 
@@ -143,7 +154,7 @@ class Ring:
         self.generation = 0
         """Counts the layouts, so that a replica is told of each once."""
         self._homes: list[str] = []
-        self.buckets: list[Bucket] = []
+        self.packings: list[Packing] = []
         self.slots: dict[int, Buffer] = {}
         self.handles: dict[int, Handle] = {}
 
@@ -153,7 +164,6 @@ class Ring:
         if key == self._key:
             return
         self.close()
-        stock.forget_slots()
         self.generation += 1
         try:
             self._lay_out(stock, homes)
@@ -174,7 +184,8 @@ class Ring:
                 self.handles[slot] = self._transports.offer(self.slots[slot])
             for number, pieces in enumerate(packed):
                 self._homes.append(home)
-                self.buckets.append(Bucket(len(self.buckets), first + number % num_slots, pieces))
+                bucket = Bucket(len(self._homes) - 1, first + number % num_slots, pieces)
+                self.packings.append(stock.packing(bucket, self.slots[bucket.slot]))
 
     def _packed(self, stock: Stock, home: str, numbers: Sequence[int]) -> list[tuple[Piece, ...]]:
         default = _HOST_BUCKET_BYTES if home == HOST else _DEVICE_BUCKET_BYTES
@@ -199,7 +210,8 @@ class Ring:
     def buckets_for(self, lanes: Mapping[int, str]) -> tuple[Bucket, ...]:
         """Return what of the buckets a replica needs."""
         found = []
-        for bucket, home in zip(self.buckets, self._homes, strict=True):
+        for packing, home in zip(self.packings, self._homes, strict=True):
+            bucket = packing.bucket
             pieces = tuple(p for p in bucket.pieces if lanes.get(p.source) == home)
             if pieces:
                 found.append(Bucket(bucket.number, bucket.slot, pieces))
@@ -210,6 +222,8 @@ class Ring:
         return sum(slot.nbytes for slot in self.slots.values())
 
     def close(self) -> None:
+        for packing in self.packings:
+            packing.close()
         for handle in self.handles.values():
             self._transports.release(handle)
         for slot in self.slots.values():
@@ -217,7 +231,7 @@ class Ring:
                 self._transports.host.free(slot)
             else:
                 cuda.free(slot)
-        self._key, self.buckets, self.slots, self.handles = None, [], {}, {}
+        self._key, self.packings, self.slots, self.handles = None, [], {}, {}
         self._homes = []
 
 

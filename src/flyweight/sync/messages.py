@@ -130,6 +130,8 @@ class Want(_Message, frozen=True):
     blocks: tuple[Block, ...]
     may_leave: bool
     """True if there may be tensors that it does not want."""
+    devices: tuple[str, ...] = ()
+    """The uuids of the GPUs that it sees, and could map memory of."""
 
 
 class Agreed(_Message, frozen=True):
@@ -182,6 +184,8 @@ class Begin(_Message, frozen=True):
     should_verify: bool
     digests: tuple[int, ...] | None
     """Where they are known already and nothing is to come, the replica can end by itself."""
+    lists: int
+    """The number of the three lists; sent before if they are None."""
     places: tuple[Place, ...] | None
     slots: dict[int, Handle] | None
     buckets: tuple[Bucket, ...] | None
@@ -200,6 +204,12 @@ class Emptied(_Message, frozen=True):
 
     round: int
     bucket: int
+
+
+class Going(_Message, frozen=True):
+    """Publisher: it is not over; others keep me waiting."""
+
+    round: int
 
 
 class Copied(_Message, frozen=True):
@@ -277,7 +287,18 @@ class News(_Message, frozen=True):
 
 FromReplica = Hello | Want | Ask | Withdraw | Emptied | Copied | Done | Fault | Tick | Bye
 FromPublisher = (
-    Welcome | Agreed | Refusal | Denied | Begin | Filled | Commit | Abort | Tick | Bye | News
+    Welcome
+    | Agreed
+    | Refusal
+    | Denied
+    | Begin
+    | Filled
+    | Going
+    | Commit
+    | Abort
+    | Tick
+    | Bye
+    | News
 )
 Message = FromReplica | FromPublisher
 

@@ -9,7 +9,7 @@ shared memory or rests in a store, if anything is, and else waits for the next.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic, perf_counter
@@ -19,6 +19,7 @@ from flyweight import cuda
 from flyweight.adapters.model import Identity, adapt
 from flyweight.errors import (
     FlyweightError,
+    PeerLost,
     PlanError,
     SpecError,
     TransferTimeout,
@@ -28,6 +29,7 @@ from flyweight.errors import (
 from flyweight.events import emit
 from flyweight.formats.snapshot import check_version
 from flyweight.formats.stored import Stored
+from flyweight.spec.manifest import Leaf
 from flyweight.sync.address import Address, Claim
 from flyweight.sync.lanes import (
     MAPPED,
@@ -91,8 +93,11 @@ class _Edition:
     stock: Stock
     offers: Offers
     origin: str
+    values: Mapping[str, Leaf]
     digests: dict[Region, int] | None = None
     """Of what outlives the publisher they are told at once, and kept; of others, None."""
+    is_gone: bool = False
+    """True once something else is about to take its place in memory."""
 
 
 class Publisher:
@@ -133,10 +138,11 @@ class Publisher:
         )
         self._thing, self._copiers = source, Copiers()
         self._stored = source if isinstance(source, Stored) else None
-        self._identity = None if self._stored else Identity(source)
         self._stock = Stock.of(self._stored or adapt(source), self._copiers)
+        self._identity = None if self._stored else Identity(source)
         self._publishing = threading.Lock()
-        self._late: dict[threading.Thread, Round | None] = {}
+        self._late: dict[threading.Thread, tuple[_Edition | None, Round | None]] = {}
+        self._running: set[Round] = set()
         self._standing: _Edition | None = None
         self._held: tuple[Held, Offers] | None = None
         self._round = 0
@@ -198,12 +204,12 @@ class Publisher:
         """Let an opened snapshot be taken by whoever asks."""
         number = stored.manifest.version if version is None else check_version(version)
         number = 0 if number is None else number
-        parent = stored.manifest.parent
-        edition = _Edition(number, parent, self._stock, self._offers, "snapshot")
+        parent, values = stored.manifest.parent, stored.manifest.values
+        edition = _Edition(number, parent, self._stock, self._offers, "snapshot", values)
         if self._options.hold:
             held, offers = self._hold()
             held.refill(monotonic() + self._options.timeout_seconds)
-            edition = _Edition(number, parent, held.stock, offers, "held", {})
+            edition = _Edition(number, parent, held.stock, offers, "held", values, {})
         self._standing = edition
 
     @overload
@@ -293,7 +299,10 @@ class Publisher:
             self._stock, self._identity = stock, found
             self._offers = Offers(stock, self._transports)
             if self._held is not None:
-                self._held[0].source = stock
+                self._held[0].take_from(stock)
+            with self._on.changed:  # what was told of the old ones would keep them
+                for peer in self._on.peers.values():
+                    peer.lanes = peer.sent = None
         for device in self._stock.devices:
             cuda.synchronize(device, max(deadline - monotonic(), 0.001))
 
@@ -321,7 +330,7 @@ class Publisher:
                     )
                 roll.changed.wait(left)
             for peer in peers:
-                peer.is_busy = True
+                self._on.keep(peer)
             return peers
 
     def _publish(self, lease: Lease, peers: list[Peer], timeout: float) -> None:
@@ -329,29 +338,48 @@ class Publisher:
         try:
             lease.end(lambda: self._rounds(lease, peers, timeout))
         finally:
-            self._publishing.release()
             self._give_back(peers)
+            self._publishing.release()
 
     def _rounds(self, lease: Lease, peers: list[Peer], timeout: float) -> PublishReport:
         version, parent, started = lease.version, self._on.version, perf_counter()
-        live = _Edition(version, parent, self._stock, self._offers, "published")
+        values = self._stock.manifest.values
+        live = _Edition(version, parent, self._stock, self._offers, "published", values)
         held = self._refill(version, parent, timeout) if self._options.hold else None
-        # What is held is there anyway, and stays; only a device can be nearer.
-        far = [peer for peer in peers if held is not None and not self._is_near(peer)]
-        near = [peer for peer in peers if peer not in far]
+        failed: list[ReplicaReport] = []
+        near: list[Peer] = []
+        far: list[Peer] = []
+        for peer in peers:
+            try:
+                lanes = self._lanes(live, peer)
+                # What is held is there anyway, and stays; only a device can be nearer.
+                is_near = bool(self._stock.devices) and set(lanes.values()) == {MAPPED}
+                if held is not None and not is_near:
+                    self._lanes(held, peer)
+                    far.append(peer)
+                else:
+                    near.append(peer)
+            except FlyweightError as error:  # it cannot be reached as was asked; others can
+                self._on.fail(peer, error)
+                failed.append(_failed(peer, error))
         if not near:
             lease.release()
         rounds: list[Round] = []
         for edition, takers in ((live, near), (held, far)):
             if edition is not None and takers:
                 release = lease.release if edition is live else _nothing
-                rounds.append(self._round_of(edition, takers, self._ring, timeout, release))
+                rounds.append(
+                    self._round_of(
+                        edition, takers, self._ring, timeout, admit=_at_once, on_release=release
+                    )
+                )
+                self._on.version = version
                 self._on.tell(rounds[-1].number, version, "publishing", rounds[-1].parts, 0.0)
-                rounds[-1].run()
+                self._run(rounds[-1])
         self._on.version = version
         parts = [part for each in rounds for part in each.parts]
         digest_seconds = sum(each.digest_seconds for each in rounds)
-        report = _report(version, parts, perf_counter() - started, digest_seconds)
+        report = _report(version, parts, failed, perf_counter() - started, digest_seconds)
         self._on.tell(self._round, version, "idle", parts, report.seconds)
         emit(
             "publish.done",
@@ -364,13 +392,15 @@ class Publisher:
         )
         return report
 
-    def _is_near(self, peer: Peer) -> bool:
-        """True if a replica is best served straight from the model's own memory."""
-        if not self._stock.devices or peer.agreement is None:
-            return False
-        copies, sinks = peer.agreement.copies, peer.agreement.sinks
-        lanes = self._offers.lanes(copies, sinks, self._options.strategy)
-        return set(lanes.values()) == {MAPPED}
+    def _run(self, round_: Round) -> None:
+        """Run a round that `close` can cut short."""
+        self._running.add(round_)
+        try:
+            if not self._is_open:
+                round_.cut(PeerLost("the publisher was closed"))
+            round_.run()
+        finally:
+            self._running.discard(round_)
 
     def _hold(self) -> tuple[Held, Offers]:
         if self._held is None:
@@ -386,18 +416,25 @@ class Publisher:
         """
         deadline, roll = monotonic() + timeout, self._on
         with roll.changed:
-            self._standing = None  # from now on nobody starts to read it
-            roll.changed.wait_for(lambda: not self._late, timeout / 2)
-            late = list(self._late.values())
-        for round_ in late:
-            if round_ is not None:
-                round_.cut(TransferTimeout(f"version {version} takes the place of what it reads"))
+            old, self._standing = self._standing, None
+            if old is not None:
+                old.is_gone = True  # from now on nobody begins to read it
+            roll.changed.wait_for(lambda: not self._readers_of(old), timeout / 2)
+            readers = self._readers_of(old)
+        for round_ in readers:
+            round_.cut(TransferTimeout(f"version {version} takes the place of what it reads"))
         held, offers = self._hold()
         held.refill(deadline)
-        edition = _Edition(version, parent, held.stock, offers, "held", {})
+        values = self._stock.manifest.values
+        edition = _Edition(version, parent, held.stock, offers, "held", values, {})
         with roll.changed:
-            self._standing = edition
+            self._standing, roll.version = edition, version
         return edition
+
+    def _readers_of(self, edition: _Edition | None) -> list[Round]:
+        """Return the late rounds that have begun to read an edition."""
+        late = self._late.values()
+        return [round_ for each, round_ in late if each is edition and round_ is not None]
 
     def _round_of(
         self,
@@ -405,6 +442,8 @@ class Publisher:
         peers: Sequence[Peer],
         ring: Ring,
         timeout: float,
+        *,
+        admit: Callable[[Round], bool],
         on_release: Callable[[], None],
     ) -> Round:
         """Return a round, with the lists that each replica still has to be told."""
@@ -424,12 +463,12 @@ class Publisher:
             number,
             edition.stock,
             [self._part(edition, peer, ring, number) for peer in peers],
-            buckets=ring.buckets,
-            slots=ring.slots,
+            packings=ring.packings,
             should_verify=self._options.should_verify,
             digests=edition.digests,
             has_readers=any(MAPPED in lanes.values() for lanes in all_lanes),
             is_digest_first=self._is_shared(edition.stock, peers),
+            admit=admit,
             on_release=on_release,
             spin=lambda is_done: self._on.spin(is_done, spin_of(bool(edition.stock.devices))),
             timeout_seconds=timeout,
@@ -446,8 +485,12 @@ class Publisher:
     def _lanes(self, edition: _Edition, peer: Peer) -> dict[int, str]:
         if peer.lanes is None or peer.lanes[0] is not edition.offers:
             assert peer.agreement is not None
-            copies, sinks = peer.agreement.copies, peer.agreement.sinks
-            found = edition.offers.lanes(copies, sinks, self._options.strategy)
+            copies, sinks, seen = (
+                peer.agreement.copies,
+                peer.agreement.sinks,
+                peer.agreement.devices,
+            )
+            found = edition.offers.lanes(copies, sinks, seen, self._options.strategy)
             peer.lanes = edition.offers, found
         return peer.lanes[1]
 
@@ -456,7 +499,10 @@ class Publisher:
         assert agreement is not None
         buckets = ring.buckets_for(lanes)
         lists = edition.offers, ring, ring.generation, tuple(each.number for each in buckets)
-        is_told, peer.sent = peer.sent == lists, lists
+        is_told = peer.sent == lists
+        if not is_told:
+            peer.sent = lists
+            peer.lists += 1
         digests = None
         if edition.digests is not None and self._options.should_verify:
             digests = tuple(edition.digests[region] for region in agreement.regions)
@@ -465,17 +511,18 @@ class Publisher:
             places = tuple(edition.offers.place(n) for n, lane in lanes.items() if lane == MAPPED)
         begin = Begin(
             round=number,
-            ask=0 if peer.ask is None else peer.ask.ask,
+            ask=peer.taken,
             version=edition.version,
             parent=edition.parent,
             origin=edition.origin,
             strategy=told(lanes),
             should_verify=self._options.should_verify,
             digests=digests,
+            lists=peer.lists,
             places=places,
             slots=None if is_told else {each.slot: ring.handles[each.slot] for each in buckets},
             buckets=None if is_told else buckets,
-            values=dict(edition.stock.manifest.values),
+            values=dict(edition.values),
         )
         needed = frozenset(each.number for each in buckets)
         return Part(
@@ -516,11 +563,11 @@ class Publisher:
             self._on.deny(peer, last)
 
     def _serve_in_thread(self, peer: Peer, edition: _Edition | None) -> None:
-        peer.is_busy = True
+        self._on.keep(peer)
         thread = threading.Thread(
             target=self._late_round, args=(peer, edition), name="flyweight-late", daemon=True
         )
-        self._late[thread] = None
+        self._late[thread] = edition, None
         thread.start()
 
     def _late_round(self, peer: Peer, edition: _Edition | None) -> None:
@@ -534,31 +581,42 @@ class Publisher:
                     edition = self._newest(peer, stack)
                 if edition is None:
                     return
-                timeout = self._options.timeout_seconds
-                round_ = self._round_of(edition, [peer], ring, timeout, _nothing)
-                self._late[threading.current_thread()] = round_
-                self._on.tell(round_.number, edition.version, "serving", round_.parts, 0.0)
-                round_.run()
-                seconds = perf_counter() - started
-                self._on.tell(round_.number, self._on.version, "idle", round_.parts, seconds)
-                (part,) = round_.parts
-                emit(
-                    "serve.done",
-                    name=peer.name,
-                    pid=peer.hello.pid,
-                    version=edition.version,
-                    origin=edition.origin,
-                    nbytes=part.nbytes,
-                    seconds=seconds,
-                    error=None if part.error is None else str(part.error),
-                )
+                self._serve_edition(peer, edition, ring, started)
         except FlyweightError as error:
             self._on.fail(peer, error)
         finally:
-            peer.sent = None  # the ring is gone
             with self._on.changed:
+                peer.lanes = peer.sent = None  # the ring is gone
                 del self._late[threading.current_thread()]
                 self._give_back([peer])
+
+    def _serve_edition(self, peer: Peer, edition: _Edition, ring: Ring, started: float) -> None:
+        def admit(round_: Round) -> bool:
+            """Begin unless what is to be read is about to be overwritten."""
+            with self._on.changed:
+                if not edition.is_gone:
+                    self._late[threading.current_thread()] = edition, round_
+                    round_.begin()
+                return not edition.is_gone
+
+        timeout = self._options.timeout_seconds
+        round_ = self._round_of(edition, [peer], ring, timeout, admit=admit, on_release=_nothing)
+        self._on.tell(round_.number, edition.version, "serving", round_.parts, 0.0)
+        self._run(round_)
+        seconds = perf_counter() - started
+        self._on.tell(round_.number, self._on.version, "idle", round_.parts, seconds)
+        (part,) = round_.parts
+        if part.is_begun:
+            emit(
+                "serve.done",
+                name=peer.name,
+                pid=peer.hello.pid,
+                version=edition.version,
+                origin=edition.origin,
+                nbytes=part.nbytes,
+                seconds=seconds,
+                error=None if part.error is None else str(part.error),
+            )
 
     def _newest(self, peer: Peer, stack: ExitStack) -> _Edition | None:
         """Open the newest snapshot of the store, if it is newer than what a replica has."""
@@ -577,7 +635,8 @@ class Publisher:
         stack.callback(offers.close)
         number = stored.manifest.version
         assert number is not None
-        return _Edition(number, stored.manifest.parent, stock, offers, "snapshot")
+        values = stored.manifest.values
+        return _Edition(number, stored.manifest.parent, stock, offers, "snapshot", values)
 
     def _hung_up(self, line: str) -> None:
         if self._roll is not None:
@@ -588,18 +647,19 @@ class Publisher:
         if not self._is_open:
             return
         self._is_open = False
-        # A round that is under way ends first: its replicas would be left half-new.
-        self._publishing.acquire(timeout=_CLOSE_SECONDS)
+        # A round that is about to end may; then it is cut, and its memory given back after it.
         deadline = monotonic() + _CLOSE_SECONDS
+        if not self._publishing.acquire(timeout=_CLOSE_SECONDS) or self._late:
+            for round_ in list(self._running):
+                round_.cut(PeerLost("the publisher was closed"))
+            self._publishing.acquire(timeout=_CLOSE_SECONDS)
         for thread in list(self._late):
-            thread.join(max(deadline - monotonic(), 0))
+            thread.join(max(deadline - monotonic(), 1.0))
         self._offers.close()
         if self._held is not None:
             self._held[1].close()
         self._closing.close()
-        # Views of segments that are closed keep their memory.
-        self._held = self._standing = None
-        self._stock.forget_slots()
+        self._held = self._standing = None  # views of segments keep their memory
 
     def __enter__(self) -> Publisher:
         return self
@@ -612,22 +672,39 @@ def _nothing() -> None:
     """What is to be done when nothing of the trainer's was lent."""
 
 
+def _at_once(round_: Round) -> bool:
+    round_.begin()
+    return True
+
+
+def _failed(peer: Peer, error: FlyweightError) -> ReplicaReport:
+    return ReplicaReport(peer.name, peer.hello.pid, 0, 0.0, 0.0, 0.0, "nothing", error)
+
+
 def _report(
-    version: int, parts: Sequence[Part], seconds: float, digest_seconds: float
+    version: int,
+    parts: Sequence[Part],
+    failed: Sequence[ReplicaReport],
+    seconds: float,
+    digest_seconds: float,
 ) -> PublishReport:
-    replicas = tuple(
-        ReplicaReport(
-            part.name,
-            part.pid,
-            part.nbytes if part.is_committed else 0,
-            part.seconds,
-            0.0 if part.done is None else part.done.copy_seconds,
-            0.0 if part.done is None else part.done.verify_seconds,
-            part.begin.strategy,
-            part.error,
-        )
-        for part in parts
+    replicas = (
+        *failed,
+        *(_ended(part) for part in parts),
     )
     return PublishReport(
         version, sum(each.nbytes for each in replicas), seconds, digest_seconds, replicas
+    )
+
+
+def _ended(part: Part) -> ReplicaReport:
+    return ReplicaReport(
+        part.name,
+        part.pid,
+        part.nbytes if part.is_committed else 0,
+        part.seconds,
+        0.0 if part.done is None else part.done.copy_seconds,
+        0.0 if part.done is None else part.done.verify_seconds,
+        part.begin.strategy,
+        part.error,
     )

@@ -41,7 +41,7 @@ from flyweight.sync.messages import (
     Emptied,
     Fault,
     Filled,
-    Withdraw,
+    Going,
     error_named,
 )
 from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport
@@ -125,11 +125,17 @@ class Replica:
 
     def check_servable(self) -> None:
         """Raise unless a whole version is held: what an engine asks before it serves."""
+        self._look()
         if self._version is None or self._state != "ready":
             why = "it never took one" if self._failure is None else f"it failed: {self._failure}"
             raise VersionError(
                 f"replica {self.name!r} is {self._state} and holds no whole version: {why}"
             )
+
+    def _look(self) -> None:
+        """See whether the tensors that hold the version are still those of the model."""
+        if self._version is not None and not self._taker.is_current():
+            self._version, self._state = None, "empty"
 
     def update(
         self, version: int | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS
@@ -166,6 +172,7 @@ class Replica:
 
     def _update(self, version: int | None, timeout_seconds: float) -> UpdateReport:
         started, deadline = perf_counter(), monotonic() + timeout_seconds
+        self._look()
         while True:
             link = self._linked(deadline)
             have = self._version if self._session == link.session else None
@@ -175,7 +182,7 @@ class Replica:
             try:
                 begin = self._begun(link, version, have, deadline)
             except PeerLost:
-                if monotonic() > deadline:
+                if monotonic() > deadline or not self._is_open:
                     raise
                 self._drop()  # a publisher that comes back is as good
                 continue
@@ -187,6 +194,8 @@ class Replica:
     def _linked(self, deadline: float) -> _Link:
         """Return a connection on which all is agreed, waiting for a publisher if need be."""
         while True:
+            if not self._is_open:
+                raise TransportError(f"replica {self.name!r} is closed")
             link = self._link
             if link is not None and not link.subscriber.is_lost and self._taker.is_current():
                 return link
@@ -240,8 +249,7 @@ class Replica:
                     case _:
                         continue  # the end of an earlier round
         except BaseException:
-            subscriber.open_ask = 0
-            subscriber.send(Withdraw(self._ask))
+            subscriber.withdraw(self._ask)
             raise
 
     # The round.
@@ -265,10 +273,10 @@ class Replica:
             self._await_commit(link, begin, taken, feed)
         except HandleGone as error:
             reason = feed.abort() or error  # a publisher that gives up takes its memory with it
-            self._fail(link, begin, reason, is_told=False)
+            self._fail(link, begin, reason)
             raise reason from error
         except BaseException as error:
-            self._fail(link, begin, error, is_told=taken is not None)
+            self._fail(link, begin, error)
             raise
         self._taker.finish(begin.values)
         nbytes = sum(link.intake.nbytes(copy) for copy in link.intake.copies)
@@ -302,9 +310,10 @@ class Replica:
     def _await_commit(self, link: _Link, begin: Begin, taken: Taken, feed: _Feed) -> None:
         try:
             message = feed.message("a commit")
-        except (PeerLost, TransferTimeout):
+        except TransportError:
             # All bytes and their digests were here before the publisher went.
-            if begin.digests is None or link.intake.bucket_numbers:
+            is_gone = link.subscriber.is_lost and not feed.is_aborted
+            if not is_gone or begin.digests is None or link.intake.bucket_numbers:
                 raise
             message = Commit(begin.round, begin.digests)
         if not isinstance(message, Commit):
@@ -315,15 +324,12 @@ class Replica:
                 f"committed"
             )
 
-    def _fail(self, link: _Link, begin: Begin, error: BaseException, *, is_told: bool) -> None:
+    def _fail(self, link: _Link, begin: Begin, error: BaseException) -> None:
         """Tell the publisher, and remember what is left of the weights."""
         is_touched = self._state == "updating"
         if is_touched:
             self._taker.touched()
-        if not is_told or not isinstance(error, FlyweightError):
-            text = f"{error}"
-            fault = Fault(begin.round, type(error).__name__, text, is_touched)
-            link.subscriber.send(fault)
+        link.subscriber.send(Fault(begin.round, type(error).__name__, str(error), is_touched))
         if is_touched:
             self._state = "failed"
             self._failure = (
@@ -344,8 +350,13 @@ class Replica:
 
     def close(self) -> None:
         """Leave the publisher and let go of all that was mapped. Safe to repeat."""
-        if self._is_open:
-            self._is_open = False
+        if not self._is_open:
+            return
+        self._is_open = False
+        link = self._link
+        if link is not None:
+            link.subscriber.close()  # whoever is in an update hears of it
+        if self._updating.acquire(timeout=_CONNECT_SECONDS):  # what it copies must stay mapped
             self._drop()
             self._taker.close()
 
@@ -384,7 +395,7 @@ class _Feed:
         spin_seconds: float,
     ) -> None:
         self._subscriber, self._round, self._spin_seconds = subscriber, round_, spin_seconds
-        self._timeout_seconds, self.touch = timeout_seconds, touch
+        self._timeout_seconds, self.touch, self.is_aborted = timeout_seconds, touch, False
 
     @property
     def deadline(self) -> float:
@@ -399,7 +410,10 @@ class _Feed:
                 case Filled(round=number) | Commit(round=number) if number == self._round:
                     return message
                 case Abort(round=number, kind=kind, text=text) if number == self._round:
+                    self.is_aborted = True
                     raise error_named(kind, text)
+                case Going(round=number) if number == self._round:
+                    deadline = self.deadline
                 case _:
                     continue
 

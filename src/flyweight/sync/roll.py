@@ -56,6 +56,8 @@ class Agreement:
     copies: tuple[Copy, ...]
     sinks: Sequence[Block]
     nbytes: int
+    devices: frozenset[str]
+    """The GPUs that the replica's process sees."""
 
     @cached_property
     def places(self) -> set[str]:
@@ -80,6 +82,10 @@ class Peer:
     """The ask for which the store was looked through."""
     is_busy: bool = False
     """True while a round has it, or is about to."""
+    taken: int = 0
+    """The ask that the round answers, withdrawn or not."""
+    lists: int = 0
+    """The number of the lists that it was sent last."""
     version: int | None = None
     state: str = "joined"
     error: str = ""
@@ -143,6 +149,11 @@ class Roll:
         self.send(peer.id, Denied(peer.ask.ask, "VersionError", text))
         peer.ask = None
 
+    def keep(self, peer: Peer) -> None:
+        """Keep a replica that asks for a round."""
+        assert peer.ask is not None
+        peer.is_busy, peer.taken = True, peer.ask.ask
+
     def take(self, peers: Sequence[Peer], round_: Round) -> None:
         """Give replicas to a round, which hears what they say until they are taken back."""
         with self.changed:
@@ -154,8 +165,8 @@ class Roll:
     def take_back(self, peer: Peer) -> None:
         """Let a replica ask again, after a round or after none."""
         with self.changed:
-            if peer.round is not None:
-                part = peer.round.part_of(peer.id)
+            part = None if peer.round is None else peer.round.part_of(peer.id)
+            if part is not None and part.is_begun:
                 peer.state = "ready" if part.is_committed else "failed"
                 peer.error = "" if part.error is None else str(part.error)
                 peer.nbytes, peer.seconds = part.nbytes, part.seconds
@@ -163,6 +174,8 @@ class Roll:
                     peer.version = part.begin.version
                 if peer.ask is not None and peer.ask.ask == part.begin.ask:
                     peer.ask = None
+            if part is None or not part.is_committed:
+                peer.sent = None  # who knows what it has of the lists
             peer.round, peer.is_busy = None, False
             self.changed.notify_all()
 
@@ -265,7 +278,7 @@ class Roll:
             self._lose(peer.id, error)
             return
         nbytes = sum(stock.nbytes_of(copy) for copy in copies)
-        peer.agreement = Agreement(copies, want.blocks, nbytes)
+        peer.agreement = Agreement(copies, want.blocks, nbytes, frozenset(want.devices))
         peer.lanes = peer.sent = None
         self.send(peer.id, Agreed(stock.sources(), copies))
         emit("replica.joined", name=peer.name, pid=peer.hello.pid, nbytes=nbytes)

@@ -20,11 +20,9 @@ from flyweight.errors import (
     TransferTimeout,
     listed,
 )
-from flyweight.memory import Buffer
 from flyweight.sync.messages import (
     Abort,
     Begin,
-    Bucket,
     Commit,
     Copied,
     Copy,
@@ -32,10 +30,11 @@ from flyweight.sync.messages import (
     Emptied,
     Fault,
     Filled,
+    Going,
     Message,
     error_named,
 )
-from flyweight.sync.stock import Region, Stock
+from flyweight.sync.stock import Packing, Region, Stock
 
 _LONG_BYTES = 32 << 20
 
@@ -55,6 +54,7 @@ class Part:
     begin: Begin
     send: Callable[[Message], None]
     heard: float = 0.0
+    is_begun: bool = False
     emptied: set[int] = field(default_factory=set)
     is_copied: bool = False
     done: Done | None = None
@@ -77,28 +77,30 @@ class Round:
         stock: Stock,
         parts: Sequence[Part],
         *,
-        buckets: Sequence[Bucket],
-        slots: Mapping[int, Buffer],
+        packings: Sequence[Packing],
         should_verify: bool,
         digests: Mapping[Region, int] | None,
         has_readers: bool,
         is_digest_first: bool,
+        admit: Callable[[Round], bool],
         on_release: Callable[[], None],
         spin: Callable[[Callable[[], bool]], object],
         timeout_seconds: float,
     ) -> None:
-        """Call `on_release` once nothing reads the stock any more, and `spin` before a wait.
+        """Begin by `admit`, which may refuse; call `on_release` once nothing reads the stock.
 
-        Digests are first where both sides share a device: they would only take turns on it, and
-        the replica, which stands still, would wait for both.
+        `spin` is called before a wait. Digests are first where both sides share a device: they
+        would only take turns on it, and the replica, which stands still, would wait for both.
         """
         self.number, self.stock, self.parts = number, stock, list(parts)
-        self._buckets, self._slots, self._should_verify = buckets, slots, should_verify
+        self._packings, self._should_verify, self._admit = packings, should_verify, admit
         self._known, self._timeout_seconds = digests, timeout_seconds
         self._has_readers, self._is_digest_first = has_readers, is_digest_first
         self._by_peer = {part.peer: part for part in parts}
         self._changed = threading.Condition()
-        self.on_release, self._spin = on_release, spin
+        self._on_release, self._spin = on_release, spin
+        self._expected: Mapping[Region, int] | None = None
+        self._started, self._told = perf_counter(), 0.0
         self.digest_seconds = 0.0
 
     # What comes from the wire.
@@ -136,45 +138,43 @@ class Round:
         """End all parts that are still going."""
         for part in self._going():
             self._give_up(part, error)
-        with self._changed:
-            self._changed.notify_all()
 
     # What the publisher does.
 
     def run(self) -> None:
-        """Bring every part to its end."""
-        started = perf_counter()
+        """Bring every part to its end, each by itself."""
+        self._started = perf_counter()
         try:
-            digests = self._digests() if self._is_digest_first else None
-            self._begin()
-            if digests is None and self._is_long:
-                digests = self._pour_and_digest()
+            if self._is_digest_first:
+                self._expected = self._digests()
+            if not self._admit(self):
+                return
+            if self._expected is None and self._is_long:
+                self._pour_and_digest()
             else:
                 self._pour()
-                digests = self._digests() if digests is None else digests
+                self._expected = self._digests() if self._expected is None else self._expected
             if not self._has_readers:
-                self.on_release()
+                self._on_release()
             self._wait(lambda part: part.is_copied, "copied the weights")
-            self.on_release()
-            self._wait(lambda part: part.done is not None, "told its digests")
-            self._end(digests, started)
+            self._on_release()
+            self._wait(lambda part: not part.is_going, "told its digests")
         except BaseException as error:
             kind = type(error).__name__
-            for part in self._going():
-                self._give_up(
-                    part,
-                    error
-                    if isinstance(error, FlyweightError)
-                    else PeerFailed(f"the publisher stopped: {kind}: {error}"),
-                )
+            self.cut(
+                error
+                if isinstance(error, FlyweightError)
+                else PeerFailed(f"the publisher stopped: {kind}: {error}")
+            )
             raise
         finally:
-            self.on_release()
+            self._on_release()
 
-    def _begin(self) -> None:
-        now = monotonic()
-        for part in self.parts:
-            part.heard = now
+    def begin(self) -> None:
+        """Tell all parts that it starts."""
+        now = self._told = monotonic()
+        for part in self._going():
+            part.heard, part.is_begun = now, True
             part.send(part.begin)
 
     def _going(self) -> list[Part]:
@@ -183,30 +183,33 @@ class Round:
     def _pour(self) -> None:
         """Fill the buckets, each as soon as its slot is free, one while the one before is told."""
         last: dict[int, int] = {}
-        packing: Bucket | None = None
-        for bucket in self._buckets:
-            if packing is not None and not self._is_free(last.get(bucket.slot)):
+        packing: Packing | None = None
+        for each in self._packings:
+            bucket = each.bucket
+            before = last.get(bucket.slot)
+            is_same_slot = packing is not None and packing.bucket.slot == bucket.slot
+            if packing is not None and (is_same_slot or not self._is_free(before)):
                 self._tell(packing)
                 packing = None
-            self._wait_free(last.get(bucket.slot))
+            self._wait_free(before)
             if not any(bucket.number in part.buckets for part in self._going()):
                 continue
             last[bucket.slot] = bucket.number
-            self.stock.start_pack(bucket.pieces, self._slots[bucket.slot])
+            each.start()
             if packing is not None:
                 self._tell(packing)
-            packing = bucket
+            packing = each
         if packing is not None:
             self._tell(packing)
 
-    def _tell(self, bucket: Bucket) -> None:
+    def _tell(self, packing: Packing) -> None:
         """Finish a bucket, and hand it to those who need it."""
-        deadline = monotonic() + self._timeout_seconds
-        self.stock.pack(bucket.pieces, self._slots[bucket.slot], deadline)
+        packing.run(monotonic() + self._timeout_seconds)
+        number = packing.bucket.number
         for part in self._going():
-            if bucket.number in part.buckets:
+            if number in part.buckets:
                 part.heard = monotonic()  # from now on it has something to do
-                part.send(Filled(self.number, bucket.number))
+                part.send(Filled(self.number, number))
 
     def _is_free(self, before: int | None) -> bool:
         return before is None or all(
@@ -224,13 +227,13 @@ class Round:
     @property
     def _is_long(self) -> bool:
         """True if it is worth a thread to digest while buckets are poured."""
-        return bool(self._buckets) and sum(part.nbytes for part in self.parts) > _LONG_BYTES
+        return bool(self._packings) and sum(part.nbytes for part in self.parts) > _LONG_BYTES
 
-    def _pour_and_digest(self) -> Mapping[Region, int]:
+    def _pour_and_digest(self) -> None:
         with ThreadPoolExecutor(1, "flyweight-digest") as pool:
             digests = pool.submit(self._digests)
             self._pour()
-            return digests.result()
+            self._expected = digests.result()
 
     def _digests(self) -> Mapping[Region, int]:
         if not self._should_verify:
@@ -244,38 +247,61 @@ class Round:
         return found
 
     def _wait(self, is_there: Callable[[Part], bool], what: str) -> None:
-        """Return when `is_there` holds of every part that is still going."""
-        self._spin(lambda: all(is_there(part) for part in self._going()))
+        """Return when `is_there` holds of every part that is still going.
+
+        Meanwhile whoever is done is committed, and the others are told that it goes on.
+        """
+        self._spin(lambda: self._commit_done() or all(map(is_there, self._going())))
         while True:
+            self._commit_done()
             with self._changed:
                 waiting = [part for part in self._going() if not is_there(part)]
                 if not waiting:
                     return
                 now = monotonic()
                 overdue = [p for p in waiting if now - p.heard > self._timeout_seconds]
-                if not overdue:
+                if not overdue and not self._has_done():
                     first = min(part.heard for part in waiting) + self._timeout_seconds
-                    self._changed.wait(max(first - now, 0.001))
-                    continue
+                    self._changed.wait(max(min(first - now, self._pause_seconds), 0.001))
             for part in overdue:
                 error = TransferTimeout(
                     f"replica {part.name!r} has not {what} in {self._timeout_seconds:g} s"
                 )
                 part.is_touched = True
                 self._give_up(part, error)
+            if monotonic() - self._told > self._pause_seconds:
+                self._told = monotonic()
+                for part in self._going():
+                    part.send(Going(self.number))
+
+    @property
+    def _pause_seconds(self) -> float:
+        return min(self._timeout_seconds / 8, 1.0)
 
     def _give_up(self, part: Part, error: FlyweightError) -> None:
         with self._changed:
             if not part.is_going:
                 return
             part.error = error
-        part.send(Abort(self.number, type(error).__name__, str(error)))
+            self._changed.notify_all()
+        if part.is_begun:
+            part.send(Abort(self.number, type(error).__name__, str(error)))
 
-    def _end(self, digests: Mapping[Region, int], started: float) -> None:
-        """Commit the parts that hold the right bytes."""
+    def _has_done(self) -> bool:
+        """True if some part only waits to be committed."""
+        return self._expected is not None and any(p.done is not None for p in self._going())
+
+    def _commit_done(self) -> bool:
+        """Commit the parts that hold the right bytes, and end those that do not; never True."""
+        if not self._has_done():
+            return False
+        assert self._expected is not None
         for part in self._going():
-            assert part.done is not None
-            expected = tuple(digests[each] for each in part.regions) if self._should_verify else ()
+            if part.done is None:
+                continue
+            expected: tuple[int, ...] = ()
+            if self._should_verify:
+                expected = tuple(self._expected[each] for each in part.regions)
             if part.done.digests != expected:
                 wrong = self._differing(part, expected)
                 error = DigestMismatch(
@@ -285,10 +311,13 @@ class Round:
                 part.is_touched = True
                 self._give_up(part, error)
                 continue
+            with self._changed:  # either committed or ended, whoever comes first
+                if not part.is_going:
+                    continue
+                part.is_committed = True
             part.send(Commit(self.number, expected))
-            with self._changed:
-                part.is_committed = part.error is None
-            part.seconds = perf_counter() - started
+            part.seconds = perf_counter() - self._started
+        return False
 
     def _differing(self, part: Part, expected: tuple[int, ...]) -> list[str]:
         assert part.done is not None

@@ -104,15 +104,15 @@ class Intake:
 
     @classmethod
     def of(cls, agreed: Agreed, tensors: Sequence[TensorSpec], transports: Transports) -> Intake:
-        try:
-            specs = [tensors[block.tensor] for block in agreed.sources]
-            boxes = [
-                spec.stored(block.box()) for spec, block in zip(specs, agreed.sources, strict=True)
-            ]
-        except IndexError as cause:
-            raise TransportError("the publisher speaks of tensors that it has not") from cause
+        for block in agreed.sources:
+            _check_index(block.tensor, tensors, "tensor")
+        specs = [tensors[block.tensor] for block in agreed.sources]
+        boxes = [
+            spec.stored(block.box()) for spec, block in zip(specs, agreed.sources, strict=True)
+        ]
         intake = cls(boxes, [spec.item_bytes for spec in specs], agreed.copies, transports)
         for copy in agreed.copies:
+            _check_index(copy.source, boxes, "block")
             whole = Box.whole(boxes[copy.source].shape)
             if not whole.contains(Box(copy.source_offset, copy.shape)):
                 raise TransportError(f"{copy} reads outside of its block of {whole.shape}")
@@ -122,17 +122,17 @@ class Intake:
         return prod(copy.shape) * self.widths[copy.source]
 
     def open(self, begin: Begin) -> None:
-        """Map what a round brings, unless it is what the last one brought."""
+        """Map what a round brings, all of it or nothing, unless it is what the last one brought."""
         if begin.places is None or begin.slots is None or begin.buckets is None:
-            if not self.generation:
-                raise TransportError("the publisher speaks of lists that it never sent")
+            if self.begin is None or self.begin.lists != begin.lists:
+                raise TransportError(f"the publisher speaks of lists {begin.lists}, never sent")
             return
+        self.begin = None  # until all is mapped there is nothing to go by
         handles = {place.handle for place in begin.places} | set(begin.slots.values())
-        for handle in self._handles - handles:
-            self.transports.shut(handle)
-        self._handles = handles
-        self.mapped = {}
+        known, self._handles = self._handles, self._handles | handles
+        mapped = {}
         for place in begin.places:
+            _check_index(place.source, self.sources, "block")
             span, box = self.transports.open(place.handle), self.sources[place.source]
             buffer = replace(
                 span,
@@ -143,9 +143,16 @@ class Intake:
                 is_writable=False,
             )
             _check_inside(span, buffer)
-            self.mapped[place.source] = buffer
-        self.slots = {n: self.transports.open(handle) for n, handle in begin.slots.items()}
-        self.begin = begin
+            mapped[place.source] = buffer
+        slots = {n: self.transports.open(handle) for n, handle in begin.slots.items()}
+        for bucket in begin.buckets:
+            if bucket.slot not in slots:
+                raise TransportError(f"bucket {bucket.number} is to come by slot {bucket.slot}")
+            for piece in bucket.pieces:
+                _check_index(piece.source, self.sources, "block")
+        for handle in known - handles:
+            self.transports.shut(handle)
+        self._handles, self.mapped, self.slots, self.begin = handles, mapped, slots, begin
         self.generation += 1
 
     def pieces(self, bucket: int) -> Iterator[tuple[int, Box, Buffer]]:
@@ -201,6 +208,11 @@ class Intake:
 
 
 SinkOf = Callable[[int], Buffer]
+
+
+def _check_index(index: int, things: Sequence[object], what: str) -> None:
+    if not 0 <= index < len(things):
+        raise TransportError(f"the publisher speaks of {what} {index} of {len(things)}")
 
 
 def _check_inside(span: Buffer, buffer: Buffer) -> None:
@@ -280,7 +292,7 @@ class MemorySink:
         self._model, self._identity, self._prepared = model, found, None
         devices = (block.buffer.device for block in self._blocks if block.buffer is not None)
         self._devices = sorted({each for each in devices if each is not None})
-        return Want(tuple(specs), tuple(blocks), self._may_leave)
+        return Want(tuple(specs), tuple(blocks), self._may_leave, _seen(self._devices))
 
     def settle(self, deadline: float) -> None:
         assert self._model is not None
@@ -383,16 +395,23 @@ class MemorySink:
         self, intake: Intake, mapped: Sequence[Move], by_bucket: Mapping[int, Sequence[Move]]
     ) -> None:
         """Raise unless every byte that is wanted comes exactly as often as it is wanted."""
-        found = [0] * len(intake.copies)
+        found: list[list[tuple[int, int]]] = [[] for _ in intake.copies]
         for move in (*mapped, *(each for moves in by_bucket.values() for each in moves)):
-            found[move.region] += move.sink.nbytes
+            found[move.region].append((move.offset, move.sink.nbytes))
         filled = [0] * len(self._blocks)
-        for copy, nbytes in zip(intake.copies, found, strict=True):
-            if nbytes != intake.nbytes(copy):
+        for copy, pieces in zip(intake.copies, found, strict=True):
+            at = 0
+            for offset, nbytes in sorted(pieces):  # each is contiguous in the copy's own bytes
+                if offset != at:
+                    raise TransportError(
+                        f"byte {min(at, offset)} of a copy is to come twice, or not"
+                    )
+                at += nbytes
+            if at != intake.nbytes(copy):
                 raise TransportError(
-                    f"{nbytes} of the {intake.nbytes(copy)} bytes of a copy are to come"
+                    f"{at} of the {intake.nbytes(copy)} bytes of a copy are to come"
                 )
-            filled[copy.sink] += nbytes
+            filled[copy.sink] += at
         for number, nbytes in enumerate(filled):
             if nbytes != self._buffer(number).nbytes:
                 raise TransportError(
@@ -408,6 +427,11 @@ class MemorySink:
         self._prepared = None
         self._forget()
         self._copiers.close()
+
+
+def _seen(devices: Sequence[int]) -> tuple[str, ...]:
+    """Return the GPUs that this process sees, if it has anything on one."""
+    return tuple(map(cuda.uuid, range(cuda.num_devices()))) if devices else ()
 
 
 def _place(buffer: Buffer) -> str:
@@ -460,6 +484,7 @@ class LoaderSink:
                 for n, spec in enumerate(self.specs)
             ),
             False,
+            _seen([0] if self.has_devices else []),
         )
 
     def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken:

@@ -7,6 +7,7 @@ prepared for it live as long as it does.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from flyweight.ports import Source
 from flyweight.spec.box import Box, strides_of
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Manifest, TensorSpec
-from flyweight.sync.messages import Block, Copy, Piece, Tensor, Want
+from flyweight.sync.messages import Block, Bucket, Copy, Piece, Tensor, Want
 from flyweight.sync.moves import Copiers, Move, Moves, Regions
 from flyweight.transports.shared_memory import SharedMemoryTransport
 from flyweight.verbs.load import whole_digest
@@ -64,8 +65,9 @@ class Stock:
         self.by_name: dict[str, list[int]] = {}
         for number, block in enumerate(blocks):
             self.by_name.setdefault(block.name, []).append(number)
-        self._regions: dict[tuple[Region, ...], Regions] = {}
-        self._packings: dict[tuple[int, int], tuple[tuple[Piece, ...], Moves]] = {}
+        self._digesting = threading.Lock()
+        self._shown: tuple[Region, ...] = ()
+        self._regions = Regions(())
 
     @classmethod
     def of(cls, source: Source, copiers: Copiers) -> Stock:
@@ -176,42 +178,26 @@ class Stock:
                 f"{listed(wrong)}"
             )
 
-    def start_pack(self, pieces: tuple[Piece, ...], slot: Buffer) -> None:
-        """Queue what of a bucket goes by a device; `pack` then finds it under way."""
-        self._packing(pieces, slot).start()
+    def packing(self, bucket: Bucket, slot: Buffer) -> Packing:
+        """Prepare what fills a bucket."""
+        return Packing(self, bucket, slot, self._copiers)
 
-    def pack(self, pieces: tuple[Piece, ...], slot: Buffer, deadline: float) -> None:
-        """Put pieces of blocks into a bucket."""
-        self._packing(pieces, slot).run([None], deadline)
-        for piece in pieces:
-            block = self.blocks[piece.source]
-            if block.buffer is None:
-                if monotonic() > deadline:
-                    raise TransferTimeout(f"{block.name!r} was not read in time")
-                into = _at(slot, piece, block).flat()
-                box = block.spec.elements(_box(piece).moved(block.items.offset))
-                data = self.source.read(block.name, box, into=into)
-                if into is not None and data.ctypes.data != into.ctypes.data:
-                    into[:] = data
-
-    def _packing(self, pieces: tuple[Piece, ...], slot: Buffer) -> Moves:
-        """Return the copies that fill a bucket, prepared; they go by the list's identity."""
-        key = slot.address, id(pieces)
-        if key not in self._packings:
-            moves = [
-                Move(_at(slot, piece, block), block.buffer.block(_box(piece)), 0)
-                for piece in pieces
-                if (block := self.blocks[piece.source]).buffer is not None
-            ]
-            self._packings[key] = pieces, Moves(moves, self._copiers, is_bucket=True)
-        return self._packings[key][1]
+    def read(self, piece: Piece, into: Buffer) -> None:
+        """Put a piece of a block that lies nowhere in memory where it is wanted, on the host."""
+        block, goal = self.blocks[piece.source], into.flat()
+        assert goal is not None
+        box = block.spec.elements(_box(piece).moved(block.items.offset))
+        data = self.source.read(block.name, box, into=goal)
+        if data.ctypes.data != goal.ctypes.data:
+            goal[:] = data
 
     def digests(self, regions: Sequence[Region], deadline: float) -> dict[Region, int]:
         """Return the digest of what each copy reads."""
         shown = tuple(each for each in regions if self.blocks[each[0]].buffer is not None)
-        if shown not in self._regions:
-            self._regions = {shown: Regions([self._buffer(each) for each in shown])}
-        found = dict(zip(shown, self._regions[shown].digests(deadline), strict=True))
+        with self._digesting:  # what is prepared for a device is for one at a time
+            if shown != self._shown:
+                self._shown, self._regions = shown, Regions([self._buffer(r) for r in shown])
+            found = dict(zip(shown, self._regions.digests(deadline), strict=True))
         for each in regions:
             if each not in found:
                 found[each] = self._read_digest(each, deadline)
@@ -241,20 +227,42 @@ class Stock:
             at += len(data)
         return running.value()
 
-    def forget_slots(self) -> None:
-        """Drop what was prepared for buckets that are no longer there."""
-        for _, moves in self._packings.values():
-            moves.close()
-        self._packings.clear()
+
+class Packing:
+    """What fills one bucket, prepared: copies from memory, and reads from files."""
+
+    def __init__(self, stock: Stock, bucket: Bucket, slot: Buffer, copiers: Copiers) -> None:
+        self.bucket, self._stock = bucket, stock
+        moves: list[Move] = []
+        self._reads: list[tuple[Piece, Buffer]] = []
+        for piece in bucket.pieces:
+            block = stock.blocks[piece.source]
+            goal = row_major(slot, piece.at, piece.shape, block.spec.item_bytes)
+            if block.buffer is None:
+                self._reads.append((piece, goal))
+            else:
+                moves.append(Move(goal, block.buffer.block(_box(piece)), 0))
+        self._moves = Moves(moves, copiers, is_bucket=True)
+
+    def start(self) -> None:
+        """Queue what goes by a device."""
+        self._moves.start()
+
+    def run(self, deadline: float) -> None:
+        """Return once the bucket is full."""
+        self._moves.run([None], deadline)
+        for piece, goal in self._reads:
+            if monotonic() > deadline:
+                name = self._stock.blocks[piece.source].name
+                raise TransferTimeout(f"{name!r} was not read in time")
+            self._stock.read(piece, goal)
+
+    def close(self) -> None:
+        self._moves.close()
 
 
 def _box(piece: Piece) -> Box:
     return Box(piece.offset, piece.shape)
-
-
-def _at(slot: Buffer, piece: Piece, block: StockBlock) -> Buffer:
-    """Return where in a bucket a piece stands, row-major."""
-    return row_major(slot, piece.at, piece.shape, block.spec.item_bytes)
 
 
 def row_major(buffer: Buffer, at: int, shape: tuple[int, ...], item_bytes: int) -> Buffer:
@@ -269,7 +277,7 @@ class Held:
     """A copy of a whole model in shared memory, which outlives the trainer's next step."""
 
     def __init__(self, stock: Stock, transport: SharedMemoryTransport, copiers: Copiers) -> None:
-        self.source, self._transport = stock, transport
+        self._transport = transport
         at, starts = 0, []
         for block in stock.blocks:
             starts.append(at)
@@ -283,14 +291,22 @@ class Held:
             for block, start in zip(stock.blocks, starts, strict=True)
         ]
         self.stock = Stock(stock.source, blocks, copiers)
-        self._pieces = tuple(
+        pieces = tuple(
             Piece(number, (0,) * len(block.items.shape), block.items.shape, start)
             for number, (block, start) in enumerate(zip(stock.blocks, starts, strict=True))
             if block.nbytes
         )
+        self._bucket = Bucket(0, 0, pieces)
+        self._packing = stock.packing(self._bucket, self.segment)
+
+    def take_from(self, stock: Stock) -> None:
+        """Take the next version from tensors that have moved."""
+        self._packing.close()
+        self._packing = stock.packing(self._bucket, self.segment)
 
     def refill(self, deadline: float) -> None:
-        self.source.pack(self._pieces, self.segment, deadline)
+        self._packing.run(deadline)
 
     def close(self) -> None:
+        self._packing.close()
         self._transport.free(self.segment)

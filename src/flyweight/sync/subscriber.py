@@ -33,6 +33,7 @@ from flyweight.sync.messages import (
     Tick,
     Want,
     Welcome,
+    Withdraw,
     decode_from_publisher,
     error_named,
 )
@@ -89,6 +90,20 @@ class Subscriber:
     def agree(self, want: Want, deadline: float) -> Agreed:
         self.send(want)
         return self.take(Agreed, deadline, "an agreement")
+
+    def withdraw(self, ask: int) -> None:
+        """Wait no longer; a round that has begun meanwhile is declined."""
+        with self._changed:
+            self.open_ask = 0
+            begun = [each for each in self._inbox if isinstance(each, Begin)]
+            self._inbox.clear()
+        self.send(Withdraw(ask))
+        for each in begun:
+            self._decline(each)
+
+    def _decline(self, begin: Begin) -> None:
+        text = f"ask {begin.ask} was withdrawn"
+        self.send(Fault(begin.round, "TransferTimeout", text, False))
 
     def send(self, message: Message) -> None:
         self._wire.send(message)
@@ -148,9 +163,8 @@ class Subscriber:
                     self._lose(PeerLost(f"the publisher at {self.address} went: {text}"))
                 case Refusal(kind=kind, text=text):
                     self._lose(error_named(kind, text))
-                case Begin(round=number, ask=ask) if ask != self.open_ask:
-                    text = f"ask {ask} was withdrawn"
-                    self.send(Fault(number, "TransferTimeout", text, False))
+                case Begin(ask=ask) if ask != self.open_ask:
+                    self._decline(message)
                 case News():
                     self._inbox.clear()  # only the newest is news
                     self._inbox.append(message)

@@ -109,7 +109,7 @@ class SharedMemoryTransport:
                     del self._offers[handle]
                 self._forget(segment)
 
-    def offer(self, buffer: Buffer) -> SharedMemoryHandle:
+    def offer(self, buffer: Buffer, *, may_copy: bool = True) -> SharedMemoryHandle:
         if buffer.device is not None:
             raise TransportError(
                 f"buffer is memory of device {buffer.device}; shared memory is the host's"
@@ -118,6 +118,11 @@ class SharedMemoryTransport:
         with self._lock:
             segment = self._segment_at(low, high - low) or self._found(low, high - low)
             owner = buffer.owner
+            if segment is None and not may_copy:
+                raise TransportError(
+                    f"{buffer.nbytes} bytes at {low:#x} are not, or no longer, shared memory whose "
+                    f"file this process has open"
+                )
             if segment is None:
                 # Nobody else can map it where it lies.
                 copy = self.allocate(buffer.nbytes)
