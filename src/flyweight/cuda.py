@@ -253,20 +253,27 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._devices: SimpleQueue[int] = SimpleQueue()
-        self._answers: SimpleQueue[int] = SimpleQueue()
+        self._answers: SimpleQueue[int | TransportError] = SimpleQueue()
         threading.Thread(target=self._wait, name="cuda-wait", daemon=True).start()
 
     def ask(self, device: int, timeout_seconds: float) -> int | None:
         self._devices.put(device)
         try:
-            return self._answers.get(timeout=max(timeout_seconds, 0))
+            answer = self._answers.get(timeout=max(timeout_seconds, 0))
         except Empty:
             return None
+        if isinstance(answer, TransportError):
+            raise answer
+        return answer
 
     def _wait(self) -> None:
         while True:
-            with _current(self._devices.get()):
-                self._answers.put(_function("cuCtxSynchronize")())
+            device = self._devices.get()
+            try:
+                with _current(device):
+                    self._answers.put(_function("cuCtxSynchronize")())
+            except TransportError as error:
+                self._answers.put(error)
 
 
 _waiters: list[_Waiter] = []

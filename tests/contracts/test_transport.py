@@ -127,7 +127,6 @@ def test_no_bytes_are_bytes_too(kind, offering, tmp_path):
 def test_a_handle_of_another_session_is_gone(kind, offering, tmp_path):
     """C27: handles are typed records of a session; those of one that is over are refused."""
     handle = offering.offer(kind[2](BUCKET))
-    offering.release(handle)
     offering.close()
     assert elsewhere(kind, tmp_path, handle) == "HandleGone"
 

@@ -119,18 +119,22 @@ def test_a_strategy_that_cannot_be_is_refused_with_the_remedy_and_harms_nobody_e
     torch = pytest.importorskip("torch")
     shared = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(3).share_memory_()}
     private = {"w": torch.ones(1000), "b": torch.ones(3)}
-    with fw.Publisher(private, address, strategy="mapped") as publisher:
-        with fw.Replica(weights_like(private), address) as replica:
-            future = threads.submit(replica.update, timeout_seconds=5)
-            report = publisher.publish(1, num_replicas=1)
-            with pytest.raises(PlanError, match=r"cannot be mapped.*strategy='auto'"):
-                future.result(10)
-            assert isinstance(report.replicas[0].error, PlanError)
-            assert replica.state == "empty"
-    with fw.Publisher(shared, address, strategy="mapped") as publisher:
-        with fw.Replica(weights_like(shared), address) as replica:
-            report, _ = updated(threads, publisher, replica, 1)
-            assert report.replicas[0].strategy == "mapped"
+    with (
+        fw.Publisher(private, address, strategy="mapped") as publisher,
+        fw.Replica(weights_like(private), address) as replica,
+    ):
+        future = threads.submit(replica.update, timeout_seconds=5)
+        report = publisher.publish(1, num_replicas=1)
+        with pytest.raises(PlanError, match=r"cannot be mapped.*strategy='auto'"):
+            future.result(10)
+        assert isinstance(report.replicas[0].error, PlanError)
+        assert replica.state == "empty"
+    with (
+        fw.Publisher(shared, address, strategy="mapped") as publisher,
+        fw.Replica(weights_like(shared), address) as replica,
+    ):
+        report, _ = updated(threads, publisher, replica, 1)
+        assert report.replicas[0].strategy == "mapped"
 
 
 def weights_like(tensors):

@@ -41,6 +41,7 @@ class Loader:
             else numpy_dict.tensor_of(tensor)
         )
         assert found is not None
+        found.settle()  # memory that torch gives again may still be read on its stream
         if found.buffer is None:
             raise SpecError(f"device {self._device!r} cannot be written in place")
         return tensor, found.buffer

@@ -49,7 +49,7 @@ def publish(
     with (
         open_source(path, version=version) as stored,
         _until_told() as is_over,
-        listening(lambda event: _tell(event, as_json)),
+        listening(lambda event: _tell(event, as_json, is_over)),
         Publisher(stored, address, hold=hold, strategy=strategy, version=as_version) as publisher,
     ):
         manifest = stored.manifest
@@ -65,14 +65,17 @@ def publish(
         is_over.wait()  # for ever, on purpose: this is a server
 
 
-def _tell(event: Event, as_json: bool) -> None:
+def _tell(event: Event, as_json: bool, is_over: threading.Event) -> None:
     if event.kind not in _SHOWN:
         return
-    if as_json:
-        click.echo(json.dumps({"event": event.kind, **event.fields}))
-    else:
-        words = "  ".join(f"{key} {value}" for key, value in event.fields.items())
-        out.print(f"{event.kind}: {words}", markup=False)
+    try:
+        if as_json:
+            click.echo(json.dumps({"event": event.kind, **event.fields}))
+        else:
+            words = "  ".join(f"{key} {value}" for key, value in event.fields.items())
+            out.print(f"{event.kind}: {words}", markup=False)
+    except BrokenPipeError:  # nobody listens any more: whoever started us has gone
+        is_over.set()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import fcntl
 import os
 import secrets
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
@@ -29,7 +30,7 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         scheme, colon, path = str(text).partition(":")
-        if scheme != "unix" or not colon or not path:
+        if scheme != "unix" or not colon or not path or "\0" in path:
             raise SpecError(
                 f"address {text!r} is not of the form 'unix:DIRECTORY'; other hosts cannot be "
                 f"reached yet"
@@ -62,6 +63,8 @@ class Address:
             with open(self.token_file, "rb") as file:
                 text = file.read(_MAX_TOKEN_BYTES + 1)
         except FileNotFoundError as cause:
+            if self.door.exists():
+                raise PeerRefused(f"{self} has a token of its own; pass it as token=") from cause
             raise PeerLost(f"no publisher is at {self}") from cause
         except OSError as cause:
             raise PeerRefused(f"cannot read the token of {self}: {cause.strerror}") from cause
@@ -92,6 +95,8 @@ class Claim:
     def __init__(self, address: Address, token: str | None) -> None:
         self.address, self._has_file = address, token is None
         self.token = secrets.token_hex(16) if token is None else token
+        if not isinstance(self.token, str):
+            raise SpecError(f"token is {type(token).__name__}, not text")
         if not self.token or len(self.token) > _MAX_TOKEN_BYTES or not self.token.isascii():
             raise SpecError(f"a token is 1 to {_MAX_TOKEN_BYTES} plain characters")
         _ = address.control, address.door
@@ -148,7 +153,10 @@ class Claim:
     def close(self) -> None:
         """Give the address back. Safe to repeat."""
         if self._lock >= 0:
-            self._sweep()
+            with suppress(FileNotFoundError):
+                held = os.fstat(self._lock).st_ino
+                if os.stat(self.address.directory / "lock").st_ino == held:
+                    self._sweep()  # and not what another publisher has made there since
             self.let_go()
 
     def let_go(self) -> None:

@@ -39,11 +39,12 @@ class Transports:
     host: SharedMemoryTransport
     device: CudaIpcTransport
 
-    def offer(self, buffer: Buffer) -> Handle:
+    def offer_all(self, buffers: Sequence[Buffer]) -> list[Handle]:
         """Offer memory where it lies: a copy of it would never be looked at again."""
-        if buffer.device is None:
-            return self.host.offer(buffer, may_copy=False)
-        return self.device.offer(buffer)
+        on_host = iter(self.host.show([each for each in buffers if each.device is None]))
+        return [
+            next(on_host) if each.device is None else self.device.offer(each) for each in buffers
+        ]
 
     def release(self, handle: Handle) -> None:
         if isinstance(handle, CudaIpcHandle):
@@ -116,16 +117,20 @@ class Offers:
             return HOST
         return cuda.uuid(buffer.device) if strategy == "bucketed" else MAPPED
 
-    def place(self, number: int) -> Place:
-        """Offer a block, once."""
-        if number not in self._places:
-            buffer = self._stock.blocks[number].buffer
-            assert buffer is not None
+    def places(self, numbers: Sequence[int]) -> tuple[Place, ...]:
+        """Offer blocks, each once."""
+        new = [number for number in numbers if number not in self._places]
+        buffers = [self._buffer(number) for number in new]
+        handles = self._transports.offer_all(buffers)
+        for number, buffer, handle in zip(new, buffers, handles, strict=True):
             start = buffer.address - buffer.span[0] if buffer.nbytes else 0
-            self._places[number] = Place(
-                number, self._transports.offer(buffer), start, buffer.strides
-            )
-        return self._places[number]
+            self._places[number] = Place(number, handle, start, buffer.strides)
+        return tuple(self._places[number] for number in numbers)
+
+    def _buffer(self, number: int) -> Buffer:
+        buffer = self._stock.blocks[number].buffer
+        assert buffer is not None
+        return buffer
 
     def close(self) -> None:
         for place in self._places.values():
@@ -181,7 +186,7 @@ class Ring:
             num_slots = min(default if self._depth is None else self._depth, len(packed))
             for slot in range(first, first + num_slots):
                 self.slots[slot] = self._allocate(home, nbytes)
-                self.handles[slot] = self._transports.offer(self.slots[slot])
+                (self.handles[slot],) = self._transports.offer_all([self.slots[slot]])
             for number, pieces in enumerate(packed):
                 self._homes.append(home)
                 bucket = Bucket(len(self._homes) - 1, first + number % num_slots, pieces)

@@ -122,6 +122,7 @@ class Moves:
             chunk for m in on_host for chunk in _chunks(m.region, m.offset, m.sink, m.source)
         ]
         self._is_started = False
+        self._kept = moves  # views do not keep their memory, buffers do
         self._on_devices = copiers.prepare(
             [
                 (m.sink, m.source)
@@ -248,6 +249,7 @@ class Regions:
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._nbytes = [buffer.nbytes for buffer in buffers]
+        self._kept = buffers
         self._small = SmallRegions(
             {n: b for n, b in enumerate(buffers) if b.device is None and is_small(b)}
         )

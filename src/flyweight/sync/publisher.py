@@ -8,6 +8,7 @@ shared memory or rests in a store, if anything is, and else waits for the next.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from flyweight import cuda
 from flyweight.adapters.model import Identity, adapt
 from flyweight.errors import (
     FlyweightError,
+    PeerFailed,
     PeerLost,
     PlanError,
     SpecError,
@@ -43,7 +45,13 @@ from flyweight.sync.lanes import (
 )
 from flyweight.sync.messages import Begin
 from flyweight.sync.moves import Copiers
-from flyweight.sync.report import TIMEOUT_SECONDS, Lease, PublishReport, ReplicaReport
+from flyweight.sync.report import (
+    TIMEOUT_SECONDS,
+    Lease,
+    PublishReport,
+    ReplicaReport,
+    check_seconds,
+)
 from flyweight.sync.roll import Peer, Roll
 from flyweight.sync.rounds import Part, Round
 from flyweight.sync.stock import Held, Region, Stock
@@ -73,15 +81,14 @@ class _Options:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise SpecError(f"strategy is {self.strategy!r}, not one of {', '.join(STRATEGIES)}")
-        if self.depth is not None and self.depth < 1:
-            raise SpecError(f"depth is {self.depth}, at least 1 bucket is needed")
-        if self.bucket_bytes is not None and self.bucket_bytes < 4096:
-            raise SpecError(f"bucket_bytes is {self.bucket_bytes}, at least 4096 are needed")
-        if min(self.timeout_seconds, self.silence_seconds) <= 0:
-            raise SpecError(
-                f"timeout_seconds is {self.timeout_seconds:g} and silence_seconds "
-                f"{self.silence_seconds:g}; both are more than 0"
-            )
+        if self.depth is not None and (type(self.depth) is not int or self.depth < 1):
+            raise SpecError(f"depth is {self.depth!r}, at least 1 bucket is needed")
+        size = self.bucket_bytes
+        if size is not None and (type(size) is not int or size < 4096):
+            raise SpecError(f"bucket_bytes is {size!r}, at least 4096 are needed")
+        check_seconds("timeout_seconds", self.timeout_seconds)
+        if check_seconds("silence_seconds", self.silence_seconds) <= 0:
+            raise SpecError("silence_seconds is 0; who may never be silent is always given up")
 
 
 @dataclass(eq=False)
@@ -136,6 +143,7 @@ class Publisher:
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
         )
+        version = None if version is None else check_version(version)
         self._thing, self._copiers = source, Copiers()
         self._stored = source if isinstance(source, Stored) else None
         self._stock = Stock.of(self._stored or adapt(source), self._copiers)
@@ -145,7 +153,7 @@ class Publisher:
         self._running: set[Round] = set()
         self._standing: _Edition | None = None
         self._held: tuple[Held, Offers] | None = None
-        self._round = 0
+        self._round, self._pid = 0, os.getpid()
         self._roll: Roll | None = None
         self._is_open = True
         with ExitStack() as stack:
@@ -202,7 +210,7 @@ class Publisher:
 
     def _stand(self, stored: Stored, version: int | None) -> None:
         """Let an opened snapshot be taken by whoever asks."""
-        number = stored.manifest.version if version is None else check_version(version)
+        number = stored.manifest.version if version is None else version
         number = 0 if number is None else number
         parent, values = stored.manifest.parent, stored.manifest.values
         edition = _Edition(number, parent, self._stock, self._offers, "snapshot", values)
@@ -246,16 +254,20 @@ class Publisher:
         waits until so many ask. In the background it returns at once with a lease: the model must
         not change before `wait_copied`.
         """
-        timeout = self._options.timeout_seconds if timeout_seconds is None else timeout_seconds
+        timeout = self._options.timeout_seconds
+        if timeout_seconds is not None:
+            timeout = check_seconds("timeout_seconds", timeout_seconds)
         deadline = monotonic() + timeout
+        peers: list[Peer] = []
         lease = Lease(check_version(version))
         self._check_open()
         if not self._publishing.acquire(timeout=max(timeout, 0)):
             raise TransferTimeout(f"the publish before is still under way after {timeout:g} s")
         try:
             self._check_next(version)
-            self._refresh(deadline)
+            self._refresh()
             peers = self._gather(version, num_replicas, deadline)
+            self._settle(deadline)
             if background:
                 threading.Thread(
                     target=self._publish,
@@ -265,12 +277,17 @@ class Publisher:
                 ).start()
                 return lease
         except BaseException:
+            self._give_back(peers)
             self._publishing.release()
             raise
         self._publish(lease, peers, timeout)
         return lease.wait(0)
 
     def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise TransportError(
+                f"this publisher is of process {self._pid}; a child makes one of its own"
+            )
         if not self._is_open:
             raise TransportError(f"the publisher at {self.address} is closed")
 
@@ -285,24 +302,30 @@ class Publisher:
                 f"only grow"
             )
 
-    def _refresh(self, deadline: float) -> None:
-        """Look whether the model still is the one that was offered, and let it settle."""
+    def _refresh(self) -> None:
+        """Look whether the model still is the one that was offered."""
         if self._identity is None or not self._identity.is_same():
             found = Identity(self._thing)
             stock = Stock.of(adapt(self._thing), self._copiers)
+            if stock.is_like(self._stock) and stock.lies_like(self._stock):
+                self._stock.manifest, self._identity = stock.manifest, found
+                return
             if not stock.is_like(self._stock):
                 raise PlanError(
                     "the model has other tensors than when its publisher was made; make a new one"
                 )
+            offers = Offers(stock, self._transports)
             self._offers.close()
             self._ring.close()
-            self._stock, self._identity = stock, found
-            self._offers = Offers(stock, self._transports)
+            self._stock, self._offers, self._identity = stock, offers, found
             if self._held is not None:
                 self._held[0].take_from(stock)
             with self._on.changed:  # what was told of the old ones would keep them
                 for peer in self._on.peers.values():
                     peer.lanes = peer.sent = None
+
+    def _settle(self, deadline: float) -> None:
+        """Wait for what still writes the weights, on any stream of a device."""
         for device in self._stock.devices:
             cuda.synchronize(device, max(deadline - monotonic(), 0.001))
 
@@ -320,6 +343,7 @@ class Publisher:
                     for peer in roll.waiting()
                     if peer.ask is not None and peer.ask.version in (None, version)
                 ]
+                self._check_open()
                 left = deadline - monotonic()
                 if len(peers) >= num_replicas:
                     break
@@ -508,7 +532,7 @@ class Publisher:
             digests = tuple(edition.digests[region] for region in agreement.regions)
         places = None
         if not is_told:
-            places = tuple(edition.offers.place(n) for n, lane in lanes.items() if lane == MAPPED)
+            places = edition.offers.places([n for n, lane in lanes.items() if lane == MAPPED])
         begin = Begin(
             round=number,
             ask=peer.taken,
@@ -584,6 +608,9 @@ class Publisher:
                 self._serve_edition(peer, edition, ring, started)
         except FlyweightError as error:
             self._on.fail(peer, error)
+        except BaseException as error:
+            self._on.fail(peer, PeerFailed(f"{type(error).__name__}: {error}"))
+            raise
         finally:
             with self._on.changed:
                 peer.lanes = peer.sent = None  # the ring is gone
@@ -644,17 +671,23 @@ class Publisher:
 
     def close(self) -> None:
         """Say goodbye to all replicas and give everything back. Safe to repeat."""
-        if not self._is_open:
+        if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
-        # A round that is about to end may; then it is cut, and its memory given back after it.
-        deadline = monotonic() + _CLOSE_SECONDS
-        if not self._publishing.acquire(timeout=_CLOSE_SECONDS) or self._late:
+        with self._on.changed:
+            self._on.changed.notify_all()  # who gathers replicas need not go on
+        # A round has deadlines of its own; what is not over by then is cut, and freed after it.
+        deadline = monotonic() + self._options.timeout_seconds
+        is_over = self._publishing.acquire(timeout=self._options.timeout_seconds)
+        for thread in list(self._late):
+            thread.join(max(deadline - monotonic(), 0))
+        if not is_over or self._late:
             for round_ in list(self._running):
                 round_.cut(PeerLost("the publisher was closed"))
-            self._publishing.acquire(timeout=_CLOSE_SECONDS)
-        for thread in list(self._late):
-            thread.join(max(deadline - monotonic(), 1.0))
+            if not is_over:
+                self._publishing.acquire(timeout=_CLOSE_SECONDS)
+            for thread in list(self._late):
+                thread.join(_CLOSE_SECONDS)
         self._offers.close()
         if self._held is not None:
             self._held[1].close()

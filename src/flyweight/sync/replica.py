@@ -44,7 +44,7 @@ from flyweight.sync.messages import (
     Going,
     error_named,
 )
-from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport
+from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport, check_seconds
 from flyweight.sync.sinks import Intake, LoaderSink, MemorySink, Taken, Taker
 from flyweight.sync.subscriber import Subscriber
 from flyweight.sync.wire import spin_of
@@ -82,6 +82,9 @@ class Replica:
         """
         if extra not in ("refuse", "report"):
             raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
+        for what, text in (("name", name), ("token", token)):
+            if text is not None and (not isinstance(text, str) or not text.isprintable()):
+                raise SpecError(f"{what} is {text!r}, not printable text")
         self._address, self._token = Address.parse(address), token
         self.name = f"{os.uname().nodename}:{os.getpid()}" if name is None else name
         self._taker: Taker
@@ -100,8 +103,8 @@ class Replica:
         self._state: State = "empty"
         self._failure: FlyweightError | None = None
         self._report: UpdateReport | None = None
-        self._is_open = True
-        with suppress(PeerLost):  # it may come later
+        self._is_open, self._pid = True, os.getpid()
+        with suppress(PeerLost, TransferTimeout):  # it may come later
             self._connect(monotonic() + _CONNECT_SECONDS)
 
     @property
@@ -132,6 +135,14 @@ class Replica:
                 f"replica {self.name!r} is {self._state} and holds no whole version: {why}"
             )
 
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise TransportError(
+                f"replica {self.name!r} is of process {self._pid}; a child makes one of its own"
+            )
+        if not self._is_open:
+            raise TransportError(f"replica {self.name!r} is closed")
+
     def _look(self) -> None:
         """See whether the tensors that hold the version are still those of the model."""
         if self._version is not None and not self._taker.is_current():
@@ -146,8 +157,8 @@ class Replica:
         version, and as long for each sign of progress while it comes.
         """
         wanted = None if version is None else check_version(version)
-        if not self._is_open:
-            raise TransportError(f"replica {self.name!r} is closed")
+        timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
+        self._check_open()
         if not self._updating.acquire(blocking=False):
             raise TransportError(f"an update of replica {self.name!r} is under way")
         try:
@@ -164,10 +175,11 @@ class Replica:
         while True:
             try:
                 yield self.update(
-                    timeout_seconds=_FOREVER if timeout_seconds is None else timeout_seconds
+                    timeout_seconds=TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
                 )
             except TransferTimeout:
-                if timeout_seconds is not None or self._state == "failed" or not self._is_open:
+                # Nobody published; or a round failed, of which the caller must know.
+                if timeout_seconds is not None or self._failure is not None or not self._is_open:
                     raise
 
     def _update(self, version: int | None, timeout_seconds: float) -> UpdateReport:
@@ -194,21 +206,19 @@ class Replica:
     def _linked(self, deadline: float) -> _Link:
         """Return a connection on which all is agreed, waiting for a publisher if need be."""
         while True:
-            if not self._is_open:
-                raise TransportError(f"replica {self.name!r} is closed")
+            self._check_open()
             link = self._link
             if link is not None and not link.subscriber.is_lost and self._taker.is_current():
                 return link
             self._drop()
             try:
                 return self._connect(deadline)
-            except PeerLost as error:
+            except (PeerLost, TransferTimeout) as error:
                 if monotonic() + _RETRY_SECONDS > deadline or not self._is_open:
                     raise TransferTimeout(f"no publisher came in time: {error}") from error
                 sleep(_RETRY_SECONDS)
 
     def _connect(self, deadline: float) -> _Link:
-        deadline = min(deadline, monotonic() + _CONNECT_SECONDS)
         subscriber = Subscriber(self._address, self._token, self.name)
         try:
             welcome = subscriber.welcomed(deadline)
@@ -271,6 +281,7 @@ class Replica:
             )
             self._taker.touched()
             self._await_commit(link, begin, taken, feed)
+            self._taker.finish(begin.values)
         except HandleGone as error:
             reason = feed.abort() or error  # a publisher that gives up takes its memory with it
             self._fail(link, begin, reason)
@@ -278,7 +289,6 @@ class Replica:
         except BaseException as error:
             self._fail(link, begin, error)
             raise
-        self._taker.finish(begin.values)
         nbytes = sum(link.intake.nbytes(copy) for copy in link.intake.copies)
         self._report = UpdateReport(
             begin.version,
@@ -350,7 +360,7 @@ class Replica:
 
     def close(self) -> None:
         """Leave the publisher and let go of all that was mapped. Safe to repeat."""
-        if not self._is_open:
+        if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
         link = self._link
@@ -365,10 +375,6 @@ class Replica:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-_FOREVER = 3600.0
-"""How long `follow` waits at a time; it asks again then."""
 
 
 class _Link:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
@@ -45,6 +46,7 @@ from flyweight.sync.stock import Region, Stock
 from flyweight.sync.wire import Wire
 from flyweight.transports.doorway import Door
 
+_MAX_AGREEMENTS = 15
 _BEATS = 5
 """How often a side tells that it lives before the other would give it up."""
 
@@ -119,6 +121,8 @@ class Roll:
         self.peers: dict[bytes, Peer] = {}
         self.version: int | None = None
         self._watchers: dict[bytes, float] = {}
+        self._agreements: dict[Want, Agreement] = {}
+        self._announcer = ThreadPoolExecutor(1, "flyweight-events")
         self._news = News(None, 0, "idle", 0, 0.0, "", ())
         self._wire = Wire(
             claim.address.endpoint,
@@ -127,10 +131,16 @@ class Roll:
             beat=self._beat,
             beat_seconds=silence_seconds / _BEATS,
             unreachable=self._unreachable,
+            broken=door.close,  # then replicas notice, and look for another publisher
         )
 
     def start(self) -> None:
+        self._announcer.submit(int)  # its thread is there from the start
         self._wire.start()
+
+    def _announce(self, kind: str, **fields: int | float | str | None) -> None:
+        """Emit in a thread of its own: what a listener raises must not end the wire's."""
+        self._announcer.submit(emit, kind, **fields)
 
     def send(self, peer: bytes, message: Message) -> None:
         self._wire.send(message, peer)
@@ -201,6 +211,7 @@ class Roll:
                 self.send(id, Bye("the publisher was closed"))
             self.peers.clear()
         self._wire.close()
+        self._announcer.shutdown(wait=True, cancel_futures=False)
 
     # What replicas say.
 
@@ -271,17 +282,22 @@ class Roll:
 
     def _agree(self, peer: Peer, want: Want) -> None:
         stock = self._stock()
-        try:
-            copies = stock.agree(want)
-        except FlyweightError as error:
-            self.send(peer.id, _refusal(error))
-            self._lose(peer.id, error)
-            return
-        nbytes = sum(stock.nbytes_of(copy) for copy in copies)
-        peer.agreement = Agreement(copies, want.blocks, nbytes, frozenset(want.devices))
+        if want not in self._agreements:
+            try:
+                copies = stock.agree(want)
+            except FlyweightError as error:
+                self.send(peer.id, _refusal(error))
+                self._lose(peer.id, error)
+                return
+            total = sum(stock.nbytes_of(copy) for copy in copies)
+            self._agreements = dict(list(self._agreements.items())[-_MAX_AGREEMENTS:])
+            self._agreements[want] = Agreement(copies, want.blocks, total, frozenset(want.devices))
+        # Most replicas want the same, and to plan for many tensors takes a while.
+        peer.agreement = self._agreements[want]
+        nbytes = peer.agreement.nbytes
         peer.lanes = peer.sent = None
-        self.send(peer.id, Agreed(stock.sources(), copies))
-        emit("replica.joined", name=peer.name, pid=peer.hello.pid, nbytes=nbytes)
+        self.send(peer.id, Agreed(stock.sources(), peer.agreement.copies))
+        self._announce("replica.joined", name=peer.name, pid=peer.hello.pid, nbytes=nbytes)
         self._pass_on_news()
 
     # How they go.
@@ -308,7 +324,7 @@ class Roll:
             peer.ask = None
             if peer.round is not None:
                 peer.round.lose(id, error)
-            emit("replica.lost", name=peer.name, pid=peer.hello.pid, error=str(error))
+            self._announce("replica.lost", name=peer.name, pid=peer.hello.pid, error=str(error))
             self._pass_on_news()
             self.changed.notify_all()
 

@@ -6,7 +6,7 @@ from buckets. Both give the digest of what they hold for each copy of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -242,8 +242,11 @@ class MemorySink:
     ) -> None:
         self._thing, self._layout, self._rank = thing, layout, rank
         self._may_leave = may_leave or layout is not None
-        if layout is not None and (rank is None or not 0 <= rank < layout.num_ranks):
-            raise SpecError(f"rank is {rank}; the layout is for ranks 0 to {layout.num_ranks - 1}")
+        is_rank = type(rank) is int and layout is not None and 0 <= rank < layout.num_ranks
+        if layout is not None and not is_rank:
+            raise SpecError(
+                f"rank is {rank!r}; the layout is for ranks 0 to {layout.num_ranks - 1}"
+            )
         self._copiers = Copiers()
         self._model: Model | None = None
         self._blocks: list[ModelBlock] = []
@@ -491,7 +494,11 @@ class LoaderSink:
         started = perf_counter()
         feed.touch()
         round_ = _Loading(self, intake, begin, feed)
-        self.loader.load(round_.weights())
+        weights = round_.weights()
+        try:
+            self.loader.load(weights)
+        finally:
+            weights.close()  # a loader that keeps it must not take messages of later rounds
         if round_.left:
             raise TransportError(
                 f"the loader took {len(self.names) - len(round_.left)} of {len(self.names)} "
@@ -545,7 +552,7 @@ class _Loading:
         for move in moves:
             self._missing[self._intake.copies[move.region].sink] -= move.sink.nbytes
 
-    def weights(self) -> Iterator[tuple[str, Any]]:
+    def weights(self) -> Generator[tuple[str, Any], None, None]:
         """Yield each tensor once all of it is here."""
         intake = self._intake
         for sink, name in enumerate(self._sink.names):

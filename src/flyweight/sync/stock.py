@@ -27,7 +27,7 @@ from flyweight.spec.manifest import Manifest, TensorSpec
 from flyweight.sync.messages import Block, Bucket, Copy, Piece, Tensor, Want
 from flyweight.sync.moves import Copiers, Move, Moves, Regions
 from flyweight.transports.shared_memory import SharedMemoryTransport
-from flyweight.verbs.load import whole_digest
+from flyweight.verbs.load import same_bytes, whole_digest
 
 ALIGN_BYTES = 512
 _READ_BYTES = 4 << 20
@@ -82,13 +82,18 @@ class Stock:
         return cls(source, blocks, copiers)
 
     @classmethod
-    def at_rest(cls, stored: Source, like: Stock, copiers: Copiers) -> Stock:
+    def at_rest(cls, stored: Stored, like: Stock, copiers: Copiers) -> Stock:
         """Return the same blocks as another stock has, read from files."""
         known = set(stored.manifest.names)
         for name, spec in like.manifest.tensors.items():
             if name not in known or stored.manifest.spec(name) != spec:
                 found = stored.manifest.spec(name) if name in known else "not there"
                 raise PlanError(f"{name!r} is {spec} in the model, in the snapshot it is {found}")
+        for alias, name in like.manifest.tied.items():
+            if alias in known and not same_bytes(stored, name, stored, alias):
+                raise PlanError(
+                    f"{name!r} and {alias!r} are one tensor in the model and differ in the snapshot"
+                )
         blocks = [replace(block, buffer=None) for block in like.blocks]
         return cls(stored, blocks, copiers)
 
@@ -112,6 +117,10 @@ class Stock:
             and self.manifest.tied == other.manifest.tied
             and self.sources() == other.sources()
         )
+
+    def lies_like(self, other: Stock) -> bool:
+        """True if every block lies where the other's does: only values have changed."""
+        return [_spot(block) for block in self.blocks] == [_spot(block) for block in other.blocks]
 
     def nbytes_of(self, copy: Copy) -> int:
         return prod(copy.shape) * self.blocks[copy.source].spec.item_bytes
@@ -226,6 +235,11 @@ class Stock:
             running.add(at, data)
             at += len(data)
         return running.value()
+
+
+def _spot(block: StockBlock) -> tuple[object, ...] | None:
+    at = block.buffer
+    return None if at is None else (at.address, at.shape, at.strides, at.item_bytes, at.device)
 
 
 class Packing:

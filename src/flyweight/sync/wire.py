@@ -6,12 +6,14 @@ again, both in the wire's own thread. One lock guards the socket.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic, sleep
+from weakref import WeakSet
 
 import zmq
 
@@ -45,10 +47,12 @@ class Wire:
         unreachable: Callable[[bytes], None] = lambda peer: None,
         line: Line | None = None,
         hung_up: Callable[[], None] = lambda: None,
+        broken: Callable[[], None] = lambda: None,
     ) -> None:
+        """`broken` is called when the thread ends by an error, after which nothing is heard."""
         self._hear, self._beat, self._beat_seconds = hear, beat, beat_seconds
         self._unreachable, self._is_publisher = unreachable, is_publisher
-        self._line, self._hung_up = line, hung_up
+        self._line, self._hung_up, self._broken = line, hung_up, broken
         self._lock, self._hearing = threading.Lock(), threading.Lock()
         self._is_over = self._is_freed = False
         self._context = zmq.Context()
@@ -68,6 +72,7 @@ class Wire:
             self._free()
             raise TransportError(f"cannot speak at {endpoint!r}: {cause}") from cause
         self._thread = threading.Thread(target=self._run, name="flyweight-wire", daemon=True)
+        _wires.add(self)
 
     def start(self) -> None:
         """Begin to hear; whoever made the wire is ready for it now."""
@@ -128,6 +133,14 @@ class Wire:
                 self._woken.close()
 
     def _run(self) -> None:
+        try:
+            self._listen()
+        finally:
+            if not self._is_over:  # an error of ours, which must not go unnoticed
+                self._is_over = True
+                self._broken()
+
+    def _listen(self) -> None:
         # The socket's own file tells of arrivals; to poll the socket itself would need the lock.
         poller = select.poll()
         poller.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
@@ -170,3 +183,16 @@ class Wire:
                 return self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.ZMQError:  # nothing more by now
                 return None
+
+
+_wires: WeakSet[Wire] = WeakSet()
+
+
+def _let_go() -> None:
+    """Leave a parent's wires alone in a forked child, where they would be waited for for ever."""
+    for wire in list(_wires):
+        wire._is_over = wire._is_freed = True
+        wire._lock, wire._hearing = threading.Lock(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_let_go)

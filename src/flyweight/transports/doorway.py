@@ -8,6 +8,7 @@ process that held it, which is how either side learns of the other's death at on
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
@@ -18,7 +19,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from weakref import WeakSet
 
 import msgspec
@@ -30,6 +31,7 @@ MAX_PATH_BYTES = 107
 MAX_LINES = 4096
 _MAX_MESSAGE_BYTES = 1024
 _ANSWER_SECONDS = 5.0
+_FULL_SECONDS = 0.1
 
 
 class Greeting(msgspec.Struct, frozen=True, tag="greeting", forbid_unknown_fields=True):
@@ -74,6 +76,7 @@ class Door:
         try:
             self._listener.bind(os.fspath(path))
             path.chmod(0o600)
+            self._inode = path.stat().st_ino
             self._listener.listen(64)
         except OSError as cause:
             self._listener.close()
@@ -108,7 +111,9 @@ class Door:
         self._is_over = True
         self._wake.send(b".")
         self._keeper.join(_ANSWER_SECONDS)
-        self._path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if self._path.stat().st_ino == self._inode:  # and not another door by now
+                self._path.unlink()
         self.let_go()
         for each in (self._wake, self._woken):
             each.close()
@@ -132,8 +137,13 @@ class Door:
                     self._hang_up(peer)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it went away again, or we have no file left for it
-            peer, _ = self._listener.accept()
+        with suppress(ConnectionError):  # it went away again
+            try:
+                peer, _ = self._listener.accept()
+            except OSError as cause:
+                if cause.errno in (errno.EMFILE, errno.ENFILE):
+                    sleep(_FULL_SECONDS)  # it stays at the door until a file is free
+                return
             _, uid, _ = struct.unpack(
                 "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             )
@@ -208,6 +218,9 @@ class Line:
         except OSError as cause:
             self._socket.close()
             raise PeerLost(f"nobody is at the door {str(path)!r}: {cause.strerror}") from cause
+        if not answer:
+            self._socket.close()
+            raise PeerLost(f"who was at the door {str(path)!r} has gone")
         if answer != b"welcome":
             self._socket.close()
             raise PeerRefused(f"the door at {str(path)!r} does not know our token")
@@ -233,7 +246,7 @@ class Line:
             try:
                 self._socket.settimeout(max(deadline - monotonic(), 0.001))
                 self._socket.send(msgspec.json.encode(Wanted(key)))
-                answer, fds, _, _ = socket.recv_fds(self._socket, _MAX_MESSAGE_BYTES, 1)
+                answer, fds, flags, _ = socket.recv_fds(self._socket, _MAX_MESSAGE_BYTES, 1)
             except TimeoutError as cause:
                 # A late answer would be taken for that of the next question.
                 self._socket.close()
@@ -246,6 +259,8 @@ class Line:
                 ) from cause
         if len(fds) == 1 and answer == b"file":
             return int(fds[0])
+        if flags & socket.MSG_CTRUNC:
+            raise TransportError("no file is left for memory of another process; see ulimit -n")
         raise HandleGone(
             f"file {key!r} is no longer offered at {str(self._path)!r}"
             if answer

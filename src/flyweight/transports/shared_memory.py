@@ -109,53 +109,58 @@ class SharedMemoryTransport:
                     del self._offers[handle]
                 self._forget(segment)
 
-    def offer(self, buffer: Buffer, *, may_copy: bool = True) -> SharedMemoryHandle:
-        if buffer.device is not None:
-            raise TransportError(
-                f"buffer is memory of device {buffer.device}; shared memory is the host's"
-            )
+    def offer(self, buffer: Buffer) -> SharedMemoryHandle:
+        _check_host(buffer)
         low, high = buffer.span if buffer.nbytes else (buffer.address, buffer.address)
         with self._lock:
-            segment = self._segment_at(low, high - low) or self._found(low, high - low)
-            owner = buffer.owner
-            if segment is None and not may_copy:
-                raise TransportError(
-                    f"{buffer.nbytes} bytes at {low:#x} are not, or no longer, shared memory whose "
-                    f"file this process has open"
-                )
-            if segment is None:
-                # Nobody else can map it where it lies.
-                copy = self.allocate(buffer.nbytes)
-                np.copyto(copy.items().reshape(-1), buffer.items().reshape(-1).view(np.uint8))
-                low, high, owner = copy.address, copy.address + copy.nbytes, copy.owner
-                segment = self._segment_at(low, high - low)
-                assert segment is not None
-                segment.is_ours = False  # it goes with its handle
-            handle = SharedMemoryHandle(
-                session=self._session,
-                key=segment.key,
-                offset=segment.file_offset + low - segment.start,
-                nbytes=high - low,
-            )
-            if handle not in self._offers:
-                segment.num_handles += 1
-                self._offers[handle] = segment, owner
-            return handle
+            segment = self._segment_at(low, high - low) or self._found(low, high - low, _Scan())
+            if segment is not None:
+                return self._offered(segment, low, high, buffer.owner)
+            # Nobody else can map it where it lies.
+            copy = self.allocate(buffer.nbytes)
+            np.copyto(copy.items().reshape(-1), buffer.items().reshape(-1).view(np.uint8))
+            low, high = copy.address, copy.address + copy.nbytes
+            segment = self._segment_at(low, high - low)
+            assert segment is not None
+            segment.is_ours = False  # it goes with its handle
+            return self._offered(segment, low, high, copy.owner)
+
+    def show(self, buffers: Sequence[Buffer]) -> list[SharedMemoryHandle]:
+        """Offer memory where it lies, and raise TransportError for what nobody else can map."""
+        handles: list[SharedMemoryHandle] = []
+        with self._lock:
+            scan = _Scan()
+            for buffer in buffers:
+                _check_host(buffer)
+                low, high = buffer.span if buffer.nbytes else (buffer.address, buffer.address)
+                segment = self._segment_at(low, high - low) or self._found(low, high - low, scan)
+                if segment is None:
+                    raise TransportError(
+                        f"{buffer.nbytes} bytes at {low:#x} are not, or no longer, shared memory "
+                        f"whose file this process has open"
+                    )
+                handles.append(self._offered(segment, low, high, buffer.owner))
+        return handles
+
+    def _offered(self, segment: _Segment, low: int, high: int, owner: object) -> SharedMemoryHandle:
+        handle = SharedMemoryHandle(
+            session=self._session,
+            key=segment.key,
+            offset=segment.file_offset + low - segment.start,
+            nbytes=high - low,
+        )
+        if handle not in self._offers:
+            segment.num_handles += 1
+            self._offers[handle] = segment, owner
+        return handle
 
     def shown(self, buffers: Sequence[Buffer]) -> list[bool]:
         """Tell of each buffer whether an offer of it costs no copy."""
-        mappings = [each for each in _shared_mappings() if _open_file(each) is not None]
-        mappings.sort(key=lambda each: each.start)
-        starts = [each.start for each in mappings]
-
-        def is_shown(buffer: Buffer) -> bool:
-            if buffer.device is not None or not buffer.nbytes:
-                return False
-            low, high = buffer.span
-            index = bisect_right(starts, low) - 1
-            return index >= 0 and high <= mappings[index].end
-
-        return [is_shown(buffer) for buffer in buffers]
+        scan = _Scan()
+        return [
+            buffer.device is None and bool(buffer.nbytes) and scan.at(*buffer.span) is not None
+            for buffer in buffers
+        ]
 
     def release(self, handle: SharedMemoryHandle) -> None:
         with self._lock:
@@ -169,6 +174,8 @@ class SharedMemoryTransport:
         """Keep a file for readers: a new description of it, that cannot be written through."""
         try:
             readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as cause:
+            raise TransportError(f"cannot open a segment for readers: {cause.strerror}") from cause
         finally:
             if is_ours:
                 os.close(fd)
@@ -192,20 +199,14 @@ class SharedMemoryTransport:
         segment = self._segments[index]
         return segment if address + nbytes <= segment.start + segment.nbytes else None
 
-    def _found(self, address: int, nbytes: int) -> _Segment | None:
+    def _found(self, address: int, nbytes: int, scan: _Scan) -> _Segment | None:
         """Return memory that something else in this process shares, if its file is still open."""
-        if not nbytes:
+        mapping = scan.at(address, address + nbytes) if nbytes else None
+        if mapping is None:
             return None
-        for mapping in _shared_mappings():
-            if mapping.start <= address and address + nbytes <= mapping.end:
-                fd = _open_file(mapping)
-                if fd is None:
-                    return None
-                self._add(
-                    fd, mapping.start, mapping.end - mapping.start, mapping.offset, is_ours=False
-                )
-                return self._segment_at(address, nbytes)
-        return None
+        span = mapping.end - mapping.start
+        self._add(scan.file(mapping), mapping.start, span, mapping.offset, is_ours=False)
+        return self._segment_at(address, nbytes)
 
     # The side that reads.
 
@@ -278,6 +279,34 @@ class _Mapping:
     inode: int
 
 
+class _Scan:
+    """What of this process's memory is a file's that it has open, as of now."""
+
+    def __init__(self) -> None:
+        self._files = dict(_open_files())
+        self._mappings = sorted(
+            (each for each in _shared_mappings() if (each.device, each.inode) in self._files),
+            key=lambda each: each.start,
+        )
+        self._starts = [each.start for each in self._mappings]
+
+    def at(self, low: int, high: int) -> _Mapping | None:
+        index = bisect_right(self._starts, low) - 1
+        if index < 0 or high > self._mappings[index].end:
+            return None
+        return self._mappings[index]
+
+    def file(self, mapping: _Mapping) -> int:
+        return self._files[mapping.device, mapping.inode]
+
+
+def _check_host(buffer: Buffer) -> None:
+    if buffer.device is not None:
+        raise TransportError(
+            f"buffer is memory of device {buffer.device}; shared memory is the host's"
+        )
+
+
 def _shared_mappings() -> Iterator[_Mapping]:
     """Yield what of this process's memory is a file's, and seen by whoever else maps that."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
@@ -290,15 +319,13 @@ def _shared_mappings() -> Iterator[_Mapping]:
                 yield _Mapping(int(start, 16), int(end, 16), int(offset, 16), number, int(inode))
 
 
-def _open_file(mapping: _Mapping) -> int | None:
-    """Return a file that this process has open and that is mapped there."""
+def _open_files() -> Iterator[tuple[tuple[int, int], int]]:
+    """Yield the files that this process has open, by what they are."""
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.fstat(int(name))
         except OSError as cause:
-            if cause.errno != errno.EBADF:
+            if cause.errno != errno.EBADF:  # the listing itself is closed by now
                 raise
             continue
-        if (status.st_dev, status.st_ino) == (mapping.device, mapping.inode):
-            return int(name)
-    return None
+        yield (status.st_dev, status.st_ino), int(name)
