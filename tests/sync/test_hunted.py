@@ -162,12 +162,12 @@ def test_a_snapshot_that_does_not_share_what_the_model_shares_is_refused(address
     fw.save({"a": np.full(4, 1.0), "b": np.full(4, 2.0)}, tmp_path / "run", version=6)
     one = np.zeros(4)
     target = {"a": np.zeros(4), "b": np.zeros(4)}
-    with fw.Publisher({"a": one, "b": one}, address, store=tmp_path / "run"):
-        with (
-            fw.Replica(target, address) as replica,
-            pytest.raises(PlanError, match="differ in the"),
-        ):
-            replica.update(timeout_seconds=10)
+    with (
+        fw.Publisher({"a": one, "b": one}, address, store=tmp_path / "run"),
+        fw.Replica(target, address) as replica,
+        pytest.raises(PlanError, match="differ in the snapshot"),
+    ):
+        replica.update(timeout_seconds=10)
 
 
 def slow_loader(address, seconds, pipe):

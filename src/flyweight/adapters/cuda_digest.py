@@ -92,6 +92,7 @@ class DeviceDigests:
                 f"buffers of devices {sorted(map(str, devices))}, they are to be of one"
             )
         self._device = devices.pop() if devices else None
+        self._is_started = False
         self._nbytes = np.array([buffer.nbytes for buffer in buffers], np.uint64)
         if self._device is None:
             return
@@ -106,15 +107,15 @@ class DeviceDigests:
             self._event = self._torch.cuda.Event()
             self._steps = self._planned(place)
 
-    def values(self, timeout_seconds: float) -> list[int]:
-        """Return what flyweight.digest says of each buffer's bytes in row-major order.
+    def start(self) -> None:
+        """Queue the reading, behind what was queued before on the device's default stream.
 
-        They are read after what was queued before on torch's current stream. Raises
-        TransferTimeout.
+        Copiers' copies are before it, too. `values` then waits for it.
         """
-        if self._device is None:
-            return []
-        with self._torch.cuda.device(self._device):
+        if self._device is None or self._is_started:
+            return
+        self._is_started = True
+        with self._torch.cuda.stream(self._torch.cuda.default_stream(self._device)):
             self._sums.zero_()
             for sink, source, launches in self._steps:
                 if sink is not None:
@@ -126,6 +127,16 @@ class DeviceDigests:
                     )
             self._host.copy_(self._sums, non_blocking=True)
             self._event.record()
+
+    def values(self, timeout_seconds: float) -> list[int]:
+        """Return what flyweight.digest says of each buffer's bytes in row-major order.
+
+        Raises TransferTimeout.
+        """
+        if self._device is None:
+            return []
+        self.start()
+        self._is_started = False
         self._wait(timeout_seconds)
         sums = self._host.numpy().view(np.uint64)
         return [int(value) for value in fmix(fmix(self._nbytes) + sums)]

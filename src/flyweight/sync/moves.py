@@ -132,6 +132,11 @@ class Moves:
             is_bucket=is_bucket,
         )
 
+    @property
+    def is_ordered(self) -> bool:
+        """True if what is queued on a device's default stream afterwards comes after all copies."""
+        return not any(each.has_strided for each in self._on_devices)
+
     def start(self) -> None:
         """Queue what goes by a device; `run` does so too, and waits."""
         for each in self._on_devices:
@@ -186,6 +191,10 @@ class DeviceCopies:
         self._table = (
             copier.table(plain, launch_bytes=1 << 62) if is_bucket else copier.table(plain)
         )
+
+    @property
+    def has_strided(self) -> bool:
+        return bool(self._strided)
 
     def start(self) -> None:
         self._copier.run(self._table)
@@ -259,6 +268,11 @@ class Regions:
         for device in sorted({b.device for b in buffers if b.device is not None}):
             numbers = [n for n, buffer in enumerate(buffers) if buffer.device == device]
             self._on_devices.append((numbers, DeviceDigests([buffers[n] for n in numbers])))
+
+    def start(self) -> None:
+        """Queue what a device does, behind copies that were queued before."""
+        for _, on_device in self._on_devices:
+            on_device.start()
 
     def digests(self, deadline: float) -> list[int]:
         """Return the digest of each region's bytes in row-major order."""

@@ -634,7 +634,7 @@ class Publisher:
         self._on.tell(round_.number, self._on.version, "idle", round_.parts, seconds)
         (part,) = round_.parts
         if part.is_begun:
-            emit(
+            self._on.announce(
                 "serve.done",
                 name=peer.name,
                 pid=peer.hello.pid,

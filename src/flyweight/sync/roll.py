@@ -138,7 +138,7 @@ class Roll:
         self._announcer.submit(int)  # its thread is there from the start
         self._wire.start()
 
-    def _announce(self, kind: str, **fields: int | float | str | None) -> None:
+    def announce(self, kind: str, **fields: int | float | str | None) -> None:
         """Emit in a thread of its own: what a listener raises must not end the wire's."""
         self._announcer.submit(emit, kind, **fields)
 
@@ -297,7 +297,7 @@ class Roll:
         nbytes = peer.agreement.nbytes
         peer.lanes = peer.sent = None
         self.send(peer.id, Agreed(stock.sources(), peer.agreement.copies))
-        self._announce("replica.joined", name=peer.name, pid=peer.hello.pid, nbytes=nbytes)
+        self.announce("replica.joined", name=peer.name, pid=peer.hello.pid, nbytes=nbytes)
         self._pass_on_news()
 
     # How they go.
@@ -324,7 +324,7 @@ class Roll:
             peer.ask = None
             if peer.round is not None:
                 peer.round.lose(id, error)
-            self._announce("replica.lost", name=peer.name, pid=peer.hello.pid, error=str(error))
+            self.announce("replica.lost", name=peer.name, pid=peer.hello.pid, error=str(error))
             self._pass_on_news()
             self.changed.notify_all()
 

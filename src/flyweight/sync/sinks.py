@@ -314,6 +314,10 @@ class MemorySink:
         ]
         started, spent = perf_counter(), 0.0
         feed.touch()
+        regions = self._live_regions(intake) if begin.should_verify else None
+        self._mapped.start()
+        if regions is not None and not self._buckets and self._mapped.is_ordered:
+            regions.start()  # the device goes on to read what it has copied by itself
         spent += self._mapped.run(digests, feed.deadline)
         missing = set(self._buckets)
         while missing:
@@ -331,14 +335,18 @@ class MemorySink:
         found = [0 if each is None else each.value() for each in digests]
         for number, value in self._small.digests():
             found[number] = value
-        if self._regions is None and self._on_devices:
-            self._regions = Regions([self._region(intake.copies[n]) for n in self._on_devices])
-        if self._regions is not None:
-            values = self._regions.digests(feed.deadline)
+        if regions is not None:
+            values = regions.digests(feed.deadline)
             for number, value in zip(self._on_devices, values, strict=True):
                 found[number] = value
         verified = perf_counter() - copied + spent
         return Taken(tuple(found), copied - started - spent, verified)
+
+    def _live_regions(self, intake: Intake) -> Regions | None:
+        """Return what on devices is digested after it was copied."""
+        if self._regions is None and self._on_devices:
+            self._regions = Regions([self._region(intake.copies[n]) for n in self._on_devices])
+        return self._regions
 
     def _buffer(self, sink: int) -> Buffer:
         buffer = self._blocks[sink].buffer
