@@ -1,6 +1,7 @@
 """What several tests need: small models of odd tensors, and damage done to files on purpose."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,19 @@ def dead_draft(name, kind="draft"):
     from flyweight.stores.draft import _host
 
     return f".{kind}-{name}-{_host()}-0123456789abcdef"
+
+
+@pytest.fixture
+def address(tmp_path):
+    """Where a publisher of this test is found."""
+    return f"unix:{tmp_path}/policy"
+
+
+@pytest.fixture
+def threads():
+    """Threads for what has to wait while the test goes on."""
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
 
 
 @pytest.fixture

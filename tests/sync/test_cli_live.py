@@ -23,11 +23,6 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.fixture
-def address(tmp_path):
-    return f"unix:{tmp_path}/policy"
-
-
 class Running:
     """A command that goes on; its lines as they come."""
 

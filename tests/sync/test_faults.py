@@ -5,7 +5,10 @@ or says that it holds none.
 """
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,11 +33,6 @@ from flyweight.sync.wire import Wire
 from live import Child, assign, holding, holds, resources, settled, until, weights
 
 BUCKETS = {"bucket_bytes": 32768, "depth": 2}
-
-
-@pytest.fixture
-def address(tmp_path):
-    return f"unix:{tmp_path}/policy"
 
 
 def kill_at(step):
@@ -521,28 +519,41 @@ def test_memory_that_runs_out_is_an_error_of_the_publish_by_name(address, monkey
         assert holds(engine, 1)
 
 
-def test_a_full_dev_shm_does_not_matter(address, tmp_path):
-    """Segments are not files of /dev/shm, so a full one cannot stop a publish."""
-    filler = "/dev/shm/flyweight-test-filler"
-    engine = weights(2)
-    status = os.statvfs("/dev/shm")
-    if status.f_bavail * status.f_frsize > 512 << 20:
-        pytest.skip("/dev/shm is too large to be filled by a test")
+FULL_SHM = """
+import os, sys, threading
+import numpy as np
+import flyweight as fw
+
+with open("/dev/shm/filler", "wb") as file:
     try:
-        with open(filler, "wb") as file, pytest.raises(OSError, match="No space"):
-            while True:
-                file.write(bytes(1 << 20))
-                file.flush()
-        with (
-            fw.Publisher(weights(1), address) as publisher,
-            fw.Replica(engine, address) as replica,
-            ThreadPoolExecutor(1) as pool,
-        ):
-            future = pool.submit(replica.update, timeout_seconds=3)
-            assert publisher.publish(1, num_replicas=1).failed == ()
-            future.result(10)
-    finally:
-        os.unlink(filler)
+        while True:
+            file.write(bytes(1 << 16))
+            file.flush()
+    except OSError as error:
+        print("full:", error.strerror)
+model, engine = {"w": np.arange(1 << 20)}, {"w": np.zeros(1 << 20, np.int64)}
+with fw.Publisher(model, sys.argv[1]) as publisher, fw.Replica(engine, sys.argv[1]) as replica:
+    waiting = threading.Thread(target=replica.update)
+    waiting.start()
+    assert publisher.publish(1, num_replicas=1, timeout_seconds=20).failed == ()
+    waiting.join(20)
+    assert replica.version == 1
+assert (model["w"] == engine["w"]).all()
+print("arrived")
+"""
+
+
+def test_a_full_dev_shm_does_not_matter(address):
+    """Segments are not files of /dev/shm; the child's is a real one of 1 MiB, and full."""
+    unshare = shutil.which("unshare")
+    mount = f'mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -c "$0" {address}'
+    words = [unshare or "unshare", "--map-root-user", "--mount", "sh", "-c", mount, FULL_SHM]
+    probe = [*words[:3], "true"]
+    if unshare is None or subprocess.run(probe, capture_output=True, timeout=30).returncode != 0:
+        pytest.skip("this machine lets nobody mount a file system of their own (unshare)")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "full: No space left on device\narrived\n"
 
 
 def fork_and_die(address, pipe):

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,17 +14,6 @@ from flyweight.events import listening
 from flyweight.sync.lanes import Ring
 from flyweight.sync.publisher import Publisher
 from live import Child, assign, holds, resources, settled, until, weights
-
-
-@pytest.fixture
-def address(tmp_path):
-    return f"unix:{tmp_path}/policy"
-
-
-@pytest.fixture
-def threads():
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 def updated(threads, publisher, replica, version):

@@ -27,17 +27,6 @@ from flyweight.events import listening
 from live import assign, holds, resources, settled, until, weights
 
 
-@pytest.fixture
-def address(tmp_path):
-    return f"unix:{tmp_path}/policy"
-
-
-@pytest.fixture
-def threads():
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
-
-
 def asking(publisher, number=1):
     until(lambda: sum(p.ask is not None for p in publisher._on.peers.values()) >= number)
 
