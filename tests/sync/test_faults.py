@@ -211,6 +211,7 @@ def test_a_replica_that_never_acknowledges_stalls_nobody_beyond_its_deadline(add
         fw.Replica(engine, address, name="other") as replica,
     ):
         future = pool.submit(replica.update, timeout_seconds=10)
+        until(lambda: sum(p.ask is not None for p in publisher._on.peers.values()) == 2)
         started = time.monotonic()
         report = publisher.publish(1, num_replicas=2, timeout_seconds=1)
         assert time.monotonic() - started < 3
