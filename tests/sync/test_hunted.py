@@ -13,6 +13,7 @@ from flyweight.errors import PeerLost, PlanError, SpecError, TransferTimeout, Tr
 from flyweight.events import listening
 from flyweight.sync.lanes import Ring
 from flyweight.sync.publisher import Publisher
+from flyweight.sync.roll import Roll
 from live import Child, assign, holds, resources, settled, until, weights
 
 
@@ -409,3 +410,27 @@ def test_a_publisher_closed_in_mid_round_ends_it_for_the_replica(address, thread
         (failed,) = lease.wait(5).failed
         assert isinstance(failed.error, (PeerLost, TransferTimeout))
         child.kill()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_ours_in_the_wire_is_told_and_leaves_nobody_waiting(
+    address, threads, monkeypatch
+):
+    model, engine = weights(1), weights(50)
+    with fw.Publisher(model, address) as publisher, fw.Replica(engine, address) as replica:
+
+        def fault(self, peer, message):
+            raise RuntimeError("an error of ours")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Roll, "_answer", fault)
+            future = threads.submit(replica.update, timeout_seconds=3)
+            until(lambda: publisher._on.is_broken)
+        with pytest.raises(TransportError, match="has ended by an error"):
+            publisher.publish(1, num_replicas=1)
+        with pytest.raises(TransferTimeout, match="no publisher came in time"):
+            future.result(10)
+        publisher.close()
+        with fw.Publisher(model, address, hold=True) as another:
+            another.publish(1)
+            assert replica.update(timeout_seconds=10).version == 1

@@ -290,6 +290,11 @@ class Publisher:
             )
         if not self._is_open:
             raise TransportError(f"the publisher at {self.address} is closed")
+        if self._on.is_broken:
+            raise TransportError(
+                f"the wire of the publisher at {self.address} has ended by an error, which its "
+                f"thread told; close it and make another"
+            )
 
     def _check_next(self, version: int) -> None:
         self._check_open()

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
 
-from flyweight.errors import FlyweightError, PeerLost, PeerRefused, TransferTimeout
+from flyweight.errors import (
+    FlyweightError,
+    PeerFailed,
+    PeerLost,
+    PeerRefused,
+    TransferTimeout,
+)
 from flyweight.events import emit
 from flyweight.sync.address import Claim
 from flyweight.sync.lanes import Offers
@@ -120,6 +126,7 @@ class Roll:
         self.changed = threading.Condition(threading.RLock())
         self.peers: dict[bytes, Peer] = {}
         self.version: int | None = None
+        self.is_broken = False
         self._watchers: dict[bytes, float] = {}
         self._agreements: dict[Want, Agreement] = {}
         self._announcer = ThreadPoolExecutor(1, "flyweight-events")
@@ -131,7 +138,7 @@ class Roll:
             beat=self._beat,
             beat_seconds=silence_seconds / _BEATS,
             unreachable=self._unreachable,
-            broken=door.close,  # then replicas notice, and look for another publisher
+            broken=self._break,
         )
 
     def start(self) -> None:
@@ -301,6 +308,15 @@ class Roll:
         self._pass_on_news()
 
     # How they go.
+
+    def _break(self) -> None:
+        """The wire has ended by an error of ours: nobody may go on waiting for it."""
+        self.is_broken = True
+        with self.changed:
+            for id in list(self.peers):
+                self._lose(id, PeerFailed("the publisher's wire has ended by an error"))
+            self.changed.notify_all()
+        self._door.close()  # then replicas notice, and look for another publisher
 
     def hung_up(self, line: str) -> None:
         """The door says that a process is gone."""

@@ -75,6 +75,7 @@ class Subscriber:
                 unreachable=lambda peer: self._lose(PeerLost(f"{address} takes no messages")),
                 line=self.line,
                 hung_up=lambda: self._lose(PeerLost(f"the publisher at {address} is gone")),
+                broken=lambda: self._lose(PeerLost("the wire has ended by an error of ours")),
             )
             stack.callback(self._wire.close)
             self._wire.start()
