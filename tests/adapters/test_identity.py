@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from flyweight.adapters.model import Identity
+from flyweight.adapters.identity import Identity
 
 
 def test_dicts_lists_and_values():

@@ -222,10 +222,6 @@ class Ring:
                 found.append(Bucket(bucket.number, bucket.slot, pieces))
         return tuple(found)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(slot.nbytes for slot in self.slots.values())
-
     def close(self) -> None:
         for packing in self.packings:
             packing.close()

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Literal, overload
 
 from flyweight import cuda
-from flyweight.adapters.model import Identity, adapt
+from flyweight.adapters.identity import Identity
+from flyweight.adapters.model import adapt
 from flyweight.errors import (
     FlyweightError,
     PeerFailed,
@@ -31,11 +31,17 @@ from flyweight.errors import (
 from flyweight.events import emit
 from flyweight.formats.snapshot import check_version
 from flyweight.formats.stored import Stored
-from flyweight.spec.manifest import Leaf
 from flyweight.sync.address import Address, Claim
+from flyweight.sync.edition import (
+    Edition,
+    Options,
+    at_once,
+    failed_report,
+    no_release,
+    report_of,
+)
 from flyweight.sync.lanes import (
     MAPPED,
-    STRATEGIES,
     Offers,
     Ring,
     Strategy,
@@ -54,7 +60,7 @@ from flyweight.sync.report import (
 )
 from flyweight.sync.roll import Peer, Roll
 from flyweight.sync.rounds import Part, Round
-from flyweight.sync.stock import Held, Region, Stock
+from flyweight.sync.stock import Held, Stock
 from flyweight.sync.wire import spin_of
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.doorway import Door
@@ -63,48 +69,6 @@ from flyweight.verbs.find import PathLike, open_source, versions
 
 SILENCE_SECONDS = 15.0
 _CLOSE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """How a publisher works. All that a replica must know of it is told in messages."""
-
-    hold: bool
-    store: PathLike | None
-    strategy: Strategy
-    bucket_bytes: int | None
-    depth: int | None
-    should_verify: bool
-    timeout_seconds: float
-    silence_seconds: float
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise SpecError(f"strategy is {self.strategy!r}, not one of {', '.join(STRATEGIES)}")
-        if self.depth is not None and (type(self.depth) is not int or self.depth < 1):
-            raise SpecError(f"depth is {self.depth!r}, at least 1 bucket is needed")
-        size = self.bucket_bytes
-        if size is not None and (type(size) is not int or size < 4096):
-            raise SpecError(f"bucket_bytes is {size!r}, at least 4096 are needed")
-        check_seconds("timeout_seconds", self.timeout_seconds)
-        if check_seconds("silence_seconds", self.silence_seconds) <= 0:
-            raise SpecError("silence_seconds is 0; who may never be silent is always given up")
-
-
-@dataclass(eq=False)
-class _Edition:
-    """A version, and where it can be read."""
-
-    version: int
-    parent: int | None
-    stock: Stock
-    offers: Offers
-    origin: str
-    values: Mapping[str, Leaf]
-    digests: dict[Region, int] | None = None
-    """Of what outlives the publisher they are told at once, and kept; of others, None."""
-    is_gone: bool = False
-    """True once something else is about to take its place in memory."""
 
 
 class Publisher:
@@ -133,7 +97,7 @@ class Publisher:
         there for whoever asks, as `version` if it has no number itself. A replica that makes no
         progress for `timeout_seconds` in a round is given up.
         """
-        self._options = _Options(
+        self._options = Options(
             hold=hold,
             store=store,
             strategy=strategy,
@@ -149,9 +113,9 @@ class Publisher:
         self._stock = Stock.of(self._stored or adapt(source), self._copiers)
         self._identity = None if self._stored else Identity(source)
         self._publishing = threading.Lock()
-        self._late: dict[threading.Thread, tuple[_Edition | None, Round | None]] = {}
+        self._late: dict[threading.Thread, tuple[Edition | None, Round | None]] = {}
         self._running: set[Round] = set()
-        self._standing: _Edition | None = None
+        self._standing: Edition | None = None
         self._held: tuple[Held, Offers] | None = None
         self._round, self._pid = 0, os.getpid()
         self._roll: Roll | None = None
@@ -213,11 +177,11 @@ class Publisher:
         number = stored.manifest.version if version is None else version
         number = 0 if number is None else number
         parent, values = stored.manifest.parent, stored.manifest.values
-        edition = _Edition(number, parent, self._stock, self._offers, "snapshot", values)
+        edition = Edition(number, parent, self._stock, self._offers, "snapshot", values)
         if self._options.hold:
             held, offers = self._hold()
             held.refill(monotonic() + self._options.timeout_seconds)
-            edition = _Edition(number, parent, held.stock, offers, "held", values, {})
+            edition = Edition(number, parent, held.stock, offers, "held", values, {})
         self._standing = edition
 
     @overload
@@ -373,7 +337,7 @@ class Publisher:
     def _rounds(self, lease: Lease, peers: list[Peer], timeout: float) -> PublishReport:
         version, parent, started = lease.version, self._on.version, perf_counter()
         values = self._stock.manifest.values
-        live = _Edition(version, parent, self._stock, self._offers, "published", values)
+        live = Edition(version, parent, self._stock, self._offers, "published", values)
         held = self._refill(version, parent, timeout) if self._options.hold else None
         failed: list[ReplicaReport] = []
         near: list[Peer] = []
@@ -390,16 +354,16 @@ class Publisher:
                     near.append(peer)
             except FlyweightError as error:  # it cannot be reached as was asked; others can
                 self._on.fail(peer, error)
-                failed.append(_failed(peer, error))
+                failed.append(failed_report(peer, error))
         if not near:
             lease.release()
         rounds: list[Round] = []
         for edition, takers in ((live, near), (held, far)):
             if edition is not None and takers:
-                release = lease.release if edition is live else _nothing
+                release = lease.release if edition is live else no_release
                 rounds.append(
                     self._round_of(
-                        edition, takers, self._ring, timeout, admit=_at_once, on_release=release
+                        edition, takers, self._ring, timeout, admit=at_once, on_release=release
                     )
                 )
                 self._on.version = version
@@ -408,7 +372,7 @@ class Publisher:
         self._on.version = version
         parts = [part for each in rounds for part in each.parts]
         digest_seconds = sum(each.digest_seconds for each in rounds)
-        report = _report(version, parts, failed, perf_counter() - started, digest_seconds)
+        report = report_of(version, parts, failed, perf_counter() - started, digest_seconds)
         self._on.tell(self._round, version, "idle", parts, report.seconds)
         emit(
             "publish.done",
@@ -437,7 +401,7 @@ class Publisher:
             self._held = held, Offers(held.stock, self._transports)
         return self._held
 
-    def _refill(self, version: int, parent: int | None, timeout: float) -> _Edition:
+    def _refill(self, version: int, parent: int | None, timeout: float) -> Edition:
         """Put the model into the copy that is held, once nobody reads that any more.
 
         A replica that is still at it after half of the time is given up: what it copies then is
@@ -455,19 +419,19 @@ class Publisher:
         held, offers = self._hold()
         held.refill(deadline)
         values = self._stock.manifest.values
-        edition = _Edition(version, parent, held.stock, offers, "held", values, {})
+        edition = Edition(version, parent, held.stock, offers, "held", values, {})
         with roll.changed:
             self._standing, roll.version = edition, version
         return edition
 
-    def _readers_of(self, edition: _Edition | None) -> list[Round]:
+    def _readers_of(self, edition: Edition | None) -> list[Round]:
         """Return the late rounds that have begun to read an edition."""
         late = self._late.values()
         return [round_ for each, round_ in late if each is edition and round_ is not None]
 
     def _round_of(
         self,
-        edition: _Edition,
+        edition: Edition,
         peers: Sequence[Peer],
         ring: Ring,
         timeout: float,
@@ -511,7 +475,7 @@ class Publisher:
         ours = {cuda.uuid(device) for device in stock.devices}
         return any(ours & peer.agreement.places for peer in peers if peer.agreement)
 
-    def _lanes(self, edition: _Edition, peer: Peer) -> dict[int, str]:
+    def _lanes(self, edition: Edition, peer: Peer) -> dict[int, str]:
         if peer.lanes is None or peer.lanes[0] is not edition.offers:
             assert peer.agreement is not None
             copies, sinks, seen = (
@@ -523,7 +487,7 @@ class Publisher:
             peer.lanes = edition.offers, found
         return peer.lanes[1]
 
-    def _part(self, edition: _Edition, peer: Peer, ring: Ring, number: int) -> Part:
+    def _part(self, edition: Edition, peer: Peer, ring: Ring, number: int) -> Part:
         lanes, agreement = self._lanes(edition, peer), peer.agreement
         assert agreement is not None
         buckets = ring.buckets_for(lanes)
@@ -591,7 +555,7 @@ class Publisher:
         elif ask.version is not None and last is not None and ask.version <= last:
             self._on.deny(peer, last)
 
-    def _serve_in_thread(self, peer: Peer, edition: _Edition | None) -> None:
+    def _serve_in_thread(self, peer: Peer, edition: Edition | None) -> None:
         self._on.keep(peer)
         thread = threading.Thread(
             target=self._late_round, args=(peer, edition), name="flyweight-late", daemon=True
@@ -599,7 +563,7 @@ class Publisher:
         self._late[thread] = edition, None
         thread.start()
 
-    def _late_round(self, peer: Peer, edition: _Edition | None) -> None:
+    def _late_round(self, peer: Peer, edition: Edition | None) -> None:
         """Run a round for one replica, from what is held or from the newest snapshot."""
         started = perf_counter()
         ring = self._new_ring()
@@ -622,7 +586,7 @@ class Publisher:
                 del self._late[threading.current_thread()]
                 self._give_back([peer])
 
-    def _serve_edition(self, peer: Peer, edition: _Edition, ring: Ring, started: float) -> None:
+    def _serve_edition(self, peer: Peer, edition: Edition, ring: Ring, started: float) -> None:
         def admit(round_: Round) -> bool:
             """Begin unless what is to be read is about to be overwritten."""
             with self._on.changed:
@@ -632,7 +596,7 @@ class Publisher:
                 return not edition.is_gone
 
         timeout = self._options.timeout_seconds
-        round_ = self._round_of(edition, [peer], ring, timeout, admit=admit, on_release=_nothing)
+        round_ = self._round_of(edition, [peer], ring, timeout, admit=admit, on_release=no_release)
         self._on.tell(round_.number, edition.version, "serving", round_.parts, 0.0)
         self._run(round_)
         seconds = perf_counter() - started
@@ -650,7 +614,7 @@ class Publisher:
                 error=None if part.error is None else str(part.error),
             )
 
-    def _newest(self, peer: Peer, stack: ExitStack) -> _Edition | None:
+    def _newest(self, peer: Peer, stack: ExitStack) -> Edition | None:
         """Open the newest snapshot of the store, if it is newer than what a replica has."""
         store, ask = self._options.store, peer.ask
         assert store is not None
@@ -668,7 +632,7 @@ class Publisher:
         number = stored.manifest.version
         assert number is not None
         values = stored.manifest.values
-        return _Edition(number, stored.manifest.parent, stock, offers, "snapshot", values)
+        return Edition(number, stored.manifest.parent, stock, offers, "snapshot", values)
 
     def _hung_up(self, line: str) -> None:
         if self._roll is not None:
@@ -704,45 +668,3 @@ class Publisher:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-def _nothing() -> None:
-    """What is to be done when nothing of the trainer's was lent."""
-
-
-def _at_once(round_: Round) -> bool:
-    round_.begin()
-    return True
-
-
-def _failed(peer: Peer, error: FlyweightError) -> ReplicaReport:
-    return ReplicaReport(peer.name, peer.hello.pid, 0, 0.0, 0.0, 0.0, "nothing", error)
-
-
-def _report(
-    version: int,
-    parts: Sequence[Part],
-    failed: Sequence[ReplicaReport],
-    seconds: float,
-    digest_seconds: float,
-) -> PublishReport:
-    replicas = (
-        *failed,
-        *(_ended(part) for part in parts),
-    )
-    return PublishReport(
-        version, sum(each.nbytes for each in replicas), seconds, digest_seconds, replicas
-    )
-
-
-def _ended(part: Part) -> ReplicaReport:
-    return ReplicaReport(
-        part.name,
-        part.pid,
-        part.nbytes if part.is_committed else 0,
-        part.seconds,
-        0.0 if part.done is None else part.done.copy_seconds,
-        0.0 if part.done is None else part.done.verify_seconds,
-        part.begin.strategy,
-        part.error,
-    )

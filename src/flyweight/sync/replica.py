@@ -29,6 +29,7 @@ from flyweight.events import emit
 from flyweight.formats.snapshot import check_version
 from flyweight.spec.rules import ModelLayout
 from flyweight.sync.address import Address
+from flyweight.sync.intake import Intake
 from flyweight.sync.lanes import Transports
 from flyweight.sync.messages import (
     Abort,
@@ -45,7 +46,7 @@ from flyweight.sync.messages import (
     error_named,
 )
 from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport, check_seconds
-from flyweight.sync.sinks import Intake, LoaderSink, MemorySink, Taken, Taker
+from flyweight.sync.sinks import LoaderSink, MemorySink, Taken, Taker
 from flyweight.sync.subscriber import Subscriber
 from flyweight.sync.wire import spin_of
 from flyweight.transports.cuda_ipc import CudaIpcTransport

@@ -36,6 +36,8 @@ class ReplicaReport:
     """What the digest of its live parameters took, beside or after the copy."""
     strategy: str
     error: FlyweightError | None = None
+    is_touched: bool = False
+    """True if it failed and no longer holds the version it had."""
 
     @property
     def gb_per_second(self) -> float:
