@@ -168,8 +168,24 @@ def scenes(root, name):
         attempt(root, rank, lambda: SCENES[name](rank, num_ranks, run))
 
     if name in ("silent", "store_stopped"):
-        threading.Timer(3 * TIMEOUT, lambda: os.system(f"pkill -KILL -P {os.getpid()}")).start()
+        threading.Thread(target=kill_stopped, args=[os.getpid()], daemon=True).start()
     launch(3, "torch", play)
+
+
+def kill_stopped(parent):
+    """Kill ranks once they were stopped for long; those that run have still to tell how it was."""
+    stopped = {}
+    while True:
+        time.sleep(0.5)
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                status = (Path("/proc") / name / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(status[1]) == parent and status[0] == "T":
+                since = stopped.setdefault(name, time.monotonic())
+                if time.monotonic() - since > 3 * TIMEOUT:
+                    os.kill(int(name), signal.SIGKILL)
 
 
 def save(rank, num_ranks, run, state=None, **options):
