@@ -77,7 +77,8 @@ def test_publish_tells_machines_in_lines_of_json(run, address):
             assert replica.update(77, timeout_seconds=10).version == 77
         out, _ = served.stop()
         events = [json.loads(line)["event"] for line in out.splitlines()]
-        assert events[:2] == ["replica.joined", "serve.done"]
+        assert events[0] == "replica.joined"
+        assert set(events) == {"replica.joined", "serve.done", "replica.lost"}  # in either order
 
 
 def test_publish_says_what_is_wrong_by_exit_code(run, address, tmp_path):
