@@ -344,14 +344,13 @@ class Publisher:
         far: list[Peer] = []
         for peer in peers:
             try:
-                lanes = self._lanes(live, peer)
                 # What is held is there anyway, and stays; only a device can be nearer.
-                is_near = bool(self._stock.devices) and set(lanes.values()) == {MAPPED}
-                if held is not None and not is_near:
+                if held is None or self._is_near(live, peer):
+                    self._lanes(live, peer)
+                    near.append(peer)
+                else:
                     self._lanes(held, peer)
                     far.append(peer)
-                else:
-                    near.append(peer)
             except FlyweightError as error:  # it cannot be reached as was asked; others can
                 self._on.fail(peer, error)
                 failed.append(failed_report(peer, error))
@@ -384,6 +383,12 @@ class Publisher:
             strategy="+".join(sorted({each.strategy for each in report.replicas})),
         )
         return report
+
+    def _is_near(self, live: Edition, peer: Peer) -> bool:
+        """True if a replica reads all of the model where it lies, on a device."""
+        if not self._stock.devices:
+            return False
+        return set(self._lanes(live, peer).values()) == {MAPPED}
 
     def _run(self, round_: Round) -> None:
         """Run a round that `close` can cut short."""
