@@ -14,6 +14,7 @@ from flyweight.events import listening
 from flyweight.sync.lanes import Ring
 from flyweight.sync.publisher import Publisher
 from flyweight.sync.roll import Roll
+from flyweight.sync.rounds import Round
 from live import Child, assign, holds, resources, settled, until, weights
 
 
@@ -434,3 +435,18 @@ def test_an_error_of_ours_in_the_wire_is_told_and_leaves_nobody_waiting(
         with fw.Publisher(model, address, hold=True) as another:
             another.publish(1)
             assert replica.update(timeout_seconds=10).version == 1
+
+
+def test_a_short_wait_for_a_version_is_no_short_wait_for_its_bytes(address, monkeypatch):
+    """To give up in the middle of a round costs the version that was there."""
+    model, engine = weights(1), weights(50)
+    with (
+        fw.Publisher(model, address, hold=True) as publisher,
+        fw.Replica(engine, address) as replica,
+    ):
+        publisher.publish(1)
+        delayed(monkeypatch, Round, "_commit_done", 0.3, lambda self: self._has_done())
+        assert replica.update(timeout_seconds=0.2).version == 1
+        with pytest.raises(TransferTimeout):
+            replica.update(timeout_seconds=0)
+        assert (replica.state, replica.version) == ("ready", 1)

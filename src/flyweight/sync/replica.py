@@ -56,6 +56,7 @@ State = Literal["empty", "ready", "updating", "failed"]
 _RETRY_SECONDS = 0.02
 _CONNECT_SECONDS = 10.0
 _REASON_SECONDS = 1.0
+_PROGRESS_SECONDS = 10.0
 
 
 class Replica:
@@ -155,7 +156,8 @@ class Replica:
         """Take a version over, or the next one that is not held yet; wait for it if need be.
 
         The engine must not use the weights meanwhile. Waits up to `timeout_seconds` for the
-        version, and as long for each sign of progress while it comes.
+        version, and as long, but 10 s at least, for each sign of progress while it comes: to give
+        up then leaves weights that are not whole.
         """
         wanted = None if version is None else check_version(version)
         timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
@@ -200,7 +202,7 @@ class Replica:
                 self._drop()  # a publisher that comes back is as good
                 continue
             waited = perf_counter() - started
-            return self._take(link, begin, timeout_seconds, waited)
+            return self._take(link, begin, max(timeout_seconds, _PROGRESS_SECONDS), waited)
 
     # The connection.
 
