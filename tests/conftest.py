@@ -1,6 +1,9 @@
 """What several tests need: small models of odd tensors, and damage done to files on purpose."""
 
 import os
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -90,3 +93,14 @@ def run(tmp_path):
     for version in (1, 2, 5):
         fw.save(odd_arrays(version), tmp_path / "run", version=version)
     return tmp_path / "run"
+
+
+def in_own_mounts(mount, script, *arguments):
+    """Run a Python script where a file system is mounted that only it sees; skip if nobody may."""
+    unshare = shutil.which("unshare")
+    command = f'{mount} && exec {sys.executable} -c "$0" {" ".join(map(str, arguments))}'
+    words = [unshare or "unshare", "--map-root-user", "--mount", "sh", "-c", command, script]
+    probe = [*words[:3], "true"]
+    if unshare is None or subprocess.run(probe, capture_output=True, timeout=30).returncode != 0:
+        pytest.skip("this machine lets nobody mount a file system of their own (unshare)")
+    return subprocess.run(words, capture_output=True, text=True, timeout=60)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 LEVELS = (
-    "errors events|spec|memory plan|digest ports cuda|stores formats adapters transports"
+    "errors events forks|spec|memory plan|digest ports cuda|stores formats adapters transports"
     "|verbs|sync|lifecycle|server|cli"
 )
 LEVEL = {room: n for n, rooms in enumerate(LEVELS.split("|")) for room in rooms.split()}
-PURE = {"errors", "events", "spec", "plan"}
+PURE = {"errors", "events", "forks", "spec", "plan"}
 FRAMEWORKS = {"torch", "paddle", "triton", "vllm", "sglang"}
 SRC = Path(__file__).parents[1] / "src" / "flyweight"
 

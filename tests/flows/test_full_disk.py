@@ -1,10 +1,11 @@
 """A disk that fills up, at the start of a save or in the middle: told with numbers, nothing lost."""
 
-import shutil
 import subprocess
 import sys
 
 import pytest
+
+from conftest import in_own_mounts
 
 SCRIPT = """
 import os, sys, shutil, numpy as np
@@ -34,13 +35,8 @@ print("went on")
 
 def test_a_disk_without_room_refuses_before_writing_and_the_run_goes_on(tmp_path):
     """On a real file system of 8 MiB, mounted where only the child sees it."""
-    unshare = shutil.which("unshare")
-    mount = f'mount -t tmpfs -o size=8m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
-    words = [unshare or "unshare", "--map-root-user", "--mount", "sh", "-c", mount, SCRIPT]
-    probe = [*words[:3], "true"]
-    if unshare is None or subprocess.run(probe, capture_output=True, timeout=30).returncode != 0:
-        pytest.skip("this machine lets nobody mount a file system of their own (unshare)")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    mount = f"mount -t tmpfs -o size=8m none {tmp_path}"
+    done = in_own_mounts(mount, SCRIPT, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "refused: cannot reserve 16" in done.stdout
     assert "No space left on device" in done.stdout

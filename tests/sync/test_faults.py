@@ -5,10 +5,7 @@ or says that it holds none.
 """
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +15,7 @@ import pytest
 import zmq
 
 import flyweight as fw
+from conftest import in_own_mounts
 from flyweight.errors import (
     HandleGone,
     PeerLost,
@@ -546,13 +544,8 @@ print("arrived")
 
 def test_a_full_dev_shm_does_not_matter(address):
     """Segments are not files of /dev/shm; the child's is a real one of 1 MiB, and full."""
-    unshare = shutil.which("unshare")
-    mount = f'mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -c "$0" {address}'
-    words = [unshare or "unshare", "--map-root-user", "--mount", "sh", "-c", mount, FULL_SHM]
-    probe = [*words[:3], "true"]
-    if unshare is None or subprocess.run(probe, capture_output=True, timeout=30).returncode != 0:
-        pytest.skip("this machine lets nobody mount a file system of their own (unshare)")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    mount = "mount -t tmpfs -o size=1m none /dev/shm"
+    done = in_own_mounts(mount, FULL_SHM, address)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "full: No space left on device\narrived\n"
 

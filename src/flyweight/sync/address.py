@@ -13,9 +13,9 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakSet
 
 from flyweight.errors import PeerLost, PeerRefused, SpecError, TransportError
+from flyweight.forks import leave_behind
 from flyweight.transports.doorway import check_socket_path
 
 _MAX_TOKEN_BYTES = 256
@@ -110,7 +110,7 @@ class Claim:
             ) from cause
         address.check_private()
         self._lock = self._locked()
-        _claims.add(self)
+        leave_behind(self)
         self._sweep()
         if self._has_file:
             self._write_token()
@@ -164,15 +164,3 @@ class Claim:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-_claims: WeakSet[Claim] = WeakSet()
-
-
-def _let_go() -> None:
-    """Close, in a forked child, locks that would outlive its parent."""
-    for claim in list(_claims):
-        claim.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go)

@@ -273,7 +273,6 @@ class Replica:
         started = perf_counter()
         spin_seconds = spin_of(self._taker.has_devices)
         feed = _Feed(link.subscriber, begin.round, timeout_seconds, self._touch, spin_seconds)
-        taken: Taken | None = None
         try:
             if begin.version < 0:
                 raise TransportError(f"version {begin.version} is less than 0")

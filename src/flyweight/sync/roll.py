@@ -257,7 +257,7 @@ class Roll:
             id,
             Welcome(
                 self.session,
-                stock.tensors(),
+                stock.tensors,
                 dict(stock.manifest.tied),
                 self._silence_seconds,
                 self.version,
@@ -303,7 +303,7 @@ class Roll:
         peer.agreement = self._agreements[want]
         nbytes = peer.agreement.nbytes
         peer.lanes = peer.sent = None
-        self.send(peer.id, Agreed(stock.sources(), peer.agreement.copies))
+        self.send(peer.id, Agreed(stock.sources, peer.agreement.copies))
         self.announce("replica.joined", name=peer.name, pid=peer.hello.pid, nbytes=nbytes)
         self._pass_on_news()
 

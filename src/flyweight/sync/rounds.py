@@ -251,7 +251,12 @@ class Round:
 
         Meanwhile whoever is done is committed, and the others are told that it goes on.
         """
-        self._spin(lambda: self._commit_done() or all(map(is_there, self._going())))
+
+        def is_over() -> bool:
+            self._commit_done()
+            return all(map(is_there, self._going()))
+
+        self._spin(is_over)
         while True:
             self._commit_done()
             with self._changed:
@@ -291,10 +296,10 @@ class Round:
         """True if some part only waits to be committed."""
         return self._expected is not None and any(p.done is not None for p in self._going())
 
-    def _commit_done(self) -> bool:
-        """Commit the parts that hold the right bytes, and end those that do not; never True."""
+    def _commit_done(self) -> None:
+        """Commit the parts that hold the right bytes, and end those that do not."""
         if not self._has_done():
-            return False
+            return
         assert self._expected is not None
         for part in self._going():
             if part.done is None:
@@ -317,7 +322,6 @@ class Round:
                 part.is_committed = True
             part.send(Commit(self.number, expected))
             part.seconds = perf_counter() - self._started
-        return False
 
     def _differing(self, part: Part, expected: tuple[int, ...]) -> list[str]:
         assert part.done is not None

@@ -16,9 +16,10 @@ from time import monotonic
 
 from flyweight.adapters.model import Model
 from flyweight.digest import Digest
-from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, TransferTimeout, listed
+from flyweight.errors import PlanError, TransferTimeout, listed
 from flyweight.formats.stored import Stored
 from flyweight.memory import Buffer
+from flyweight.plan.fit import check_fit
 from flyweight.plan.reshard import reshard
 from flyweight.ports import Source
 from flyweight.spec.box import Box, strides_of
@@ -97,9 +98,11 @@ class Stock:
         blocks = [replace(block, buffer=None) for block in like.blocks]
         return cls(stored, blocks, copiers)
 
+    @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(Tensor.of(name, spec) for name, spec in self.manifest.tensors.items())
 
+    @cached_property
     def sources(self) -> tuple[Block, ...]:
         return tuple(Block(b.tensor, b.box.offset, b.box.shape) for b in self.blocks)
 
@@ -113,9 +116,9 @@ class Stock:
     def is_like(self, other: Stock) -> bool:
         """True if what was agreed for one holds for the other."""
         return (
-            self.tensors() == other.tensors()
+            self.tensors == other.tensors
             and self.manifest.tied == other.manifest.tied
-            and self.sources() == other.sources()
+            and self.sources == other.sources
         )
 
     def lies_like(self, other: Stock) -> bool:
@@ -172,20 +175,7 @@ class Stock:
                 f"{listed(missing)}"
             )
         have = {name: self.manifest.spec(name) for name in wanted}
-        wrong = [name for name, spec in wanted.items() if have[name].dtype != spec.dtype]
-        if wrong:
-            raise DTypeMismatch(
-                f"{wrong[0]!r} is {have[wrong[0]].dtype} at the publisher and "
-                f"{wanted[wrong[0]].dtype} at the replica; {len(wrong)} tensors differ in dtype: "
-                f"{listed(wrong)}"
-            )
-        wrong = [name for name, spec in wanted.items() if have[name].shape != spec.shape]
-        if wrong:
-            raise ShapeMismatch(
-                f"{wrong[0]!r} is {have[wrong[0]].shape} at the publisher and "
-                f"{wanted[wrong[0]].shape} at the replica; {len(wrong)} tensors differ in shape: "
-                f"{listed(wrong)}"
-            )
+        check_fit(have, wanted, source="at the publisher", sink="at the replica")
 
     def packing(self, bucket: Bucket, slot: Buffer) -> Packing:
         """Prepare what fills a bucket."""

@@ -6,18 +6,17 @@ again, both in the wire's own thread. One lock guards the socket.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic, sleep
-from weakref import WeakSet
 
 import zmq
 
 from flyweight.errors import TransportError
+from flyweight.forks import leave_behind
 from flyweight.sync.messages import MAX_MESSAGE_BYTES, Message, encode
 from flyweight.transports.doorway import Line
 
@@ -72,7 +71,7 @@ class Wire:
             self._free()
             raise TransportError(f"cannot speak at {endpoint!r}: {cause}") from cause
         self._thread = threading.Thread(target=self._run, name="flyweight-wire", daemon=True)
-        _wires.add(self)
+        leave_behind(self)
 
     def start(self) -> None:
         """Begin to hear; whoever made the wire is ready for it now."""
@@ -132,6 +131,11 @@ class Wire:
                 self._wake.close()
                 self._woken.close()
 
+    def let_go(self) -> None:
+        """Leave it to its process: in a child it would be waited for without an end."""
+        self._is_over = self._is_freed = True
+        self._lock, self._hearing = threading.Lock(), threading.Lock()
+
     def _run(self) -> None:
         try:
             self._listen()
@@ -183,16 +187,3 @@ class Wire:
                 return self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.ZMQError:  # nothing more by now
                 return None
-
-
-_wires: WeakSet[Wire] = WeakSet()
-
-
-def _let_go() -> None:
-    """Leave a parent's wires alone in a forked child, where they would be waited for for ever."""
-    for wire in list(_wires):
-        wire._is_over = wire._is_freed = True
-        wire._lock, wire._hearing = threading.Lock(), threading.Lock()
-
-
-os.register_at_fork(after_in_child=_let_go)

@@ -20,11 +20,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
-from weakref import WeakSet
 
 import msgspec
 
 from flyweight.errors import HandleGone, PeerLost, PeerRefused, TransferTimeout, TransportError
+from flyweight.forks import leave_behind
 
 MAX_PATH_BYTES = 107
 """What a Unix socket's address can hold."""
@@ -88,7 +88,7 @@ class Door:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._keeper = threading.Thread(target=self._keep, name="flyweight-door", daemon=True)
         self._keeper.start()
-        _open_ends.add(self)
+        leave_behind(self)
 
     def put(self, fd: int) -> str:
         """Take a file over, and return the key under which lines get duplicates of it."""
@@ -224,7 +224,7 @@ class Line:
         if answer != b"welcome":
             self._socket.close()
             raise PeerRefused(f"the door at {str(path)!r} does not know our token")
-        _open_ends.add(self)
+        leave_behind(self)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -272,15 +272,3 @@ class Line:
 
     def let_go(self) -> None:
         self._socket.close()
-
-
-_open_ends: WeakSet[Door | Line] = WeakSet()
-
-
-def _let_go() -> None:
-    """Close, in a forked child, what would keep its parent's peers from noticing its death."""
-    for end in list(_open_ends):
-        end.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go)

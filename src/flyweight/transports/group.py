@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import selectors
 import socket
 import struct
@@ -22,7 +21,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from types import TracebackType
-from weakref import WeakSet
 
 from flyweight.errors import (
     FlyweightError,
@@ -32,6 +30,7 @@ from flyweight.errors import (
     TransferTimeout,
     TransportError,
 )
+from flyweight.forks import leave_behind
 from flyweight.spec.manifest import Json
 from flyweight.spec.manifest_json import parse_json
 
@@ -75,7 +74,7 @@ class Group:
                 self._selector.register(each.socket, selectors.EVENT_READ, each)
             self._post = threading.Thread(target=self._listen, name="flyweight-group", daemon=True)
             self._post.start()
-            _open_groups.add(self)
+            leave_behind(self)
 
     @property
     def is_coordinator(self) -> bool:
@@ -322,6 +321,10 @@ class Group:
         what = f"{type(error).__name__}: {error}"
         self._fail(PeerFailed(f"rank {self.rank} failed in step {self._step!r}: {what}"))
 
+    def let_go(self) -> None:
+        for link in self._links.values():
+            link.socket.close()
+
     def close(self) -> None:
         if self._post is None:
             return
@@ -406,16 +409,3 @@ class _Link:
             found.append(parse_json(bytes(self._data[4 : 4 + length]), "message"))
             del self._data[: 4 + length]
         return found
-
-
-_open_groups: WeakSet[Group] = WeakSet()
-
-
-def _let_go() -> None:
-    """Close, in a forked child, what would keep its parent's peers from noticing its death."""
-    for group in list(_open_groups):
-        for link in group._links.values():
-            link.socket.close()
-
-
-os.register_at_fork(after_in_child=_let_go)

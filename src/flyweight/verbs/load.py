@@ -13,9 +13,7 @@ import numpy as np
 
 from flyweight.adapters.model import Model, ModelBlock, adapt
 from flyweight.errors import (
-    DTypeMismatch,
     PlanError,
-    ShapeMismatch,
     SpecError,
     TransportError,
     VersionError,
@@ -28,6 +26,7 @@ from flyweight.formats.reader import Reader, Target
 from flyweight.formats.snapshot import check_version
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
+from flyweight.plan.fit import check_fit
 from flyweight.plan.reshard import reshard
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import DType
@@ -403,22 +402,13 @@ def match(stored: Stored, sink: Model) -> Matches:
 
 def _check_specs(stored: Stored, wanted: Mapping[str, TensorSpec]) -> None:
     """Raise if a tensor of the source is not what its name is in the target."""
-    have = {name: stored.manifest.spec(name) for name in wanted}
-    place = stored.store.place
-    wrong = [n for n, spec in wanted.items() if not _is_same(stored, n, have[n].dtype, spec.dtype)]
-    if wrong:
-        name = wrong[0]
-        raise DTypeMismatch(
-            f"{name!r} is {have[name].dtype} in {place!r} and {wanted[name].dtype} in the "
-            f"target; {len(wrong)} tensors differ in dtype: {listed(wrong)}"
-        )
-    wrong = [name for name, spec in wanted.items() if have[name].shape != spec.shape]
-    if wrong:
-        name = wrong[0]
-        raise ShapeMismatch(
-            f"{name!r} is {have[name].shape} in {place!r} and {wanted[name].shape} in the "
-            f"target; {len(wrong)} tensors differ in shape: {listed(wrong)}"
-        )
+    check_fit(
+        {name: stored.manifest.spec(name) for name in wanted},
+        wanted,
+        source=f"in {stored.store.place!r}",
+        sink="in the target",
+        is_same=lambda name, have, want: _is_same(stored, name, have, want),
+    )
 
 
 def _is_same(stored: Stored, name: str, have: DType, want: DType) -> bool:
