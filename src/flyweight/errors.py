@@ -18,6 +18,8 @@ FlyweightError
 │   └── TransferTimeout (TimeoutError)     nothing was heard of it for too long
 ├── VersionError                           a version that is not there, or is there already
 │   └── DigestMismatch                     not the weights that were committed
+├── LifecycleError                         a signal that the engine's state does not accept
+│   └── Busy                               another operation runs; its id is in the text
 └── MissingDependency (ImportError)        names the extra to install
 """
 
@@ -83,6 +85,12 @@ class VersionError(FlyweightError): ...
 
 
 class DigestMismatch(VersionError): ...
+
+
+class LifecycleError(FlyweightError): ...
+
+
+class Busy(LifecycleError): ...
 
 
 class MissingDependency(FlyweightError, ImportError): ...

@@ -1,8 +1,9 @@
-"""The seams: what a Source, a Sink, a Store, a Format and a Transport promise.
+"""The seams: what a Source, a Sink, a Store, a Format, a Transport and an Engine promise.
 
 A source has weights, a sink wants them. Both name tensors by a manifest and bytes
 by boxes of it; neither shows a tensor. A store keeps files of one directory, and a
-format says what those files mean. Whoever knows these four can guess the rest.
+format says what those files mean. An engine answers requests with weights, and stands
+still while they change. Whoever knows these can guess the rest.
 """
 
 from __future__ import annotations
@@ -162,6 +163,57 @@ class Bulletin(Protocol):
         Both raise TransferTimeout if the board itself does not answer before `deadline`, which is
         a reading of the monotonic clock.
         """
+
+
+class Engine(Protocol):
+    """Answers requests with the weights of one rank; told when to stand still.
+
+    Inherit from it for the hooks that do nothing. Whatever a method raises is told to whoever
+    asked, with the method's name.
+    """
+
+    def pause(self, deadline: float) -> None:
+        """Return once no request runs and none can start; raise TransferTimeout at the deadline.
+
+        A deadline that has passed asks for a pause only if nothing runs. After an error,
+        `resume` is called: requests go on as before.
+        """
+
+    def resume(self, version: int | None) -> None:
+        """Answer requests again, with weights of that version: what caches are keyed by."""
+
+    def drop_cache(self) -> None:
+        """Forget what was computed with the weights so far; called while nothing runs."""
+
+    def release_weights(self) -> None:
+        """Give the weights' memory back; whoever holds the parameters goes on holding them."""
+
+    def restore_weights(self) -> None:
+        """Have memory for the weights again, whatever is in it."""
+
+    @property
+    def num_running(self) -> int:
+        """How many requests run at this moment."""
+        return 0
+
+    def abort_requests(self) -> None:
+        """End the requests that run, unfinished."""
+
+    def release_cache(self) -> None:
+        """Give the memory of the key-value cache back."""
+
+    def restore_cache(self) -> None: ...
+
+    def release_experts(self) -> None:
+        """Free the buffers of expert parallelism; before the weights go."""
+
+    def restore_experts(self) -> None: ...
+
+    def release_groups(self) -> None:
+        """Shut communication groups down; after the weights went."""
+
+    def restore_groups(self) -> None:
+        """Start communication groups again; before the weights come."""
 
 
 @dataclass(frozen=True)

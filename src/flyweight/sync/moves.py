@@ -143,16 +143,23 @@ class Moves:
             each.start()
         self._is_started = True
 
-    def run(self, digests: Sequence[Digest | None], deadline: float) -> float:
+    def run(
+        self,
+        digests: Sequence[Digest | None],
+        deadline: float,
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ) -> float:
         """Copy all; return the seconds that digests took of it, in all threads together.
 
-        What has a digest is added to it, read back from where it landed.
+        What has a digest is added to it, read back from where it landed. `advance` hears of bytes
+        that the host has copied, piece by piece.
         """
         spent: list[float] = []
 
         def work(chunk: _Chunk) -> None:
             assert chunk.source is not None
             np.copyto(chunk.sink, chunk.source)
+            advance(chunk.sink.nbytes)
             running = digests[chunk.region]
             if running is not None:
                 started = perf_counter()

@@ -105,6 +105,7 @@ class Replica:
         self._state: State = "empty"
         self._failure: FlyweightError | None = None
         self._report: UpdateReport | None = None
+        self._come = self._to_come = 0
         self._is_open, self._pid = True, os.getpid()
         with suppress(PeerLost, TransferTimeout):  # it may come later
             self._connect(monotonic() + _CONNECT_SECONDS)
@@ -127,6 +128,16 @@ class Replica:
     def report(self) -> UpdateReport | None:
         """What the last update that succeeded did."""
         return self._report
+
+    @property
+    def session(self) -> str:
+        """Which publisher the version that is held came from: a restarted one is another."""
+        return self._session if self._version is not None else ""
+
+    @property
+    def progress(self) -> float:
+        """How much of a round's bytes have come, from 0 to 1."""
+        return min(self._come / self._to_come, 1.0) if self._to_come else 0.0
 
     def check_servable(self) -> None:
         """Raise unless a whole version is held: what an engine asks before it serves."""
@@ -151,12 +162,19 @@ class Replica:
             self._version, self._state = None, "empty"
 
     def update(
-        self, version: int | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        before: Callable[[int], None] = lambda version: None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> UpdateReport:
         """Take a version over, or the next one that is not held yet; wait for it if need be.
 
-        The engine must not use the weights meanwhile. Waits up to `timeout_seconds` for the
-        version, and as long, but 10 s at least, for each sign of progress while it comes: to give
+        The engine must not use the weights from `before` on, which is called with the version
+        when it is there and nothing was written yet; what it raises ends the update, and the old
+        version stays. Waits up to `timeout_seconds` for the version, or until `is_over` and
+        `rouse`; and as long, but 10 s at least, for each sign of progress while it comes: to give
         up then leaves weights that are not whole.
         """
         wanted = None if version is None else check_version(version)
@@ -165,7 +183,7 @@ class Replica:
         if not self._updating.acquire(blocking=False):
             raise TransportError(f"an update of replica {self.name!r} is under way")
         try:
-            return self._update(wanted, timeout_seconds)
+            return self._update(wanted, timeout_seconds, before, is_over)
         finally:
             self._updating.release()
 
@@ -185,28 +203,46 @@ class Replica:
                 if timeout_seconds is not None or self._failure is not None or not self._is_open:
                     raise
 
-    def _update(self, version: int | None, timeout_seconds: float) -> UpdateReport:
+    def rouse(self) -> None:
+        """Have an update that waits for a version look whether it is over."""
+        link = self._link
+        if link is not None:
+            link.subscriber.rouse()
+
+    def forget(self, reason: str) -> None:
+        """Hold no version any more: the weights' memory was given back, or written by others."""
+        self._version, self._state = None, "empty"
+        self._failure = VersionError(reason)
+
+    def _update(
+        self,
+        version: int | None,
+        timeout_seconds: float,
+        before: Callable[[int], None],
+        is_over: Callable[[], bool],
+    ) -> UpdateReport:
         started, deadline = perf_counter(), monotonic() + timeout_seconds
         self._look()
         while True:
-            link = self._linked(deadline)
+            link = self._linked(deadline, is_over)
             have = self._version if self._session == link.session else None
             if version is not None and have == version and self._report is not None:
                 return self._report
             self._taker.settle(deadline)
             try:
-                begin = self._begun(link, version, have, deadline)
+                begin = self._begun(link, version, have, deadline, is_over)
             except PeerLost:
                 if monotonic() > deadline or not self._is_open:
                     raise
                 self._drop()  # a publisher that comes back is as good
                 continue
             waited = perf_counter() - started
-            return self._take(link, begin, max(timeout_seconds, _PROGRESS_SECONDS), waited)
+            progress = max(timeout_seconds, _PROGRESS_SECONDS)
+            return self._take(link, begin, progress, waited, before)
 
     # The connection.
 
-    def _linked(self, deadline: float) -> _Link:
+    def _linked(self, deadline: float, is_over: Callable[[], bool]) -> _Link:
         """Return a connection on which all is agreed, waiting for a publisher if need be."""
         while True:
             self._check_open()
@@ -217,7 +253,8 @@ class Replica:
             try:
                 return self._connect(deadline)
             except (PeerLost, TransferTimeout) as error:
-                if monotonic() + _RETRY_SECONDS > deadline or not self._is_open:
+                is_late = monotonic() + _RETRY_SECONDS > deadline
+                if is_late or is_over() or not self._is_open:
                     raise TransferTimeout(f"no publisher came in time: {error}") from error
                 sleep(_RETRY_SECONDS)
 
@@ -244,7 +281,14 @@ class Replica:
             link, self._link = self._link, None
             link.close()
 
-    def _begun(self, link: _Link, version: int | None, have: int | None, deadline: float) -> Begin:
+    def _begun(
+        self,
+        link: _Link,
+        version: int | None,
+        have: int | None,
+        deadline: float,
+        is_over: Callable[[], bool],
+    ) -> Begin:
         """Ask, and return the beginning of the round that answers."""
         self._ask += 1
         subscriber = link.subscriber
@@ -253,7 +297,7 @@ class Replica:
         what = "a version" if version is None else f"version {version}"
         try:
             while True:
-                message = subscriber.next(deadline, what)
+                message = subscriber.next(deadline, what, is_over=is_over)
                 match message:
                     case Begin(ask=ask) if ask == self._ask:
                         return message
@@ -268,15 +312,23 @@ class Replica:
     # The round.
 
     def _take(
-        self, link: _Link, begin: Begin, timeout_seconds: float, waited: float
+        self,
+        link: _Link,
+        begin: Begin,
+        timeout_seconds: float,
+        waited: float,
+        before: Callable[[int], None],
     ) -> UpdateReport:
         started = perf_counter()
         spin_seconds = spin_of(self._taker.has_devices)
-        feed = _Feed(link.subscriber, begin.round, timeout_seconds, self._touch, spin_seconds)
+        feed = _Feed(link.subscriber, begin.round, timeout_seconds, self, spin_seconds)
         try:
             if begin.version < 0:
                 raise TransportError(f"version {begin.version} is less than 0")
             link.intake.open(begin)
+            self._to_come = sum(link.intake.nbytes(copy) for copy in link.intake.copies)
+            self._come = 0
+            before(begin.version)
             taken = self._taker.take(link.intake, begin, feed)
             link.subscriber.send(
                 Done(begin.round, taken.digests, taken.copy_seconds, taken.verify_seconds)
@@ -291,7 +343,7 @@ class Replica:
         except BaseException as error:
             self._fail(link, begin, error)
             raise
-        nbytes = sum(link.intake.nbytes(copy) for copy in link.intake.copies)
+        nbytes = self._to_come
         self._report = UpdateReport(
             begin.version,
             begin.parent,
@@ -315,9 +367,13 @@ class Replica:
         )
         return self._report
 
-    def _touch(self) -> None:
+    def touch(self) -> None:
         """From now on the old version is no longer whole."""
         self._state, self._version = "updating", None
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes have come."""
+        self._come += nbytes  # by several threads: what is lost of it is only seen
 
     def _await_commit(self, link: _Link, begin: Begin, taken: Taken, feed: _Feed) -> None:
         try:
@@ -399,11 +455,12 @@ class _Feed:
         subscriber: Subscriber,
         round_: int,
         timeout_seconds: float,
-        touch: Callable[[], None],
+        replica: Replica,
         spin_seconds: float,
     ) -> None:
         self._subscriber, self._round, self._spin_seconds = subscriber, round_, spin_seconds
-        self._timeout_seconds, self.touch, self.is_aborted = timeout_seconds, touch, False
+        self._timeout_seconds, self.is_aborted = timeout_seconds, False
+        self.touch, self.advance = replica.touch, replica.advance
 
     @property
     def deadline(self) -> float:

@@ -51,6 +51,9 @@ class Feed(Protocol):
     def touch(self) -> None:
         """From now on what was there is no longer whole."""
 
+    def advance(self, nbytes: int) -> None:
+        """Tell that so many more bytes have come."""
+
     @property
     def deadline(self) -> float: ...
 
@@ -175,14 +178,14 @@ class MemorySink:
         self._mapped.start()
         if regions is not None and not self._buckets and self._mapped.is_ordered:
             regions.start()  # the device goes on to read what it has copied by itself
-        spent += self._mapped.run(digests, feed.deadline)
+        spent += self._mapped.run(digests, feed.deadline, feed.advance)
         missing = set(self._buckets)
         while missing:
             number = feed.next()
             if number not in missing:
                 raise TransportError(f"bucket {number} was not announced, or came twice")
             missing.remove(number)
-            spent += self._buckets[number].run(digests, feed.deadline)
+            spent += self._buckets[number].run(digests, feed.deadline, feed.advance)
             feed.emptied(number)
         copied = perf_counter()
         if not begin.should_verify:
@@ -412,7 +415,7 @@ class _Loading:
     def _run(self, moves: Sequence[Move]) -> None:
         deadline = self._feed.deadline
         prepared = Moves(moves, self._sink.copiers)
-        prepared.run([None] * len(self.digests), deadline)
+        prepared.run([None] * len(self.digests), deadline, self._feed.advance)
         prepared.close()
         for move in moves:
             self._missing[self._intake.copies[move.region].sink] -= move.sink.nbytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from time import monotonic
 from typing import TypeVar
@@ -122,22 +123,35 @@ class Subscriber:
             f"the publisher at {self.address} sent {type(message).__name__}, not {what}"
         )
 
-    def next(self, deadline: float, what: str, *, spin_seconds: float = 0.0) -> FromPublisher:
+    def next(
+        self,
+        deadline: float,
+        what: str,
+        *,
+        spin_seconds: float = 0.0,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> FromPublisher:
         """Return the next message; raise what ended the connection, or TransferTimeout.
 
-        One that is due soon is best waited for awake, for `spin_seconds`.
+        One that is due soon is best waited for awake, for `spin_seconds`. Once `is_over`, and
+        `rouse` was called, it is waited for no longer.
         """
         if spin_seconds:
             self._wire.spin(lambda: bool(self._inbox) or self.is_lost, spin_seconds)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._inbox or self._fault, max(deadline - monotonic(), 0)
+                lambda: self._inbox or self._fault or is_over(), max(deadline - monotonic(), 0)
             )
             if self._inbox:
                 return self._inbox.popleft()
             if self._fault is not None:
                 raise self._fault
         raise TransferTimeout(f"{what} from {self.address} did not come in time")
+
+    def rouse(self) -> None:
+        """Have who waits look whether it is over."""
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self, text: str = "closed") -> None:
         """Say goodbye. Safe to repeat."""

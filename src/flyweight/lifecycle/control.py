@@ -1,0 +1,309 @@
+"""Control: a replica from outside. Asks its ranks for something, and tells how they stand.
+
+What is told is put together from the ranks' own slots and from whether their processes
+live; nothing of it is kept here, so a controller that is killed and started again tells
+the same.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic, time
+from typing import Literal
+
+import msgspec
+
+from flyweight.errors import Busy, FlyweightError, PeerFailed, PeerLost
+from flyweight.events import emit
+from flyweight.lifecycle.states import Signal, State, Tag
+from flyweight.lifecycle.status import Cell, Request, Slot
+
+ABSENT = "ABSENT"
+"""The state of a replica none of whose ranks has come yet."""
+_GRACE_SECONDS = 2.0
+"""What ranks get beyond the time they were given, to say how it ended."""
+_WORST_FIRST = (
+    State.FAILED,
+    State.CLEARED,
+    State.CLEARING,
+    State.UPDATING,
+    State.VERIFYING,
+    State.PAUSING,
+    State.PAUSED,
+    State.SERVING,
+)
+
+Ending = Literal["running", "done", "failed"]
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank, as it says itself; `is_alive` is looked up."""
+
+    rank: int
+    pid: int
+    is_alive: bool
+    state: str
+    absent: tuple[str, ...]
+    version: int | None
+    step: str
+    percent: float
+    num_running: int
+    reason: str
+    nbytes: int
+    round_seconds: float
+    pause_seconds: float
+    num_rounds: int
+
+
+class Operation(msgspec.Struct, kw_only=True):
+    """Something that was asked of a replica, and how it ended."""
+
+    id: str
+    replica: str
+    signal: str
+    version: int | None = None
+    ending: Ending = "running"
+    error: str = ""
+    reason: str = ""
+    started: float = 0.0
+    """When, in seconds since 1970."""
+    seconds: float = 0.0
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica: its ranks together."""
+
+    name: str
+    state: str
+    version: int | None
+    percent: float
+    reason: str
+    ranks: tuple[RankStatus, ...]
+    operation: Operation | None
+    """What runs at this moment."""
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state == State.SERVING
+
+
+class Control:
+    """The one controller of a replica."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], num_ranks: int = 1, *, name: str | None = None
+    ) -> None:
+        self.name = Path(path).stem if name is None else name
+        self.cell = Cell(path, num_ranks)
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._running: Operation | None = None
+        self._waiting: threading.Thread | None = None
+        try:
+            self.cell.claim(None)
+            self._adopt()
+        except BaseException:
+            self.cell.close()
+            raise
+
+    def _adopt(self) -> None:
+        """Wait for what an earlier controller asked for, if ranks are still at it."""
+        request = self.cell.request()
+        if request is not None and any(_is_at(slot, request) for slot in self.cell.slots()):
+            operation = self._operation(request)
+            self._running = operation
+            self._await(operation, request, self.cell.slots())
+
+    # How it stands.
+
+    def status(self) -> ReplicaStatus:
+        """Return how the replica stands; never waits."""
+        ranks = _statuses(self.cell.slots())
+        state, reason = _together(ranks)
+        versions = {each.version for each in ranks}
+        with self._lock:
+            operation = self._running
+        return ReplicaStatus(
+            name=self.name,
+            state=state,
+            version=versions.pop() if len(versions) == 1 and state != State.FAILED else None,
+            percent=min((each.percent for each in ranks), default=0.0),
+            reason=reason,
+            ranks=ranks,
+            operation=operation,
+        )
+
+    # What is asked.
+
+    def start(
+        self,
+        signal: Signal,
+        *,
+        version: int | None = None,
+        tags: Sequence[Tag] = (),
+        may_drain: bool = True,
+        should_abort: bool = False,
+        timeout_seconds: float = 60.0,
+    ) -> Operation:
+        """Ask all ranks for something and return at once; raise Busy while something else runs."""
+        with self._lock:
+            if self._running is not None:
+                raise Busy(
+                    f"operation {self._running.id} of replica {self.name!r} is running; wait until "
+                    f"it ends"
+                )
+            self.cell.check_current()
+            slots = self.cell.slots()
+            gone = [n for n, slot in enumerate(slots) if slot is None or not slot.is_alive]
+            if gone:
+                raise PeerLost(f"{_together(_statuses(slots))[1]}; start the engine's ranks")
+            last = self.cell.request()
+            request = Request(
+                number=1 if last is None else last.number + 1,
+                signal=signal,
+                version=version,
+                tags=tuple(tags),
+                may_drain=may_drain,
+                should_abort=should_abort,
+                timeout_seconds=timeout_seconds,
+            )
+            operation = self._operation(request)
+            self._running = operation
+            self.cell.ask(request)
+        emit("operation.started", id=operation.id, name=self.name)
+        self._await(operation, request, slots)
+        return operation
+
+    def wait(self, operation: Operation, timeout_seconds: float) -> Operation:
+        """Wait until an operation has ended, and return it; it may still be running then.
+
+        It ends by itself, a little after the time that its ranks were given.
+        """
+        with self._ended:
+            self._ended.wait_for(lambda: operation.ending != "running", timeout_seconds)
+        return operation
+
+    def _operation(self, request: Request) -> Operation:
+        name = f"{request.signal.lower()}-{request.number}"
+        return Operation(
+            id=name,
+            replica=self.name,
+            signal=request.signal,
+            version=request.version,
+            started=time(),
+        )
+
+    def _await(self, operation: Operation, request: Request, before: Sequence[Slot | None]) -> None:
+        thread = threading.Thread(
+            target=self._watch,
+            args=(operation, request, before),
+            name="flyweight-operation",
+            daemon=True,
+        )
+        self._waiting = thread
+        thread.start()
+
+    def _watch(self, operation: Operation, request: Request, before: Sequence[Slot | None]) -> None:
+        """See an operation to its end: answered by all, a rank that died, or time over."""
+        began = monotonic()
+        pids = [None if slot is None else (slot.pid, slot.started) for slot in before]
+
+        def is_over(slots: Sequence[Slot | None]) -> bool:
+            return any(_has_gone(*each) for each in zip(slots, pids, strict=True)) or all(
+                slot is not None and slot.done == request.number for slot in slots
+            )
+
+        error, reason, version = "", "", None
+        try:
+            slots = self.cell.wait(
+                is_over, request.timeout_seconds + _GRACE_SECONDS, f"an answer to {operation.id}"
+            )
+            for rank, (slot, pid) in enumerate(zip(slots, pids, strict=True)):
+                if _has_gone(slot, pid):
+                    raise PeerLost(f"rank {rank} of replica {self.name!r} died, process {pid}")
+            answers = [slot for slot in slots if slot is not None]
+            wrong = [(rank, slot) for rank, slot in enumerate(answers) if slot.error]
+            if wrong:
+                rank, slot = wrong[0]
+                raise PeerFailed(f"rank {rank}: {slot.error}: {slot.reason}")
+            version = answers[0].version
+        except FlyweightError as failure:
+            error, reason = type(failure).__name__, str(failure)
+        with self._ended:
+            operation.error, operation.reason = error, reason
+            operation.version = operation.version if version is None else version
+            operation.seconds = monotonic() - began
+            operation.ending = "failed" if error else "done"
+            self._running = None
+            self._ended.notify_all()
+        emit(
+            "operation.ended", id=operation.id, name=self.name, ending=operation.ending,
+            seconds=operation.seconds, reason=reason, version=operation.version,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of the replica, which goes on by itself. Safe to repeat."""
+        thread = self._waiting
+        if thread is not None:
+            self.cell.end_waits()
+            thread.join(_GRACE_SECONDS)
+        self.cell.close()
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def _is_at(slot: Slot | None, request: Request) -> bool:
+    return slot is not None and slot.taken == request.number != slot.done and slot.is_alive
+
+
+def _has_gone(slot: Slot | None, pid: tuple[int, int] | None) -> bool:
+    """True if a process that was to answer is not there any more, or another came in its place."""
+    return slot is None or (slot.pid, slot.started) != pid or not slot.is_alive
+
+
+def _statuses(slots: Sequence[Slot | None]) -> tuple[RankStatus, ...]:
+    return tuple(_rank_status(rank, slot) for rank, slot in enumerate(slots))
+
+
+def _rank_status(rank: int, slot: Slot | None) -> RankStatus:
+    told = Slot() if slot is None else slot
+    is_alive = told.is_alive
+    return RankStatus(
+        rank=rank,
+        pid=told.pid,
+        is_alive=is_alive,
+        state=ABSENT if slot is None else told.state if is_alive else State.FAILED,
+        absent=told.absent,
+        version=told.version if is_alive else None,
+        step=told.step,
+        percent=told.percent,
+        num_running=told.num_running,
+        reason=told.reason if is_alive or slot is None else f"process {told.pid} died",
+        nbytes=told.nbytes,
+        round_seconds=told.round_seconds,
+        pause_seconds=told.pause_seconds,
+        num_rounds=told.num_rounds,
+    )
+
+
+def _together(ranks: Sequence[RankStatus]) -> tuple[str, str]:
+    """Return the state of the whole, and why, if it is not well."""
+    if all(each.state == ABSENT for each in ranks):
+        return ABSENT, f"none of its {len(ranks)} ranks has come yet"
+    for each in ranks:
+        if not each.is_alive:
+            what = "has not come yet" if each.state == ABSENT else f"died: {each.reason}"
+            return State.FAILED, f"rank {each.rank} {what}"
+    state = next(state for state in _WORST_FIRST if any(each.state == state for each in ranks))
+    versions = sorted({-1 if each.version is None else each.version for each in ranks})
+    if state is State.SERVING and len(versions) > 1:
+        return State.FAILED, f"its ranks hold versions {versions}"
+    reasons = (f"rank {each.rank}: {each.reason}" for each in ranks if each.reason)
+    return state, next(reasons, "")

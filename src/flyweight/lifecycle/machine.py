@@ -1,0 +1,466 @@
+"""Machine: takes one rank's engine through pause, clear, update, verify and resume.
+
+One operation at a time. How the failure of a step ends:
+
+    pause               the engine goes on serving as before
+    drop the cache      nothing was changed; it stays paused, or goes on as before an update
+    release, restore    FAILED: some of it may be gone; a cache that does not come back stays away
+    update, untouched   the old version is whole on every rank: it is served as before
+    update, touched     FAILED on every rank, until a whole update succeeds
+    ranks disagree      FAILED on every rank, also on those that hold the version whole
+    resume              it stays paused
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from time import monotonic, perf_counter
+from typing import Protocol, TypeVar
+
+from flyweight.errors import (
+    Busy,
+    FlyweightError,
+    LifecycleError,
+    TransferTimeout,
+)
+from flyweight.events import emit
+from flyweight.lifecycle.ranks import Ranks, Verdict
+from flyweight.lifecycle.states import ALL_TAGS, Condition, Signal, State, Tag
+from flyweight.ports import Engine
+from flyweight.sync.report import UpdateReport, check_seconds
+
+ResultT = TypeVar("ResultT")
+_CATCH_UPS = 3
+_ROUND_SECONDS = 60.0
+"""What a round that nobody asked for is given: to drain requests, and to hear the other ranks."""
+_STOP_SECONDS = 1.0
+_NEWER_SECONDS = 0.5
+"""How long to ask for something newer than what is held, when the newest is asked for."""
+
+
+class Weights(Protocol):
+    """Where an engine's weights come from: a Replica, or something like it."""
+
+    @property
+    def version(self) -> int | None:
+        """The version that is held whole; None if none is."""
+
+    @property
+    def session(self) -> str:
+        """Tells apart two sources that number their versions alike."""
+
+    @property
+    def progress(self) -> float: ...
+
+    def update(
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float,
+        before: Callable[[int], None],
+        is_over: Callable[[], bool],
+    ) -> UpdateReport: ...
+
+    def forget(self, reason: str) -> None: ...
+
+    def rouse(self) -> None: ...
+
+
+class Machine:
+    """One rank of a replica: its engine, its weights, its state."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights: Weights,
+        ranks: Ranks | None = None,
+        *,
+        should_serve: bool = True,
+        observe: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin without weights; `should_serve` says whether to serve once they are there.
+
+        `observe` is called after each change of state, in the thread that made it.
+        """
+        self._engine, self._weights = engine, weights
+        self._ranks = Ranks() if ranks is None else ranks
+        self._is_meant_to_serve, self._observe = should_serve, observe
+        self.condition = Condition()
+        self.version: int | None = None
+        """The version that was committed last and is whole on every rank."""
+        self.failure: FlyweightError | None = None
+        self.step = ""
+        """What is being done, in words."""
+        self.report: UpdateReport | None = None
+        self.pause_seconds = 0.0
+        """How long requests stood still for the last update."""
+        self.num_rounds = 0
+        self._released: set[Tag] = set()
+        self._turn = threading.Lock()
+        self._turn_of = ""
+        self._source = threading.Lock()
+        self._num_asking = 0
+
+    @property
+    def state(self) -> State:
+        return self.condition.state
+
+    @property
+    def percent(self) -> float:
+        """How far an update is."""
+        return 100 * self._weights.progress if self.state is State.UPDATING else 0.0
+
+    @property
+    def has_weights_memory(self) -> bool:
+        return Tag.WEIGHTS not in self._released
+
+    # What is asked from outside.
+
+    def pause(self, *, should_abort: bool = False, timeout_seconds: float = 60.0) -> None:
+        """Stand still: no request runs and none starts, once this returns."""
+        deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
+        with self._turn_for("pause", deadline):
+            self._pause(deadline, should_abort=should_abort)
+            self._is_meant_to_serve = False
+
+    def resume(self, *, timeout_seconds: float = 60.0) -> None:
+        """Serve, on all ranks or on none."""
+        deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
+        with self._turn_for("resume", deadline):
+            refusal = self._refusal(Signal.RESUME)
+            verdict = self._ranks.agreed("resume", self.version, refusal, deadline)
+            if refusal is not None:
+                raise refusal
+            if not verdict.is_agreed:
+                raise LifecycleError(verdict.text)
+            self._is_meant_to_serve = True
+            self._resume()
+
+    def clear(
+        self,
+        tags: Collection[Tag] = ALL_TAGS,
+        *,
+        may_drain: bool = True,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        """Give memory back, of each tag that still has some. An engine that serves is paused."""
+        deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
+        with self._turn_for("clear", deadline):
+            self._stand_still(deadline, may_drain)
+            todo = [tag for tag in Tag if tag in tags and tag not in self._released]
+            if not todo:
+                return
+            self._signal(Signal.CLEAR)
+            try:
+                for tag in todo:
+                    self._release(tag)
+            except FlyweightError as error:
+                self._fail(error)
+                raise
+            self._signal(Signal.EMPTIED, self.condition.absent | set(todo))
+
+    def restore(self, *, timeout_seconds: float = 60.0) -> None:
+        """Have the cache's memory again. Weights come back by an update."""
+        deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
+        with self._turn_for("restore", deadline):
+            self.condition.after(Signal.RESTORE)
+            if Tag.KV_CACHE not in self._released:
+                return
+            self._call("restore_cache", self._engine.restore_cache)
+            self._released.discard(Tag.KV_CACHE)
+            self._signal(Signal.RESTORE, self.condition.absent - {Tag.KV_CACHE})
+            if self._is_meant_to_serve and self.state is State.PAUSED:
+                self._resume()
+
+    def update(
+        self,
+        version: int | None = None,
+        *,
+        may_drain: bool = True,
+        timeout_seconds: float = 60.0,
+    ) -> UpdateReport | None:
+        """Take a version over, or the newest; on all ranks or on none.
+
+        Requests stand still only while it is copied, not while it is waited for. None if the
+        version was held already and is being served.
+        """
+        deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
+        with ExitStack() as stack:
+            stack.enter_context(self._asking(deadline))
+            stack.enter_context(self._turn_for("update", deadline))
+            self._check_may_update(may_drain)
+            return self._update(version, may_drain, deadline, is_asked=True)
+
+    def follow(self, *, timeout_seconds: float, is_over: Callable[[], bool]) -> bool:
+        """Wait for the next version as one nobody asked for, and take it; False if none came.
+
+        Others take their turns while this waits, and end the wait if they need the source.
+        """
+        deadline = monotonic() + timeout_seconds
+
+        def stops() -> bool:
+            return is_over() or self._num_asking > 0
+
+        if not self._source.acquire(timeout=timeout_seconds):
+            return False
+        try:
+            if not self.has_weights_memory:
+                return False
+            with ExitStack() as turn:
+
+                def enter() -> None:
+                    turn.enter_context(self._turn_for("update", monotonic() + _ROUND_SECONDS))
+
+                self._update(None, True, deadline, is_asked=False, enter=enter, is_over=stops)
+            return True
+        except TransferTimeout:
+            if self.state is State.FAILED or not (stops() or monotonic() >= deadline):
+                raise
+            return False
+        finally:
+            self._source.release()
+
+    # Steps.
+
+    def _check_may_update(self, may_drain: bool) -> None:
+        if self.state is not State.SERVING:
+            self.condition.after(Signal.UPDATE)
+        elif not may_drain and self._engine.num_running:
+            raise LifecycleError(
+                f"{self._engine.num_running} requests are running and were not to be drained; "
+                f"send PAUSE first, or allow to drain"
+            )
+
+    def _update(
+        self,
+        version: int | None,
+        may_drain: bool,
+        deadline: float,
+        *,
+        is_asked: bool,
+        enter: Callable[[], object] = lambda: None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> UpdateReport | None:
+        stood: list[float] = []
+        had = self.version if self.state is not State.FAILED else None
+
+        def before(found: int) -> None:
+            enter()
+            if not self.has_weights_memory:
+                raise LifecycleError("the memory of the weights was given back meanwhile")
+            stood.append(perf_counter())
+            self._stand_still(deadline if is_asked else monotonic() + _ROUND_SECONDS, may_drain)
+            self._call("drop_cache", self._engine.drop_cache)
+            self._signal(Signal.UPDATE)
+
+        was_away = self._restore_memory()
+        is_newest_enough = is_asked and version is None and self._weights.version is not None
+        # The newest there is may be the one that is held.
+        until = monotonic() + _NEWER_SECONDS if is_newest_enough else deadline
+        error: FlyweightError | None = None
+        report: UpdateReport | None = None
+        try:
+            report = self._weights.update(
+                version,
+                timeout_seconds=max(min(until, deadline) - monotonic(), 0.001),
+                before=before,
+                is_over=is_over,
+            )
+        except TransferTimeout as failure:
+            error = None if is_newest_enough and not stood else failure
+        except FlyweightError as failure:
+            error = failure
+        if not is_asked:
+            if not stood:
+                if error is not None:
+                    raise error
+                return None
+            deadline = monotonic() + _ROUND_SECONDS
+        is_served = self.state is State.SERVING and self.version == self._weights.version
+        if error is None and not is_served and self.state is not State.UPDATING:
+            self._stand_still(deadline, may_drain)  # it was held already, and not committed
+            self._signal(Signal.UPDATE)
+        self._end(report, error, had, was_away, deadline)
+        if stood:  # told together, by whoever looks at rounds
+            self.pause_seconds = perf_counter() - stood[0]
+            self.num_rounds += 1
+        return report
+
+    def _end(
+        self,
+        report: UpdateReport | None,
+        error: FlyweightError | None,
+        had: int | None,
+        was_away: bool,
+        deadline: float,
+    ) -> None:
+        """Hear what the other ranks hold, and commit, keep the old version, or fail: all alike."""
+        if self.state is State.UPDATING and error is None:
+            self._signal(Signal.FILLED)
+        verdict = self._agree(deadline, error)
+        if verdict.is_agreed and self.state is State.SERVING:
+            return
+        if verdict.is_agreed:
+            self.version, self.failure = self._weights.version, None
+            self.report = report if report is not None else self.report
+            self._signal(Signal.COMMITTED, self.condition.absent - {Tag.WEIGHTS})
+        elif verdict.is_kept and had is not None and self._weights.version == had:
+            if self.state in (State.UPDATING, State.VERIFYING):
+                self._signal(Signal.KEPT)
+        elif self.state is State.CLEARED and error is not None and verdict.is_kept:
+            if was_away:
+                self._release(Tag.WEIGHTS)  # nothing came: what is cleared takes no memory
+        else:
+            failure = error if error is not None else LifecycleError(verdict.text)
+            self._fail(failure)
+        if self._is_meant_to_serve and self.state is State.PAUSED:
+            self._resume()
+        if error is not None:
+            raise error
+        if not verdict.is_agreed:
+            raise LifecycleError(verdict.text)
+
+    def _agree(self, deadline: float, error: FlyweightError | None) -> Verdict:
+        """Compare versions with the other ranks; those that are behind catch up."""
+        for _ in range(_CATCH_UPS):
+            verdict = self._ranks.agreed(
+                "update", self._weights.version, error, deadline, self._weights.session
+            )
+            if verdict.catch_up is None or error is not None:
+                return verdict
+            if self._weights.version != verdict.catch_up:
+                try:
+                    self._weights.update(
+                        verdict.catch_up,
+                        timeout_seconds=max(deadline - monotonic(), 0.001),
+                        before=lambda version: None,
+                        is_over=lambda: False,
+                    )
+                except FlyweightError as failure:
+                    error = failure
+        return Verdict(text="the ranks were given different versions again and again")
+
+    def _stand_still(self, deadline: float, may_drain: bool = True) -> None:
+        if self.state is State.SERVING:
+            self._pause(deadline if may_drain else monotonic())
+
+    def _pause(self, deadline: float, *, should_abort: bool = False) -> None:
+        after = self.condition.after(Signal.PAUSE)
+        if after.state is not State.PAUSING:
+            return
+        self._signal(Signal.PAUSE)
+        try:
+            if should_abort:
+                self._call("abort_requests", self._engine.abort_requests)
+            self._call("pause", lambda: self._engine.pause(deadline))
+        except FlyweightError:
+            try:
+                self._call("resume", lambda: self._engine.resume(self.version))
+            except FlyweightError as error:
+                self._fail(error)
+                raise
+            self._signal(Signal.STUCK)
+            raise
+        self._signal(Signal.DRAINED)
+
+    def _resume(self) -> None:
+        self.condition.after(Signal.RESUME)
+        self._call("resume", lambda: self._engine.resume(self.version))
+        self._signal(Signal.RESUME)
+
+    def _release(self, tag: Tag) -> None:
+        engine = self._engine
+        if tag is Tag.KV_CACHE:
+            self._call("drop_cache", engine.drop_cache)
+            self._call("release_cache", engine.release_cache)
+        else:
+            self.version = None
+            self._weights.forget("the memory of its weights was given back")
+            self._call("release_experts", engine.release_experts)
+            self._call("release_weights", engine.release_weights)
+            self._call("release_groups", engine.release_groups)
+        self._released.add(tag)
+
+    def _restore_memory(self) -> bool:
+        """Have memory for the weights; True if there was none."""
+        if self.has_weights_memory:
+            return False
+        engine = self._engine
+        try:
+            self._call("restore_groups", engine.restore_groups)
+            self._call("restore_weights", engine.restore_weights)
+            self._call("restore_experts", engine.restore_experts)
+        except FlyweightError as error:
+            self._fail(error)
+            raise
+        self._released.discard(Tag.WEIGHTS)
+        return True
+
+    def _call(self, name: str, method: Callable[[], ResultT]) -> ResultT:
+        """Call the engine, and give what it raises a name."""
+        self.step = name
+        try:
+            return method()
+        except FlyweightError as error:
+            error.note(f"in the engine's {name}")
+            raise
+        except Exception as cause:  # the engine is not ours: it may raise anything
+            raise LifecycleError(
+                f"the engine's {name} failed: {type(cause).__name__}: {cause}"
+            ) from cause
+        finally:
+            self.step = ""
+
+    # States and turns.
+
+    def _refusal(self, signal: Signal) -> LifecycleError | None:
+        try:
+            self.condition.after(signal)
+        except LifecycleError as refusal:
+            return refusal
+        return None
+
+    def _signal(self, signal: Signal, absent: Collection[Tag] | None = None) -> None:
+        before = self.condition
+        self.condition = before.after(signal, absent)
+        if self.condition != before:
+            emit("state.changed", state=self.state, before=before.state, signal=signal)
+            self._observe()
+
+    def _fail(self, error: FlyweightError) -> None:
+        """From now on nothing is served, until a whole update succeeds."""
+        if self.state is State.SERVING:
+            with suppress(FlyweightError):  # it fails either way; no new request starts
+                self._call("pause", lambda: self._engine.pause(monotonic() + _STOP_SECONDS))
+        self.failure, self.version = error, None
+        absent = self.condition.absent | self._released | {Tag.WEIGHTS}
+        self._signal(Signal.FAULT, absent)
+
+    @contextmanager
+    def _turn_for(self, what: str, deadline: float) -> Iterator[None]:
+        """Be the one operation that runs; waits for a round that nobody asked for."""
+        if not self._turn.acquire(timeout=max(deadline - monotonic(), 0.001)):
+            raise Busy(f"{self._turn_of} is running, {what} was not begun; wait until it ends")
+        try:
+            self._turn_of = what
+            yield
+        finally:
+            self._turn.release()
+            self._observe()
+
+    @contextmanager
+    def _asking(self, deadline: float) -> Iterator[None]:
+        """Have the source of weights, which who follows gives up for whoever asks."""
+        self._num_asking += 1
+        self._weights.rouse()
+        try:
+            if not self._source.acquire(timeout=max(deadline - monotonic(), 0.001)):
+                raise Busy("another update is running; wait until it ends")
+        finally:
+            self._num_asking -= 1
+        try:
+            yield
+        finally:
+            self._source.release()

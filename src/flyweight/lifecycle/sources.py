@@ -1,0 +1,158 @@
+"""Sources of weights beside a publisher: snapshots, and the nearest of both.
+
+The version that was asked for never changes on the way from one source to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic, perf_counter
+
+from flyweight.errors import FormatError, PeerLost, TransferTimeout, VersionError
+from flyweight.spec.rules import ModelLayout
+from flyweight.sync.replica import Replica
+from flyweight.sync.report import UpdateReport
+from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.load import Extra, load
+
+_PATIENCE_SECONDS = 2.0
+
+
+class StoredWeights:
+    """Versions at rest in one directory."""
+
+    def __init__(
+        self,
+        model: object,
+        path: PathLike,
+        *,
+        layout: ModelLayout | None = None,
+        rank: int | None = None,
+        extra: Extra = "refuse",
+    ) -> None:
+        self._model, self._path = model, path
+        self._layout, self._rank, self._extra = layout, rank, extra
+        self.version: int | None = None
+        self.session = ""
+        self.progress = 0.0
+        self._report: UpdateReport | None = None
+
+    def update(
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float,
+        before: Callable[[int], None],
+        is_over: Callable[[], bool],
+    ) -> UpdateReport:
+        """Load a version, or the newest; raise TransferTimeout if that one is held already."""
+        started = perf_counter()
+        if version is not None and version == self.version and self._report is not None:
+            return self._report
+        with open_source(self._path, version=version) as stored:
+            found = 0 if stored.manifest.version is None else stored.manifest.version
+            if version is None and found == self.version:
+                raise TransferTimeout(
+                    f"{str(self._path)!r} has nothing newer than version {self.version}"
+                )
+            before(found)
+            self.version = None
+            report = load(
+                stored,
+                into=self._model,
+                layout=self._layout,
+                rank=self._rank,
+                extra=self._extra,
+                timeout_seconds=timeout_seconds,
+            )
+        self.version = found
+        self._report = UpdateReport(
+            found, None, report.nbytes, perf_counter() - started, 0.0, report.seconds, 0.0,
+            "files", "snapshot", "checksums" if report.checked_bytes else "nothing",
+        )  # fmt: skip
+        return self._report
+
+    def forget(self, reason: str) -> None:
+        self.version = None
+
+    def rouse(self) -> None:
+        """Nothing waits here."""
+
+
+class NearestWeights:
+    """A publisher's versions while there is a publisher, and snapshots while there is none.
+
+    An engine that holds nothing does not wait for a trainer that may be long in coming back.
+    """
+
+    def __init__(self, replica: Replica, stored: StoredWeights) -> None:
+        self._replica, self._stored = replica, stored
+
+    @property
+    def version(self) -> int | None:
+        if self._replica.state in ("updating", "failed"):
+            return None
+        return self._replica.version if self._stored.version is None else self._stored.version
+
+    @property
+    def session(self) -> str:
+        return self._replica.session
+
+    @property
+    def progress(self) -> float:
+        return self._replica.progress
+
+    def update(
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float,
+        before: Callable[[int], None],
+        is_over: Callable[[], bool],
+    ) -> UpdateReport:
+        """Take a version from the publisher if one is there soon, else from files, else wait."""
+        deadline = monotonic() + timeout_seconds
+        touched: list[int] = []
+
+        def touch(found: int) -> None:
+            before(found)
+            touched.append(found)
+            self._replica.forget("a snapshot was loaded over it")
+
+        if self.version is None or version is not None:
+            try:
+                patience = min(_PATIENCE_SECONDS, timeout_seconds)
+                return self._from_publisher(version, patience, before, is_over)
+            except (PeerLost, TransferTimeout, VersionError):
+                if self._replica.state == "failed" or is_over():
+                    raise
+            left = max(deadline - monotonic(), 0.001)
+            try:
+                return self._stored.update(
+                    version, timeout_seconds=left, before=touch, is_over=is_over
+                )
+            except (FormatError, VersionError, TransferTimeout):
+                if touched or monotonic() > deadline:
+                    raise
+        left = max(deadline - monotonic(), 0.001)
+        return self._from_publisher(version, left, before, is_over)
+
+    def _from_publisher(
+        self,
+        version: int | None,
+        timeout_seconds: float,
+        before: Callable[[int], None],
+        is_over: Callable[[], bool],
+    ) -> UpdateReport:
+        report = self._replica.update(
+            version, timeout_seconds=timeout_seconds, before=before, is_over=is_over
+        )
+        self._stored.forget("a publisher's version came")
+        return report
+
+    def forget(self, reason: str) -> None:
+        self._replica.forget(reason)
+        self._stored.forget(reason)
+
+    def rouse(self) -> None:
+        self._replica.rouse()

@@ -1,0 +1,186 @@
+"""States: what an engine may do next, as data. Pure.
+
+`TABLE` decides every pair of a state and a signal. Some signals are asked for from
+outside, the others report how a step ended. Beside the state stands what is `absent`:
+an engine serves only while nothing is, so PAUSED and CLEARED are one place, told
+apart by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from flyweight.errors import Busy, LifecycleError
+
+
+class State(str, Enum):
+    """Where an engine is. Requests are answered in SERVING, and finished in PAUSING."""
+
+    SERVING = "SERVING"
+    PAUSING = "PAUSING"
+    PAUSED = "PAUSED"
+    CLEARING = "CLEARING"
+    CLEARED = "CLEARED"
+    UPDATING = "UPDATING"
+    VERIFYING = "VERIFYING"
+    FAILED = "FAILED"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Tag(str, Enum):
+    """What an engine needs to serve, and can give back one by one."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Signal(str, Enum):
+    """What moves an engine."""
+
+    # Asked for from outside.
+    PAUSE = "PAUSE"
+    RESUME = "RESUME"
+    CLEAR = "CLEAR"
+    RESTORE = "RESTORE"
+    UPDATE = "UPDATE"
+    # How a step ended.
+    DRAINED = "DRAINED"
+    STUCK = "STUCK"
+    EMPTIED = "EMPTIED"
+    FILLED = "FILLED"
+    COMMITTED = "COMMITTED"
+    KEPT = "KEPT"
+    FAULT = "FAULT"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+OUTSIDE = (Signal.PAUSE, Signal.RESUME, Signal.CLEAR, Signal.RESTORE, Signal.UPDATE)
+ALL_TAGS = frozenset(Tag)
+
+
+class Outcome(Enum):
+    """What a signal does where it does not simply lead to a state."""
+
+    STAY = "the state stays as it is"
+    REST = "PAUSED, or CLEARED while something is absent"
+    BUSY = "refused while a step runs"
+    NO = "refused"
+
+
+_STAY, _REST, _BUSY, _NO = Outcome.STAY, Outcome.REST, Outcome.BUSY, Outcome.NO
+
+_COLUMNS = tuple(Signal)
+_ROWS: Mapping[State, tuple[State | Outcome, ...]] = {
+    #                 PAUSE          RESUME         CLEAR           RESTORE  UPDATE
+    #                 DRAINED  STUCK  EMPTIED  FILLED  COMMITTED  KEPT  FAULT
+    State.SERVING: (
+        State.PAUSING, _STAY, _NO, _STAY, _NO,
+        _NO, _NO, _NO, _NO, _NO, _NO, State.FAILED,
+    ),
+    State.PAUSING: (
+        _BUSY, _BUSY, _BUSY, _BUSY, _BUSY,
+        _REST, State.SERVING, _NO, _NO, _NO, _NO, State.FAILED,
+    ),
+    State.PAUSED: (
+        _STAY, State.SERVING, State.CLEARING, _STAY, State.UPDATING,
+        _NO, _NO, _NO, _NO, _NO, _NO, State.FAILED,
+    ),
+    State.CLEARING: (
+        _BUSY, _BUSY, _BUSY, _BUSY, _BUSY,
+        _NO, _NO, _REST, _NO, _NO, _NO, State.FAILED,
+    ),
+    State.CLEARED: (
+        _STAY, _NO, State.CLEARING, _REST, State.UPDATING,
+        _NO, _NO, _NO, _NO, _NO, _NO, State.FAILED,
+    ),
+    State.UPDATING: (
+        _BUSY, _BUSY, _BUSY, _BUSY, _BUSY,
+        _NO, _NO, _NO, State.VERIFYING, _NO, _REST, State.FAILED,
+    ),
+    State.VERIFYING: (
+        _BUSY, _BUSY, _BUSY, _BUSY, _BUSY,
+        _NO, _NO, _NO, _NO, _REST, _REST, State.FAILED,
+    ),
+    State.FAILED: (
+        _STAY, _NO, State.CLEARING, _STAY, State.UPDATING,
+        _NO, _NO, _NO, _NO, _NO, _NO, State.FAILED,
+    ),
+}  # fmt: skip
+
+TABLE: Mapping[tuple[State, Signal], State | Outcome] = {
+    (state, signal): outcome
+    for state, row in _ROWS.items()
+    for signal, outcome in zip(_COLUMNS, row, strict=True)
+}
+
+
+def accepted(state: State) -> list[Signal]:
+    """Return the signals from outside that a state accepts."""
+    return [signal for signal in OUTSIDE if TABLE[state, signal] not in (_NO, _BUSY)]
+
+
+def needed(signal: Signal) -> list[State]:
+    """Return the states that accept a signal."""
+    return [state for state in State if TABLE[state, signal] not in (_NO, _BUSY)]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A state, and what is absent: given back, or never there."""
+
+    state: State = State.CLEARED
+    absent: frozenset[Tag] = frozenset({Tag.WEIGHTS})
+
+    def after(self, signal: Signal, absent: Collection[Tag] | None = None) -> Condition:
+        """Return the condition that a signal leads to; raise LifecycleError if it leads nowhere.
+
+        `absent` is what is so from then on; None leaves it as it is.
+        """
+        outcome = TABLE[self.state, signal]
+        here = self if absent is None else replace(self, absent=frozenset(absent))
+        if outcome is _BUSY:
+            raise Busy(
+                f"signal {signal} needs state {_words(needed(signal))}, engine is {self.state}: "
+                f"wait until that ends"
+            )
+        if outcome is _NO:
+            raise LifecycleError(self._refusal(signal))
+        if outcome is _STAY:
+            return here
+        if outcome is _REST:
+            return replace(here, state=State.CLEARED if here.absent else State.PAUSED)
+        assert isinstance(outcome, State)
+        if outcome is State.SERVING and here.absent:
+            raise LifecycleError(self._refusal(signal))  # a pause that was given up, in pieces
+        return replace(here, state=outcome)
+
+    def _refusal(self, signal: Signal) -> str:
+        text = f"signal {signal} needs state {_words(needed(signal))}, engine is {self.state}"
+        if self.absent:
+            text += f" without {' and '.join(sorted(self.absent))}"
+        if signal not in OUTSIDE:
+            return text
+        return f"{text}; it accepts {_words(accepted(self.state))}: send {self._remedy(signal)}"
+
+    def _remedy(self, signal: Signal) -> str:
+        """Return what to send before a signal that was refused, for it to be accepted."""
+        if self.state is State.SERVING:
+            return f"PAUSE, then {signal}"
+        if self.state is State.FAILED or Tag.WEIGHTS in self.absent:
+            first = "UPDATE" if Tag.KV_CACHE not in self.absent else "RESTORE, then UPDATE"
+            return f"{first}, then {signal}"
+        return f"RESTORE, then {signal}"
+
+
+def _words(items: Collection[Enum]) -> str:
+    *head, last = (str(each) for each in items)
+    return f"{', '.join(head)} or {last}" if head else last

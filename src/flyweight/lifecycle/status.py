@@ -1,0 +1,458 @@
+"""Status cells: a file by which a replica's ranks and whoever controls them tell each other.
+
+One word has one writer. The request is the controller's, each slot is its rank's; every
+record is written beside the one that holds and shown by a counter, so a writer that is
+killed half-way leaves the last whole record. Who waits sleeps on a counter (futex). The
+bell is rung by all and holds nothing: it only wakes whoever looks at all the slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Generic, TypeVar
+
+import msgspec
+
+from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
+from flyweight.forks import leave_behind
+from flyweight.lifecycle import futex
+from flyweight.lifecycle.states import Signal, State, Tag
+
+PROTOCOL = 1
+MAX_RANKS = 4096
+_MAGIC = b"FLYWCELL"
+_HEADER = struct.Struct("<8sIIQ16s")  # magic, protocol, ranks, epoch, the boot it is of
+_BELL = 60
+_REQUEST = 64
+_RECORD_BYTES = 1024
+_SLOT_BYTES = 8 + 2 * _RECORD_BYTES
+_RECORD = struct.Struct("<II")  # how long, CRC-32
+_MAX_REASON_BYTES = 400
+_TRIES = 1000
+_LOOK_SECONDS = 0.1
+"""How often who waits for a process looks whether it lives."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the controller asks of all ranks."""
+
+    number: int
+    signal: Signal
+    version: int | None = None
+    tags: tuple[Tag, ...] = ()
+    may_drain: bool = True
+    """Whether an engine that serves is paused for it; otherwise it refuses."""
+    should_abort: bool = False
+    """Whether requests that run are ended rather than finished."""
+    timeout_seconds: float = 60.0
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rank says of itself."""
+
+    pid: int = 0
+    started: int = 0
+    """When its process began, in ticks: a pid alone may be another's by now."""
+    state: State = State.CLEARED
+    absent: tuple[Tag, ...] = (Tag.WEIGHTS,)
+    version: int | None = None
+    taken: int = 0
+    """The number of the last request that it began to work on."""
+    done: int = 0
+    """The number of the last request that it answered."""
+    error: str = ""
+    """How the last request ended: the error's name, or nothing."""
+    reason: str = ""
+    """Why it failed, in words; of a FAILED engine until it is whole again."""
+    step: str = ""
+    percent: float = 0.0
+    num_running: int = 0
+    nbytes: int = 0
+    round_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    num_rounds: int = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self.pid > 0 and started_at(self.pid) == self.started
+
+
+RecordT = TypeVar("RecordT", Request, Slot)
+
+
+def started_at(pid: int) -> int:
+    """Return when a process began, in clock ticks since the machine did; 0 if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _boot() -> bytes:
+    with suppress(OSError, ValueError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return bytes.fromhex(file.read().strip().replace(b"-", b"").decode())
+    return bytes(16)
+
+
+class _Words(Generic[RecordT]):
+    """A counter and two records, of which it tells the one that holds."""
+
+    def __init__(self, memory: mmap.mmap, address: int, offset: int, kind: type[RecordT]) -> None:
+        self._memory, self._offset = memory, offset
+        self._words = memoryview(memory)[offset : offset + 4].cast("I")
+        self.address = address + offset
+        self._kind: type[RecordT] = kind
+
+    @property
+    def count(self) -> int:
+        return self._words[0]
+
+    def read(self) -> tuple[RecordT | None, int]:
+        """Return the record that holds, and the counter it goes with."""
+        for _ in range(_TRIES):
+            count = self.count
+            data = self._half(count)
+            length, crc = _RECORD.unpack_from(data)
+            body = data[_RECORD.size : _RECORD.size + length]
+            if count == self.count and len(body) == length and zlib.crc32(body) == crc:
+                return self._decoded(body), count
+        raise LifecycleError(
+            f"a {self._kind.__name__.lower()} of the status cell is damaged; stop all who use the "
+            f"cell and remove its file"
+        )
+
+    def _decoded(self, body: bytes) -> RecordT | None:
+        if not body:
+            return None
+        try:
+            return msgspec.msgpack.decode(body, type=self._kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as cause:
+            raise LifecycleError(
+                f"the status cell holds no {self._kind.__name__.lower()}: {cause}"
+            ) from cause
+
+    def _half(self, count: int) -> bytes:
+        start = self._offset + 8 + (count & 1) * _RECORD_BYTES
+        return self._memory[start : start + _RECORD_BYTES]
+
+    def write(self, record: RecordT) -> None:
+        """Show another record. For this word's one writer, one thread at a time."""
+        body = msgspec.msgpack.encode(record)
+        data = _RECORD.pack(len(body), zlib.crc32(body)) + body
+        assert len(data) <= _RECORD_BYTES
+        count = (self.count + 1) & 0xFFFFFFFF
+        start = self._offset + 8 + (count & 1) * _RECORD_BYTES
+        self._memory[start : start + len(data)] = data
+        self._words[0] = count
+        futex.wake(self.address)
+
+    def close(self) -> None:
+        self._words.release()
+
+
+class Cell:
+    """A replica's status cell, mapped. Made by whoever comes first; outlives all who use it."""
+
+    def __init__(self, path: str | os.PathLike[str], num_ranks: int = 1) -> None:
+        if type(num_ranks) is not int or not 1 <= num_ranks <= MAX_RANKS:
+            raise SpecError(f"num_ranks is {num_ranks!r}, expected 1 to {MAX_RANKS}")
+        futex.check_supported()
+        self.path, self.num_ranks = Path(path), num_ranks
+        self._nbytes = _size(num_ranks)
+        self._lock = threading.Lock()
+        self._claims: list[int] = []
+        self._file = self._opened()
+        try:
+            self._memory = mmap.mmap(self._file, self._nbytes)
+            self.epoch = self._header()[3]
+        except BaseException:
+            os.close(self._file)
+            raise
+        place = ctypes.c_char.from_buffer(self._memory)
+        address = ctypes.addressof(place)
+        del place  # it would keep the mapping from being closed
+        self._bell_address = address + _BELL
+        self._bell_words = memoryview(self._memory)[_BELL : _BELL + 4].cast("I")
+        self._request = _Words(self._memory, address, _REQUEST, Request)
+        first = _REQUEST + _SLOT_BYTES
+        self._slots = [
+            _Words(self._memory, address, first + rank * _SLOT_BYTES, Slot)
+            for rank in range(num_ranks)
+        ]
+        self._is_open, self._is_over = True, False
+        leave_behind(self)
+
+    # The file.
+
+    def _opened(self) -> int:
+        """Return the file, made whole and private if there is none.
+
+        A cell that does not fit is replaced if nobody has a claim on it, else refused.
+        """
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        for _ in range(_TRIES):
+            try:
+                file = os.open(self.path, flags)
+            except FileNotFoundError:
+                self._make()
+                continue
+            except OSError as cause:
+                raise StoreError(
+                    cause.errno, f"status cell {str(self.path)!r}: {cause.strerror}"
+                ) from cause
+            try:
+                self._check_cell(file)
+                misfit = self._misfit(file)
+                if misfit is None:
+                    return file
+                if not _locked(file, 0, 0):
+                    raise LifecycleError(
+                        f"{str(self.path)!r} {misfit}, and is in use; choose another path"
+                    )
+                self._make(should_replace=True)
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+        raise LifecycleError(f"status cell {str(self.path)!r} is made and removed again and again")
+
+    def _make(self, *, should_replace: bool = False) -> None:
+        """Put an empty cell there, whole, unless another process was quicker."""
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, self._nbytes)
+                epoch = secrets.randbits(63)
+                os.pwrite(file, _HEADER.pack(_MAGIC, PROTOCOL, self.num_ranks, epoch, _boot()), 0)
+                if should_replace:
+                    os.rename(draft, self.path)
+                else:
+                    with suppress(FileExistsError):
+                        os.link(draft, self.path)
+            finally:
+                os.close(file)
+                draft.unlink(missing_ok=True)
+        except OSError as cause:
+            raise StoreError(
+                cause.errno, f"cannot make status cell {str(self.path)!r}: {cause.strerror}"
+            ) from cause
+
+    def _check_cell(self, file: int) -> None:
+        """Raise unless the file is a status cell, and only the user's."""
+        found = os.fstat(file)
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid not in (os.geteuid(), 0) or mode & 0o077:
+            raise LifecycleError(
+                f"{str(self.path)!r} is of user {found.st_uid} with mode {mode:o}; a status cell "
+                f"is of user {os.geteuid()} with mode 600"
+            )
+        is_file = stat.S_ISREG(found.st_mode)
+        if not is_file or os.pread(file, len(_MAGIC), 0) != _MAGIC:
+            raise LifecycleError(f"{str(self.path)!r} is no status cell; choose another path")
+
+    def _misfit(self, file: int) -> str | None:
+        """Return what keeps a cell from being this one, or None."""
+        head, nbytes = os.pread(file, _HEADER.size, 0), os.fstat(file).st_size
+        if len(head) < _HEADER.size:
+            return f"has {nbytes} bytes, a cell of {self.num_ranks} ranks {self._nbytes}"
+        _, protocol, num_ranks, _, boot = _HEADER.unpack(head)
+        if protocol != PROTOCOL:
+            return f"has protocol {protocol}, this is {PROTOCOL}"
+        if num_ranks != self.num_ranks:
+            return f"is for {num_ranks} ranks, expected {self.num_ranks}"
+        if nbytes != self._nbytes:
+            return f"has {nbytes} bytes, a cell of {num_ranks} ranks {self._nbytes}"
+        if boot != _boot():
+            return "is from before this machine's start, or another machine's"
+        return None
+
+    def _header(self) -> tuple[bytes, int, int, int, bytes]:
+        head: tuple[bytes, int, int, int, bytes] = _HEADER.unpack_from(self._memory)
+        return head
+
+    def check_current(self) -> None:
+        """Raise unless the cell that is mapped is the one that the path leads to."""
+        try:
+            found = os.stat(self.path)
+        except OSError as cause:
+            raise LifecycleError(
+                f"status cell {str(self.path)!r} was removed under its users: {cause.strerror}"
+            ) from cause
+        ours = os.fstat(self._file)
+        if (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino):
+            raise LifecycleError(
+                f"status cell {str(self.path)!r} was replaced by another run; attach again"
+            )
+
+    # Who writes what.
+
+    def claim(self, rank: int | None) -> None:
+        """Become the one writer of a rank's slot, or with None of the request.
+
+        The claim ends with the process, however that does.
+        """
+        offset, who = (1 + rank, f"rank {rank}") if rank is not None else (0, "the controller")
+        if rank is not None and not 0 <= rank < self.num_ranks:
+            raise SpecError(f"rank is {rank}, the cell has ranks 0 to {self.num_ranks - 1}")
+        file = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
+        if not _locked(file, offset, 1):
+            os.close(file)
+            raise LifecycleError(
+                f"status cell {str(self.path)!r} has {who} already"
+                f"{self._claimant(rank)}; stop that one, or use another cell"
+            )
+        self._claims.append(file)
+        self.check_current()
+
+    def _claimant(self, rank: int | None) -> str:
+        slot = None if rank is None else self.slot(rank)
+        return "" if slot is None else f", process {slot.pid}"
+
+    # Reading and writing.
+
+    def request(self) -> Request | None:
+        """Return what was asked last, or None if nothing was yet."""
+        return self._request.read()[0]
+
+    def ask(self, request: Request) -> None:
+        """Ask something of all ranks. For the controller only."""
+        with self._lock:
+            self._request.write(request)
+        self._ring()
+
+    def slot(self, rank: int) -> Slot | None:
+        """Return what a rank says of itself, or None if it never came."""
+        return self._slots[rank].read()[0]
+
+    def slots(self) -> list[Slot | None]:
+        return [self.slot(rank) for rank in range(self.num_ranks)]
+
+    def tell(self, rank: int, slot: Slot) -> None:
+        """Show a rank's slot. For that rank only."""
+        with self._lock:
+            self._slots[rank].write(_shortened(slot))
+        self._ring()
+
+    def _ring(self) -> None:
+        # Any other number will do: it says that something changed, never what.
+        self._bell_words[0] = secrets.randbits(32)
+        futex.wake(self._bell_address)
+
+    def next_request(self, after: int, timeout_seconds: float) -> Request | None:
+        """Sleep until there is a request of another number than `after`; None if none comes."""
+        deadline = monotonic() + timeout_seconds
+        while True:
+            request, count = self._request.read()
+            if request is not None and request.number != after:
+                return request
+            left = deadline - monotonic()
+            if left <= 0 or self._is_over:
+                return None
+            futex.sleep_while(self._request.address, count, left)
+
+    def wait(
+        self,
+        is_so: Callable[[Sequence[Slot | None]], bool],
+        timeout_seconds: float,
+        what: str = "an answer",
+    ) -> list[Slot | None]:
+        """Sleep until something is so of the slots, and return them; raise TransferTimeout.
+
+        Looked at again at every ring, and ten times a second since the dead ring no bell.
+        """
+        deadline = monotonic() + timeout_seconds
+        while True:
+            bell = self._bell_words[0]
+            slots = self.slots()
+            if is_so(slots):
+                return slots
+            left = deadline - monotonic()
+            if left <= 0 or self._is_over:
+                raise TransferTimeout(f"{what} did not come within {timeout_seconds:g} s")
+            futex.sleep_while(self._bell_address, bell, min(left, _LOOK_SECONDS))
+
+    def wait_change(self, seen: int, timeout_seconds: float) -> int:
+        """Sleep until the bell is another than `seen`, or for that long; return what it is."""
+        if not self._is_over:
+            futex.sleep_while(self._bell_address, seen, timeout_seconds)
+        return self._bell_words[0]
+
+    def end_waits(self) -> None:
+        """Have every wait of this object, in whichever thread, end at once."""
+        self._is_over = True
+        futex.wake(self._request.address)
+        futex.wake(self._bell_address)
+
+    def close(self) -> None:
+        """Let go of the cell; the file stays for the others. Safe to repeat."""
+        if self._is_open:
+            self._is_open = False
+            self._request.close()
+            for words in self._slots:
+                words.close()
+            self._bell_words.release()
+            self.let_go()
+            self._memory.close()
+
+    def let_go(self) -> None:
+        """Close the files; claims of a forked child's parent stay the parent's."""
+        for file in self._claims:
+            os.close(file)
+        self._claims = []
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Cell:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+_F_OFD_SETLK = 37  # Linux; not every build of Python names it
+
+
+def _locked(file: int, offset: int, nbytes: int) -> bool:
+    """Lock some bytes, all of them for 0; False if another open file has a lock there.
+
+    The lock is the open file's, so a forked child that closes its copy does not end it.
+    """
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, offset, nbytes, 0)
+    try:
+        fcntl.fcntl(file, _F_OFD_SETLK, lock)
+    except OSError as cause:
+        if cause.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise StoreError(cause.errno, f"cannot lock a status cell: {cause.strerror}") from cause
+    return True
+
+
+def _size(num_ranks: int) -> int:
+    return _REQUEST + (1 + num_ranks) * _SLOT_BYTES
+
+
+def _shortened(slot: Slot) -> Slot:
+    """Return the slot with a reason that fits."""
+    data = slot.reason.encode()
+    if len(data) <= _MAX_REASON_BYTES:
+        return slot
+    cut = data[: _MAX_REASON_BYTES - 3].decode(errors="ignore") + "…"
+    return msgspec.structs.replace(slot, reason=cut)

@@ -1,0 +1,220 @@
+"""Worker: one rank's end of the status cell. Does what is asked, and says how it stands.
+
+Two threads beside the engine's own: one sleeps on the cell's request, the other waits for
+the next version, if the engine is to follow its trainer by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from time import monotonic
+
+from flyweight.adapters.process_group import default_seat, seat_of
+from flyweight.errors import FlyweightError, LifecycleError, SpecError
+from flyweight.events import emit
+from flyweight.lifecycle.machine import Machine, Weights
+from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
+from flyweight.lifecycle.status import Cell, Request, Slot, started_at
+from flyweight.ports import Engine, Seat
+
+_LOOK_SECONDS = 1.0
+"""How often a worker that waits sees whether its cell is still the one."""
+_BEAT_SECONDS = 0.1
+_FOLLOW_SECONDS = 30.0
+_REST_SECONDS = 0.5
+_CLOSE_SECONDS = 10.0
+
+
+class Worker:
+    """Drives one rank's engine as a status cell says, and follows its source of weights."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights: Weights,
+        cell: str | os.PathLike[str],
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        process_group: object = None,
+        should_follow: bool = True,
+        should_serve: bool = True,
+    ) -> None:
+        """Attach to the cell, which is made if it is not there.
+
+        With several ranks, `process_group` (torch's or Paddle's; the default group if None) is
+        how they find each other.
+        """
+        seat = self._seat(rank, num_ranks, process_group)
+        self._engine, self._rank, self._should_follow = engine, rank, should_follow
+        self._cell = Cell(cell, num_ranks)
+        try:
+            self._cell.claim(rank)
+        except BaseException:
+            self._cell.close()
+            raise
+        request = self._cell.request()
+        self._taken = self._done = 0 if request is None else request.number
+        self._error = self._reason = ""
+        self._pid, self._started = os.getpid(), started_at(os.getpid())
+        self._telling = threading.Lock()
+        self._is_over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._ranks = Ranks(seat)
+        self.machine = Machine(
+            engine, weights, self._ranks, should_serve=should_serve, observe=self.tell
+        )
+        self._weights = weights
+        self.failure: FlyweightError | None = None
+        """Why the worker ended by itself, if it did."""
+        self.tell()
+
+    @staticmethod
+    def _seat(rank: int, num_ranks: int, process_group: object) -> Seat:
+        if num_ranks == 1:
+            return Seat(0, 1)
+        seat = default_seat() if process_group is None else seat_of(process_group)
+        if (seat.rank, seat.num_ranks) != (rank, num_ranks):
+            raise SpecError(
+                f"rank {rank} of {num_ranks} is rank {seat.rank} of {seat.num_ranks} in its "
+                f"process group"
+            )
+        return seat
+
+    def start(self) -> None:
+        """Begin to listen, and to follow, in threads of their own."""
+        work = [(self.run, "flyweight-worker"), (self._beat, "flyweight-beat")]
+        if self._should_follow:
+            work.append((self._follow, "flyweight-follow"))
+        for target, name in work:
+            thread = threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _guarded(self, target: object) -> None:
+        assert callable(target)
+        try:
+            target()
+        except FlyweightError as error:  # the cell is gone, or damaged: nobody can be told by it
+            self.failure = error
+            self._is_over.set()
+            emit("worker.ended", rank=self._rank, error=str(error))
+
+    def run(self) -> None:
+        """Do what the cell asks for, until `close`."""
+        while not self._is_over.is_set():
+            request = self._cell.next_request(self._taken, _LOOK_SECONDS)
+            if request is None:
+                self._cell.check_current()
+                continue
+            self._answer(request)
+
+    def _answer(self, request: Request) -> None:
+        self._taken, self._error, self._reason = request.number, "", ""
+        self.tell()
+        try:
+            self._do(request)
+        except FlyweightError as error:
+            self._error, self._reason = type(error).__name__, str(error)
+        self._done = request.number
+        self.tell()
+
+    def _do(self, request: Request) -> None:
+        machine, deadline = self.machine, monotonic() + request.timeout_seconds
+        tags = frozenset(request.tags) or ALL_TAGS
+        match request.signal:
+            case Signal.PAUSE:
+                machine.pause(
+                    should_abort=request.should_abort, timeout_seconds=request.timeout_seconds
+                )
+            case Signal.RESUME:
+                machine.resume(timeout_seconds=request.timeout_seconds)
+            case Signal.CLEAR:
+                machine.clear(
+                    tags, may_drain=request.may_drain, timeout_seconds=request.timeout_seconds
+                )
+            case Signal.UPDATE:
+                self._update(request, request.timeout_seconds)
+            case Signal.RESTORE:
+                if Tag.WEIGHTS in tags and not machine.has_weights_memory:
+                    self._update(request, request.timeout_seconds)
+                if Tag.KV_CACHE in tags:
+                    machine.restore(timeout_seconds=max(deadline - monotonic(), 0.001))
+            case _:
+                raise LifecycleError(f"signal {request.signal} is not asked from outside")
+
+    def _update(self, request: Request, timeout_seconds: float) -> None:
+        self.machine.update(
+            request.version, may_drain=request.may_drain, timeout_seconds=timeout_seconds
+        )
+
+    def _follow(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                came = self.machine.follow(
+                    timeout_seconds=_FOLLOW_SECONDS, is_over=self._is_over.is_set
+                )
+            except FlyweightError as error:
+                self._reason = str(error)
+                came = False
+            self.tell()
+            if not came:
+                self._is_over.wait(_REST_SECONDS)
+
+    def _beat(self) -> None:
+        """Say how far an update is, and how many requests run, as that changes."""
+        seen = 0
+        while not self._is_over.wait(_BEAT_SECONDS):
+            if self.machine.state is State.UPDATING or self._engine.num_running != seen:
+                seen = self._engine.num_running
+                self.tell()
+
+    def tell(self) -> None:
+        """Show how this rank stands."""
+        machine = self.machine
+        with self._telling:
+            failure = machine.failure
+            report = machine.report
+            self._cell.tell(
+                self._rank,
+                Slot(
+                    pid=self._pid,
+                    started=self._started,
+                    state=machine.state,
+                    absent=tuple(sorted(machine.condition.absent)),
+                    version=machine.version,
+                    taken=self._taken,
+                    done=self._done,
+                    error=self._error,
+                    reason=self._reason if failure is None else str(failure),
+                    step=machine.step,
+                    percent=machine.percent,
+                    num_running=self._engine.num_running,
+                    nbytes=0 if report is None else report.nbytes,
+                    round_seconds=0.0 if report is None else report.seconds,
+                    pause_seconds=machine.pause_seconds,
+                    num_rounds=machine.num_rounds,
+                ),
+            )
+
+    def close(self) -> None:
+        """Stop listening and following; the engine stays as it is. Safe to repeat."""
+        if self._is_over.is_set() and not self._threads:
+            return
+        self._is_over.set()
+        self._cell.end_waits()
+        self._weights.rouse()
+        for thread in self._threads:
+            thread.join(_CLOSE_SECONDS)
+        self._threads = []
+        self._ranks.close()
+        self._cell.close()
+
+    def __enter__(self) -> Worker:
+        self.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
