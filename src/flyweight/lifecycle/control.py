@@ -223,12 +223,13 @@ class Control:
             )
             for rank, (slot, pid) in enumerate(zip(slots, pids, strict=True)):
                 if _has_gone(slot, pid):
-                    raise PeerLost(f"rank {rank} of replica {self.name!r} died, process {pid}")
+                    told = "it never came" if slot is None or pid is None else _end_of(slot)
+                    raise PeerLost(f"rank {rank} of replica {self.name!r} is gone: {told}")
             answers = [slot for slot in slots if slot is not None]
             wrong = [(rank, slot) for rank, slot in enumerate(answers) if slot.error]
             if wrong:
                 rank, slot = wrong[0]
-                raise PeerFailed(f"rank {rank}: {slot.error}: {slot.reason}")
+                raise PeerFailed(f"rank {rank}: {slot.error}: {slot.answer}")
             version = answers[0].version
         except FlyweightError as failure:
             error, reason = type(failure).__name__, str(failure)
@@ -285,12 +286,19 @@ def _rank_status(rank: int, slot: Slot | None) -> RankStatus:
         step=told.step,
         percent=told.percent,
         num_running=told.num_running,
-        reason=told.reason if is_alive or slot is None else f"process {told.pid} died",
+        reason=told.reason if is_alive or slot is None else _end_of(told),
         nbytes=told.nbytes,
         round_seconds=told.round_seconds,
         pause_seconds=told.pause_seconds,
         num_rounds=told.num_rounds,
     )
+
+
+def _end_of(slot: Slot) -> str:
+    """Return how a rank that is there no more has ended."""
+    if slot.is_listening:
+        return f"process {slot.pid} died"
+    return f"its worker in process {slot.pid} was closed{': ' if slot.reason else ''}{slot.reason}"
 
 
 def _together(ranks: Sequence[RankStatus]) -> tuple[str, str]:
@@ -299,8 +307,8 @@ def _together(ranks: Sequence[RankStatus]) -> tuple[str, str]:
         return ABSENT, f"none of its {len(ranks)} ranks has come yet"
     for each in ranks:
         if not each.is_alive:
-            what = "has not come yet" if each.state == ABSENT else f"died: {each.reason}"
-            return State.FAILED, f"rank {each.rank} {what}"
+            what = " has not come yet" if each.state == ABSENT else f": {each.reason}"
+            return State.FAILED, f"rank {each.rank}{what}"
     state = next(state for state in _WORST_FIRST if any(each.state == state for each in ranks))
     versions = sorted({-1 if each.version is None else each.version for each in ranks})
     if state is State.SERVING and len(versions) > 1:

@@ -5,9 +5,10 @@ One operation at a time. How the failure of a step ends:
     pause               the engine goes on serving as before
     drop the cache      nothing was changed; it stays paused, or goes on as before an update
     release, restore    FAILED: some of it may be gone; a cache that does not come back stays away
+    prepare             no rank was touched: the old version is served as before, on all
     update, untouched   the old version is whole on every rank: it is served as before
     update, touched     FAILED on every rank, until a whole update succeeds
-    ranks disagree      FAILED on every rank, also on those that hold the version whole
+    a rank is lost      FAILED on every rank that heard no verdict, whatever it holds
     resume              it stays paused
 """
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Protocol, TypeVar
 
@@ -38,6 +41,23 @@ _ROUND_SECONDS = 60.0
 _STOP_SECONDS = 1.0
 _NEWER_SECONDS = 0.5
 """How long to ask for something newer than what is held, when the newest is asked for."""
+
+
+_PASSING = (State.PAUSING, State.CLEARING, State.UPDATING, State.VERIFYING)
+
+
+@dataclass
+class _Round:
+    """One update on its way."""
+
+    may_drain: bool
+    deadline: float
+    is_asked: bool
+    is_begun: bool = False
+    """Whether the other ranks have heard of it from this one."""
+    is_prepared: bool = False
+    stood: float = 0.0
+    """Since when requests stand still for it."""
 
 
 class Weights(Protocol):
@@ -101,7 +121,7 @@ class Machine:
         self._turn = threading.Lock()
         self._turn_of = ""
         self._source = threading.Lock()
-        self._num_asking = 0
+        self._asks: set[object] = set()
 
     @property
     def state(self) -> State:
@@ -130,13 +150,14 @@ class Machine:
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._turn_for("resume", deadline):
             refusal = self._refusal(Signal.RESUME)
-            verdict = self._ranks.agreed("resume", self.version, refusal, deadline)
+            verdict = self._ranks.agreed(self.version, "", refusal, deadline, what="resume")
             if refusal is not None:
                 raise refusal
             if not verdict.is_agreed:
                 raise LifecycleError(verdict.text)
             self._is_meant_to_serve = True
-            self._resume()
+            if self.state is not State.SERVING:
+                self._resume()
 
     def clear(
         self,
@@ -190,7 +211,8 @@ class Machine:
         with ExitStack() as stack:
             stack.enter_context(self._asking(deadline))
             stack.enter_context(self._turn_for("update", deadline))
-            self._check_may_update(may_drain)
+            if self.state is not State.SERVING:
+                self.condition.after(Signal.UPDATE)
             return self._update(version, may_drain, deadline, is_asked=True)
 
     def follow(self, *, timeout_seconds: float, is_over: Callable[[], bool]) -> bool:
@@ -201,7 +223,7 @@ class Machine:
         deadline = monotonic() + timeout_seconds
 
         def stops() -> bool:
-            return is_over() or self._num_asking > 0
+            return is_over() or bool(self._asks)
 
         if not self._source.acquire(timeout=timeout_seconds):
             return False
@@ -224,15 +246,6 @@ class Machine:
 
     # Steps.
 
-    def _check_may_update(self, may_drain: bool) -> None:
-        if self.state is not State.SERVING:
-            self.condition.after(Signal.UPDATE)
-        elif not may_drain and self._engine.num_running:
-            raise LifecycleError(
-                f"{self._engine.num_running} requests are running and were not to be drained; "
-                f"send PAUSE first, or allow to drain"
-            )
-
     def _update(
         self,
         version: int | None,
@@ -243,16 +256,13 @@ class Machine:
         enter: Callable[[], object] = lambda: None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> UpdateReport | None:
-        stood: list[float] = []
-        had = self.version if self.state is not State.FAILED else None
+        round_ = _Round(may_drain, deadline, is_asked)
 
         def before(found: int) -> None:
             enter()
-            if not self.has_weights_memory:
-                raise LifecycleError("the memory of the weights was given back meanwhile")
-            stood.append(perf_counter())
-            self._stand_still(deadline if is_asked else monotonic() + _ROUND_SECONDS, may_drain)
-            self._call("drop_cache", self._engine.drop_cache)
+            if not is_asked:
+                round_.deadline = monotonic() + _ROUND_SECONDS
+            self._prepare(round_, None)
             self._signal(Signal.UPDATE)
 
         was_away = self._restore_memory()
@@ -262,85 +272,123 @@ class Machine:
         error: FlyweightError | None = None
         report: UpdateReport | None = None
         try:
-            report = self._weights.update(
-                version,
-                timeout_seconds=max(min(until, deadline) - monotonic(), 0.001),
-                before=before,
-                is_over=is_over,
+            report = self._call(
+                "update",
+                lambda: self._weights.update(
+                    version,
+                    timeout_seconds=max(min(until, deadline) - monotonic(), 0.001),
+                    before=before,
+                    is_over=is_over,
+                ),
             )
         except TransferTimeout as failure:
-            error = None if is_newest_enough and not stood else failure
+            error = None if is_newest_enough and not round_.is_begun else failure
         except FlyweightError as failure:
             error = failure
-        if not is_asked:
-            if not stood:
-                if error is not None:
-                    raise error
-                return None
-            deadline = monotonic() + _ROUND_SECONDS
-        is_served = self.state is State.SERVING and self.version == self._weights.version
-        if error is None and not is_served and self.state is not State.UPDATING:
-            self._stand_still(deadline, may_drain)  # it was held already, and not committed
-            self._signal(Signal.UPDATE)
-        self._end(report, error, had, was_away, deadline)
-        if stood:  # told together, by whoever looks at rounds
-            self.pause_seconds = perf_counter() - stood[0]
+        if not is_asked and not round_.is_begun:
+            if error is not None:
+                raise error
+            return None
+        try:
+            if not round_.is_begun:  # it was held already, or never came: the others wait to hear
+                self._prepare(round_, error, should_stop=error is None and not self._is_served)
+            if round_.is_prepared:
+                self._end(round_, report, error)
+            elif error is not None:
+                raise error
+        finally:
+            if was_away and self.state is State.CLEARED:
+                self._release(Tag.WEIGHTS)  # nothing came: what is cleared takes no memory
+            if self._is_meant_to_serve and self.state is State.PAUSED:
+                self._resume()
+        if round_.stood:  # told together, to whoever looks at rounds
+            self.pause_seconds = perf_counter() - round_.stood
             self.num_rounds += 1
         return report
 
-    def _end(
-        self,
-        report: UpdateReport | None,
-        error: FlyweightError | None,
-        had: int | None,
-        was_away: bool,
-        deadline: float,
+    @property
+    def _is_served(self) -> bool:
+        return self.state is State.SERVING and self.version == self._weights.version
+
+    def _prepare(
+        self, round_: _Round, error: FlyweightError | None, *, should_stop: bool = True
     ) -> None:
-        """Hear what the other ranks hold, and commit, keep the old version, or fail: all alike."""
-        if self.state is State.UPDATING and error is None:
-            self._signal(Signal.FILLED)
-        verdict = self._agree(deadline, error)
-        if verdict.is_agreed and self.state is State.SERVING:
-            return
-        if verdict.is_agreed:
-            self.version, self.failure = self._weights.version, None
-            self.report = report if report is not None else self.report
-            self._signal(Signal.COMMITTED, self.condition.absent - {Tag.WEIGHTS})
-        elif verdict.is_kept and had is not None and self._weights.version == had:
-            if self.state in (State.UPDATING, State.VERIFYING):
-                self._signal(Signal.KEPT)
-        elif self.state is State.CLEARED and error is not None and verdict.is_kept:
-            if was_away:
-                self._release(Tag.WEIGHTS)  # nothing came: what is cleared takes no memory
-        else:
-            failure = error if error is not None else LifecycleError(verdict.text)
-            self._fail(failure)
-        if self._is_meant_to_serve and self.state is State.PAUSED:
-            self._resume()
+        """Stand still, and hear that all ranks do; raise if one cannot, before any is touched."""
+        round_.is_begun = True
+        if error is None and should_stop:
+            try:
+                if not self.has_weights_memory:
+                    raise LifecycleError("the memory of the weights was given back meanwhile")
+                round_.stood = perf_counter()
+                self._stand_still(round_.deadline, round_.may_drain)
+                self._call("drop_cache", self._engine.drop_cache)
+            except FlyweightError as failure:
+                error = failure
+        verdict = self._ranks.prepared(error, round_.deadline)
         if error is not None:
             raise error
         if not verdict.is_agreed:
             raise LifecycleError(verdict.text)
+        round_.is_prepared = True
 
-    def _agree(self, deadline: float, error: FlyweightError | None) -> Verdict:
+    def _end(
+        self, round_: _Round, report: UpdateReport | None, error: FlyweightError | None
+    ) -> None:
+        """Hear what the other ranks hold, and commit, keep the old version, or fail: all alike."""
+        if error is None and not self._is_served and self.state is not State.UPDATING:
+            self._signal(Signal.UPDATE)  # it was held already, and not committed
+        if error is None and self.state is State.UPDATING:
+            self._signal(Signal.FILLED)
+        verdict = self._agree(round_, error)
+        if verdict.is_agreed:
+            if self.state is not State.SERVING:
+                self.version, self.failure = self._weights.version, None
+                self.report = report if report is not None else self.report
+                self._signal(Signal.COMMITTED, self.condition.absent - {Tag.WEIGHTS})
+            return
+        failure = error if error is not None else LifecycleError(verdict.text)
+        is_kept = self.version is not None and self._weights.version == self.version
+        if not verdict.is_kept or not is_kept:
+            self._fail(failure)
+        elif self.state in (State.UPDATING, State.VERIFYING):
+            self._signal(Signal.KEPT)
+        raise failure
+
+    def _agree(self, round_: _Round, error: FlyweightError | None) -> Verdict:
         """Compare versions with the other ranks; those that are behind catch up."""
+
+        def before(found: int) -> None:
+            if self.state is State.SERVING:
+                round_.stood = perf_counter()
+                self._stand_still(round_.deadline)
+                self._call("drop_cache", self._engine.drop_cache)
+                self._signal(Signal.UPDATE)
+
         for _ in range(_CATCH_UPS):
             verdict = self._ranks.agreed(
-                "update", self._weights.version, error, deadline, self._weights.session
+                self._weights.version, self._weights.session, error, round_.deadline
             )
-            if verdict.catch_up is None or error is not None:
+            wanted = verdict.catch_up
+            if wanted is None or error is not None:
                 return verdict
-            if self._weights.version != verdict.catch_up:
+            if self._weights.version != wanted:
                 try:
-                    self._weights.update(
-                        verdict.catch_up,
-                        timeout_seconds=max(deadline - monotonic(), 0.001),
-                        before=lambda version: None,
-                        is_over=lambda: False,
-                    )
+                    self._call("update", partial(self._catch_up, wanted, round_, before))
                 except FlyweightError as failure:
                     error = failure
+                if self.state is State.UPDATING and error is None:
+                    self._signal(Signal.FILLED)
         return Verdict(text="the ranks were given different versions again and again")
+
+    def _catch_up(
+        self, version: int, round_: _Round, before: Callable[[int], None]
+    ) -> UpdateReport:
+        return self._weights.update(
+            version,
+            timeout_seconds=max(round_.deadline - monotonic(), 0.001),
+            before=before,
+            is_over=lambda: False,
+        )
 
     def _stand_still(self, deadline: float, may_drain: bool = True) -> None:
         if self.state is State.SERVING:
@@ -403,8 +451,7 @@ class Machine:
         self.step = name
         try:
             return method()
-        except FlyweightError as error:
-            error.note(f"in the engine's {name}")
+        except FlyweightError:
             raise
         except Exception as cause:  # the engine is not ours: it may raise anything
             raise LifecycleError(
@@ -429,10 +476,15 @@ class Machine:
             emit("state.changed", state=self.state, before=before.state, signal=signal)
             self._observe()
 
+    def fail(self, error: FlyweightError) -> None:
+        """Serve nothing any more: something happened that this did not see."""
+        with self._turn_for("fail", monotonic() + _ROUND_SECONDS):
+            self._fail(error)
+
     def _fail(self, error: FlyweightError) -> None:
         """From now on nothing is served, until a whole update succeeds."""
         if self.state is State.SERVING:
-            with suppress(FlyweightError):  # it fails either way; no new request starts
+            with suppress(FlyweightError):  # it is FAILED either way; no new request starts
                 self._call("pause", lambda: self._engine.pause(monotonic() + _STOP_SECONDS))
         self.failure, self.version = error, None
         absent = self.condition.absent | self._released | {Tag.WEIGHTS}
@@ -447,19 +499,22 @@ class Machine:
             self._turn_of = what
             yield
         finally:
+            if self.state in _PASSING:  # interrupted: nothing may stay so for ever
+                self._fail(LifecycleError(f"{what} was ended in state {self.state}"))
             self._turn.release()
             self._observe()
 
     @contextmanager
     def _asking(self, deadline: float) -> Iterator[None]:
         """Have the source of weights, which who follows gives up for whoever asks."""
-        self._num_asking += 1
+        ask = object()
+        self._asks.add(ask)
         self._weights.rouse()
         try:
             if not self._source.acquire(timeout=max(deadline - monotonic(), 0.001)):
                 raise Busy("another update is running; wait until it ends")
         finally:
-            self._num_asking -= 1
+            self._asks.discard(ask)
         try:
             yield
         finally:

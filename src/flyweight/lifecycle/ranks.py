@@ -7,7 +7,8 @@ verdict takes it that there is none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
 
@@ -16,6 +17,8 @@ from flyweight.ports import Seat
 from flyweight.spec.manifest import Json
 from flyweight.transports.group import Group
 from flyweight.transports.meeting import meet
+
+_LEAST_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -37,35 +40,41 @@ class Ranks:
         self.seat = Seat(0, 1) if seat is None else seat
         self._group: Group | None = None
 
+    def prepared(self, error: FlyweightError | None, deadline: float) -> Verdict:
+        """Return whether all ranks are ready for what follows; every rank must call this."""
+        return self._decide({"what": "prepare", "error": _text(error)}, deadline)
+
     def agreed(
         self,
-        what: str,
         version: int | None,
+        session: str,
         error: FlyweightError | None,
         deadline: float,
-        session: str = "",
+        *,
+        what: str = "update",
     ) -> Verdict:
-        """Return what all ranks decide; every rank must call this for the same thing."""
-        mine: Json = {
-            "what": what,
-            "version": version,
-            "session": session,
-            "error": "" if error is None else f"{type(error).__name__}: {error}",
-        }
+        """Return what all ranks decide of what they hold; every rank must call this."""
+        mine: dict[str, Json] = {"what": what, "error": _text(error)}
+        return self._decide({**mine, "version": version, "session": session}, deadline)
+
+    def _decide(self, mine: dict[str, Json], deadline: float) -> Verdict:
         if self.seat.num_ranks == 1:
             return _decided([mine])
         try:
-            group = self._met(max(deadline - monotonic(), 0.1))
-            said = group.gather("hold", mine)
-            told: Any = group.broadcast("verdict", _verdict_record(said) if said else None)
+            group = self._met(max(deadline - monotonic(), _LEAST_SECONDS))
+            said = group.gather("say", mine)
+            told: Any = group.broadcast("verdict", asdict(_decided(said)) if said else None)
+            return Verdict(**told)
         except TransportError as fault:
             self.close()
             return Verdict(text=f"the ranks did not decide: {fault}")
-        return Verdict(**told)
 
     def _met(self, timeout_seconds: float) -> Group:
+        """Return the group, with so much time for each wait."""
         if self._group is None:
             self._group = meet(self.seat, timeout_seconds=timeout_seconds)
+        else:
+            self._group.allow(timeout_seconds)
         return self._group
 
     def close(self) -> None:
@@ -75,26 +84,23 @@ class Ranks:
             group.close()
 
 
-def _verdict_record(said: list[Any]) -> dict[str, Any]:
-    verdict = _decided(said)
-    return {
-        "is_agreed": verdict.is_agreed,
-        "is_kept": verdict.is_kept,
-        "catch_up": verdict.catch_up,
-        "text": verdict.text,
-    }
+def _text(error: FlyweightError | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-def _decided(said: list[Any]) -> Verdict:
+def _decided(said: Sequence[Any]) -> Verdict:
     """Decide, from what each rank says."""
+    asked = [each["what"] for each in said]
+    if len(set(asked)) > 1:
+        words = ", ".join(f"rank {rank} for {what!r}" for rank, what in enumerate(asked))
+        return Verdict(text=f"the ranks were asked for different things: {words}")
     errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(said) if each["error"]]
+    if asked[0] == "prepare":
+        return Verdict(is_agreed=not errors, is_kept=True, text=errors[0] if errors else "")
     versions = [each["version"] for each in said]
     is_whole = None not in versions and len(set(versions)) == 1
     if errors:
-        return Verdict(is_kept=is_whole or set(versions) == {None}, text=errors[0])
-    if {each["what"] for each in said} != {said[0]["what"]}:
-        asked = ", ".join(f"rank {rank} {each['what']}" for rank, each in enumerate(said))
-        return Verdict(text=f"the ranks were asked for different things: {asked}")
+        return Verdict(is_kept=is_whole, text=errors[0])
     if None in versions:
         return Verdict(text=f"rank {versions.index(None)} holds no whole version")
     if not is_whole:

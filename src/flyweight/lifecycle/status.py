@@ -37,10 +37,10 @@ _MAGIC = b"FLYWCELL"
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, protocol, ranks, epoch, the boot it is of
 _BELL = 60
 _REQUEST = 64
-_RECORD_BYTES = 1024
+_RECORD_BYTES = 2048
 _SLOT_BYTES = 8 + 2 * _RECORD_BYTES
 _RECORD = struct.Struct("<II")  # how long, CRC-32
-_MAX_REASON_BYTES = 400
+_MAX_WORDS_BYTES = 700
 _TRIES = 1000
 _LOOK_SECONDS = 0.1
 """How often who waits for a process looks whether it lives."""
@@ -75,8 +75,12 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The number of the last request that it answered."""
     error: str = ""
     """How the last request ended: the error's name, or nothing."""
+    answer: str = ""
+    """The error's words."""
     reason: str = ""
-    """Why it failed, in words; of a FAILED engine until it is whole again."""
+    """Why the engine is FAILED, or why it did not take the last version; in words."""
+    is_listening: bool = True
+    """False once its worker has ended, though its process may go on."""
     step: str = ""
     percent: float = 0.0
     num_running: int = 0
@@ -87,7 +91,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def is_alive(self) -> bool:
-        return self.pid > 0 and started_at(self.pid) == self.started
+        """True while somebody is there to do what is asked."""
+        return self.is_listening and self.pid > 0 and started_at(self.pid) == self.started
 
 
 RecordT = TypeVar("RecordT", Request, Slot)
@@ -450,9 +455,12 @@ def _size(num_ranks: int) -> int:
 
 
 def _shortened(slot: Slot) -> Slot:
-    """Return the slot with a reason that fits."""
-    data = slot.reason.encode()
-    if len(data) <= _MAX_REASON_BYTES:
-        return slot
-    cut = data[: _MAX_REASON_BYTES - 3].decode(errors="ignore") + "…"
-    return msgspec.structs.replace(slot, reason=cut)
+    """Return the slot with words that fit."""
+    return msgspec.structs.replace(slot, answer=_cut(slot.answer), reason=_cut(slot.reason))
+
+
+def _cut(text: str) -> str:
+    data = text.encode(errors="replace")
+    if len(data) <= _MAX_WORDS_BYTES:
+        return data.decode()
+    return data[: _MAX_WORDS_BYTES - 3].decode(errors="ignore") + "…"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from time import monotonic
 
 from flyweight.adapters.process_group import default_seat, seat_of
@@ -57,7 +58,7 @@ class Worker:
             raise
         request = self._cell.request()
         self._taken = self._done = 0 if request is None else request.number
-        self._error = self._reason = ""
+        self._error = self._answer = self._trouble = ""
         self._pid, self._started = os.getpid(), started_at(os.getpid())
         self._telling = threading.Lock()
         self._is_over = threading.Event()
@@ -93,14 +94,21 @@ class Worker:
             self._threads.append(thread)
             thread.start()
 
-    def _guarded(self, target: object) -> None:
-        assert callable(target)
+    def _guarded(self, target: Callable[[], None]) -> None:
+        failure: FlyweightError = LifecycleError(
+            f"the worker of rank {self._rank} ended by an error of its own"
+        )
         try:
             target()
-        except FlyweightError as error:  # the cell is gone, or damaged: nobody can be told by it
-            self.failure = error
-            self._is_over.set()
-            emit("worker.ended", rank=self._rank, error=str(error))
+        except FlyweightError as error:  # the cell is gone, or damaged
+            failure = error
+        finally:
+            if not self._is_over.is_set():
+                self._is_over.set()
+                self.failure = failure
+                emit("worker.ended", rank=self._rank, error=str(failure))
+                self.machine.fail(failure)  # nobody could stop this engine any more
+                self.tell()
 
     def run(self) -> None:
         """Do what the cell asks for, until `close`."""
@@ -109,15 +117,15 @@ class Worker:
             if request is None:
                 self._cell.check_current()
                 continue
-            self._answer(request)
+            self._obey(request)
 
-    def _answer(self, request: Request) -> None:
-        self._taken, self._error, self._reason = request.number, "", ""
+    def _obey(self, request: Request) -> None:
+        self._taken, self._error, self._answer = request.number, "", ""
         self.tell()
         try:
             self._do(request)
         except FlyweightError as error:
-            self._error, self._reason = type(error).__name__, str(error)
+            self._error, self._answer = type(error).__name__, str(error)
         self._done = request.number
         self.tell()
 
@@ -156,8 +164,10 @@ class Worker:
                 came = self.machine.follow(
                     timeout_seconds=_FOLLOW_SECONDS, is_over=self._is_over.is_set
                 )
+                if came:
+                    self._trouble = ""
             except FlyweightError as error:
-                self._reason = str(error)
+                self._trouble = str(error)
                 came = False
             self.tell()
             if not came:
@@ -188,7 +198,9 @@ class Worker:
                     taken=self._taken,
                     done=self._done,
                     error=self._error,
-                    reason=self._reason if failure is None else str(failure),
+                    answer=self._answer,
+                    reason=self._trouble if failure is None else str(failure),
+                    is_listening=not self._is_over.is_set(),
                     step=machine.step,
                     percent=machine.percent,
                     num_running=self._engine.num_running,
@@ -209,6 +221,7 @@ class Worker:
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
         self._threads = []
+        self.tell()
         self._ranks.close()
         self._cell.close()
 

@@ -56,7 +56,7 @@ class Group:
     ) -> None:
         self.rank, self.num_ranks, self.coordinator = rank, num_ranks, coordinator
         # The coordinator gives a silent rank up before others give the coordinator up for it.
-        self._timeout_seconds = timeout_seconds * (PATIENCE if rank == coordinator else 1)
+        self.allow(timeout_seconds)
         self._links = {peer: _Link(peer, link) for peer, link in (links or {}).items()}
         self._changed = threading.Condition()
         self._fault: TransportError | None = None
@@ -75,6 +75,10 @@ class Group:
             self._post = threading.Thread(target=self._listen, name="flyweight-group", daemon=True)
             self._post.start()
             leave_behind(self)
+
+    def allow(self, timeout_seconds: float) -> None:
+        """Give each wait so much time from now on; every rank must allow about the same."""
+        self._timeout_seconds = timeout_seconds * (PATIENCE if self.is_coordinator else 1)
 
     @property
     def is_coordinator(self) -> bool:
