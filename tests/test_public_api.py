@@ -6,10 +6,12 @@ def test_the_public_names_are_these_and_all_work():
         [
             "Box",
             "FlyweightError",
+            "ModelEngine",
             "ModelLayout",
             "Publisher",
             "Replica",
             "Sharded",
+            "Worker",
             "__version__",
             "convert",
             "diff",

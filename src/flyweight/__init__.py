@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from flyweight.adapters.sharded import Sharded as Sharded
     from flyweight.errors import FlyweightError as FlyweightError
+    from flyweight.lifecycle.engine import ModelEngine as ModelEngine
+    from flyweight.lifecycle.worker import Worker as Worker
     from flyweight.spec.box import Box as Box
     from flyweight.spec.rules import ModelLayout as ModelLayout
     from flyweight.sync.publisher import Publisher as Publisher
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Box": ("flyweight.spec.box", "Box"),
     "FlyweightError": ("flyweight.errors", "FlyweightError"),
+    "ModelEngine": ("flyweight.lifecycle.engine", "ModelEngine"),
     "ModelLayout": ("flyweight.spec.rules", "ModelLayout"),
     "Publisher": ("flyweight.sync.publisher", "Publisher"),
     "Replica": ("flyweight.sync.replica", "Replica"),
     "Sharded": ("flyweight.adapters.sharded", "Sharded"),
+    "Worker": ("flyweight.lifecycle.worker", "Worker"),
     "convert": ("flyweight.verbs.convert", "convert"),
     "diff": ("flyweight.verbs.compare", "diff"),
     "load": ("flyweight.verbs.load", "load"),

@@ -15,7 +15,7 @@ from flyweight.sync.report import UpdateReport
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import Extra, load
 
-_PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS = 0.5
 
 
 class StoredWeights:
@@ -120,12 +120,13 @@ class NearestWeights:
             self._replica.forget("a snapshot was loaded over it")
 
         if self.version is None or version is not None:
+            failure = self._replica.failure
             try:
                 patience = min(_PATIENCE_SECONDS, timeout_seconds)
                 return self._from_publisher(version, patience, before, is_over)
             except (PeerLost, TransferTimeout, VersionError):
-                if self._replica.state == "failed" or is_over():
-                    raise
+                if self._replica.failure is not failure or is_over():
+                    raise  # it was touched: whoever asked must know
             left = max(deadline - monotonic(), 0.001)
             try:
                 return self._stored.update(

@@ -329,6 +329,7 @@ class Replica:
             self._to_come = sum(link.intake.nbytes(copy) for copy in link.intake.copies)
             self._come = 0
             before(begin.version)
+            feed.check_alive()  # whoever stood still for it may have taken long
             taken = self._taker.take(link.intake, begin, feed)
             link.subscriber.send(
                 Done(begin.round, taken.digests, taken.copy_seconds, taken.verify_seconds)
@@ -465,6 +466,10 @@ class _Feed:
     @property
     def deadline(self) -> float:
         return monotonic() + self._timeout_seconds
+
+    def check_alive(self) -> None:
+        """Raise if the publisher went, or gave the round up, before anything was taken."""
+        self._subscriber.check_open(self._round)
 
     def message(self, what: str) -> Filled | Commit:
         """Return the next message of this round; raise what the publisher aborts it with."""

@@ -22,6 +22,7 @@ from flyweight.errors import (
 )
 from flyweight.sync.address import Address
 from flyweight.sync.messages import (
+    Abort,
     Agreed,
     Begin,
     Bye,
@@ -147,6 +148,15 @@ class Subscriber:
             if self._fault is not None:
                 raise self._fault
         raise TransferTimeout(f"{what} from {self.address} did not come in time")
+
+    def check_open(self, round_: int) -> None:
+        """Raise what ended the connection, or the round."""
+        with self._changed:
+            if self._fault is not None:
+                raise self._fault
+            for each in self._inbox:
+                if isinstance(each, Abort) and each.round == round_:
+                    raise error_named(each.kind, each.text)
 
     def rouse(self) -> None:
         """Have who waits look whether it is over."""

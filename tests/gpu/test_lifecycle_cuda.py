@@ -1,0 +1,133 @@
+"""The life cycle on a GPU: memory that is cleared is the device's again, and comes back in place."""
+
+import multiprocessing
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flyweight as fw  # noqa: E402
+from flyweight.errors import LifecycleError  # noqa: E402
+from flyweight.lifecycle.control import Control  # noqa: E402
+from flyweight.lifecycle.machine import Machine  # noqa: E402
+from flyweight.lifecycle.states import Signal, State, Tag  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+SPAWN = multiprocessing.get_context("spawn")
+WIDTH, LAYERS = 4096, 8
+NBYTES = WIDTH * WIDTH * 4 * LAYERS
+
+
+def policy(value):
+    layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False, device="cuda") for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*layers)
+    fill(model, value)
+    return model
+
+
+def fill(model, value):
+    with torch.no_grad():
+        for number, each in enumerate(model.parameters()):
+            each.fill_(value + number)
+
+
+def holds(model, value):
+    return all(bool((each == value + n).all()) for n, each in enumerate(model.parameters()))
+
+
+def trainer(address, pipe):
+    model = policy(1.0)
+    with fw.Publisher(model, address, hold=True) as publisher:
+        pipe.send("ready")
+        while (version := pipe.recv()) is not None:
+            fill(model, float(version))
+            report = publisher.publish(version, num_replicas=1, timeout_seconds=60)
+            pipe.send(str(report))
+
+
+def free_bytes():
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.fixture
+def training(address):
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=trainer, args=(address, theirs))
+    process.start()
+    theirs.close()  # the spawned process has its own by now
+    try:
+        assert ours.poll(120), "the trainer did not start"
+        ours.recv()
+        yield ours
+        ours.send(None)
+        process.join(30)
+    finally:
+        process.kill()
+        process.join()
+
+
+def looks(parameters):
+    return [(id(p), p.shape, p.dtype, p.stride()) for p in parameters]
+
+
+def test_clear_returns_device_memory_and_an_update_brings_it_back_in_place(address, training):
+    """C15: measured by the device's own count, with a trainer of another process mapped in."""
+    model = policy(0.0)
+    view, before = model[0].weight.t(), looks(model.parameters())
+    with fw.Replica(model, address) as replica:
+        machine = Machine(fw.ModelEngine(model), replica)
+        training.send(5)
+        machine.update(timeout_seconds=60)
+        assert training.poll(60), "the publish did not return"
+        training.recv()
+        assert machine.state is State.SERVING
+        assert holds(model, 5.0)
+        for _ in range(3):
+            full = free_bytes()
+            machine.clear(timeout_seconds=60)
+            assert machine.state is State.CLEARED
+            assert free_bytes() - full >= 0.95 * NBYTES
+            machine.clear(timeout_seconds=60)
+            with pytest.raises(LifecycleError, match="without kv_cache and weights"):
+                machine.resume()
+            machine.restore()
+            assert machine.state is State.CLEARED
+            machine.update(timeout_seconds=60)
+            assert machine.state is State.SERVING
+            assert machine.version == 5
+            assert holds(model, 5.0)
+            assert looks(model.parameters()) == before
+            assert bool((view == model[0].weight.t()).all())
+            assert abs(free_bytes() - full) <= 0.05 * NBYTES
+
+
+def test_a_worker_follows_and_obeys_on_a_gpu(address, training, tmp_path):
+    model = policy(0.0)
+    engine = fw.ModelEngine(model)
+    with (
+        fw.Replica(model, address) as replica,
+        fw.Worker(engine, replica, tmp_path / "engine.cell"),
+        Control(tmp_path / "engine.cell") as control,
+    ):
+        for version in (7, 8):
+            training.send(version)
+            assert training.poll(60), "the publish did not return"
+            training.recv()
+            deadline = time.monotonic() + 30
+            while control.status().version != version or not control.status().is_serving:
+                assert time.monotonic() < deadline, control.status()
+                time.sleep(0.01)
+            with engine.request() as served:
+                assert served == version
+                assert holds(model, float(version))
+        for signal, tags in ((Signal.CLEAR, (Tag.WEIGHTS,)), (Signal.RESTORE, (Tag.WEIGHTS,))):
+            operation = control.start(signal, tags=tags, timeout_seconds=30)
+            assert control.wait(operation, 40).ending == "done", operation
+        assert control.status().version == 8
+        assert control.status().is_serving
+        assert holds(model, 8.0)

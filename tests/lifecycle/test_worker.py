@@ -1,0 +1,298 @@
+"""Workers and controllers of real processes: asked, killed, restarted, and told the truth of."""
+
+import os
+import signal as signals
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from flyweight.errors import Busy, LifecycleError, PeerLost
+from flyweight.lifecycle.control import ABSENT, Control
+from flyweight.lifecycle.sources import NearestWeights, StoredWeights
+from flyweight.lifecycle.states import Signal, State, Tag
+from live import Child, assign, holds, until, weights
+
+
+@pytest.fixture
+def cell(tmp_path):
+    return tmp_path / "run" / "engine.cell"
+
+
+def engine(address, cell, store, pipe):
+    """Serve until told to end: hold a request open, let it go, say what is held."""
+    model = weights(0)
+    plain = fw.ModelEngine(model)
+    replica = fw.Replica(model, address)
+    source = replica
+    if store is not None:
+        source = NearestWeights(replica, StoredWeights(model, store))
+    is_free, is_held = threading.Event(), threading.Event()
+
+    def request():
+        with plain.request():
+            is_held.set()
+            is_free.wait(30)
+
+    with replica, fw.Worker(plain, source, cell):
+        pipe.send("ready")
+        while (command := pipe.recv()) != "end":
+            if command == "hold":
+                is_free.clear()
+                is_held.clear()
+                threading.Thread(target=request, daemon=True).start()
+                pipe.send(is_held.wait(10))
+            elif command == "free":
+                is_free.set()
+            else:
+                with plain.request(2) as version:
+                    pipe.send((version, holds(model, version)))
+
+
+@pytest.fixture
+def start(address, cell):
+    children = []
+
+    def started(store=None):
+        child = Child(engine, address, cell, store)
+        children.append(child)
+        assert child.told() == "ready"
+        return child
+
+    yield started
+    for child in children:
+        child.__exit__()
+
+
+@pytest.fixture
+def publisher(address):
+    model = weights(1)
+    with fw.Publisher(model, address, hold=True) as publisher:
+        yield publisher, model
+
+
+def publish(publisher, version):
+    publisher, model = publisher
+    assign(model, version)
+    return publisher.publish(version, num_replicas=1, timeout_seconds=20)
+
+
+def serves(control, version):
+    status = control.status()
+    return status.is_serving and status.version == version
+
+
+def ended(control, signal, **options):
+    operation = control.start(signal, **{"timeout_seconds": 10, **options})
+    return control.wait(operation, 20)
+
+
+def served(child):
+    child.send("version")
+    return child.told()
+
+
+def test_a_worker_follows_its_trainer_and_does_what_is_asked(start, publisher, cell):
+    """C15, C16, C32: tags one by one; serving resumes once weights and cache are both there."""
+    with Control(cell) as control:
+        assert control.status().state == ABSENT
+        with pytest.raises(PeerLost, match="none of its 1 ranks has come yet"):
+            control.start(Signal.PAUSE)
+        child = start()
+        assert control.status().state == State.CLEARED
+        publish(publisher, 1)
+        until(lambda: serves(control, 1))
+        assert served(child) == (1, True)
+        assert ended(control, Signal.PAUSE).ending == "done"
+        publish(publisher, 2)  # taken over while paused, and not resumed: an operator paused it
+        until(lambda: control.status().version == 2)
+        assert control.status().state == State.PAUSED
+        assert ended(control, Signal.RESUME).ending == "done"
+        assert served(child) == (2, True)
+        assert ended(control, Signal.CLEAR, tags=[Tag.WEIGHTS]).ending == "done"
+        assert ended(control, Signal.CLEAR).ending == "done"
+        assert set(control.status().ranks[0].absent) == {"weights", "kv_cache"}
+        refused = ended(control, Signal.RESUME)
+        assert refused.ending == "failed"
+        assert "it accepts PAUSE, CLEAR, RESTORE or UPDATE" in refused.reason
+        assert ended(control, Signal.RESTORE, tags=[Tag.KV_CACHE]).ending == "done"
+        assert control.status().state == State.CLEARED
+        assert ended(control, Signal.RESTORE).ending == "done"
+        assert serves(control, 2)
+        assert served(child) == (2, True)
+
+
+def test_an_update_is_refused_or_drains_as_asked(start, publisher, cell):
+    with Control(cell) as control:
+        child = start()
+        publish(publisher, 1)
+        until(lambda: serves(control, 1))
+        child.send("hold")
+        assert child.told()
+        publishing = threading.Thread(target=publish, args=(publisher, 2))
+        publishing.start()
+        until(lambda: control.status().state == State.PAUSING)
+        operation = control.start(Signal.PAUSE, timeout_seconds=20)
+        with pytest.raises(Busy, match=operation.id):
+            control.start(Signal.CLEAR)
+        child.send("free")
+        publishing.join(20)
+        assert control.wait(operation, 20).ending == "done"
+        until(lambda: control.status().version == 2)
+        assert ended(control, Signal.RESUME).ending == "done"
+        child.send("hold")
+        assert child.told()
+        refused = ended(control, Signal.PAUSE, timeout_seconds=0.2)
+        assert refused.ending == "failed"
+        assert "requests were still running" in refused.reason
+        assert serves(control, 2)  # C32: a pause that did not come about is no pause
+
+
+def test_a_killed_engine_is_told_of_at_once_and_its_successor_catches_up(start, publisher, cell):
+    """C24, C25: the operation ends, the cell stays, and a stale request is not done again."""
+    with Control(cell) as control:
+        child = start()
+        publish(publisher, 1)
+        until(lambda: serves(control, 1))
+        child.send("hold")
+        assert child.told()
+        operation = control.start(Signal.PAUSE, timeout_seconds=30)
+        began = time.monotonic()
+        child.kill()
+        child.join()
+        assert control.wait(operation, 10).ending == "failed"
+        assert time.monotonic() - began < 5
+        assert operation.error == "PeerLost"
+        assert f"process {child.pid} died" in operation.reason
+        assert control.status().state == State.FAILED
+        assert control.status().version is None
+        second = start()
+        until(lambda: serves(control, 1))  # and not paused: that was asked of another process
+        assert served(second) == (1, True)
+        publish(publisher, 2)
+        until(lambda: serves(control, 2))
+
+
+def controller(cell, pipe):
+    control = Control(cell)
+    operation = control.start(Signal.PAUSE, timeout_seconds=30)
+    pipe.send(operation.id)
+    pipe.recv()
+
+
+def test_a_killed_controller_leaves_the_engine_as_it_is_and_another_takes_over(
+    start, publisher, cell
+):
+    """C25: what an earlier controller asked for is known to the next, and finished."""
+    child = start()
+    publish(publisher, 1)
+    child.send("hold")
+    assert child.told()
+    with Child(controller, cell) as first:
+        number = first.told()
+        with pytest.raises(LifecycleError, match="has the controller already"):
+            Control(cell)
+        first.kill()
+        first.join()
+    with Control(cell) as control:
+        assert control.status().state == State.PAUSING
+        with pytest.raises(Busy, match=number):
+            control.start(Signal.RESUME)
+        child.send("free")
+        until(lambda: control.status().operation is None)
+        assert control.status().state == State.PAUSED
+        assert ended(control, Signal.RESUME).ending == "done"
+        assert served(child) == (1, True)
+
+
+def trainer(address, pipe):
+    model = weights(2)
+    publisher = fw.Publisher(model, address)
+    pipe.recv()
+    publisher.publish(2, num_replicas=1, timeout_seconds=20)
+    pipe.recv()
+
+
+def test_a_trainer_killed_in_a_round_leaves_the_old_version_served(start, address, cell, tmp_path):
+    """The engine is still finishing a request with version 1 when the trainer of 2 dies."""
+    fw.save(weights(1), tmp_path / "store", version=1)
+    with Control(cell) as control:
+        child = start(tmp_path / "store")
+        until(lambda: serves(control, 1))
+        child.send("hold")
+        assert child.told()
+        with Child(trainer, address) as training:
+            training.send("go")
+            until(lambda: control.status().state == State.PAUSING)
+            training.kill()
+            training.join()
+        child.send("free")
+        until(lambda: serves(control, 1))
+        assert served(child) == (1, True)
+        with Child(trainer, address) as training:
+            training.send("go")
+            until(lambda: serves(control, 2))
+            assert served(child) == (2, True)
+            training.send("end")
+
+
+def test_an_engine_without_a_trainer_takes_the_newest_snapshot(start, publisher, cell, tmp_path):
+    """And then what the trainer publishes, once there is one again."""
+    store = tmp_path / "store"
+    for version in (1, 3):
+        fw.save(weights(version), store, version=version)
+    publisher[0].close()
+    with Control(cell) as control:
+        child = start(store)
+        until(lambda: serves(control, 3))
+        assert served(child) == (3, True)
+        missing = ended(control, Signal.UPDATE, version=2, timeout_seconds=1)
+        assert missing.ending == "failed"
+        assert serves(control, 3)
+        assert ended(control, Signal.UPDATE, version=1, timeout_seconds=10).ending == "done"
+        assert served(child) == (1, True)
+
+
+def test_a_cell_that_is_removed_stops_the_engine_that_nobody_could_stop(start, publisher, cell):
+    child = start()
+    with Control(cell) as control:
+        publish(publisher, 1)
+        until(lambda: serves(control, 1))
+        os.unlink(cell)
+        with pytest.raises(LifecycleError, match="was removed under its users"):
+            control.start(Signal.PAUSE)
+        until(lambda: control.status().state == State.FAILED)
+        assert "was removed" in control.status().reason
+        child.send("version")
+        kind, text = child.told(20)
+        assert kind == "error"
+        assert "took no requests" in text
+
+
+def test_a_stopped_engine_does_not_hold_its_controller_for_ever(start, publisher, cell):
+    child = start()
+    with Control(cell) as control:
+        publish(publisher, 1)
+        until(lambda: serves(control, 1))
+        child.kill(signals.SIGSTOP)
+        operation = control.start(Signal.PAUSE, timeout_seconds=0.3)
+        assert control.wait(operation, 10).ending == "failed"
+        assert operation.error == "TransferTimeout"
+        child.kill(signals.SIGCONT)
+        until(lambda: control.status().state == State.PAUSED)
+        assert ended(control, Signal.RESUME).ending == "done"
+        assert serves(control, 1)
+
+
+def test_weights_of_a_dead_process_do_not_count_as_served(start, publisher, cell):
+    child = start()
+    with Control(cell) as control:
+        publish(publisher, 1)
+        until(lambda: serves(control, 1))
+        child.kill()
+        child.join()
+        status = control.status()
+        assert (status.state, status.version) == (State.FAILED, None)
+        assert np.all([not rank.is_alive for rank in status.ranks])
