@@ -52,15 +52,15 @@ def kill_at(step):
         sent += 1
         return None
 
-    def counted_run(self, digests, deadline):
+    def counted_run(self, digests, *args):
         nonlocal copied
         if kind == "copy" and copied == number:
             half, self._chunks = self._chunks, self._chunks[: len(self._chunks) // 2]
-            run(self, [None] * len(digests), deadline)
+            run(self, [None] * len(digests), *args)
             self._chunks = half
             os.kill(os.getpid(), signal.SIGKILL)
         copied += 1
-        return run(self, digests, deadline)
+        return run(self, digests, *args)
 
     Wire.send, Moves.run = counted_send, counted_run
 

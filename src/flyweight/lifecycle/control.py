@@ -18,8 +18,10 @@ import msgspec
 
 from flyweight.errors import Busy, FlyweightError, PeerFailed, PeerLost
 from flyweight.events import emit
+from flyweight.formats.snapshot import check_version
 from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.lifecycle.status import Cell, Request, Slot
+from flyweight.sync.report import check_seconds
 
 ABSENT = "ABSENT"
 """The state of a replica none of whose ranks has come yet."""
@@ -112,10 +114,10 @@ class Control:
     def _adopt(self) -> None:
         """Wait for what an earlier controller asked for, if ranks are still at it."""
         request = self.cell.request()
-        if request is not None and any(_is_at(slot, request) for slot in self.cell.slots()):
-            operation = self._operation(request)
-            self._running = operation
-            self._await(operation, request, self.cell.slots())
+        slots = self.cell.slots()
+        if request is not None and any(_has_to_answer(slot, request) for slot in slots):
+            self._running = self._operation(request)
+            self._await(self._running, request, slots)
 
     # How it stands.
 
@@ -149,6 +151,9 @@ class Control:
         timeout_seconds: float = 60.0,
     ) -> Operation:
         """Ask all ranks for something and return at once; raise Busy while something else runs."""
+        if version is not None:
+            check_version(version)
+        check_seconds("timeout_seconds", timeout_seconds)
         with self._lock:
             if self._running is not None:
                 raise Busy(
@@ -161,6 +166,12 @@ class Control:
             if gone:
                 raise PeerLost(f"{_together(_statuses(slots))[1]}; start the engine's ranks")
             last = self.cell.request()
+            late = [n for n, slot in enumerate(slots) if last and _has_to_answer(slot, last)]
+            if last is not None and late:  # the next request would be the first it ever sees
+                raise Busy(
+                    f"rank {late[0]} of replica {self.name!r} is still at operation "
+                    f"{_id(last)}; wait until it ends, or restart that rank"
+                )
             request = Request(
                 number=1 if last is None else last.number + 1,
                 signal=signal,
@@ -171,10 +182,10 @@ class Control:
                 timeout_seconds=timeout_seconds,
             )
             operation = self._operation(request)
-            self._running = operation
             self.cell.ask(request)
+            self._running = operation
+            self._await(operation, request, slots)
         emit("operation.started", id=operation.id, name=self.name)
-        self._await(operation, request, slots)
         return operation
 
     def wait(self, operation: Operation, timeout_seconds: float) -> Operation:
@@ -187,9 +198,8 @@ class Control:
         return operation
 
     def _operation(self, request: Request) -> Operation:
-        name = f"{request.signal.lower()}-{request.number}"
         return Operation(
-            id=name,
+            id=_id(request),
             replica=self.name,
             signal=request.signal,
             version=request.version,
@@ -260,8 +270,13 @@ class Control:
         self.close()
 
 
-def _is_at(slot: Slot | None, request: Request) -> bool:
-    return slot is not None and slot.taken == request.number != slot.done and slot.is_alive
+def _id(request: Request) -> str:
+    return f"{request.signal.lower()}-{request.number}"
+
+
+def _has_to_answer(slot: Slot | None, request: Request) -> bool:
+    """True if a rank that lives has not answered; one that came later counts itself out."""
+    return slot is not None and slot.done != request.number and slot.is_alive
 
 
 def _has_gone(slot: Slot | None, pid: tuple[int, int] | None) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Protocol, TypeVar
 
 from flyweight.errors import (
@@ -38,7 +38,7 @@ ResultT = TypeVar("ResultT")
 _CATCH_UPS = 3
 _ROUND_SECONDS = 60.0
 """What a round that nobody asked for is given: to drain requests, and to hear the other ranks."""
-_STOP_SECONDS = 1.0
+_STOP_SECONDS, _YIELD_SECONDS = 1.0, 0.001
 _NEWER_SECONDS = 0.5
 """How long to ask for something newer than what is held, when the newest is asked for."""
 
@@ -169,10 +169,16 @@ class Machine:
         """Give memory back, of each tag that still has some. An engine that serves is paused."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._turn_for("clear", deadline):
-            self._stand_still(deadline, may_drain)
             todo = [tag for tag in Tag if tag in tags and tag not in self._released]
             if not todo:
                 return
+            self._stand_still(deadline, may_drain)
+            try:
+                self._call("drop_cache", self._engine.drop_cache)
+            except FlyweightError:
+                if self._is_meant_to_serve and self.state is State.PAUSED:
+                    self._resume()
+                raise
             self._signal(Signal.CLEAR)
             try:
                 for tag in todo:
@@ -225,6 +231,8 @@ class Machine:
         def stops() -> bool:
             return is_over() or bool(self._asks)
 
+        while self._asks and not is_over():  # first those who asked
+            sleep(_YIELD_SECONDS)
         if not self._source.acquire(timeout=timeout_seconds):
             return False
         try:
@@ -259,13 +267,15 @@ class Machine:
         round_ = _Round(may_drain, deadline, is_asked)
 
         def before(found: int) -> None:
+            if round_.is_begun:
+                raise LifecycleError(f"version {found} was begun after another attempt had ended")
             enter()
             if not is_asked:
                 round_.deadline = monotonic() + _ROUND_SECONDS
             self._prepare(round_, None)
             self._signal(Signal.UPDATE)
 
-        was_away = self._restore_memory()
+        was_away = is_asked and self._restore_memory()
         is_newest_enough = is_asked and version is None and self._weights.version is not None
         # The newest there is may be the one that is held.
         until = monotonic() + _NEWER_SECONDS if is_newest_enough else deadline
@@ -297,7 +307,7 @@ class Machine:
             elif error is not None:
                 raise error
         finally:
-            if was_away and self.state is State.CLEARED:
+            if was_away and self.state is State.CLEARED and Tag.WEIGHTS in self.condition.absent:
                 self._release(Tag.WEIGHTS)  # nothing came: what is cleared takes no memory
             if self._is_meant_to_serve and self.state is State.PAUSED:
                 self._resume()
@@ -420,8 +430,8 @@ class Machine:
 
     def _release(self, tag: Tag) -> None:
         engine = self._engine
+        self._released.add(tag)  # before: what fails half-way has to be restored all the same
         if tag is Tag.KV_CACHE:
-            self._call("drop_cache", engine.drop_cache)
             self._call("release_cache", engine.release_cache)
         else:
             self.version = None
@@ -429,7 +439,6 @@ class Machine:
             self._call("release_experts", engine.release_experts)
             self._call("release_weights", engine.release_weights)
             self._call("release_groups", engine.release_groups)
-        self._released.add(tag)
 
     def _restore_memory(self) -> bool:
         """Have memory for the weights; True if there was none."""

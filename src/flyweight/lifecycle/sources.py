@@ -6,16 +6,17 @@ The version that was asked for never changes on the way from one source to the n
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 
 from flyweight.errors import FormatError, PeerLost, TransferTimeout, VersionError
+from flyweight.events import Event, listening
 from flyweight.spec.rules import ModelLayout
 from flyweight.sync.replica import Replica
 from flyweight.sync.report import UpdateReport
-from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.verbs.load import Extra, load
 
-_PATIENCE_SECONDS = 0.5
+_PATIENCE_SECONDS, _LOOK_SECONDS = 0.5, 0.5
 
 
 class StoredWeights:
@@ -45,32 +46,46 @@ class StoredWeights:
         before: Callable[[int], None],
         is_over: Callable[[], bool],
     ) -> UpdateReport:
-        """Load a version, or the newest; raise TransferTimeout if that one is held already."""
+        """Load a version, or the newest; wait for one if the newest is held already."""
+        deadline = monotonic() + timeout_seconds
+        while version is None and self.version is not None and self._newest() == self.version:
+            if monotonic() + _LOOK_SECONDS > deadline or is_over():
+                raise TransferTimeout(
+                    f"{str(self._path)!r} has nothing newer than version {self.version}"
+                )
+            sleep(_LOOK_SECONDS)
         started = perf_counter()
         if version is not None and version == self.version and self._report is not None:
             return self._report
         with open_source(self._path, version=version) as stored:
             found = 0 if stored.manifest.version is None else stored.manifest.version
-            if version is None and found == self.version:
-                raise TransferTimeout(
-                    f"{str(self._path)!r} has nothing newer than version {self.version}"
-                )
             before(found)
-            self.version = None
-            report = load(
-                stored,
-                into=self._model,
-                layout=self._layout,
-                rank=self._rank,
-                extra=self._extra,
-                timeout_seconds=timeout_seconds,
-            )
+            self.version, self.progress = None, 0.0
+            with listening(self._advance):
+                report = load(
+                    stored,
+                    into=self._model,
+                    layout=self._layout,
+                    rank=self._rank,
+                    extra=self._extra,
+                    timeout_seconds=timeout_seconds,
+                )
         self.version = found
         self._report = UpdateReport(
             found, None, report.nbytes, perf_counter() - started, 0.0, report.seconds, 0.0,
             "files", "snapshot", "checksums" if report.checked_bytes else "nothing",
         )  # fmt: skip
         return self._report
+
+    def _newest(self) -> int | None:
+        return max(versions(self._path), default=None)
+
+    def _advance(self, event: Event) -> None:
+        # Of any load in this process: a second one at the same time would only be seen wrongly.
+        if event.kind == "progress" and event.fields.get("verb") == "load":
+            done, total = event.fields["done_bytes"], event.fields["total_bytes"]
+            if isinstance(done, int) and isinstance(total, int) and total:
+                self.progress = done / total
 
     def forget(self, reason: str) -> None:
         self.version = None
@@ -100,7 +115,7 @@ class NearestWeights:
 
     @property
     def progress(self) -> float:
-        return self._replica.progress
+        return max(self._replica.progress, self._stored.progress)
 
     def update(
         self,
@@ -112,31 +127,33 @@ class NearestWeights:
     ) -> UpdateReport:
         """Take a version from the publisher if one is there soon, else from files, else wait."""
         deadline = monotonic() + timeout_seconds
-        touched: list[int] = []
+        begun: list[int] = []
+
+        def begin(found: int) -> None:
+            begun.append(found)
+            before(found)
 
         def touch(found: int) -> None:
-            before(found)
-            touched.append(found)
+            begin(found)
             self._replica.forget("a snapshot was loaded over it")
 
         if self.version is None or version is not None:
-            failure = self._replica.failure
             try:
                 patience = min(_PATIENCE_SECONDS, timeout_seconds)
-                return self._from_publisher(version, patience, before, is_over)
+                return self._from_publisher(version, patience, begin, is_over)
             except (PeerLost, TransferTimeout, VersionError):
-                if self._replica.failure is not failure or is_over():
-                    raise  # it was touched: whoever asked must know
+                if begun or is_over():
+                    raise  # a round that began and did not end well: whoever asked must know
             left = max(deadline - monotonic(), 0.001)
             try:
                 return self._stored.update(
                     version, timeout_seconds=left, before=touch, is_over=is_over
                 )
             except (FormatError, VersionError, TransferTimeout):
-                if touched or monotonic() > deadline:
+                if begun or monotonic() > deadline:
                     raise
         left = max(deadline - monotonic(), 0.001)
-        return self._from_publisher(version, left, before, is_over)
+        return self._from_publisher(version, left, begin, is_over)
 
     def _from_publisher(
         self,

@@ -154,14 +154,12 @@ class Condition:
             )
         if outcome is _NO:
             raise LifecycleError(self._refusal(signal))
-        if outcome is _STAY:
-            return here
-        if outcome is _REST:
-            return replace(here, state=State.CLEARED if here.absent else State.PAUSED)
-        assert isinstance(outcome, State)
-        if outcome is State.SERVING and here.absent:
-            raise LifecycleError(self._refusal(signal))  # a pause that was given up, in pieces
-        return replace(here, state=outcome)
+        state = self.state if isinstance(outcome, Outcome) else outcome
+        if outcome is _REST or state in (State.PAUSED, State.CLEARED):
+            state = State.CLEARED if here.absent else State.PAUSED
+        if state is State.SERVING and here.absent:
+            raise LifecycleError(self._refusal(signal))
+        return replace(here, state=state)
 
     def _refusal(self, signal: Signal) -> str:
         text = f"signal {signal} needs state {_words(needed(signal))}, engine is {self.state}"

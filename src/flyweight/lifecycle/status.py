@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Generic, TypeVar
 
 import msgspec
@@ -42,6 +42,7 @@ _SLOT_BYTES = 8 + 2 * _RECORD_BYTES
 _RECORD = struct.Struct("<II")  # how long, CRC-32
 _MAX_WORDS_BYTES = 700
 _TRIES = 1000
+_REPLACE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
 _LOOK_SECONDS = 0.1
 """How often who waits for a process looks whether it lives."""
 
@@ -177,7 +178,7 @@ class Cell:
         if type(num_ranks) is not int or not 1 <= num_ranks <= MAX_RANKS:
             raise SpecError(f"num_ranks is {num_ranks!r}, expected 1 to {MAX_RANKS}")
         futex.check_supported()
-        self.path, self.num_ranks = Path(path), num_ranks
+        self.path, self.num_ranks = Path(path).absolute(), num_ranks
         self._nbytes = _size(num_ranks)
         self._lock = threading.Lock()
         self._claims: list[int] = []
@@ -209,7 +210,8 @@ class Cell:
 
         A cell that does not fit is replaced if nobody has a claim on it, else refused.
         """
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        deadline = monotonic() + _REPLACE_SECONDS
         for _ in range(_TRIES):
             try:
                 file = os.open(self.path, flags)
@@ -225,11 +227,16 @@ class Cell:
                 misfit = self._misfit(file)
                 if misfit is None:
                     return file
-                if not _locked(file, 0, 0):
+                if _locked(file, 0, 0):
+                    # Who holds the lock of the very file that is there is the one to replace it.
+                    if self._leads_to(file):
+                        self._make(should_replace=True)
+                elif monotonic() > deadline and self._leads_to(file):
                     raise LifecycleError(
                         f"{str(self.path)!r} {misfit}, and is in use; choose another path"
                     )
-                self._make(should_replace=True)
+                else:
+                    sleep(_RETRY_SECONDS)  # another may be replacing it just now
             except BaseException:
                 os.close(file)
                 raise
@@ -300,11 +307,16 @@ class Cell:
             raise LifecycleError(
                 f"status cell {str(self.path)!r} was removed under its users: {cause.strerror}"
             ) from cause
-        ours = os.fstat(self._file)
-        if (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino):
+        if not _is_same(found, os.fstat(self._file)):
             raise LifecycleError(
                 f"status cell {str(self.path)!r} was replaced by another run; attach again"
             )
+
+    def _leads_to(self, file: int) -> bool:
+        try:
+            return _is_same(os.stat(self.path), os.fstat(file))
+        except FileNotFoundError:
+            return False
 
     # Who writes what.
 
@@ -317,8 +329,14 @@ class Cell:
         if rank is not None and not 0 <= rank < self.num_ranks:
             raise SpecError(f"rank is {rank}, the cell has ranks 0 to {self.num_ranks - 1}")
         file = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
-        if not _locked(file, offset, 1):
+        deadline = monotonic() + _REPLACE_SECONDS
+        while not (is_locked := _locked(file, offset, 1)) and self._leads_to(file):
+            if monotonic() > deadline:
+                break
+            sleep(_RETRY_SECONDS)  # who wants to replace the cell locks all of it for a moment
+        if not is_locked:
             os.close(file)
+            self.check_current()
             raise LifecycleError(
                 f"status cell {str(self.path)!r} has {who} already"
                 f"{self._claimant(rank)}; stop that one, or use another cell"
@@ -448,6 +466,10 @@ def _locked(file: int, offset: int, nbytes: int) -> bool:
             return False
         raise StoreError(cause.errno, f"cannot lock a status cell: {cause.strerror}") from cause
     return True
+
+
+def _is_same(a: os.stat_result, b: os.stat_result) -> bool:
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
 
 def _size(num_ranks: int) -> int:

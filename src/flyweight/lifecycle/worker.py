@@ -161,25 +161,32 @@ class Worker:
     def _follow(self) -> None:
         while not self._is_over.is_set():
             try:
-                came = self.machine.follow(
+                if self.machine.follow(
                     timeout_seconds=_FOLLOW_SECONDS, is_over=self._is_over.is_set
-                )
-                if came:
+                ):
                     self._trouble = ""
+                    self.tell()
+                elif not self.machine.has_weights_memory:
+                    self._is_over.wait(_REST_SECONDS)
             except FlyweightError as error:
                 self._trouble = str(error)
-                came = False
-            self.tell()
-            if not came:
+                self.tell()
                 self._is_over.wait(_REST_SECONDS)
 
     def _beat(self) -> None:
         """Say how far an update is, and how many requests run, as that changes."""
         seen = 0
         while not self._is_over.wait(_BEAT_SECONDS):
-            if self.machine.state is State.UPDATING or self._engine.num_running != seen:
-                seen = self._engine.num_running
+            running = self._num_running()
+            if self.machine.state is State.UPDATING or running != seen:
+                seen = running
                 self.tell()
+
+    def _num_running(self) -> int:
+        try:
+            return int(self._engine.num_running)
+        except Exception:  # the engine is not ours; a number to look at is not worth an end
+            return -1
 
     def tell(self) -> None:
         """Show how this rank stands."""
@@ -203,7 +210,7 @@ class Worker:
                     is_listening=not self._is_over.is_set(),
                     step=machine.step,
                     percent=machine.percent,
-                    num_running=self._engine.num_running,
+                    num_running=self._num_running(),
                     nbytes=0 if report is None else report.nbytes,
                     round_seconds=0.0 if report is None else report.seconds,
                     pause_seconds=machine.pause_seconds,
