@@ -100,7 +100,7 @@ class Machine:
         should_serve: bool = True,
         observe: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin without weights; `should_serve` says whether to serve once they are there.
+        """Begin without weights, standing still; `should_serve` says whether to serve with them.
 
         `observe` is called after each change of state, in the thread that made it.
         """
@@ -122,6 +122,7 @@ class Machine:
         self._turn_of = ""
         self._source = threading.Lock()
         self._asks: set[object] = set()
+        self._call("pause", lambda: engine.pause(monotonic() + _ROUND_SECONDS))
 
     @property
     def state(self) -> State:
