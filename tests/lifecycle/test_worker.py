@@ -296,3 +296,20 @@ def test_weights_of_a_dead_process_do_not_count_as_served(start, publisher, cell
         status = control.status()
         assert (status.state, status.version) == (State.FAILED, None)
         assert np.all([not rank.is_alive for rank in status.ranks])
+
+
+def test_a_version_asked_for_by_its_number_stays_until_the_newest_is_asked_for(
+    start, publisher, cell, tmp_path
+):
+    fw.save(weights(1), tmp_path / "store", version=1)
+    with Control(cell) as control:
+        child = start(tmp_path / "store")
+        publish(publisher, 4)
+        until(lambda: serves(control, 4))
+        assert ended(control, Signal.UPDATE, version=1).ending == "done"
+        assert control.status().ranks[0].pinned == 1
+        assert publisher[0].publish(5, timeout_seconds=5).replicas == ()
+        assert served(child) == (1, True)
+        assert ended(control, Signal.UPDATE).ending == "done"
+        assert served(child)[0] == 5
+        assert control.status().ranks[0].pinned is None

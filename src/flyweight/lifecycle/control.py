@@ -50,6 +50,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     absent: tuple[str, ...]
     version: int | None
+    pinned: int | None
     step: str
     percent: float
     num_running: int
@@ -298,6 +299,7 @@ def _rank_status(rank: int, slot: Slot | None) -> RankStatus:
         state=ABSENT if slot is None else told.state if is_alive else State.FAILED,
         absent=told.absent,
         version=told.version if is_alive else None,
+        pinned=told.pinned,
         step=told.step,
         percent=told.percent,
         num_running=told.num_running,

@@ -117,6 +117,8 @@ class Machine:
         self.pause_seconds = 0.0
         """How long requests stood still for the last update."""
         self.num_rounds = 0
+        self.pinned: int | None = None
+        """The version that was asked for by its number, and is not left for a newer one."""
         self._released: set[Tag] = set()
         self._turn = threading.Lock()
         self._turn_of = ""
@@ -136,6 +138,15 @@ class Machine:
     @property
     def has_weights_memory(self) -> bool:
         return Tag.WEIGHTS not in self._released
+
+    @property
+    def is_in_pieces(self) -> bool:
+        return self.state in (State.UPDATING, State.VERIFYING)
+
+    @property
+    def may_follow(self) -> bool:
+        """False while a version that nobody asked for would not be taken."""
+        return self.has_weights_memory and self.pinned is None
 
     # What is asked from outside.
 
@@ -211,6 +222,7 @@ class Machine:
     ) -> UpdateReport | None:
         """Take a version over, or the newest; on all ranks or on none.
 
+        One that is asked for by its number stays until the newest is asked for again.
         Requests stand still only while it is copied, not while it is waited for. None if the
         version was held already and is being served.
         """
@@ -220,7 +232,9 @@ class Machine:
             stack.enter_context(self._turn_for("update", deadline))
             if self.state is not State.SERVING:
                 self.condition.after(Signal.UPDATE)
-            return self._update(version, may_drain, deadline, is_asked=True)
+            report = self._update(version, may_drain, deadline, is_asked=True)
+            self.pinned = version
+            return report
 
     def follow(self, *, timeout_seconds: float, is_over: Callable[[], bool]) -> bool:
         """Wait for the next version as one nobody asked for, and take it; False if none came.
@@ -237,7 +251,7 @@ class Machine:
         if not self._source.acquire(timeout=timeout_seconds):
             return False
         try:
-            if not self.has_weights_memory:
+            if not self.may_follow:
                 return False
             with ExitStack() as turn:
 
@@ -330,6 +344,8 @@ class Machine:
             try:
                 if not self.has_weights_memory:
                     raise LifecycleError("the memory of the weights was given back meanwhile")
+                if not round_.is_asked and self.pinned is not None:
+                    raise LifecycleError(f"version {self.pinned} was asked for meanwhile")
                 round_.stood = perf_counter()
                 self._stand_still(round_.deadline, round_.may_drain)
                 self._call("drop_cache", self._engine.drop_cache)

@@ -70,6 +70,9 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     state: State = State.CLEARED
     absent: tuple[Tag, ...] = (Tag.WEIGHTS,)
     version: int | None = None
+    """The version that is whole, on this rank and all others."""
+    pinned: int | None = None
+    """The version that was asked for by its number: newer ones are not followed."""
     taken: int = 0
     """The number of the last request that it began to work on."""
     done: int = 0

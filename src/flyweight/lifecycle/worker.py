@@ -166,7 +166,7 @@ class Worker:
                 ):
                     self._trouble = ""
                     self.tell()
-                elif not self.machine.has_weights_memory:
+                elif not self.machine.may_follow:
                     self._is_over.wait(_REST_SECONDS)
             except FlyweightError as error:
                 self._trouble = str(error)
@@ -201,7 +201,9 @@ class Worker:
                     started=self._started,
                     state=machine.state,
                     absent=tuple(sorted(machine.condition.absent)),
-                    version=machine.version,
+                    # While it is written there is none.
+                    version=None if machine.is_in_pieces else machine.version,
+                    pinned=machine.pinned,
                     taken=self._taken,
                     done=self._done,
                     error=self._error,
