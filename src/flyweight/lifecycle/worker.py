@@ -56,9 +56,15 @@ class Worker:
         except BaseException:
             self._cell.close()
             raise
-        request = self._cell.request()
+        request, last = self._cell.request(), self._cell.slot(rank)
         self._taken = self._done = 0 if request is None else request.number
-        self._error = self._answer = self._trouble = ""
+        self._error = "" if last is None else last.error
+        self._answer = "" if last is None else last.answer
+        if request is not None and (last is None or last.done != request.number):
+            # Not done by the process that was asked, and not by this one: nobody may think so.
+            self._error = "PeerLost"
+            self._answer = f"rank {rank} was started again before it answered"
+        self._trouble = ""
         self._pid, self._started = os.getpid(), started_at(os.getpid())
         self._telling = threading.Lock()
         self._is_over = threading.Event()
