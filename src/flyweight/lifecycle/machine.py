@@ -1,26 +1,21 @@
 """Machine: takes one rank's engine through pause, clear, update, verify and resume.
 
-One operation at a time. How the failure of a step ends:
+One operation at a time. The steps themselves are in `steps.py`; how what is in between fails:
 
-    pause               the engine goes on serving as before
-    drop the cache      nothing was changed; it stays paused, or goes on as before an update
-    release, restore    FAILED: some of it may be gone; a cache that does not come back stays away
     prepare             no rank was touched: the old version is served as before, on all
     update, untouched   the old version is whole on every rank: it is served as before
     update, touched     FAILED on every rank, until a whole update succeeds
     a rank is lost      FAILED on every rank that heard no verdict, whatever it holds
-    resume              it stays paused
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic, perf_counter, sleep
-from typing import Protocol, TypeVar
 
 from flyweight.errors import (
     Busy,
@@ -28,21 +23,16 @@ from flyweight.errors import (
     LifecycleError,
     TransferTimeout,
 )
-from flyweight.events import emit
 from flyweight.lifecycle.ranks import Ranks, Verdict
-from flyweight.lifecycle.states import ALL_TAGS, Condition, Signal, State, Tag
+from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
+from flyweight.lifecycle.steps import ROUND_SECONDS, Steps, Weights
 from flyweight.ports import Engine
 from flyweight.sync.report import UpdateReport, check_seconds
 
-ResultT = TypeVar("ResultT")
 _CATCH_UPS = 3
-_ROUND_SECONDS = 60.0
-"""What a round that nobody asked for is given: to drain requests, and to hear the other ranks."""
-_STOP_SECONDS, _YIELD_SECONDS = 1.0, 0.001
+_YIELD_SECONDS = 0.001
 _NEWER_SECONDS = 0.5
 """How long to ask for something newer than what is held, when the newest is asked for."""
-
-
 _PASSING = (State.PAUSING, State.CLEARING, State.UPDATING, State.VERIFYING)
 
 
@@ -60,35 +50,7 @@ class _Round:
     """Since when requests stand still for it."""
 
 
-class Weights(Protocol):
-    """Where an engine's weights come from: a Replica, or something like it."""
-
-    @property
-    def version(self) -> int | None:
-        """The version that is held whole; None if none is."""
-
-    @property
-    def session(self) -> str:
-        """Tells apart two sources that number their versions alike."""
-
-    @property
-    def progress(self) -> float: ...
-
-    def update(
-        self,
-        version: int | None = None,
-        *,
-        timeout_seconds: float,
-        before: Callable[[int], None],
-        is_over: Callable[[], bool],
-    ) -> UpdateReport: ...
-
-    def forget(self, reason: str) -> None: ...
-
-    def rouse(self) -> None: ...
-
-
-class Machine:
+class Machine(Steps):
     """One rank of a replica: its engine, its weights, its state."""
 
     def __init__(
@@ -104,40 +66,23 @@ class Machine:
 
         `observe` is called after each change of state, in the thread that made it.
         """
-        self._engine, self._weights = engine, weights
+        super().__init__(engine, weights, should_serve=should_serve, observe=observe)
         self._ranks = Ranks() if ranks is None else ranks
-        self._is_meant_to_serve, self._observe = should_serve, observe
-        self.condition = Condition()
-        self.version: int | None = None
-        """The version that was committed last and is whole on every rank."""
-        self.failure: FlyweightError | None = None
-        self.step = ""
-        """What is being done, in words."""
         self.report: UpdateReport | None = None
         self.pause_seconds = 0.0
         """How long requests stood still for the last update."""
         self.num_rounds = 0
         self.pinned: int | None = None
         """The version that was asked for by its number, and is not left for a newer one."""
-        self._released: set[Tag] = set()
         self._turn = threading.Lock()
         self._turn_of = ""
         self._source = threading.Lock()
         self._asks: set[object] = set()
-        self._call("pause", lambda: engine.pause(monotonic() + _ROUND_SECONDS))
-
-    @property
-    def state(self) -> State:
-        return self.condition.state
 
     @property
     def percent(self) -> float:
         """How far an update is."""
         return 100 * self._weights.progress if self.state is State.UPDATING else 0.0
-
-    @property
-    def has_weights_memory(self) -> bool:
-        return Tag.WEIGHTS not in self._released
 
     @property
     def is_in_pieces(self) -> bool:
@@ -256,7 +201,7 @@ class Machine:
             with ExitStack() as turn:
 
                 def enter() -> None:
-                    turn.enter_context(self._turn_for("update", monotonic() + _ROUND_SECONDS))
+                    turn.enter_context(self._turn_for("update", monotonic() + ROUND_SECONDS))
 
                 self._update(None, True, deadline, is_asked=False, enter=enter, is_over=stops)
             return True
@@ -286,7 +231,7 @@ class Machine:
                 raise LifecycleError(f"version {found} was begun after another attempt had ended")
             enter()
             if not is_asked:
-                round_.deadline = monotonic() + _ROUND_SECONDS
+                round_.deadline = monotonic() + ROUND_SECONDS
             self._prepare(round_, None)
             self._signal(Signal.UPDATE)
 
@@ -417,104 +362,12 @@ class Machine:
             is_over=lambda: False,
         )
 
-    def _stand_still(self, deadline: float, may_drain: bool = True) -> None:
-        if self.state is State.SERVING:
-            self._pause(deadline if may_drain else monotonic())
-
-    def _pause(self, deadline: float, *, should_abort: bool = False) -> None:
-        after = self.condition.after(Signal.PAUSE)
-        if after.state is not State.PAUSING:
-            return
-        self._signal(Signal.PAUSE)
-        try:
-            if should_abort:
-                self._call("abort_requests", self._engine.abort_requests)
-            self._call("pause", lambda: self._engine.pause(deadline))
-        except FlyweightError:
-            try:
-                self._call("resume", lambda: self._engine.resume(self.version))
-            except FlyweightError as error:
-                self._fail(error)
-                raise
-            self._signal(Signal.STUCK)
-            raise
-        self._signal(Signal.DRAINED)
-
-    def _resume(self) -> None:
-        self.condition.after(Signal.RESUME)
-        self._call("resume", lambda: self._engine.resume(self.version))
-        self._signal(Signal.RESUME)
-
-    def _release(self, tag: Tag) -> None:
-        engine = self._engine
-        self._released.add(tag)  # before: what fails half-way has to be restored all the same
-        if tag is Tag.KV_CACHE:
-            self._call("release_cache", engine.release_cache)
-        else:
-            self.version = None
-            self._weights.forget("the memory of its weights was given back")
-            self._call("release_experts", engine.release_experts)
-            self._call("release_weights", engine.release_weights)
-            self._call("release_groups", engine.release_groups)
-
-    def _restore_memory(self) -> bool:
-        """Have memory for the weights; True if there was none."""
-        if self.has_weights_memory:
-            return False
-        engine = self._engine
-        try:
-            self._call("restore_groups", engine.restore_groups)
-            self._call("restore_weights", engine.restore_weights)
-            self._call("restore_experts", engine.restore_experts)
-        except FlyweightError as error:
-            self._fail(error)
-            raise
-        self._released.discard(Tag.WEIGHTS)
-        return True
-
-    def _call(self, name: str, method: Callable[[], ResultT]) -> ResultT:
-        """Call the engine, and give what it raises a name."""
-        self.step = name
-        try:
-            return method()
-        except FlyweightError:
-            raise
-        except Exception as cause:  # the engine is not ours: it may raise anything
-            raise LifecycleError(
-                f"the engine's {name} failed: {type(cause).__name__}: {cause}"
-            ) from cause
-        finally:
-            self.step = ""
-
     # States and turns.
-
-    def _refusal(self, signal: Signal) -> LifecycleError | None:
-        try:
-            self.condition.after(signal)
-        except LifecycleError as refusal:
-            return refusal
-        return None
-
-    def _signal(self, signal: Signal, absent: Collection[Tag] | None = None) -> None:
-        before = self.condition
-        self.condition = before.after(signal, absent)
-        if self.condition != before:
-            emit("state.changed", state=self.state, before=before.state, signal=signal)
-            self._observe()
 
     def fail(self, error: FlyweightError) -> None:
         """Serve nothing any more: something happened that this did not see."""
-        with self._turn_for("fail", monotonic() + _ROUND_SECONDS):
+        with self._turn_for("fail", monotonic() + ROUND_SECONDS):
             self._fail(error)
-
-    def _fail(self, error: FlyweightError) -> None:
-        """From now on nothing is served, until a whole update succeeds."""
-        if self.state is State.SERVING:
-            with suppress(FlyweightError):  # it is FAILED either way; no new request starts
-                self._call("pause", lambda: self._engine.pause(monotonic() + _STOP_SECONDS))
-        self.failure, self.version = error, None
-        absent = self.condition.absent | self._released | {Tag.WEIGHTS}
-        self._signal(Signal.FAULT, absent)
 
     @contextmanager
     def _turn_for(self, what: str, deadline: float) -> Iterator[None]:

@@ -9,32 +9,26 @@ bell is rung by all and holds nothing: it only wakes whoever looks at all the sl
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import mmap
 import os
 import secrets
-import stat
 import struct
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Generic, TypeVar
 
 import msgspec
 
-from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
+from flyweight.errors import LifecycleError, SpecError, TransferTimeout
 from flyweight.forks import leave_behind
 from flyweight.lifecycle import futex
+from flyweight.lifecycle.cell_file import HEADER, CellFile
 from flyweight.lifecycle.states import Signal, State, Tag
 
-PROTOCOL = 1
 MAX_RANKS = 4096
-_MAGIC = b"FLYWCELL"
-_HEADER = struct.Struct("<8sIIQ16s")  # magic, protocol, ranks, epoch, the boot it is of
 _BELL = 60
 _REQUEST = 64
 _RECORD_BYTES = 2048
@@ -42,7 +36,6 @@ _SLOT_BYTES = 8 + 2 * _RECORD_BYTES
 _RECORD = struct.Struct("<II")  # how long, CRC-32
 _MAX_WORDS_BYTES = 700
 _TRIES = 1000
-_REPLACE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
 _LOOK_SECONDS = 0.1
 """How often who waits for a process looks whether it lives."""
 
@@ -112,12 +105,6 @@ def started_at(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def _boot() -> bytes:
-    with suppress(OSError, ValueError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        return bytes.fromhex(file.read().strip().replace(b"-", b"").decode())
-    return bytes(16)
-
-
 class _Words(Generic[RecordT]):
     """A counter and two records, of which it tells the one that holds."""
 
@@ -182,13 +169,13 @@ class Cell:
             raise SpecError(f"num_ranks is {num_ranks!r}, expected 1 to {MAX_RANKS}")
         futex.check_supported()
         self.path, self.num_ranks = Path(path).absolute(), num_ranks
-        self._nbytes = _size(num_ranks)
+        self._place = CellFile(self.path, num_ranks, _size(num_ranks))
         self._lock = threading.Lock()
         self._claims: list[int] = []
-        self._file = self._opened()
+        self._file = self._place.opened()
         try:
-            self._memory = mmap.mmap(self._file, self._nbytes)
-            self.epoch = self._header()[3]
+            self._memory = mmap.mmap(self._file, self._place.nbytes)
+            self.epoch: int = HEADER.unpack_from(self._memory)[3]
         except BaseException:
             os.close(self._file)
             raise
@@ -206,120 +193,9 @@ class Cell:
         self._is_open, self._is_over = True, False
         leave_behind(self)
 
-    # The file.
-
-    def _opened(self) -> int:
-        """Return the file, made whole and private if there is none.
-
-        A cell that does not fit is replaced if nobody has a claim on it, else refused.
-        """
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        deadline = monotonic() + _REPLACE_SECONDS
-        for _ in range(_TRIES):
-            try:
-                file = os.open(self.path, flags)
-            except FileNotFoundError:
-                self._make()
-                continue
-            except OSError as cause:
-                raise StoreError(
-                    cause.errno, f"status cell {str(self.path)!r}: {cause.strerror}"
-                ) from cause
-            try:
-                self._check_cell(file)
-                misfit = self._misfit(file)
-                if misfit is None:
-                    return file
-                if _locked(file, 0, 0):
-                    # Who holds the lock of the very file that is there is the one to replace it.
-                    if self._leads_to(file):
-                        self._make(should_replace=True)
-                elif monotonic() > deadline and self._leads_to(file):
-                    raise LifecycleError(
-                        f"{str(self.path)!r} {misfit}, and is in use; choose another path"
-                    )
-                else:
-                    sleep(_RETRY_SECONDS)  # another may be replacing it just now
-            except BaseException:
-                os.close(file)
-                raise
-            os.close(file)
-        raise LifecycleError(f"status cell {str(self.path)!r} is made and removed again and again")
-
-    def _make(self, *, should_replace: bool = False) -> None:
-        """Put an empty cell there, whole, unless another process was quicker."""
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(file, 0, self._nbytes)
-                epoch = secrets.randbits(63)
-                os.pwrite(file, _HEADER.pack(_MAGIC, PROTOCOL, self.num_ranks, epoch, _boot()), 0)
-                if should_replace:
-                    os.rename(draft, self.path)
-                else:
-                    with suppress(FileExistsError):
-                        os.link(draft, self.path)
-            finally:
-                os.close(file)
-                draft.unlink(missing_ok=True)
-        except OSError as cause:
-            raise StoreError(
-                cause.errno, f"cannot make status cell {str(self.path)!r}: {cause.strerror}"
-            ) from cause
-
-    def _check_cell(self, file: int) -> None:
-        """Raise unless the file is a status cell, and only the user's."""
-        found = os.fstat(file)
-        mode = stat.S_IMODE(found.st_mode)
-        if found.st_uid not in (os.geteuid(), 0) or mode & 0o077:
-            raise LifecycleError(
-                f"{str(self.path)!r} is of user {found.st_uid} with mode {mode:o}; a status cell "
-                f"is of user {os.geteuid()} with mode 600"
-            )
-        is_file = stat.S_ISREG(found.st_mode)
-        if not is_file or os.pread(file, len(_MAGIC), 0) != _MAGIC:
-            raise LifecycleError(f"{str(self.path)!r} is no status cell; choose another path")
-
-    def _misfit(self, file: int) -> str | None:
-        """Return what keeps a cell from being this one, or None."""
-        head, nbytes = os.pread(file, _HEADER.size, 0), os.fstat(file).st_size
-        if len(head) < _HEADER.size:
-            return f"has {nbytes} bytes, a cell of {self.num_ranks} ranks {self._nbytes}"
-        _, protocol, num_ranks, _, boot = _HEADER.unpack(head)
-        if protocol != PROTOCOL:
-            return f"has protocol {protocol}, this is {PROTOCOL}"
-        if num_ranks != self.num_ranks:
-            return f"is for {num_ranks} ranks, expected {self.num_ranks}"
-        if nbytes != self._nbytes:
-            return f"has {nbytes} bytes, a cell of {num_ranks} ranks {self._nbytes}"
-        if boot != _boot():
-            return "is from before this machine's start, or another machine's"
-        return None
-
-    def _header(self) -> tuple[bytes, int, int, int, bytes]:
-        head: tuple[bytes, int, int, int, bytes] = _HEADER.unpack_from(self._memory)
-        return head
-
     def check_current(self) -> None:
         """Raise unless the cell that is mapped is the one that the path leads to."""
-        try:
-            found = os.stat(self.path)
-        except OSError as cause:
-            raise LifecycleError(
-                f"status cell {str(self.path)!r} was removed under its users: {cause.strerror}"
-            ) from cause
-        if not _is_same(found, os.fstat(self._file)):
-            raise LifecycleError(
-                f"status cell {str(self.path)!r} was replaced by another run; attach again"
-            )
-
-    def _leads_to(self, file: int) -> bool:
-        try:
-            return _is_same(os.stat(self.path), os.fstat(file))
-        except FileNotFoundError:
-            return False
+        self._place.check_current(self._file)
 
     # Who writes what.
 
@@ -331,14 +207,8 @@ class Cell:
         offset, who = (1 + rank, f"rank {rank}") if rank is not None else (0, "the controller")
         if rank is not None and not 0 <= rank < self.num_ranks:
             raise SpecError(f"rank is {rank}, the cell has ranks 0 to {self.num_ranks - 1}")
-        file = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
-        deadline = monotonic() + _REPLACE_SECONDS
-        while not (is_locked := _locked(file, offset, 1)) and self._leads_to(file):
-            if monotonic() > deadline:
-                break
-            sleep(_RETRY_SECONDS)  # who wants to replace the cell locks all of it for a moment
-        if not is_locked:
-            os.close(file)
+        file = self._place.claimed(self._file, offset)
+        if file is None:
             self.check_current()
             raise LifecycleError(
                 f"status cell {str(self.path)!r} has {who} already"
@@ -451,28 +321,6 @@ class Cell:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-_F_OFD_SETLK = 37  # Linux; not every build of Python names it
-
-
-def _locked(file: int, offset: int, nbytes: int) -> bool:
-    """Lock some bytes, all of them for 0; False if another open file has a lock there.
-
-    The lock is the open file's, so a forked child that closes its copy does not end it.
-    """
-    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, offset, nbytes, 0)
-    try:
-        fcntl.fcntl(file, _F_OFD_SETLK, lock)
-    except OSError as cause:
-        if cause.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise StoreError(cause.errno, f"cannot lock a status cell: {cause.strerror}") from cause
-    return True
-
-
-def _is_same(a: os.stat_result, b: os.stat_result) -> bool:
-    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
 
 def _size(num_ranks: int) -> int:

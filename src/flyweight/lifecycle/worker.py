@@ -14,10 +14,11 @@ from time import monotonic
 from flyweight.adapters.process_group import default_seat, seat_of
 from flyweight.errors import FlyweightError, LifecycleError, SpecError
 from flyweight.events import emit
-from flyweight.lifecycle.machine import Machine, Weights
+from flyweight.lifecycle.machine import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
 from flyweight.lifecycle.status import Cell, Request, Slot, started_at
+from flyweight.lifecycle.steps import Weights
 from flyweight.ports import Engine, Seat
 
 _LOOK_SECONDS = 1.0

@@ -1,0 +1,176 @@
+"""Steps: what one rank's engine is taken through, and how the failure of each step ends.
+
+pause               the engine goes on serving as before
+drop the cache      nothing was changed; it stays paused, or goes on as before
+release, restore    FAILED: some of it may be gone; a cache that does not come back stays away
+resume              it stays paused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from time import monotonic
+from typing import Protocol, TypeVar
+
+from flyweight.errors import FlyweightError, LifecycleError
+from flyweight.events import emit
+from flyweight.lifecycle.states import Condition, Signal, State, Tag
+from flyweight.ports import Engine
+from flyweight.sync.report import UpdateReport
+
+ResultT = TypeVar("ResultT")
+ROUND_SECONDS = 60.0
+"""What a round that nobody asked for is given: to drain requests, and to hear the other ranks."""
+_STOP_SECONDS = 1.0
+
+
+class Weights(Protocol):
+    """Where an engine's weights come from: a Replica, or something like it."""
+
+    @property
+    def version(self) -> int | None:
+        """The version that is held whole; None if none is."""
+
+    @property
+    def session(self) -> str:
+        """Tells apart two sources that number their versions alike."""
+
+    @property
+    def progress(self) -> float: ...
+
+    def update(
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float,
+        before: Callable[[int], None],
+        is_over: Callable[[], bool],
+    ) -> UpdateReport: ...
+
+    def forget(self, reason: str) -> None: ...
+
+    def rouse(self) -> None: ...
+
+
+class Steps:
+    """An engine, where its weights come from, and its condition. Not for two threads at once."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights: Weights,
+        *,
+        should_serve: bool,
+        observe: Callable[[], None],
+    ) -> None:
+        self._engine, self._weights = engine, weights
+        self._is_meant_to_serve, self._observe = should_serve, observe
+        self.condition = Condition()
+        self.version: int | None = None
+        """The version that was committed last and is whole on every rank."""
+        self.failure: FlyweightError | None = None
+        self.step = ""
+        """What is being done, in a word."""
+        self._released: set[Tag] = set()
+        self._call("pause", lambda: engine.pause(monotonic() + ROUND_SECONDS))
+
+    @property
+    def state(self) -> State:
+        return self.condition.state
+
+    @property
+    def has_weights_memory(self) -> bool:
+        return Tag.WEIGHTS not in self._released
+
+    def _stand_still(self, deadline: float, may_drain: bool = True) -> None:
+        if self.state is State.SERVING:
+            self._pause(deadline if may_drain else monotonic())
+
+    def _pause(self, deadline: float, *, should_abort: bool = False) -> None:
+        after = self.condition.after(Signal.PAUSE)
+        if after.state is not State.PAUSING:
+            return
+        self._signal(Signal.PAUSE)
+        try:
+            if should_abort:
+                self._call("abort_requests", self._engine.abort_requests)
+            self._call("pause", lambda: self._engine.pause(deadline))
+        except FlyweightError:
+            try:
+                self._call("resume", lambda: self._engine.resume(self.version))
+            except FlyweightError as error:
+                self._fail(error)
+                raise
+            self._signal(Signal.STUCK)
+            raise
+        self._signal(Signal.DRAINED)
+
+    def _resume(self) -> None:
+        self.condition.after(Signal.RESUME)
+        self._call("resume", lambda: self._engine.resume(self.version))
+        self._signal(Signal.RESUME)
+
+    def _release(self, tag: Tag) -> None:
+        engine = self._engine
+        self._released.add(tag)  # before: what fails half-way has to be restored all the same
+        if tag is Tag.KV_CACHE:
+            self._call("release_cache", engine.release_cache)
+        else:
+            self.version = None
+            self._weights.forget("the memory of its weights was given back")
+            self._call("release_experts", engine.release_experts)
+            self._call("release_weights", engine.release_weights)
+            self._call("release_groups", engine.release_groups)
+
+    def _restore_memory(self) -> bool:
+        """Have memory for the weights; True if there was none."""
+        if self.has_weights_memory:
+            return False
+        engine = self._engine
+        try:
+            self._call("restore_groups", engine.restore_groups)
+            self._call("restore_weights", engine.restore_weights)
+            self._call("restore_experts", engine.restore_experts)
+        except FlyweightError as error:
+            self._fail(error)
+            raise
+        self._released.discard(Tag.WEIGHTS)
+        return True
+
+    def _call(self, name: str, method: Callable[[], ResultT]) -> ResultT:
+        """Call the engine, and give what it raises a name."""
+        self.step = name
+        try:
+            return method()
+        except FlyweightError:
+            raise
+        except Exception as cause:  # the engine is not ours: it may raise anything
+            raise LifecycleError(
+                f"the engine's {name} failed: {type(cause).__name__}: {cause}"
+            ) from cause
+        finally:
+            self.step = ""
+
+    def _refusal(self, signal: Signal) -> LifecycleError | None:
+        try:
+            self.condition.after(signal)
+        except LifecycleError as refusal:
+            return refusal
+        return None
+
+    def _signal(self, signal: Signal, absent: Collection[Tag] | None = None) -> None:
+        before = self.condition
+        self.condition = before.after(signal, absent)
+        if self.condition != before:
+            emit("state.changed", state=self.state, before=before.state, signal=signal)
+            self._observe()
+
+    def _fail(self, error: FlyweightError) -> None:
+        """From now on nothing is served, until a whole update succeeds."""
+        if self.state is State.SERVING:
+            with suppress(FlyweightError):  # it is FAILED either way; no new request starts
+                self._call("pause", lambda: self._engine.pause(monotonic() + _STOP_SECONDS))
+        self.failure, self.version = error, None
+        absent = self.condition.absent | self._released | {Tag.WEIGHTS}
+        self._signal(Signal.FAULT, absent)
