@@ -90,7 +90,12 @@ class DigestMismatch(VersionError): ...
 class LifecycleError(FlyweightError): ...
 
 
-class Busy(LifecycleError): ...
+class Busy(LifecycleError):
+    """Nothing was begun; `operation` is the id of what runs, if it has one."""
+
+    def __init__(self, text: str, *, operation: str = "") -> None:
+        super().__init__(text)
+        self.operation = operation
 
 
 class MissingDependency(FlyweightError, ImportError): ...

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 import click
 from rich.console import Group
@@ -15,7 +11,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from flyweight.cli.terminal import human, json_option, main, out, version_option
+from flyweight.cli.terminal import human, json_option, main, out, until_told, version_option
 from flyweight.events import Event, listening
 from flyweight.sync.lanes import STRATEGIES, Strategy
 from flyweight.sync.messages import News
@@ -48,7 +44,7 @@ def publish(
     """Serve the weights at SNAPSHOT to whoever asks at ADDRESS, until interrupted."""
     with (
         open_source(path, version=version) as stored,
-        _until_told() as is_over,
+        until_told() as is_over,
         listening(lambda event: _tell(event, as_json, is_over)),
         Publisher(stored, address, hold=hold, strategy=strategy, version=as_version) as publisher,
     ):
@@ -76,22 +72,6 @@ def _tell(event: Event, as_json: bool, is_over: threading.Event) -> None:
             out.print(f"{event.kind}: {words}", markup=False)
     except BrokenPipeError:  # nobody listens any more: whoever started us has gone
         is_over.set()
-
-
-@contextmanager
-def _until_told() -> Iterator[threading.Event]:
-    """Set an event on Ctrl-C and on SIGTERM, so that a server ends in order."""
-    is_over = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        is_over.set()
-
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield is_over
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @main.command()

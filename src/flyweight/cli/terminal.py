@@ -3,17 +3,20 @@
 Exit codes: 0 done; 1 done, and the answer is no (verify found damage, diff found differences);
 2 the command line is wrong; 3 bytes at rest are wrong; 4 not there: path or version;
 5 source and target do not fit; 6 the operating system said no; 7 another process did not do its
-part; 70 a fault of ours; 130 interrupted.
+part; 8 the engine's state does not accept it, or it is busy; 70 a fault of ours; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -25,6 +28,7 @@ import flyweight
 from flyweight.errors import (
     FlyweightError,
     FormatError,
+    LifecycleError,
     SnapshotNotFound,
     StoreError,
     TransportError,
@@ -34,7 +38,7 @@ from flyweight.events import Event, listening
 from flyweight.spec.manifest import Json
 
 EXIT_NO, EXIT_FORMAT, EXIT_NOT_THERE, EXIT_PLAN, EXIT_STORE, EXIT_PEER = 1, 3, 4, 5, 6, 7
-EXIT_FAULT, EXIT_INTERRUPTED = 70, 130
+EXIT_STATE, EXIT_FAULT, EXIT_INTERRUPTED = 8, 70, 130
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -74,6 +78,7 @@ def exit_code(error: FlyweightError) -> int:
         (FormatError, EXIT_FORMAT),
         (StoreError, EXIT_STORE),
         (TransportError, EXIT_PEER),
+        (LifecycleError, EXIT_STATE),
     )
     return next((code for kind, code in kinds if isinstance(error, kind)), EXIT_PLAN)
 
@@ -159,6 +164,22 @@ def human(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")
+
+
+@contextmanager
+def until_told() -> Iterator[threading.Event]:
+    """Set an event on Ctrl-C and on SIGTERM, so that a server ends in order."""
+    is_over = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        is_over.set()
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield is_over
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print data, for machines.")

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from flyweight.errors import Busy, FlyweightError, PeerFailed, PeerLost
+from flyweight.errors import Busy, FlyweightError, PeerLost
 from flyweight.events import emit
 from flyweight.formats.snapshot import check_version
 from flyweight.lifecycle.states import Signal, State, Tag
@@ -159,7 +159,8 @@ class Control:
             if self._running is not None:
                 raise Busy(
                     f"operation {self._running.id} of replica {self.name!r} is running; wait until "
-                    f"it ends"
+                    f"it ends",
+                    operation=self._running.id,
                 )
             self.cell.check_current()
             slots = self.cell.slots()
@@ -171,7 +172,8 @@ class Control:
             if last is not None and late:  # the next request would be the first it ever sees
                 raise Busy(
                     f"rank {late[0]} of replica {self.name!r} is still at operation "
-                    f"{_id(last)}; wait until it ends, or restart that rank"
+                    f"{_id(last)}; wait until it ends, or restart that rank",
+                    operation=_id(last),
                 )
             request = Request(
                 number=1 if last is None else last.number + 1,
@@ -237,11 +239,10 @@ class Control:
                     told = "it never came" if slot is None or pid is None else _end_of(slot)
                     raise PeerLost(f"rank {rank} of replica {self.name!r} is gone: {told}")
             answers = [slot for slot in slots if slot is not None]
-            wrong = [(rank, slot) for rank, slot in enumerate(answers) if slot.error]
-            if wrong:
-                rank, slot = wrong[0]
-                raise PeerFailed(f"rank {rank}: {slot.error}: {slot.answer}")
             version = answers[0].version
+            for rank, slot in enumerate(answers):
+                if slot.error and not error:
+                    error, reason = slot.error, f"rank {rank}: {slot.answer}"
         except FlyweightError as failure:
             error, reason = type(failure).__name__, str(failure)
         with self._ended:

@@ -286,15 +286,17 @@ class Cell:
 
     def wait_change(self, seen: int, timeout_seconds: float) -> int:
         """Sleep until the bell is another than `seen`, or for that long; return what it is."""
-        if not self._is_over:
-            futex.sleep_while(self._bell_address, seen, timeout_seconds)
+        if self._is_over:
+            return seen
+        futex.sleep_while(self._bell_address, seen, timeout_seconds)
         return self._bell_words[0]
 
     def end_waits(self) -> None:
         """Have every wait of this object, in whichever thread, end at once."""
         self._is_over = True
-        futex.wake(self._request.address)
-        futex.wake(self._bell_address)
+        if self._is_open:
+            futex.wake(self._request.address)
+            futex.wake(self._bell_address)
 
     def close(self) -> None:
         """Let go of the cell; the file stays for the others. Safe to repeat."""

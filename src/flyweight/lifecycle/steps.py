@@ -84,8 +84,14 @@ class Steps:
         return Tag.WEIGHTS not in self._released
 
     def _stand_still(self, deadline: float, may_drain: bool = True) -> None:
-        if self.state is State.SERVING:
-            self._pause(deadline if may_drain else monotonic())
+        if self.state is not State.SERVING:
+            return
+        if not may_drain and self._engine.num_running:
+            raise LifecycleError(
+                f"{self._engine.num_running} requests are running and were not to be drained; "
+                f"send PAUSE first, or allow to drain"
+            )
+        self._pause(deadline if may_drain else monotonic())
 
     def _pause(self, deadline: float, *, should_abort: bool = False) -> None:
         after = self.condition.after(Signal.PAUSE)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -29,7 +28,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from flyweight.errors import (
-    Busy,
     DigestMismatch,
     FlyweightError,
     LifecycleError,
@@ -62,7 +60,6 @@ _STANDS_STILL = (
     State.UPDATING,
     State.VERIFYING,
 )
-_log = logging.getLogger("flyweight.server")
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_MAX_SECONDS)]
 Tags = Annotated[tuple[Tag, ...], msgspec.Meta(min_length=1)]
@@ -189,7 +186,7 @@ def make_app(fleet: Fleet, *, token: str, host: str, store: str | None = None) -
         "/v1/update_weights": (UpdateOptions, _update),
         "/v1/abort_requests": (Options, _abort),
     }
-    old: Mapping[str, tuple[Callable[[Any], Course], Collection]] = {
+    old: Mapping[str, tuple[Callable[[Any], Course], tuple[Signal, ...]]] = {
         "/clear_load_weight": (_clear_load_weight, (Signal.CLEAR,)),
         "/update_model_weight": (_update_model_weight, (Signal.UPDATE, Signal.RESTORE)),
     }
@@ -219,9 +216,6 @@ def make_app(fleet: Fleet, *, token: str, host: str, store: str | None = None) -
         },
         lifespan=routes.lifespan,
     )
-
-
-Collection = tuple[Signal, ...]
 
 
 class _Routes:
@@ -285,7 +279,7 @@ class _Routes:
         return _answered(answers)
 
     async def old_control(
-        self, plan: Callable[[Options], Course], same: Collection, request: Request
+        self, plan: Callable[[Options], Course], same: tuple[Signal, ...], request: Request
     ) -> Response:
         """Answer with the codes of old: 400 and 403 for what runs already, 404 for no answer."""
         if request.method != "GET":  # a HEAD comes along with every GET; here it would act
@@ -335,10 +329,15 @@ class _EventStream(Response):
 
     async def _stream(self, send: Send) -> None:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def ring() -> None:
+            with suppress(RuntimeError):  # the loop has ended, and this stream with it
+                loop.call_soon_threadsafe(changed.set)
+
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         seen = -1
-        with self._fleet.listening(lambda: loop.call_soon_threadsafe(changed.set)):
+        with self._fleet.listening(ring):
             while not self._fleet.is_over:
                 changed.clear()
                 number, data = await run_in_threadpool(self._fleet.news)
@@ -413,9 +412,8 @@ async def _read(request: Request) -> bytes:
     async for chunk in request.stream():
         data += chunk
         if len(data) > MAX_BODY_BYTES:
-            raise HTTPException(
-                413, f"the body has more than {MAX_BODY_BYTES} bytes", {"Connection": "close"}
-            )
+            # The connection stays open: who still sends would see it reset, and no answer.
+            raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
     return bytes(data)
 
 
@@ -455,9 +453,6 @@ def _answered(answers: Sequence[Answer], codes: Mapping[int, int] | None = None)
         text = "; ".join(f"{each.replica}: {each.reason}" for each in wrong)
         body |= {"status": status, "result": text}
     return access.json_response(code if codes is None else codes.get(code, code), body)
-
-
-Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 async def _flyweight_error(request: Request, error: Exception) -> Response:

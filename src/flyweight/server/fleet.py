@@ -12,7 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 import flyweight
-from flyweight.errors import Busy, FlyweightError, PeerFailed, PeerLost, SpecError, listed
+from flyweight.errors import Busy, FlyweightError, PeerLost, SpecError, listed
 from flyweight.lifecycle.control import ABSENT, Control, Operation, ReplicaStatus
 from flyweight.lifecycle.states import Signal, State, Tag
 
@@ -99,7 +99,7 @@ class _Seen:
 
 
 class Fleet:
-    """Controls several replicas. Safe to use from any thread; to be closed by its owner."""
+    """Controls several replicas, which are its own to close. Safe to use from any thread."""
 
     def __init__(self, controls: Sequence[Control]) -> None:
         names = [control.name for control in controls]
@@ -122,7 +122,7 @@ class Fleet:
         self._endings: Counter[tuple[str, str, str]] = Counter()
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._asking = threading.Lock()
-        self._held: dict[str, Operation | None] = {}
+        self._held: dict[str, Operation] = {}
         self._is_over = threading.Event()
         self._watchers = [
             threading.Thread(target=self._watch, args=(control,), name="flyweight-fleet")
@@ -208,30 +208,26 @@ class Fleet:
         orders of a course nobody else is let in.
         """
         controls = self._chosen(name)
-        with self._asking:
-            busy = [each for each in map(self._busy, controls) if each is not None]
-            if busy:
-                return busy
-            courses = [_Course(self, control, course(_status(control))) for control in controls]
-            for each in courses:
-                self._held[each.control.name] = None
-                each.ask()
-        try:
+        with ExitStack() as stack:
+            with self._asking:
+                busy = [each for each in map(self._busy, controls) if each is not None]
+                if busy:
+                    return busy
+                courses = [_Course(self, each, course(_status(each))) for each in controls]
+                for each in courses:
+                    stack.callback(self._let_go, each)
+                    each.ask()
             if len(courses) == 1:
                 return [courses[0].follow()]
-            with ThreadPoolExecutor(len(courses), "flyweight-course") as pool:
-                return list(pool.map(_Course.follow, courses))
-        finally:
-            with self._asking:
-                for control in controls:
-                    self._held.pop(control.name)
+            pool = stack.enter_context(ThreadPoolExecutor(len(courses), "flyweight-course"))
+            return list(pool.map(_Course.follow, courses))
 
     def _busy(self, control: Control) -> Answer | None:
         """Return who is in the way, if anybody is."""
-        now = control.status()
+        now = _status(control)
         running = now.operation
-        if control.name in self._held and running is None:
-            running = self._held[control.name]  # between two orders of one course
+        if running is None:  # a course that stands between two orders is in the way too
+            running = self._held.get(control.name)
         if running is None:
             return None
         return Answer(
@@ -247,8 +243,13 @@ class Fleet:
         )
 
     def hold(self, control: Control, operation: Operation) -> None:
-        """Say which operation of a course runs."""
+        """Keep others out until the course that an operation is of has ended."""
         self._held[control.name] = operation
+
+    def _let_go(self, course: _Course) -> None:
+        if course.is_begun:
+            with self._asking:
+                self._held.pop(course.control.name, None)
 
     def wait(self, control: Control, operation: Operation, timeout_seconds: float) -> None:
         """Wait until an operation has ended, the fleet is over, or time is; then look again."""
@@ -347,11 +348,14 @@ class Fleet:
 
     def close(self) -> None:
         """Let go of all replicas, which go on by themselves. Safe to repeat."""
+        if not self._watchers:
+            return
         self.end_waits()
         for control in self._controls.values():
             control.cell.end_waits()
         for watcher in self._watchers:
             watcher.join()
+        self._watchers = []
         for control in self._controls.values():
             control.close()
 
@@ -365,6 +369,10 @@ class _Course:
         self._order: Order | None = None
         self._operation: Operation | None = None
         self._error: FlyweightError | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        return self._operation is not None
 
     def ask(self) -> None:
         """Ask for the next order, without waiting."""
@@ -394,10 +402,14 @@ class _Course:
             self.ask()
         now = _status(self.control)
         assert self._order is not None
+        is_busy = error == Busy.__name__
+        number = None if self._operation is None else self._operation.id
+        if isinstance(self._error, Busy):
+            number = self._error.operation
         return Answer(
             replica=self.control.name,
-            ending="failed" if error else "done",
-            operation=None if self._operation is None else self._operation.id,
+            ending="busy" if is_busy else "failed" if error else "done",
+            operation=number,
             signal=self._order.signal,
             error=error,
             reason=reason,
@@ -415,10 +427,6 @@ class _Course:
         self._fleet.wait(self.control, operation, self._order.timeout_seconds)
         if operation.ending == "running" or self._fleet.is_over:
             return PeerLost.__name__, f"the server ends, operation {operation.id} goes on"
-        if operation.error == PeerFailed.__name__:
-            slots = self.control.cell.slots()  # a rank's own word says more
-            kinds = [slot.error for slot in slots if slot is not None and slot.error]
-            return (kinds or [operation.error])[0], operation.reason
         return operation.error, operation.reason
 
 

@@ -16,35 +16,44 @@ _CLOSE_SECONDS = 5
 _MAX_CONNECTIONS = 256
 
 
-class HttpServer:
-    """Serves a fleet from the moment it is made. The fleet stays its maker's to close."""
+class Listener:
+    """A port that is bound: who connects to it waits until it is served."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        *,
-        token: str,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        may_be_remote: bool = False,
-        store: str | None = None,
+        self, host: str = "127.0.0.1", port: int = 0, *, may_be_remote: bool = False
     ) -> None:
-        """Bind a port, any that is free for 0; other hosts reach it only if they may."""
-        if not token:
-            raise SpecError("the token is empty, everybody would know it")
+        """Bind a port, any that is free for 0; other machines reach it only if they may."""
         if not may_be_remote and not is_loopback(host):
             raise SpecError(
                 f"host {host!r} can be reached from other machines, and what is sent there can be "
                 f"read on the way; say --allow-remote if that is meant"
             )
+        self.host, self.socket = host, _bound(host, port)
+        self.port: int = self.socket.getsockname()[1]
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+class HttpServer:
+    """Serves a fleet from the moment it is made. Fleet and listener stay their makers' to close."""
+
+    def __init__(
+        self, fleet: Fleet, listener: Listener, *, token: str, store: str | None = None
+    ) -> None:
+        if not token:
+            raise SpecError("the token is empty, everybody would know it")
+        host = f"[{listener.host}]" if ":" in listener.host else listener.host
+        self.address = f"http://{host}:{listener.port}"
         self._fleet = fleet
-        self._socket = _bound(host, port)
-        self.port: int = self._socket.getsockname()[1]
-        self.address = (
-            f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-        )
         config = uvicorn.Config(
-            make_app(fleet, token=token, host=host, store=store),
+            make_app(fleet, token=token, host=listener.host, store=store),
             access_log=False,
             http="h11",
             lifespan="on",
@@ -57,7 +66,7 @@ class HttpServer:
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="flyweight-http", daemon=True
+            target=self._server.run, args=([listener.socket],), name="flyweight-http", daemon=True
         )
         self._thread.start()
 
@@ -65,8 +74,7 @@ class HttpServer:
         """Answer what was asked and stop listening. Safe to repeat."""
         self._fleet.end_waits()
         self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
+        self._thread.join(2 * _CLOSE_SECONDS)
 
     def __enter__(self) -> HttpServer:
         return self

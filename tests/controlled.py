@@ -1,0 +1,174 @@
+"""An engine that answers requests in a process of its own, with its trainer, for tests of control."""
+
+import http.client
+import json
+import threading
+from contextlib import contextmanager
+
+import flyweight as fw
+from flyweight.lifecycle.engine import ModelEngine
+from flyweight.lifecycle.worker import Worker
+from flyweight.server.fleet import Fleet
+from flyweight.server.http import HttpServer, Listener
+from live import Child, assign, weights
+
+VERSIONS = (1, 2, 3)
+NBYTES = 1 << 14
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+class AbortableEngine(ModelEngine):
+    """Its requests run until they are told to finish, or are aborted."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.finish = threading.Event()
+
+    def abort_requests(self):
+        self.finish.set()
+
+
+def engine(address, cell, options, pipe):
+    """Serve until told to end; `request` begins one that runs until `finish`."""
+    model = weights(0, options.pop("nbytes", NBYTES))
+    machine = AbortableEngine(model)
+    running = []
+
+    def answer(began):
+        with machine.request(timeout_seconds=20):
+            began.set()
+            assert machine.finish.wait(30)
+
+    with (
+        fw.Replica(model, address, name="engine") as replica,
+        Worker(machine, replica, cell, **options),
+    ):
+        pipe.send(("ready", None))
+        while (word := pipe.recv()) != "end":
+            if word == "request":
+                machine.finish.clear()
+                began = threading.Event()
+                running.append(threading.Thread(target=answer, args=(began,)))
+                running[-1].start()
+                assert began.wait(20)
+            elif word == "finish":
+                machine.finish.set()
+                while running:
+                    running.pop().join(20)
+            pipe.send(("did", word))
+
+
+class Engine(Child):
+    """An engine's process."""
+
+    def __init__(self, address, cell, **options):
+        super().__init__(engine, address, cell, options)
+        assert self.told() == ("ready", None)
+
+    def tell(self, word):
+        self.send(word)
+        assert self.told() == ("did", word)
+
+
+def trainer(address, store, nbytes, pipe):
+    """Publish what the pipe names; older versions rest in the store."""
+    model = weights(0, nbytes)
+    with fw.Publisher(model, address, hold=True, store=store) as publisher:
+        pipe.send(("ready", None))
+        while (version := pipe.recv()) is not None:
+            assign(model, version)
+            publisher.publish(version, timeout_seconds=20)
+            pipe.send(("did", version))
+
+
+class Trainer(Child):
+    """A trainer's process, with the versions of VERSIONS at rest and the last one published."""
+
+    def __init__(self, address, store, nbytes=NBYTES):
+        for version in VERSIONS:
+            fw.save(weights(version, nbytes), store, version=version)
+        super().__init__(trainer, address, str(store), nbytes)
+        assert self.told() == ("ready", None)
+        self.publish(VERSIONS[-1])
+
+    def publish(self, version):
+        self.send(version)
+        assert self.told() == ("did", version)
+
+
+class Site:
+    """Speaks HTTP with a control server, as rudely as a test wants."""
+
+    def __init__(self, address, token):
+        self.address, self.token = address, token
+        self.netloc = address.removeprefix("http://")
+
+    def ask(self, method, path, body=None, *, headers=None, token=None, timeout=20):
+        """Return code and decoded body of an answer."""
+        code, text, _ = self.raw(method, path, body, headers=headers, token=token, timeout=timeout)
+        return code, json.loads(text) if text else None
+
+    def raw(self, method, path, body=None, *, headers=None, token=None, timeout=20):
+        connection = http.client.HTTPConnection(self.netloc, timeout=timeout)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"Authorization": f"Bearer {self.token if token is None else token}"}
+        sent |= headers or {}
+        try:
+            connection.request(
+                method, path, data, {name: value for name, value in sent.items() if value}
+            )
+            response = connection.getresponse()
+            return response.status, response.read(), response.headers
+        finally:
+            connection.close()
+
+    def good(self, method, path, body=None):
+        """Return the result of a call that must succeed."""
+        code, told = self.ask(method, path, body)
+        assert code == 200, told
+        assert told["status"] == "success"
+        return told["result"]
+
+    def replica(self, name=None):
+        """Return how a replica stands, the first if none is named."""
+        replicas = self.good("GET", "/status")["replicas"]
+        return next(each for each in replicas if name in (None, each["name"]))
+
+    @property
+    def state(self):
+        return self.replica()["state"]
+
+    @contextmanager
+    def events(self):
+        """Yield a function that returns the next status of the stream."""
+        connection = http.client.HTTPConnection(self.netloc, timeout=20)
+        try:
+            connection.request("GET", "/events", headers={"Authorization": f"Bearer {self.token}"})
+            response = connection.getresponse()
+            assert response.status == 200
+
+            def told():
+                while line := response.readline():
+                    if line.startswith(b"data: "):
+                        return json.loads(line.removeprefix(b"data: "))
+                return None
+
+            yield told
+        finally:
+            connection.close()
+
+
+@contextmanager
+def serving(controls, store=None, port=0):
+    """A control server in this process."""
+    fleet = Fleet(controls)
+    try:
+        with (
+            Listener(port=port) as listener,
+            HttpServer(fleet, listener, token=TOKEN, store=store) as server,
+        ):
+            site = Site(server.address, TOKEN)
+            site.fleet = fleet
+            yield site
+    finally:
+        fleet.close()

@@ -1,0 +1,288 @@
+"""`flyweight serve` and the commands that speak with it, as a user types them."""
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from controlled import Engine, Site, Trainer
+from flyweight.cli import main
+from live import until
+
+COMMAND = [sys.executable, "-m", "flyweight.cli"]
+
+
+class Running:
+    """A command that goes on; its lines as they come."""
+
+    def __init__(self, *words):
+        self.process = subprocess.Popen(
+            [*COMMAND, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def line(self):
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read()
+        return line.rstrip("\n")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.process.kill()
+        self.process.communicate(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def running(place):
+    """A trainer, an engine that follows nobody by itself, and `flyweight serve`."""
+    address, cell = f"unix:{place}/policy", place / "engine.cell"
+    words = ["serve", "--replica", f"engine={cell}", "--port", 0, "--run", place / "run"]
+    with (
+        Trainer(address, place / "versions"),
+        Engine(address, cell, should_follow=False) as engine,
+        Running(*words, "--store", place / "versions", "--json") as served,
+    ):
+        told = json.loads(served.line())
+        with open(told["token_file"]) as file:
+            site = Site(told["address"], file.read())
+        site.told, site.engine, site.run, site.cell = told, engine, place / "run", cell
+        site.good("POST", "/v1/update_weights")
+        yield site
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.communicate(timeout=20) == ("", "")
+        assert served.process.returncode == 0
+
+
+@pytest.fixture
+def site(running, monkeypatch):
+    """The server, found by the environment, with its engine serving."""
+    running.engine.tell("finish")
+    until(lambda: running.replica()["operation"] is None)
+    if running.replica()["ranks"][0]["absent"]:
+        running.good("POST", "/v1/wakeup")
+    running.good("POST", "/v1/resume")
+    monkeypatch.setenv("FLYWEIGHT_SERVER", running.address)
+    monkeypatch.setenv("FLYWEIGHT_RUN", str(running.run))
+    return running
+
+
+def flyweight(*words, code=0):
+    """Run a command in this process; what it prints, and with --json what that says."""
+    words = list(map(str, words))
+    argv, sys.argv = sys.argv, ["flyweight", *words]
+    try:
+        done = CliRunner().invoke(main, words)
+    finally:
+        sys.argv = argv
+    assert done.exit_code == code, done.output
+    text = done.stdout if code == 0 else done.stderr
+    return json.loads(text) if "--json" in words else text
+
+
+def run(*words):
+    return subprocess.run(
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_serve_says_where_it_is_and_writes_the_token_where_only_its_user_reads(site):
+    """C33"""
+    assert site.told["replicas"] == ["engine"]
+    assert site.told["page"] == f"{site.address}/#token={site.token}"
+    assert len(site.token) == 32
+    file = os.stat(site.told["token_file"])
+    assert file.st_mode & 0o777 == 0o600
+    assert os.stat(site.run).st_mode & 0o777 == 0o700
+
+
+def test_status_shows_the_replica(site):
+    assert flyweight("status", "--json")["replicas"][0]["state"] == "SERVING"
+    done = run("status", site.address, "--run", site.run)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "engine" in done.stdout
+    assert "SERVING" in done.stdout
+
+
+def test_the_commands_do_what_their_names_say(site):
+    """C31"""
+    assert flyweight("pause", "--json")["replicas"][0]["state"] == "PAUSED"
+    assert "engine: SERVING, version 3; resume-" in flyweight("resume")
+    assert flyweight("update", "--version", 2, "--json")["replicas"][0]["version"] == 2
+    assert flyweight("update", "--replica", "engine", "--json")["replicas"][0]["version"] == 3
+    assert flyweight("clear", "--tags", "kv_cache", "--json")["replicas"][0]["state"] == "CLEARED"
+    assert site.replica()["ranks"][0]["absent"] == ["kv_cache"]
+    assert flyweight("restore", "--json")["replicas"][0]["state"] == "SERVING"
+
+
+def test_a_state_that_does_not_accept_it_is_exit_code_8(site):
+    flyweight("clear")
+    text = flyweight("resume", code=8)
+    assert text.startswith("LifecycleError: engine: rank 0:")
+    assert "it accepts PAUSE, CLEAR, RESTORE or UPDATE" in text
+    told = flyweight("resume", "--json", code=8)
+    assert (told["error"], told["exit_code"]) == ("LifecycleError", 8)
+
+
+def test_a_busy_engine_is_exit_code_8_with_the_id_of_what_runs(site, threads):
+    site.engine.tell("request")
+    pausing = threads.submit(site.ask, "POST", "/v1/pause")
+    until(lambda: site.state == "PAUSING")
+    name = site.replica()["operation"]["id"]
+    assert f"operation {name} is running" in flyweight("update", code=8)
+    site.engine.tell("finish")
+    assert pausing.result(20)[0] == 200
+
+
+def test_time_that_is_over_is_exit_code_7(site):
+    site.engine.tell("request")
+    assert "TransferTimeout" in flyweight("pause", "--timeout", 0.1, code=7)
+    assert site.state == "SERVING"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["status", "http://127.0.0.1:1", "--token-file", "TOKEN"], 7, "no control server answers"),
+        (["status", "http://127.0.0.1:1"], 7, "no server left a token"),
+        (["status", "unix:run"], 5, "is not of the form 'http://HOST:PORT'"),
+        (["status", "http://127.0.0.1:x"], 5, "is not of the form 'http://HOST:PORT'"),
+        (["pause", "--replica", "other"], 5, "there is no replica 'other'"),
+        (["clear", "--tags", "all"], 5, "'all'"),
+        (["status", "--token-file", "OPEN"], 7, "chmod 600"),
+        (["status", "--token-file", "WRONG"], 7, "the token is another"),
+        (["pause", "--timeout", "0"], 2, "--timeout"),
+    ],
+    ids=str,
+)
+def test_what_goes_wrong_is_told_in_words(site, tmp_path, words, code, says):
+    for name, text, mode in (
+        ("TOKEN", site.token, 0o600),
+        ("OPEN", site.token, 0o644),
+        ("WRONG", "another", 0o600),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(mode)
+    files = {name: str(tmp_path / name) for name in ("TOKEN", "OPEN", "WRONG")}
+    assert says in flyweight(*(files.get(word, word) for word in words), code=code)
+
+
+def test_the_token_may_come_by_the_environment(site, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLYWEIGHT_RUN", str(tmp_path))
+    monkeypatch.setenv("FLYWEIGHT_TOKEN", site.token)
+    assert flyweight("status", "--json")["replicas"]
+
+
+def test_a_server_of_another_kind_is_told_from_ours(tmp_path, threads, monkeypatch):
+    monkeypatch.setenv("FLYWEIGHT_TOKEN", "any")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\nhello")
+
+        threads.submit(answer)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert "is it a control server?" in flyweight("status", address, code=7)
+
+
+def test_top_once_shows_how_things_stand(site):
+    assert "SERVING" in flyweight("top", "--once")
+    assert flyweight("top", "--once", "--json")["replicas"][0]["name"] == "engine"
+
+
+def test_top_prints_a_line_for_each_change_until_the_server_ends(site):
+    with Running("top", site.address, "--run", site.run, "--json") as top:
+        assert json.loads(top.line())["replicas"][0]["state"] == "SERVING"
+        site.good("POST", "/v1/pause")
+        while json.loads(top.line())["replicas"][0]["state"] != "PAUSED":
+            pass
+
+
+def test_a_terminal_sees_how_far_an_operation_is(site):
+    """The bar is on a terminal only."""
+    site.engine.tell("request")
+    ours, theirs = pty.openpty()
+    words = [*COMMAND, "pause", site.address, "--run", str(site.run)]
+    with subprocess.Popen(words, stderr=theirs, stdout=subprocess.PIPE, text=True) as process:
+        os.close(theirs)
+        shown, deadline = b"", time.monotonic() + 20
+        while b"PAUSING" not in shown and time.monotonic() < deadline:
+            shown += os.read(ours, 4096)
+        site.engine.tell("finish")
+        out, _ = process.communicate(timeout=20)
+    os.close(ours)
+    assert b"PAUSING" in shown
+    assert "engine: PAUSED" in out
+
+
+def test_a_second_server_for_one_replica_is_refused(site, tmp_path):
+    done = run("serve", "--replica", f"engine={site.cell}", "--port", 0, "--run", tmp_path)
+    assert (done.returncode, done.stdout) == (8, "")
+    assert "has the controller already" in done.stderr
+
+
+def test_a_port_in_use_is_exit_code_6(site, tmp_path):
+    port = site.address.rpartition(":")[2]
+    done = run("serve", "--replica", f"e={tmp_path}/e.cell", "--port", port, "--run", tmp_path)
+    assert (done.returncode, done.stdout) == (6, "")
+    assert f"cannot listen at 127.0.0.1:{port}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--replica", "CELL"], 2, "NAME=CELL"),
+        (["--replica", "=CELL"], 2, "NAME=CELL"),
+        (["--replica", "a=CELL:0"], 5, "num_ranks is 0"),
+        (["--replica", "a=CELL", "--host", "0.0.0.0"], 5, "--allow-remote"),
+        (["--replica", "a=CELL", "--replica", "a=OTHER"], 5, "names of their own"),
+        ([], 2, "--replica"),
+    ],
+    ids=str,
+)
+def test_a_server_that_cannot_be_meant_is_not_started(tmp_path, words, code, says):
+    words = [
+        word.replace("CELL", f"{tmp_path}/cell").replace("OTHER", f"{tmp_path}/other")
+        for word in words
+    ]
+    assert says in flyweight("serve", *words, "--port", 0, "--run", tmp_path / "run", code=code)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_ends_in_order_when_it_is_told_to(tmp_path, number):
+    cell = tmp_path / "e.cell"
+    words = ["serve", "--replica", f"e={cell}:2", "--port", 0, "--run", tmp_path / "run"]
+    with Running(*words) as served:
+        assert served.line().startswith("controlling e at http://127.0.0.1:")
+        assert "/#token=" in served.line()
+        path = served.line().removeprefix("token: in ")
+        with open(path) as file:
+            token = file.read()
+        served.process.send_signal(number)
+        out, err = served.process.communicate(timeout=20)
+        assert (served.process.returncode, out, err) == (0, "", "")
+    assert token.isalnum()
+
+
+def test_other_commands_start_without_what_a_server_needs():
+    code = (
+        "import sys, flyweight.cli\n"
+        "print([m for m in ('starlette', 'uvicorn', 'prometheus_client') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
