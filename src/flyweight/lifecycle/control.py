@@ -118,7 +118,7 @@ class Control:
         slots = self.cell.slots()
         if request is not None and any(_has_to_answer(slot, request) for slot in slots):
             self._running = self._operation(request)
-            self._await(self._running, request, slots)
+            self._await(self._running, request, slots, monotonic())
 
     # How it stands.
 
@@ -184,10 +184,10 @@ class Control:
                 should_abort=should_abort,
                 timeout_seconds=timeout_seconds,
             )
-            operation = self._operation(request)
+            operation, began = self._operation(request), monotonic()
             self.cell.ask(request)
             self._running = operation
-            self._await(operation, request, slots)
+            self._await(operation, request, slots, began)
         emit("operation.started", id=operation.id, name=self.name)
         return operation
 
@@ -209,19 +209,30 @@ class Control:
             started=time(),
         )
 
-    def _await(self, operation: Operation, request: Request, before: Sequence[Slot | None]) -> None:
+    def _await(
+        self,
+        operation: Operation,
+        request: Request,
+        before: Sequence[Slot | None],
+        began: float,
+    ) -> None:
         thread = threading.Thread(
             target=self._watch,
-            args=(operation, request, before),
+            args=(operation, request, before, began),
             name="flyweight-operation",
             daemon=True,
         )
         self._waiting = thread
         thread.start()
 
-    def _watch(self, operation: Operation, request: Request, before: Sequence[Slot | None]) -> None:
+    def _watch(
+        self,
+        operation: Operation,
+        request: Request,
+        before: Sequence[Slot | None],
+        began: float,
+    ) -> None:
         """See an operation to its end: answered by all, a rank that died, or time over."""
-        began = monotonic()
         pids = [None if slot is None else (slot.pid, slot.started) for slot in before]
 
         def is_over(slots: Sequence[Slot | None]) -> bool:
