@@ -72,6 +72,8 @@ class Machine(Steps):
         self.pause_seconds = 0.0
         """How long requests stood still for the last update."""
         self.num_rounds = 0
+        self._session = ""
+        """Of which publisher the version is that was committed."""
         self.pinned: int | None = None
         """The version that was asked for by its number, and is not left for a newer one."""
         self._turn = threading.Lock()
@@ -175,8 +177,6 @@ class Machine(Steps):
         with ExitStack() as stack:
             stack.enter_context(self._asking(deadline))
             stack.enter_context(self._turn_for("update", deadline))
-            if self.state is not State.SERVING:
-                self.condition.after(Signal.UPDATE)
             report = self._update(version, may_drain, deadline, is_asked=True)
             self.pinned = version
             return report
@@ -235,13 +235,14 @@ class Machine(Steps):
             self._prepare(round_, None)
             self._signal(Signal.UPDATE)
 
-        was_away = is_asked and self._restore_memory()
         is_newest_enough = is_asked and version is None and self._weights.version is not None
         # The newest there is may be the one that is held.
         until = monotonic() + _NEWER_SECONDS if is_newest_enough else deadline
         error: FlyweightError | None = None
         report: UpdateReport | None = None
+        was_away = False
         try:
+            was_away = is_asked and self._restore_memory()
             report = self._call(
                 "update",
                 lambda: self._weights.update(
@@ -315,11 +316,13 @@ class Machine(Steps):
         if verdict.is_agreed:
             if self.state is not State.SERVING:
                 self.version, self.failure = self._weights.version, None
+                self._session = self._weights.session
                 self.report = report if report is not None else self.report
                 self._signal(Signal.COMMITTED, self.condition.absent - {Tag.WEIGHTS})
             return
         failure = error if error is not None else LifecycleError(verdict.text)
-        is_kept = self.version is not None and self._weights.version == self.version
+        held = self._weights.version, self._weights.session
+        is_kept = self.version is not None and held == (self.version, self._session)
         if not verdict.is_kept or not is_kept:
             self._fail(failure)
         elif self.state in (State.UPDATING, State.VERIFYING):

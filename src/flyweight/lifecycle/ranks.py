@@ -99,12 +99,13 @@ def _decided(said: Sequence[Any]) -> Verdict:
         return Verdict(is_agreed=not errors, is_kept=True, text=errors[0] if errors else "")
     versions = [each["version"] for each in said]
     is_whole = None not in versions and len(set(versions)) == 1
+    is_one_source = len({each["session"] for each in said}) == 1
     if errors:
-        return Verdict(is_kept=is_whole, text=errors[0])
+        return Verdict(is_kept=is_whole and is_one_source, text=errors[0])
     if None in versions:
         return Verdict(text=f"rank {versions.index(None)} holds no whole version")
     if not is_whole:
         return Verdict(catch_up=max(versions), text=f"the ranks hold versions {versions}")
-    if len({each["session"] for each in said}) > 1:
+    if not is_one_source:
         return Verdict(text=f"the ranks hold version {versions[0]} of different publishers")
     return Verdict(is_agreed=True)

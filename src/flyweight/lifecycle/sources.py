@@ -48,7 +48,7 @@ class StoredWeights:
     ) -> UpdateReport:
         """Load a version, or the newest; wait for one if the newest is held already."""
         deadline = monotonic() + timeout_seconds
-        while version is None and self.version is not None and self._newest() == self.version:
+        while version is None and self.version is not None and self._newest() <= self.version:
             if monotonic() + _LOOK_SECONDS > deadline or is_over():
                 raise TransferTimeout(
                     f"{str(self._path)!r} has nothing newer than version {self.version}"
@@ -77,8 +77,8 @@ class StoredWeights:
         )  # fmt: skip
         return self._report
 
-    def _newest(self) -> int | None:
-        return max(versions(self._path), default=None)
+    def _newest(self) -> int:
+        return max(versions(self._path), default=-1)
 
     def _advance(self, event: Event) -> None:
         # Of any load in this process: a second one at the same time would only be seen wrongly.
@@ -101,7 +101,7 @@ class NearestWeights:
     """
 
     def __init__(self, replica: Replica, stored: StoredWeights) -> None:
-        self._replica, self._stored = replica, stored
+        self._replica, self._stored, self._is_reading = replica, stored, False
 
     @property
     def version(self) -> int | None:
@@ -115,7 +115,7 @@ class NearestWeights:
 
     @property
     def progress(self) -> float:
-        return max(self._replica.progress, self._stored.progress)
+        return self._stored.progress if self._is_reading else self._replica.progress
 
     def update(
         self,
@@ -126,7 +126,7 @@ class NearestWeights:
         is_over: Callable[[], bool],
     ) -> UpdateReport:
         """Take a version from the publisher if one is there soon, else from files, else wait."""
-        deadline = monotonic() + timeout_seconds
+        deadline, self._is_reading = monotonic() + timeout_seconds, False
         begun: list[int] = []
 
         def begin(found: int) -> None:
@@ -135,6 +135,7 @@ class NearestWeights:
 
         def touch(found: int) -> None:
             begin(found)
+            self._is_reading = True
             self._replica.forget("a snapshot was loaded over it")
 
         if self.version is None or version is not None:

@@ -195,6 +195,7 @@ class Cell:
 
     def check_current(self) -> None:
         """Raise unless the cell that is mapped is the one that the path leads to."""
+        self._check_open()
         self._place.check_current(self._file)
 
     # Who writes what.
@@ -223,8 +224,13 @@ class Cell:
 
     # Reading and writing.
 
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise LifecycleError(f"status cell {str(self.path)!r} was closed here")
+
     def request(self) -> Request | None:
         """Return what was asked last, or None if nothing was yet."""
+        self._check_open()
         return self._request.read()[0]
 
     def ask(self, request: Request) -> None:
@@ -235,6 +241,7 @@ class Cell:
 
     def slot(self, rank: int) -> Slot | None:
         """Return what a rank says of itself, or None if it never came."""
+        self._check_open()
         return self._slots[rank].read()[0]
 
     def slots(self) -> list[Slot | None]:

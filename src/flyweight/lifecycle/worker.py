@@ -51,33 +51,38 @@ class Worker:
         """
         seat = self._seat(rank, num_ranks, process_group)
         self._engine, self._rank, self._should_follow = engine, rank, should_follow
-        self._cell = Cell(cell, num_ranks)
-        try:
-            self._cell.claim(rank)
-        except BaseException:
-            self._cell.close()
-            raise
-        request, last = self._cell.request(), self._cell.slot(rank)
-        self._taken = self._done = 0 if request is None else request.number
-        self._error = "" if last is None else last.error
-        self._answer = "" if last is None else last.answer
-        if request is not None and (last is None or last.done != request.number):
-            # Not done by the process that was asked, and not by this one: nobody may think so.
-            self._error = "PeerLost"
-            self._answer = f"rank {rank} was started again before it answered"
-        self._trouble = ""
         self._pid, self._started = os.getpid(), started_at(os.getpid())
         self._telling = threading.Lock()
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._ranks = Ranks(seat)
-        self.machine = Machine(
-            engine, weights, self._ranks, should_serve=should_serve, observe=self.tell
-        )
-        self._weights = weights
+        self._ranks, self._weights = Ranks(seat), weights
         self.failure: FlyweightError | None = None
         """Why the worker ended by itself, if it did."""
-        self.tell()
+        self._cell = Cell(cell, num_ranks)
+        try:
+            self._cell.claim(rank)
+            self._taken = self._done = 0
+            self._error = self._answer = self._trouble = ""
+            self._take_over()
+            self.machine = Machine(
+                engine, weights, self._ranks, should_serve=should_serve, observe=self.tell
+            )
+            self.tell()
+        except BaseException:
+            self._cell.close()
+            raise
+
+    def _take_over(self) -> None:
+        """Begin where the process before this one has ended, if there was one."""
+        request, last = self._cell.request(), self._cell.slot(self._rank)
+        if request is None:
+            return
+        self._taken = self._done = request.number
+        if last is not None and last.done == request.number:
+            self._error, self._answer = last.error, last.answer
+        else:  # not done by the process that was asked, nor by this one: nobody may think so
+            self._error = "PeerLost"
+            self._answer = f"rank {self._rank} was started again before it answered"
 
     @staticmethod
     def _seat(rank: int, num_ranks: int, process_group: object) -> Seat:
@@ -151,29 +156,31 @@ class Worker:
                     tags, may_drain=request.may_drain, timeout_seconds=request.timeout_seconds
                 )
             case Signal.UPDATE:
-                self._update(request, request.timeout_seconds)
+                machine.update(
+                    request.version,
+                    may_drain=request.may_drain,
+                    timeout_seconds=request.timeout_seconds,
+                )
+                self._trouble = ""
             case Signal.RESTORE:
                 if Tag.WEIGHTS in tags and not machine.has_weights_memory:
-                    self._update(request, request.timeout_seconds)
+                    wanted = machine.pinned if request.version is None else request.version
+                    machine.update(wanted, timeout_seconds=request.timeout_seconds)
                 if Tag.KV_CACHE in tags:
                     machine.restore(timeout_seconds=max(deadline - monotonic(), 0.001))
             case _:
                 raise LifecycleError(f"signal {request.signal} is not asked from outside")
 
-    def _update(self, request: Request, timeout_seconds: float) -> None:
-        self.machine.update(
-            request.version, may_drain=request.may_drain, timeout_seconds=timeout_seconds
-        )
-
     def _follow(self) -> None:
         while not self._is_over.is_set():
             try:
-                if self.machine.follow(
+                came = self.machine.follow(
                     timeout_seconds=_FOLLOW_SECONDS, is_over=self._is_over.is_set
-                ):
+                )
+                if came or self._trouble:
                     self._trouble = ""
                     self.tell()
-                elif not self.machine.may_follow:
+                if not came and not self.machine.may_follow:
                     self._is_over.wait(_REST_SECONDS)
             except FlyweightError as error:
                 self._trouble = str(error)
