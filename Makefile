@@ -6,8 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 .PHONY: demo test check gpu-test benchmarks clean
 
 demo: .venv/.demo
-	$(BIN)/python examples/live.py
-	$(BIN)/python examples/recovery.py
+	$(BIN)/flyweight demo
 
 test: .venv/.test
 	$(BIN)/python -m pytest -n auto

@@ -298,6 +298,8 @@ class Machine(Steps):
             except FlyweightError as failure:
                 error = failure
         verdict = self._ranks.prepared(error, round_.deadline)
+        if verdict.is_lost:
+            self._fail(LifecycleError(verdict.text))
         if error is not None:
             raise error
         if not verdict.is_agreed:

@@ -28,6 +28,8 @@ class Verdict:
     is_agreed: bool = False
     is_kept: bool = False
     """True if every rank still holds what it held: nobody touched anything."""
+    is_lost: bool = False
+    """True if a rank died or said nothing: what it does is not known."""
     catch_up: int | None = None
     """The version that those who are behind should take first."""
     text: str = ""
@@ -67,7 +69,7 @@ class Ranks:
             return Verdict(**told)
         except TransportError as fault:
             self.close()
-            return Verdict(text=f"the ranks did not decide: {fault}")
+            return Verdict(is_lost=True, text=f"the ranks did not decide: {fault}")
 
     def _met(self, timeout_seconds: float) -> Group:
         """Return the group, with so much time for each wait."""
