@@ -168,8 +168,8 @@ class Bulletin(Protocol):
 class Engine(Protocol):
     """Answers requests with the weights of one rank; told when to stand still.
 
-    Inherit from it for the hooks that do nothing. Whatever a method raises is told to whoever
-    asked, with the method's name.
+    Whatever a method raises is told to whoever asked, with the method's name. What a release gave
+    back half-way is restored whole: `restore_weights` and the like may find nothing to do.
     """
 
     def pause(self, deadline: float) -> None:
@@ -194,7 +194,6 @@ class Engine(Protocol):
     @property
     def num_running(self) -> int:
         """How many requests run at this moment."""
-        return 0
 
     def abort_requests(self) -> None:
         """End the requests that run, unfinished."""
@@ -214,6 +213,28 @@ class Engine(Protocol):
 
     def restore_groups(self) -> None:
         """Start communication groups again; before the weights come."""
+
+
+class EngineHooks:
+    """What an engine may leave out: inherit from it, and write what you have."""
+
+    @property
+    def num_running(self) -> int:
+        return 0
+
+    def abort_requests(self) -> None: ...
+
+    def release_cache(self) -> None: ...
+
+    def restore_cache(self) -> None: ...
+
+    def release_experts(self) -> None: ...
+
+    def restore_experts(self) -> None: ...
+
+    def release_groups(self) -> None: ...
+
+    def restore_groups(self) -> None: ...
 
 
 @dataclass(frozen=True)

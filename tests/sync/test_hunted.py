@@ -450,3 +450,23 @@ def test_a_short_wait_for_a_version_is_no_short_wait_for_its_bytes(address, monk
         with pytest.raises(TransferTimeout):
             replica.update(timeout_seconds=0)
         assert (replica.state, replica.version) == ("ready", 1)
+
+
+def test_a_publisher_that_came_back_does_not_set_a_replica_back_to_an_older_snapshot(
+    address, tmp_path
+):
+    store = tmp_path / "store"
+    fw.save(weights(3), store, version=3)
+    target = weights(0)
+    with fw.Replica(target, address) as replica:
+        with fw.Publisher(weights(5), address, hold=True) as first:
+            first.publish(5)
+            replica.update(timeout_seconds=10)
+        with fw.Publisher(weights(6), address, store=store) as second:
+            with pytest.raises(TransferTimeout):
+                replica.update(timeout_seconds=0.5)
+            assert (replica.version, replica.state) == (5, "ready")
+            assert holds(target, 5)
+            replica.update(version=3, timeout_seconds=10)  # unless it is asked for
+            assert holds(target, 3)
+            assert second.version is None

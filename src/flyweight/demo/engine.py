@@ -33,7 +33,7 @@ def serve(name: str, places: Places, size: str) -> None:
     """Serve and follow, until the parent ends."""
     torch.set_num_threads(1)
     policy = empty_policy(SETTINGS[size])
-    engine = ModelEngine(policy)  # type: ignore[abstract]  # its hooks do nothing, on purpose
+    engine = ModelEngine(policy)
 
     def answer(question: Question) -> Answer:
         with engine.request(_REQUEST_SECONDS) as version:

@@ -9,10 +9,10 @@ from time import monotonic
 
 from flyweight.adapters.residence import Residence
 from flyweight.errors import LifecycleError, TransferTimeout
-from flyweight.ports import Engine
+from flyweight.ports import EngineHooks
 
 
-class ModelEngine(Engine):
+class ModelEngine(EngineHooks):
     """Counts requests in and out; a base for engines that know more of their own."""
 
     def __init__(self, model: object) -> None:

@@ -155,7 +155,9 @@ class Ask(_Message, frozen=True):
     """A number that grows; a round says which ask it answers."""
     version: int | None
     have: int | None
-    """What it holds whole."""
+    """What it holds whole, of this publisher."""
+    held: int | None = None
+    """What it holds whole, of whichever: a snapshot that is older is no news."""
 
 
 class Denied(_Message, frozen=True):

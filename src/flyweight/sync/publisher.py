@@ -628,7 +628,7 @@ class Publisher:
         if ask.version is not None:
             if ask.version not in found:
                 return None
-        elif ask.have is not None and ask.have >= found[-1]:
+        elif ask.held is not None and ask.held >= found[-1]:
             return None
         stored = stack.enter_context(open_source(store, version=ask.version))
         stock = Stock.at_rest(stored, self._stock, self._copiers)

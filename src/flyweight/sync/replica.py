@@ -293,7 +293,7 @@ class Replica:
         self._ask += 1
         subscriber = link.subscriber
         subscriber.open_ask = self._ask
-        subscriber.send(Ask(self._ask, version, have))
+        subscriber.send(Ask(self._ask, version, have, self._version))
         what = "a version" if version is None else f"version {version}"
         try:
             while True:
