@@ -203,12 +203,10 @@ class Machine(Steps):
                 def enter() -> None:
                     turn.enter_context(self._turn_for("update", monotonic() + ROUND_SECONDS))
 
-                self._update(None, True, deadline, is_asked=False, enter=enter, is_over=stops)
-            return True
-        except TransferTimeout:
-            if self.state is State.FAILED or not (stops() or monotonic() >= deadline):
-                raise
-            return False
+                report = self._update(
+                    None, True, deadline, is_asked=False, enter=enter, is_over=stops
+                )
+            return report is not None
         finally:
             self._source.release()
 
@@ -257,9 +255,9 @@ class Machine(Steps):
         except FlyweightError as failure:
             error = failure
         if not is_asked and not round_.is_begun:
-            if error is not None:
-                raise error
-            return None
+            if error is None or isinstance(error, TransferTimeout):
+                return None  # none came
+            raise error
         try:
             if not round_.is_begun:  # it was held already, or never came: the others wait to hear
                 self._prepare(round_, error, should_stop=error is None and not self._is_served)

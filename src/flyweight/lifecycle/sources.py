@@ -49,18 +49,19 @@ class StoredWeights:
         """Load a version, or the newest; wait for one if the newest is held already."""
         deadline = monotonic() + timeout_seconds
         while version is None and self.version is not None and self._newest() <= self.version:
-            if monotonic() + _LOOK_SECONDS > deadline or is_over():
+            if monotonic() > deadline or is_over():
                 raise TransferTimeout(
                     f"{str(self._path)!r} has nothing newer than version {self.version}"
                 )
-            sleep(_LOOK_SECONDS)
+            sleep(max(min(_LOOK_SECONDS, deadline - monotonic()), 0.0))
         started = perf_counter()
         if version is not None and version == self.version and self._report is not None:
             return self._report
         with open_source(self._path, version=version) as stored:
             found = 0 if stored.manifest.version is None else stored.manifest.version
+            self.progress = 0.0
             before(found)
-            self.version, self.progress = None, 0.0
+            self.version = None
             with listening(self._advance):
                 report = load(
                     stored,
@@ -134,8 +135,8 @@ class NearestWeights:
             before(found)
 
         def touch(found: int) -> None:
-            begin(found)
             self._is_reading = True
+            begin(found)
             self._replica.forget("a snapshot was loaded over it")
 
         if self.version is None or version is not None:

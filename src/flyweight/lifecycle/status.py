@@ -260,6 +260,7 @@ class Cell:
 
     def next_request(self, after: int, timeout_seconds: float) -> Request | None:
         """Sleep until there is a request of another number than `after`; None if none comes."""
+        self._check_open()
         deadline = monotonic() + timeout_seconds
         while True:
             request, count = self._request.read()
@@ -293,7 +294,7 @@ class Cell:
 
     def wait_change(self, seen: int, timeout_seconds: float) -> int:
         """Sleep until the bell is another than `seen`, or for that long; return what it is."""
-        if self._is_over:
+        if self._is_over or not self._is_open:
             return seen
         futex.sleep_while(self._bell_address, seen, timeout_seconds)
         return self._bell_words[0]

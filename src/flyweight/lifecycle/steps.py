@@ -86,10 +86,11 @@ class Steps:
     def _stand_still(self, deadline: float, may_drain: bool = True) -> None:
         if self.state is not State.SERVING:
             return
-        if not may_drain and self._engine.num_running:
+        running = 0 if may_drain else self._call("num_running", lambda: self._engine.num_running)
+        if running:
             raise LifecycleError(
-                f"{self._engine.num_running} requests are running and were not to be drained; "
-                f"send PAUSE first, or allow to drain"
+                f"{running} requests are running and were not to be drained; send PAUSE first, or "
+                f"allow to drain"
             )
         self._pause(deadline if may_drain else monotonic())
 
