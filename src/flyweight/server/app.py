@@ -11,10 +11,10 @@ import base64
 import hashlib
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import anyio.to_thread
 import msgspec
@@ -25,7 +25,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from flyweight.errors import (
     DigestMismatch,
@@ -37,21 +36,25 @@ from flyweight.errors import (
     TransferTimeout,
     VersionError,
 )
-from flyweight.lifecycle.control import ReplicaStatus
-from flyweight.lifecycle.states import Signal, State, Tag
-from flyweight.server import access
-from flyweight.server.fleet import Answer, Course, Fleet, Order, is_well, words
+from flyweight.lifecycle.states import Signal, State
+from flyweight.server import access, orders
+from flyweight.server.fleet import Answer, Course, Fleet, is_well, words
 from flyweight.server.metrics import CONTENT_TYPE, FleetMetrics
+from flyweight.server.orders import (
+    NoOptions,
+    Options,
+    ReplicaOptions,
+    SleepOptions,
+    UpdateOptions,
+    WakeupOptions,
+)
+from flyweight.server.stream import EventStream
 from flyweight.sync.messages import error_named
 from flyweight.verbs.find import versions
 
 MAX_BODY_BYTES = 64 << 10
 MAX_STREAMS = 64
 _BODY_SECONDS = 10.0
-_STREAM_REST_SECONDS = 0.05
-_KEEPALIVE_SECONDS = 10.0
-_SEND_SECONDS = 10.0
-_MAX_SECONDS = 86_400.0
 _PAGE = Path(__file__).with_name("page.html")
 _STANDS_STILL = (
     State.PAUSED,
@@ -61,134 +64,23 @@ _STANDS_STILL = (
     State.VERIFYING,
 )
 
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=_MAX_SECONDS)]
-Tags = Annotated[tuple[Tag, ...], msgspec.Meta(min_length=1)]
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every route takes that asks something of replicas."""
-
-    replica: str | None = None
-    """Which; all of them if it is missing."""
-    timeout: Seconds = 60.0
-
-
-class DrainOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    when_serving: Literal["drain", "refuse"] = "drain"
-    """What happens to requests that run: they are finished first, or the call is refused."""
-
-
-class SleepOptions(DrainOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    tags: Tags = tuple(Tag)
-
-
-class WakeupOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    tags: Tags = tuple(Tag)
-
-
-class UpdateOptions(DrainOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    version: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Which; the newest if it is missing."""
-    verify_checksum: bool = True
-
-
-class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    replica: str | None = None
-
-
-class NoOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
-
-
-def _pause(options: Options) -> Course:
-    return _always(Order(signal=Signal.PAUSE, timeout_seconds=options.timeout))
-
-
-def _resume(options: Options) -> Course:
-    return _always(Order(signal=Signal.RESUME, timeout_seconds=options.timeout))
-
-
-def _sleep(options: SleepOptions) -> Course:
-    return _always(
-        Order(
-            signal=Signal.CLEAR,
-            tags=options.tags,
-            may_drain=options.when_serving == "drain",
-            timeout_seconds=options.timeout,
-        )
-    )
-
-
-def _wakeup(options: WakeupOptions) -> Course:
-    return _always(Order(signal=Signal.RESTORE, tags=options.tags, timeout_seconds=options.timeout))
-
-
-def _update(options: UpdateOptions) -> Course:
-    if not options.verify_checksum:
-        raise SpecError(
-            "verify_checksum is false: verification cannot be turned off here; leave it out"
-        )
-    return _always(
-        Order(
-            signal=Signal.UPDATE,
-            version=options.version,
-            may_drain=options.when_serving == "drain",
-            timeout_seconds=options.timeout,
-        )
-    )
-
-
-def _abort(options: Options) -> Course:
-    """End the requests that run: a pause that aborts, then a resume if it was serving."""
-
-    def course(before: ReplicaStatus) -> Sequence[Order]:
-        pause = Order(signal=Signal.PAUSE, should_abort=True, timeout_seconds=options.timeout)
-        resume = Order(signal=Signal.RESUME, timeout_seconds=options.timeout)
-        return (pause, resume) if before.is_serving else (pause,)
-
-    return course
-
-
-def _clear_load_weight(options: Options) -> Course:
-    return _sleep(SleepOptions(timeout=options.timeout))
-
-
-def _update_model_weight(options: Options) -> Course:
-    """Have weights and cache again and serve them, whatever was cleared before."""
-
-    def course(before: ReplicaStatus) -> Sequence[Order]:
-        has_all = not any(rank.absent for rank in before.ranks)
-        first = Order(
-            signal=Signal.UPDATE if has_all else Signal.RESTORE,
-            tags=() if has_all else tuple(Tag),
-            timeout_seconds=options.timeout,
-        )
-        return (first, Order(signal=Signal.RESUME, timeout_seconds=options.timeout))
-
-    return course
-
-
-def _always(*orders: Order) -> Course:
-    return lambda before: orders
 
 
 def make_app(fleet: Fleet, *, token: str, host: str, store: str | None = None) -> Starlette:
     """Return the app that controls a fleet; `store` is where versions rest."""
     routes = _Routes(fleet, store)
     control: Mapping[str, tuple[type[Any], Callable[[Any], Course]]] = {
-        "/v1/pause": (Options, _pause),
-        "/v1/resume": (Options, _resume),
-        "/v1/sleep": (SleepOptions, _sleep),
-        "/v1/wakeup": (WakeupOptions, _wakeup),
-        "/v1/update_weights": (UpdateOptions, _update),
-        "/v1/abort_requests": (Options, _abort),
+        "/v1/pause": (Options, orders.pause),
+        "/v1/resume": (Options, orders.resume),
+        "/v1/sleep": (SleepOptions, orders.sleep),
+        "/v1/wakeup": (WakeupOptions, orders.wakeup),
+        "/v1/update_weights": (UpdateOptions, orders.update),
+        "/v1/abort_requests": (Options, orders.abort),
     }
     old: Mapping[str, tuple[Callable[[Any], Course], tuple[Signal, ...]]] = {
-        "/clear_load_weight": (_clear_load_weight, (Signal.CLEAR,)),
-        "/update_model_weight": (_update_model_weight, (Signal.UPDATE, Signal.RESTORE)),
+        "/clear_load_weight": (orders.clear_load_weight, (Signal.CLEAR,)),
+        "/update_model_weight": (orders.update_model_weight, (Signal.UPDATE, Signal.RESTORE)),
     }
     return Starlette(
         routes=[
@@ -297,65 +189,10 @@ class _Routes:
         await _options(request, NoOptions)
         if self._num_streams >= MAX_STREAMS:
             raise HTTPException(503, f"{MAX_STREAMS} clients listen to events already")
-        return _EventStream(self._fleet, self._count_streams)
+        return EventStream(self._fleet, self._count_streams)
 
     def _count_streams(self, change: int) -> None:
         self._num_streams += change
-
-
-class _EventStream(Response):
-    """How things stand, sent at each change; whoever does not read is let go.
-
-    What is sent is the newest, not all there was in between, so nothing piles up for a slow
-    reader.
-    """
-
-    def __init__(self, fleet: Fleet, count: Callable[[int], None]) -> None:
-        super().__init__(media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._fleet, self._count = fleet, count
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._count(1)
-        streaming = asyncio.ensure_future(self._stream(send))
-        leaving = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait((streaming, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._count(-1)
-            for task in (streaming, leaving):
-                task.cancel()
-            await asyncio.gather(streaming, leaving, return_exceptions=True)
-
-    async def _stream(self, send: Send) -> None:
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-        def ring() -> None:
-            with suppress(RuntimeError):  # the loop has ended, and this stream with it
-                loop.call_soon_threadsafe(changed.set)
-
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        seen = -1
-        with self._fleet.listening(ring):
-            while not self._fleet.is_over:
-                changed.clear()
-                number, data = await run_in_threadpool(self._fleet.news)
-                chunk = b":\n\n" if number == seen else b"event: status\ndata: %b\n\n" % data
-                seen = number
-                body = {"type": "http.response.body", "body": chunk, "more_body": True}
-                await asyncio.wait_for(send(body), _SEND_SECONDS)
-                await asyncio.sleep(_STREAM_REST_SECONDS)
-                try:
-                    await asyncio.wait_for(changed.wait(), _KEEPALIVE_SECONDS)
-                except asyncio.TimeoutError:
-                    continue
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 # What comes in.

@@ -1,0 +1,125 @@
+"""Orders: what the routes that change something take, and what each asks of a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from flyweight.errors import SpecError
+from flyweight.lifecycle.control import ReplicaStatus
+from flyweight.lifecycle.states import Signal, Tag
+from flyweight.server.fleet import Course, Order
+
+_MAX_SECONDS = 86_400.0
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=_MAX_SECONDS)]
+Tags = Annotated[tuple[Tag, ...], msgspec.Meta(min_length=1)]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every route takes that asks something of replicas."""
+
+    replica: str | None = None
+    """Which; all of them if it is missing."""
+    timeout: Seconds = 60.0
+
+
+class DrainOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    when_serving: Literal["drain", "refuse"] = "drain"
+    """What happens to requests that run: they are finished first, or the call is refused."""
+
+
+class SleepOptions(DrainOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tags: Tags = tuple(Tag)
+
+
+class WakeupOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tags: Tags = tuple(Tag)
+
+
+class UpdateOptions(DrainOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    version: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Which; the newest if it is missing."""
+    verify_checksum: bool = True
+
+
+class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    replica: str | None = None
+
+
+class NoOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+def pause(options: Options) -> Course:
+    return _always(Order(signal=Signal.PAUSE, timeout_seconds=options.timeout))
+
+
+def resume(options: Options) -> Course:
+    return _always(Order(signal=Signal.RESUME, timeout_seconds=options.timeout))
+
+
+def sleep(options: SleepOptions) -> Course:
+    return _always(
+        Order(
+            signal=Signal.CLEAR,
+            tags=options.tags,
+            may_drain=options.when_serving == "drain",
+            timeout_seconds=options.timeout,
+        )
+    )
+
+
+def wakeup(options: WakeupOptions) -> Course:
+    return _always(Order(signal=Signal.RESTORE, tags=options.tags, timeout_seconds=options.timeout))
+
+
+def update(options: UpdateOptions) -> Course:
+    if not options.verify_checksum:
+        raise SpecError(
+            "verify_checksum is false: verification cannot be turned off here; leave it out"
+        )
+    return _always(
+        Order(
+            signal=Signal.UPDATE,
+            version=options.version,
+            may_drain=options.when_serving == "drain",
+            timeout_seconds=options.timeout,
+        )
+    )
+
+
+def abort(options: Options) -> Course:
+    """End the requests that run: a pause that aborts, then a resume if it was serving."""
+
+    def course(before: ReplicaStatus) -> Sequence[Order]:
+        pause = Order(signal=Signal.PAUSE, should_abort=True, timeout_seconds=options.timeout)
+        resume = Order(signal=Signal.RESUME, timeout_seconds=options.timeout)
+        return (pause, resume) if before.is_serving else (pause,)
+
+    return course
+
+
+def clear_load_weight(options: Options) -> Course:
+    return sleep(SleepOptions(timeout=options.timeout))
+
+
+def update_model_weight(options: Options) -> Course:
+    """Have weights and cache again and serve them, whatever was cleared before."""
+
+    def course(before: ReplicaStatus) -> Sequence[Order]:
+        has_all = not any(rank.absent for rank in before.ranks)
+        first = Order(
+            signal=Signal.UPDATE if has_all else Signal.RESTORE,
+            tags=() if has_all else tuple(Tag),
+            timeout_seconds=options.timeout,
+        )
+        return (first, Order(signal=Signal.RESUME, timeout_seconds=options.timeout))
+
+    return course
+
+
+def _always(*orders: Order) -> Course:
+    return lambda before: orders
