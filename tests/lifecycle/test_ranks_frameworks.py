@@ -177,6 +177,8 @@ def serve(rank, num_ranks, framework, directory):
 
 def manage(rank, num_ranks, framework, directory):
     """A rank with FastDeploy's manager, on snapshots that it takes its share of."""
+    from paddle import distributed
+
     from flyweight.adapters.fastdeploy import DynamicWeightManager
     from flyweight.adapters.fastdeploy_engine import FastDeployHooks
     from flyweight.adapters.fastdeploy_weights import FastDeployOptions
@@ -185,7 +187,11 @@ def manage(rank, num_ranks, framework, directory):
     config = SimpleNamespace(
         load_config=SimpleNamespace(load_strategy="ipc_snapshot"),
         model_config=SimpleNamespace(model=f"{directory}/run"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=num_ranks, tensor_parallel_rank=rank),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=num_ranks,
+            tensor_parallel_rank=rank,
+            tp_group=distributed.get_group(0),
+        ),
     )
 
     class Hooks(FastDeployHooks):

@@ -13,6 +13,8 @@ from flyweight.errors import Busy, LifecycleError, PeerLost
 from flyweight.lifecycle.control import ABSENT, Control
 from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.states import Signal, State, Tag
+from flyweight.sync.messages import Filled
+from flyweight.sync.wire import Wire
 from live import Child, assign, holds, until, weights
 
 
@@ -313,3 +315,30 @@ def test_a_version_asked_for_by_its_number_stays_until_the_newest_is_asked_for(
         assert ended(control, Signal.UPDATE).ending == "done"
         assert served(child)[0] == 5
         assert control.status().ranks[0].pinned is None
+
+
+def trainer_that_dies_copying(address, pipe):
+    """Publish, and die when the replica has begun to read."""
+    publisher = fw.Publisher(weights(6), address, bucket_bytes=1 << 14, strategy="host")
+    send, filled = Wire.send, []
+
+    def counted(self, message, to=b""):
+        filled.extend([message] if isinstance(message, Filled) else [])
+        if len(filled) == 6:  # some of those before were emptied
+            os.kill(os.getpid(), signals.SIGKILL)
+        send(self, message, to)
+
+    Wire.send = counted
+    publisher.publish(6, num_replicas=1, timeout_seconds=20)
+
+
+def test_an_engine_that_began_with_a_snapshot_heals_from_it_again(start, address, cell, tmp_path):
+    fw.save(weights(5), tmp_path / "store", version=5)
+    with Control(cell) as control:
+        child = start(tmp_path / "store")
+        until(lambda: serves(control, 5))
+        with Child(trainer_that_dies_copying, address) as training:
+            assert training.join() == -signals.SIGKILL
+        until(lambda: control.status().ranks[0].num_rounds == 2)
+        assert serves(control, 5)
+        assert served(child) == (5, True)

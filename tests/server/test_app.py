@@ -17,6 +17,8 @@ from controlled import TOKEN, VERSIONS, Engine, Site, Trainer, serving
 from flyweight.lifecycle.control import Control, RankStatus, ReplicaStatus
 from flyweight.lifecycle.states import State
 from flyweight.server import app as server_app
+from flyweight.server import http as server_http
+from flyweight.server import stream as server_stream
 from flyweight.server.fleet import is_well, words
 from live import Child, until
 
@@ -498,7 +500,7 @@ def test_so_many_listen_and_no_more(site, monkeypatch):
 
 
 def test_who_does_not_read_is_let_go(site, monkeypatch):
-    monkeypatch.setattr(server_app, "_SEND_SECONDS", 0.05)
+    monkeypatch.setattr(server_stream, "_SEND_SECONDS", 0.05)
     counts = []
 
     async def stuck():
@@ -509,7 +511,7 @@ def test_who_does_not_read_is_let_go(site, monkeypatch):
         async def receive():
             await asyncio.sleep(60)
 
-        stream = server_app._EventStream(site.fleet, counts.append)
+        stream = server_stream.EventStream(site.fleet, counts.append)
         await asyncio.wait_for(stream({}, receive, send), 10)
 
     asyncio.run(stuck())
@@ -760,3 +762,30 @@ def test_a_slow_body_is_given_up(site, monkeypatch):
         head = f"POST /v1/pause HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 9\r\n\r\n{{"
         connection.sendall(head.encode())
         assert b" 408 " in connection.recv(1000)
+
+
+def place(site):
+    host, _, port = site.netloc.rpartition(":")
+    return host, int(port)
+
+
+def test_half_a_request_does_not_keep_a_connection_for_ever(site, monkeypatch):
+    """Otherwise a few hundred of them, which need no token, shut everybody else out."""
+    monkeypatch.setattr(server_http, "_REQUEST_SECONDS", 0.1)
+    with socket.create_connection(place(site), 10) as half:
+        half.sendall(b"GET / HT")
+        half.settimeout(10)
+        assert half.recv(1) == b""
+    assert site.ask("GET", "/health")[0] == 200
+
+
+def test_a_body_that_ends_early_is_the_clients_fault(site):
+    with socket.create_connection(place(site), 10) as short:
+        head = f"POST /v1/pause HTTP/1.1\r\nHost: {site.netloc}\r\nAuthorization: Bearer {site.token}\r\n"
+        short.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
+        short.settimeout(10)
+        assert b" 400 " in short.recv(200)
+
+
+def test_a_head_of_events_ends(site):
+    assert site.raw("HEAD", "/events")[0] == 405

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -57,27 +57,27 @@ class Client:
     def _opened(
         self, method: str, path: str, data: bytes | None, timeout_seconds: float
     ) -> Iterator[HTTPResponse]:
-        connection = HTTPConnection(self._host, self._port, timeout=timeout_seconds)
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         try:
-            connection.request(method, quote(path, safe="/?=&"), data, headers)
-            with connection.getresponse() as response:
-                yield response
+            connection = HTTPConnection(self._host, self._port, timeout=timeout_seconds)
+            with closing(connection):
+                connection.request(method, quote(path, safe="/?=&"), data, headers)
+                with connection.getresponse() as response:
+                    yield response
         except TimeoutError as cause:
             raise TransferTimeout(
                 f"no answer from {self.address} within {timeout_seconds:g} s"
             ) from cause
-        except (OSError, HTTPException) as cause:
+        except (OSError, HTTPException, UnicodeError) as cause:
             raise PeerLost(f"no control server answers at {self.address}: {cause}") from cause
-        finally:
-            connection.close()
 
     def _decoded(self, text: bytes, code: int) -> dict[str, Any]:
         try:
             told = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             told = None
-        if not isinstance(told, dict):
+        is_ours = isinstance(told, dict) and ("result" in told or "replicas" in told)
+        if not is_ours or not isinstance(told, dict):
             raise PeerRefused(
                 f"{self.address} answers {code} with {len(text)} bytes that are no JSON object; is "
                 f"it a control server?"

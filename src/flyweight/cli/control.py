@@ -20,7 +20,7 @@ from rich.table import Table
 
 from flyweight.cli import tokens
 from flyweight.cli.client import DEFAULT_PORT, Client, host_and_port
-from flyweight.cli.terminal import err, human, json_option, main, out, show, until_told
+from flyweight.cli.terminal import Seconds, err, human, json_option, main, out, show, until_told
 from flyweight.errors import PeerRefused, TransferTimeout
 from flyweight.lifecycle.control import Control
 
@@ -42,7 +42,7 @@ token_file_option = click.option(
     help="The file with the token, if it is not in the run directory.",
 )  # fmt: skip
 timeout_option = click.option(
-    "--timeout", "timeout_seconds", type=click.FloatRange(min=0.0, min_open=True, max=86_400.0),
+    "--timeout", "timeout_seconds", type=Seconds(min=0.0, min_open=True, max=86_400.0),
     default=60.0, show_default=True, help="Seconds that the engine gets.",
 )  # fmt: skip
 replica_option = click.option("--replica", metavar="NAME", help="Which; otherwise all of them.")
@@ -78,6 +78,8 @@ def _client(address: str, token_file: Path | None, directory: Path) -> Client:
             raise PeerRefused(
                 f"no server left a token at {str(path)!r}; say --token-file, or set FLYWEIGHT_TOKEN"
             )
+    else:
+        token = tokens.checked(token, "FLYWEIGHT_TOKEN")
     return Client(address, token)
 
 

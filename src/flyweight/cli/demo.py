@@ -14,7 +14,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from flyweight.cli.terminal import EXIT_NO, human, json_option, main, out
+from flyweight.cli.terminal import EXIT_NO, Seconds, human, json_option, main, out
 
 _BAR = 20
 _SHOWN_STEPS = 20
@@ -23,7 +23,7 @@ _SHOWN_STEPS = 20
 @main.command()
 @click.option("--steps", "num_steps", type=click.IntRange(12, 10_000), help="How long to train.")
 @click.option(
-    "--seconds", type=click.FloatRange(min=5.0, max=3600.0),
+    "--seconds", type=Seconds(min=5.0, max=3600.0),
     help="Come to the end after about so long, whatever the steps.",
 )  # fmt: skip
 @click.option(

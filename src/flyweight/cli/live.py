@@ -11,7 +11,15 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from flyweight.cli.terminal import human, json_option, main, out, until_told, version_option
+from flyweight.cli.terminal import (
+    Seconds,
+    human,
+    json_option,
+    main,
+    out,
+    until_told,
+    version_option,
+)
 from flyweight.events import Event, listening
 from flyweight.sync.lanes import STRATEGIES, Strategy
 from flyweight.sync.messages import News
@@ -78,7 +86,7 @@ def _tell(event: Event, as_json: bool, is_over: threading.Event) -> None:
 @click.argument("address")
 @click.option("--once", is_flag=True, help="Show how things stand now, and end.")
 @click.option(
-    "--timeout", "timeout_seconds", type=click.FloatRange(min=0.0, min_open=True), default=10.0,
+    "--timeout", "timeout_seconds", type=Seconds(min=0.0, min_open=True), default=10.0,
     show_default=True, help="Seconds to wait for a publisher.",
 )  # fmt: skip
 @json_option

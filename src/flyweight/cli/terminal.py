@@ -70,6 +70,18 @@ class Size(click.ParamType[int]):
         return int(number) * _UNITS[unit]
 
 
+class Seconds(click.FloatRange):
+    """A number of seconds: a real one, which NaN is not."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not isfinite(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
+
+
 def exit_code(error: FlyweightError) -> int:
     """Return the exit code that goes with an error."""
     kinds: tuple[tuple[type[FlyweightError], int], ...] = (

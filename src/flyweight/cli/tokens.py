@@ -25,7 +25,7 @@ def token_file(directory: Path, port: int) -> Path:
 def read(path: Path) -> str | None:
     """Return the token in a file, or None if there is no file; raise if others can read it."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as cause:
@@ -33,6 +33,8 @@ def read(path: Path) -> str | None:
     try:
         found = os.fstat(file)
         mode = stat.S_IMODE(found.st_mode)
+        if not stat.S_ISREG(found.st_mode):
+            raise PeerRefused(f"token file {str(path)!r} is no file")
         if found.st_uid not in (os.geteuid(), 0) or mode & 0o077:
             raise PeerRefused(
                 f"token file {str(path)!r} is of user {found.st_uid} with mode {mode:o}; it must "
@@ -41,9 +43,16 @@ def read(path: Path) -> str | None:
         text = os.read(file, _MAX_BYTES + 1).strip()
     finally:
         os.close(file)
-    if not text or len(text) > _MAX_BYTES or not text.isascii() or len(text.split()) != 1:
-        raise PeerRefused(f"{str(path)!r} holds no token; remove it, and one is made")
-    return text.decode("ascii")
+    return checked(text.decode("ascii", "replace"), repr(str(path)))
+
+
+def checked(text: str, place: str) -> str:
+    """Return a token that can be sent; raise for anything else."""
+    text = text.strip()
+    is_plain = text.isascii() and text.isprintable() and len(text.split()) == 1
+    if not is_plain or len(text) > _MAX_BYTES:
+        raise PeerRefused(f"{place} holds no token: one is 1 to {_MAX_BYTES} plain characters")
+    return text
 
 
 def read_or_make(path: Path) -> str:

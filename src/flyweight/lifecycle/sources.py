@@ -164,11 +164,13 @@ class NearestWeights:
         before: Callable[[int], None],
         is_over: Callable[[], bool],
     ) -> UpdateReport:
-        report = self._replica.update(
-            version, timeout_seconds=timeout_seconds, before=before, is_over=is_over
-        )
-        self._stored.forget("a publisher's version came")
-        return report
+        try:
+            return self._replica.update(
+                version, timeout_seconds=timeout_seconds, before=before, is_over=is_over
+            )
+        finally:
+            if self._replica.state != "empty":  # it was written over, well or not
+                self._stored.forget("a publisher's version came")
 
     def forget(self, reason: str) -> None:
         self._replica.forget(reason)

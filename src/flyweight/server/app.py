@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -174,8 +174,7 @@ class _Routes:
         self, plan: Callable[[Options], Course], same: tuple[Signal, ...], request: Request
     ) -> Response:
         """Answer with the codes of old: 400 and 403 for what runs already, 404 for no answer."""
-        if request.method != "GET":  # a HEAD comes along with every GET; here it would act
-            raise HTTPException(405)
+        _check_get(request)
         options = await _options(request, Options)
         answers = await run_in_threadpool(self._fleet.carry_out, options.replica, plan(options))
         opposite = {Signal.CLEAR, Signal.UPDATE, Signal.RESTORE} - set(same)
@@ -186,6 +185,7 @@ class _Routes:
         return _answered(answers, codes)
 
     async def events(self, request: Request) -> Response:
+        _check_get(request)
         await _options(request, NoOptions)
         if self._num_streams >= MAX_STREAMS:
             raise HTTPException(503, f"{MAX_STREAMS} clients listen to events already")
@@ -196,6 +196,12 @@ class _Routes:
 
 
 # What comes in.
+
+
+def _check_get(request: Request) -> None:
+    """Raise for a HEAD, which comes along with every GET: it would act, or never end."""
+    if request.method != "GET":
+        raise HTTPException(405)
 
 
 async def _options(request: Request, kind: type[OptionsT]) -> OptionsT:
@@ -246,11 +252,14 @@ async def _body(request: Request) -> bytes:
 
 async def _read(request: Request) -> bytes:
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            # The connection stays open: who still sends would see it reset, and no answer.
-            raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > MAX_BODY_BYTES:
+                # The connection stays open: who still sends would see it reset, and no answer.
+                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    except ClientDisconnect as cause:
+        raise HTTPException(400, f"the body ended after {len(data)} bytes") from cause
     return bytes(data)
 
 

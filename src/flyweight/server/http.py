@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flyweight.errors import SpecError, StoreError
 from flyweight.server.access import is_loopback
@@ -14,6 +16,7 @@ from flyweight.server.fleet import Fleet
 
 _CLOSE_SECONDS = 5
 _MAX_CONNECTIONS = 256
+_REQUEST_SECONDS = 10.0
 
 
 class Listener:
@@ -55,7 +58,7 @@ class HttpServer:
         config = uvicorn.Config(
             make_app(fleet, token=token, host=listener.host, store=store),
             access_log=False,
-            http="h11",
+            http=_Connection,
             lifespan="on",
             limit_concurrency=_MAX_CONNECTIONS,
             log_config=None,
@@ -81,6 +84,25 @@ class HttpServer:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+class _Connection(H11Protocol):
+    """Is closed if no request comes, or half of one: uvicorn alone would wait for ever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._looking = self.loop.call_later(_REQUEST_SECONDS, self._look, self.cycle)
+
+    def _look(self, last: object) -> None:
+        is_at_work = self.cycle is not None and not self.cycle.response_complete
+        if not is_at_work and self.cycle is last:
+            self.transport.close()
+        else:
+            self._looking = self.loop.call_later(_REQUEST_SECONDS, self._look, self.cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._looking.cancel()
+        super().connection_lost(exc)
 
 
 def _bound(host: str, port: int) -> socket.socket:
