@@ -1,0 +1,392 @@
+"""FastDeploy: its DynamicWeightManager, with the old calls and results, on Flyweight's parts.
+
+The old calls move a `Machine`: `update_parameters` takes weights in and stands still,
+`finalize_update` lets them be served, `clear_parameters` gives their memory back; each on
+all ranks or on none. What exists only on a GPU or inside FastDeploy is reached through
+`FastDeployHooks`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from errno import ENOENT
+from time import monotonic, perf_counter
+from typing import Any
+
+from flyweight.adapters.fastdeploy_engine import (
+    FastDeployHooks,
+    RunnerEngine,
+    named_layers,
+    state_of,
+)
+from flyweight.adapters.fastdeploy_weights import (
+    STRATEGIES,
+    CheckedWeights,
+    FastDeployOptions,
+    Site,
+    check_strategy,
+    gpu_id,
+    read,
+    step_in,
+    version_number,
+)
+from flyweight.adapters.process_group import default_seat, seat_of
+from flyweight.errors import FlyweightError, LifecycleError, SpecError, StoreError
+from flyweight.events import emit
+from flyweight.lifecycle import legacy_cells
+from flyweight.lifecycle.legacy_cells import LegacyCell, LegacyStatus
+from flyweight.lifecycle.machine import Machine
+from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.states import State, Tag
+from flyweight.lifecycle.worker import Worker
+from flyweight.ports import Seat
+
+ModelWeightsStatus = LegacyStatus
+_BEAT_SECONDS = 1.0
+
+
+class DynamicWeightManager:
+    """The old manager: fills Paddle layers at construction, and again when it is told to."""
+
+    def __init__(
+        self,
+        fd_config: object,
+        models: object,
+        local_rank: int,
+        *,
+        options: FastDeployOptions | None = None,
+        hooks: FastDeployHooks | None = None,
+    ) -> None:
+        """Load by the config's strategy; raise, with nothing left open, if that does not succeed.
+
+        A layer keeps its names, and layers of a list share one set of names; those of a dict are
+        named by its keys, 'draft.NAME'. All are one version, from a source with these names.
+        """
+        self._strategy = check_strategy(read(fd_config, "load_config.load_strategy"))
+        self.fd_config, self.local_rank = fd_config, local_rank
+        self.load_config: Any = read(fd_config, "load_config")
+        self.parallel_config: Any = read(fd_config, "parallel_config")
+        self.rank = _whole(fd_config, "parallel_config.tensor_parallel_rank")
+        self._layers = named_layers(models)
+        self.model_list = [layer for _, layer in self._layers]
+        self.state_dict: dict[str, object] = {}
+        self._capture()
+        distributed = sys.modules["paddle.distributed"]
+        self.nranks: int = distributed.get_world_size()
+        self.meta_src_id = gpu_id()
+        self.first_load = True
+        self._asked: str | None = None
+        self._options = FastDeployOptions.of(fd_config) if options is None else options
+        if self._strategy == "rsync":
+            self._options = self._options.with_rsync(fd_config)
+        self._hooks = FastDeployHooks(self.parallel_config) if hooks is None else hooks
+        with ExitStack() as closing:
+            self._site = Site(
+                state=self.state_dict,
+                model_directory=str(read(fd_config, "model_config.model")),
+                rank=self.rank,
+                global_rank=distributed.get_rank(),
+                legacy_id=self.meta_src_id,
+                options=self._options,
+                closing=closing,
+            )
+            self._weights = CheckedWeights(STRATEGIES[self._strategy](self._site))
+            self._engine = RunnerEngine(self.state_dict, self._hooks, has_experts=self._has_experts)
+            with self._engine.stopped():  # nothing runs before there are weights
+                self._machine = self._made_machine(closing)
+            self.update_parameters()
+            self.finalize_update()
+            self._closing = closing.pop_all()
+
+    def _made_machine(self, closing: ExitStack) -> Machine:
+        group, size = self._group()
+        seat = Seat(0, 1) if size == 1 else default_seat() if group is None else seat_of(group)
+        if size > 1 and seat.num_ranks == 1:
+            raise SpecError(
+                f"the config speaks of {size} ranks, paddle.distributed of one; call "
+                f"paddle.distributed.init_parallel_env first"
+            )
+        self._ranks = Ranks(replace(seat, group=f"{seat.group}/calls"))
+        closing.callback(self._ranks.close)
+        if self._options.cell is None:
+            ranks = Ranks(seat)
+            closing.callback(ranks.close)
+            return Machine(self._engine, self._weights, ranks, should_serve=False)
+        worker = Worker(
+            self._engine,
+            self._weights,
+            self._options.cell,
+            rank=seat.rank,
+            num_ranks=seat.num_ranks,
+            process_group=group,
+            should_follow=False,
+            should_serve=False,
+        )
+        closing.enter_context(worker)
+        return worker.machine
+
+    @property
+    def _has_experts(self) -> bool:
+        return bool(getattr(self.parallel_config, "enable_expert_parallel", False))
+
+    def _group(self) -> tuple[object, int]:
+        """Return the widest group that must serve one version together, and its size."""
+        parallel = self.parallel_config
+        if self._has_experts:
+            return getattr(parallel, "ep_group", None), self.nranks
+        size = _whole(self.fd_config, "parallel_config.tensor_parallel_size")
+        return getattr(parallel, "tp_group", None), size
+
+    # How it stands.
+
+    @property
+    def version(self) -> int | None:
+        """The version that is whole on every rank; None if none is."""
+        return self._machine.version
+
+    @property
+    def failure(self) -> FlyweightError | None:
+        """Why there is no whole version, if an update failed."""
+        return self._machine.failure
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Tensors of the files that were loaded last which the models lack."""
+        return list(self._site.unmatched)
+
+    @property
+    def health(self) -> str:
+        """The state in a word, and how far an update is."""
+        state = self._machine.state.lower()
+        is_updating = self._machine.state is State.UPDATING
+        return f"{state}, {self._machine.percent:.0f} %" if is_updating else state
+
+    # The old calls.
+
+    def update_parameters(self, pid: int = 0, restart_process_group: bool = False) -> None:
+        """Take weights in, by the strategy; `finalize_update` then lets them be served."""
+        with self._call(pid, LegacyStatus.UPDATING):
+            if restart_process_group:
+                self.restart_communication_group()
+            self._machine.pause(timeout_seconds=self._options.timeout_seconds)
+            self._update(self._version_to_load())
+
+    def finalize_update(self, pid: int = 0) -> None:
+        """Serve, on all ranks or on none, and say NORMAL; the first load says nothing."""
+        with self._call(pid, LegacyStatus.UPDATING, LegacyStatus.NORMAL):
+            if self._capture():
+                raise LifecycleError("parameters were replaced after they were filled; update")
+            self._machine.resume(timeout_seconds=self._options.timeout_seconds)
+        self.first_load = False
+
+    def clear_parameters(self, pid: int = 0, shutdown_process_group: bool = False) -> None:
+        """Give the weights' memory back, on all ranks, and say CLEARED. Safe to repeat."""
+        with self._call(pid, LegacyStatus.CLEARING, LegacyStatus.CLEARED):
+            self._engine.should_shut_groups = shutdown_process_group
+            self._together("clear", self._clear)
+            self._engine.should_shut_groups = False
+
+    def update_weights_by_rdma(
+        self, version: int | str | None = None, verify_checksum: bool = False
+    ) -> dict[str, object]:
+        """Take a version in and go on as before; without one, what version.yaml says.
+
+        `sync_cost` is what it took until the weights were in place, `update_cost` the rest: to hear
+        from the other ranks, and the engine's hooks. With `verify_checksum` a source that has no
+        checksums is refused; without it what can be compared is compared all the same.
+        """
+        named = None if version is None or version == "" else str(version)
+        text = self.read_model_version_from_file() if named is None else named
+        number = version_number(text)
+        started = perf_counter()
+        self._weights.seconds = 0.0
+        with self._call(None, LegacyStatus.UPDATING):
+            self._weights.must_verify = bool(verify_checksum)
+            try:
+                self._update(number)
+            finally:
+                self._weights.must_verify = False
+        self._asked, total = text, perf_counter() - started
+        return {
+            "sync_cost": self._weights.seconds,
+            "update_cost": total - self._weights.seconds,
+            "total_cost": total,
+            "version": text,
+            "rank": self.local_rank,
+        }
+
+    def read_model_version_from_file(self) -> str:
+        """Return the `step` of the model directory's version.yaml; raise VersionError."""
+        return step_in(self._site.model_directory)
+
+    # The old calls, in pieces: for a runner that sleeps and wakes by itself.
+
+    def clear_deepep_buffer(self) -> None:
+        self._hook("clear_expert_buffer", self._engine.release_experts)
+
+    def clear_model_weight(self) -> None:
+        with self._call(None, LegacyStatus.CLEARING):
+            self._clear()
+
+    def clear_communication_group(self) -> None:
+        """Shut groups down once every rank has come to that."""
+        self._together("shut groups down", lambda: None)
+        self._engine.should_shut_groups = True
+        self._hook("shut_groups_down", self._engine.release_groups)
+        self._engine.should_shut_groups = False
+
+    def restart_communication_group(self) -> None:
+        if not self.first_load:
+            self._hook("restart_groups", self._engine.restore_groups)
+
+    def recreate_deepep_buffer(self) -> None:
+        """Have the buffers again, on all ranks."""
+        if not self.first_load:
+            self._together(
+                "recreate buffers",
+                lambda: self._hook("recreate_expert_buffer", self._engine.restore_experts),
+            )
+
+    def reload_model_weights(self) -> None:
+        if not self.first_load:
+            with self._call(None, LegacyStatus.UPDATING):
+                self._update(self._version_to_load())
+
+    check_model_weights_status = staticmethod(legacy_cells.check_model_weights_status)
+
+    def _log_memory(self, context: str) -> None:
+        """Tell listeners how much memory is in use; FastDeploy's runner calls it by this name."""
+        emit("memory", context=context, text=self._hooks.memory())
+
+    def close(self) -> None:
+        """Leave the publisher and the other ranks; the models stay as they are. Safe to repeat."""
+        self._closing.close()
+
+    def __enter__(self) -> DynamicWeightManager:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    # Steps.
+
+    def _capture(self) -> bool:
+        """Look up the layers' tensors; True if they are not those that were known."""
+        found = state_of(self._layers)
+        known = self.state_dict
+        if found.keys() == known.keys() and all(found[name] is known[name] for name in known):
+            return False
+        known.clear()
+        known.update(found)  # in place: who fills it sees that it has changed
+        return True
+
+    def _version_to_load(self) -> int | None:
+        """Return the version that was asked for last, for a strategy that goes by versions."""
+        if self._strategy != "rsync":
+            return None
+        text = self.read_model_version_from_file() if self._asked is None else self._asked
+        return version_number(text)
+
+    def _update(self, version: int | None) -> None:
+        now = check_strategy(self.load_config.load_strategy)
+        if now != self._strategy:
+            raise SpecError(
+                f"load_strategy was {self._strategy!r} and is {now!r}; make another manager"
+            )
+        self._capture()
+        self._machine.update(version, timeout_seconds=self._options.timeout_seconds)
+
+    def _clear(self) -> None:
+        self._machine.clear({Tag.WEIGHTS}, timeout_seconds=self._options.timeout_seconds)
+
+    def _hook(self, name: str, method: Callable[[], None]) -> None:
+        try:
+            method()
+        except FlyweightError:
+            raise
+        except Exception as cause:  # FastDeploy's own: it may raise anything
+            raise LifecycleError(
+                f"the engine's {name} failed: {type(cause).__name__}: {cause}"
+            ) from cause
+
+    def _together(self, what: str, step: Callable[[], None]) -> None:
+        """Do a step on every rank, and raise on each if it failed on one."""
+        error = None
+        try:
+            step()
+        except FlyweightError as failure:
+            error = failure
+        deadline = monotonic() + self._options.timeout_seconds
+        verdict = self._ranks.agreed(0, "", error, deadline, what=what)
+        if error is not None:
+            raise error
+        if not verdict.is_agreed:
+            raise LifecycleError(verdict.text)
+
+    @contextmanager
+    def _call(
+        self, pid: int | None, request: LegacyStatus, result: LegacyStatus | None = None
+    ) -> Iterator[None]:
+        """Make one old call: beat meanwhile, and say in the old cell how it ended.
+
+        A failure has no number there. The cell then says what is true: NORMAL if the version from
+        before is served again, else CLEARED; the error says why.
+        """
+        was_serving = self._machine.state is State.SERVING
+        with ExitStack() as stack:
+            cell = self._cell(pid)
+            if cell is not None:
+                stack.enter_context(cell)
+            stack.enter_context(self._beating())
+            stack.enter_context(self._engine.stopped())
+            try:
+                yield
+            except BaseException:
+                if was_serving and self._machine.state is State.PAUSED:
+                    with suppress(FlyweightError):  # what is raised is the first error
+                        self._machine.resume(timeout_seconds=self._options.timeout_seconds)
+                if cell is not None:
+                    is_served = self._machine.state is State.SERVING
+                    truth = LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED
+                    legacy_cells.settle(cell, truth, of=request)
+                raise
+            if cell is not None and result is not None:
+                legacy_cells.settle(cell, result, of=request)
+
+    def _cell(self, pid: int | None) -> LegacyCell | None:
+        """Return the old cell if this rank writes results; there is none for the default pid."""
+        if pid is None or self.first_load or self.rank != 0:
+            return None
+        try:
+            return LegacyCell(legacy_cells.MODEL_WEIGHTS, pid)
+        except StoreError as error:
+            if error.errno == ENOENT and pid == 0:
+                return None
+            raise
+
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        is_over = threading.Event()
+
+        def beat() -> None:
+            while not is_over.wait(_BEAT_SECONDS):
+                self._hooks.beat(self._machine.percent)
+
+        thread = threading.Thread(target=beat, name="flyweight-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join(_BEAT_SECONDS)
+
+
+def _whole(config: object, path: str) -> int:
+    found = read(config, path)
+    if type(found) is not int or found < 0:
+        raise SpecError(f"{path} is {found!r}, expected a whole number")
+    return found

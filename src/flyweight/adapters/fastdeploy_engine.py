@@ -1,0 +1,189 @@
+"""FastDeploy's runner, as an engine that a machine drives, and what only it and a GPU can do.
+
+`FastDeployHooks` is the one seam to what does not exist on a CPU: expert buffers, NCCL's
+groups, a device's allocator. Everything else of the adapter runs anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from flyweight.adapters import paddle_layer
+from flyweight.adapters.residence import Residence
+from flyweight.errors import LifecycleError, SpecError, listed
+from flyweight.ports import EngineHooks
+
+
+class FastDeployHooks:
+    """What only FastDeploy and its GPU have. Replace what your engine does another way.
+
+    These defaults call what FastDeploy calls; none of them runs on a CPU without being asked for
+    by the config: expert parallelism, or groups that are shut down.
+    """
+
+    def __init__(self, parallel_config: object) -> None:
+        self._parallel = parallel_config
+
+    def clear_expert_buffer(self) -> None:
+        _expert_buffers().clear_buffer()
+
+    def recreate_expert_buffer(self) -> None:
+        _expert_buffers().recreate_buffer()
+
+    def shut_groups_down(self) -> None:
+        """End NCCL's communicators; gloo's have no end but the process's."""
+        distributed = sys.modules["paddle.distributed"]
+        for group in self._groups():
+            distributed.shutdown_process_group(group)
+
+    def restart_groups(self) -> None:
+        distributed = sys.modules["paddle.distributed"]
+        for group in (None, *self._groups()):
+            distributed.restart_process_group(group)
+
+    def _groups(self) -> list[object]:
+        names = ("ep_group", "tp_group")
+        found = (getattr(self._parallel, name, None) for name in names)
+        return [group for group in found if group is not None]
+
+    def empty_cache(self) -> None:
+        """Return what the device's allocator keeps for itself."""
+        paddle = sys.modules["paddle"]
+        if paddle.is_compiled_with_cuda():
+            paddle.device.cuda.empty_cache()
+
+    def memory(self) -> str:
+        """Tell how much device memory is in use."""
+        cuda = sys.modules["paddle"].device.cuda
+        if not sys.modules["paddle"].is_compiled_with_cuda():
+            return "no GPU"
+        return f"{cuda.memory_allocated()} of {cuda.memory_reserved()} bytes in use"
+
+    def beat(self, percent: float) -> None:
+        """Called every second while a call runs, for the engine's own health check."""
+
+    def pause(self, deadline: float) -> None:
+        """Stop requests, for an update that is asked for through a status cell of ours."""
+        raise LifecycleError(
+            "FastDeploy's worker loop stops requests, not this; ask through "
+            "'model_weights_status', or give hooks that can pause"
+        )
+
+    def resume(self, version: int | None) -> None:
+        """Let requests run, with weights of that version."""
+
+    def abort_requests(self) -> None:
+        """End the requests that run, unfinished."""
+
+    def drop_cache(self) -> None:
+        """Forget what was computed with the old weights; the worker loop's runner does so too."""
+
+    def release_cache(self) -> None:
+        """Give the key-value cache's memory back."""
+
+    def restore_cache(self) -> None:
+        """Have the key-value cache's memory again."""
+
+
+def _expert_buffers() -> Any:
+    return importlib.import_module("fastdeploy.model_executor.layers.moe.ep").DeepEPBufferManager
+
+
+class RunnerEngine(EngineHooks):
+    """FastDeploy's runner, as far as a machine must know it."""
+
+    def __init__(self, state: object, hooks: FastDeployHooks, *, has_experts: bool) -> None:
+        self._residence, self._hooks, self._has_experts = Residence(state), hooks, has_experts
+        self.should_shut_groups = False
+        self._are_experts_down = self._are_groups_down = False
+        self._here = threading.local()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Inside, this thread may change weights: who makes an old call has stopped requests."""
+        self._here.is_stopped = True
+        try:
+            yield
+        finally:
+            self._here.is_stopped = False
+
+    def pause(self, deadline: float) -> None:
+        if not getattr(self._here, "is_stopped", False):
+            self._hooks.pause(deadline)
+
+    def resume(self, version: int | None) -> None:
+        self._hooks.resume(version)
+
+    def drop_cache(self) -> None:
+        self._hooks.drop_cache()
+
+    def release_weights(self) -> None:
+        self._residence.release()
+        self._hooks.empty_cache()
+
+    def restore_weights(self) -> None:
+        self._residence.restore()
+
+    def abort_requests(self) -> None:
+        self._hooks.abort_requests()
+
+    def release_cache(self) -> None:
+        self._hooks.release_cache()
+
+    def restore_cache(self) -> None:
+        self._hooks.restore_cache()
+
+    def release_experts(self) -> None:
+        if self._has_experts and not self._are_experts_down:
+            self._hooks.clear_expert_buffer()
+            self._are_experts_down = True
+
+    def restore_experts(self) -> None:
+        if self._are_experts_down:
+            self._hooks.recreate_expert_buffer()
+            self._are_experts_down = False
+
+    def release_groups(self) -> None:
+        if self.should_shut_groups and not self._are_groups_down:
+            self._hooks.shut_groups_down()
+            self._are_groups_down = True
+
+    def restore_groups(self) -> None:
+        if self._are_groups_down:
+            self._hooks.restart_groups()
+            self._are_groups_down = False
+
+
+def named_layers(models: object) -> list[tuple[str, Any]]:
+    """Return the layers, each with what goes before its names."""
+    if isinstance(models, Mapping):
+        return [(f"{name}.", layer) for name, layer in models.items()]
+    if isinstance(models, Sequence):
+        return [("", layer) for layer in models]
+    return [("", models)]
+
+
+def state_of(layers: Sequence[tuple[str, Any]]) -> dict[str, object]:
+    """Return all layers' live tensors by name."""
+    state: dict[str, object] = {}
+    clashing = []
+    for prefix, layer in layers:
+        found = paddle_layer.state_of(layer)
+        if found is None:
+            raise SpecError(f"models has a {type(layer).__name__}, expected Paddle layers")
+        for name, tensor in found.items():
+            if state.setdefault(f"{prefix}{name}", tensor) is not tensor:
+                clashing.append(name)
+    if clashing:
+        raise SpecError(
+            f"{len(clashing)} names are in several models: {listed(clashing)}; pass a dict of "
+            f"models, its keys go before their names"
+        )
+    if not state:
+        raise SpecError("models have no parameters")
+    return state

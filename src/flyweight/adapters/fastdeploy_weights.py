@@ -1,0 +1,351 @@
+"""FastDeploy's load strategies: where each takes weights from, and what it must be told for that.
+
+One table serves every call of the manager. `ipc` and `ipc_async` differ in nothing here: the
+publisher chooses how its weights go over. `rsync` has no network of its own yet; it takes
+a version from the publisher if there is one, else from the store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from time import perf_counter
+
+from flyweight.errors import (
+    FlyweightError,
+    LifecycleError,
+    PlanError,
+    SpecError,
+    TransferTimeout,
+    VersionError,
+    listed,
+)
+from flyweight.events import emit, listening
+from flyweight.formats.legacy import SHARED_DIRECTORY
+from flyweight.formats.snapshot import check_version
+from flyweight.lifecycle.sources import NearestWeights, StoredWeights
+from flyweight.lifecycle.steps import Weights
+from flyweight.spec.rules import ModelLayout
+from flyweight.sync.replica import Replica
+from flyweight.sync.report import UpdateReport, check_seconds
+from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.load import Extra, load
+
+_RSYNC_OPTIONS = ("address", "token", "store", "timeout_seconds")
+_LINE = re.compile(r"([^\s:#][^:#]*):(?:\s+(.*))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastDeployOptions:
+    """What the old config has no place for: `config.flyweight`, a dict or object of these."""
+
+    address: str | None = None
+    """Where the trainer publishes, 'unix:DIRECTORY'; 'ipc' and 'ipc_async' need it."""
+    token: str | None = None
+    """The publisher's, if it was given one of its own."""
+    store: PathLike | None = None
+    """Versions at rest, for 'rsync'; the model's directory if it is not given."""
+    shared_directory: PathLike = SHARED_DIRECTORY
+    """The last place where 'ipc_snapshot' looks for old files."""
+    cell: PathLike | None = None
+    """A status cell of ours, by which the engine is seen and asked from outside."""
+    layout: ModelLayout | None = None
+    """What this engine's tensors hold of the trainer's, under which names."""
+    extra: Extra = "report"
+    """What becomes of tensors at rest that the models lack. A publisher's are always refused."""
+    partial_over: int | None = None
+    """The version that parameters which files lack already hold; None: files must have all."""
+    timeout_seconds: float = 60.0
+    """How long to wait for a version, and for the other ranks."""
+
+    def __post_init__(self) -> None:
+        check_seconds("timeout_seconds", self.timeout_seconds)
+        if self.extra not in ("refuse", "report"):
+            raise SpecError(f"extra is {self.extra!r}, not 'refuse' or 'report'")
+
+    @classmethod
+    def of(cls, config: object) -> FastDeployOptions:
+        """Return what `config.flyweight` says; a key that means nothing raises SpecError."""
+        told = getattr(config, "flyweight", None)
+        names = [each.name for each in fields(cls)]
+        if told is None or isinstance(told, cls):
+            return cls() if told is None else told
+        if not isinstance(told, Mapping):
+            told = {name: getattr(told, name) for name in names if hasattr(told, name)}
+        _check_keys("config.flyweight", told, names)
+        return cls(**told)
+
+    def with_rsync(self, config: object) -> FastDeployOptions:
+        """Return these with what the old `rsync_config` says; unknown keys raise SpecError."""
+        told = getattr(read(config, "load_config"), "rsync_config", None)
+        if told is None:
+            return self
+        if not isinstance(told, Mapping):
+            raise SpecError(f"load_config.rsync_config is a {type(told).__name__}, not a dict")
+        _check_keys("load_config.rsync_config", told, _RSYNC_OPTIONS)
+        return replace(self, **told)
+
+
+def _check_keys(what: str, told: Mapping[str, object], known: Sequence[str]) -> None:
+    if unknown := [str(each) for each in told if each not in known]:
+        raise SpecError(f"{what} has {listed(unknown)}; it may have {', '.join(known)}")
+
+
+def read(config: object, path: str) -> object:
+    """Return what the config has under dotted names; raise SpecError naming what is missing."""
+    thing = config
+    for word in path.split("."):
+        if not hasattr(thing, word):
+            raise SpecError(f"the config has no {path!r}: its {type(thing).__name__} lacks {word}")
+        thing = getattr(thing, word)
+    return thing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What a strategy needs to know: the parameters, whose they are, and where to look."""
+
+    state: Mapping[str, object]
+    model_directory: str
+    rank: int
+    """Among the ranks of the layout."""
+    global_rank: int
+    """By which old files are named."""
+    legacy_id: int | str
+    options: FastDeployOptions
+    closing: ExitStack
+    """What is to be closed with the manager."""
+    unmatched: list[str] = field(default_factory=list)
+    """Tensors at rest that the models lack, of the last load."""
+
+    def replica(self) -> Replica:
+        options = self.options
+        if options.address is None:
+            raise SpecError(
+                "no address of a publisher; set config.flyweight = {'address': 'unix:DIRECTORY'}"
+            )
+        return self.closing.enter_context(
+            Replica(
+                self.state,
+                options.address,
+                name=f"fastdeploy rank {self.global_rank}",
+                layout=options.layout,
+                rank=None if options.layout is None else self.rank,
+                token=options.token,
+            )
+        )
+
+
+class SnapshotWeights(StoredWeights):
+    """Versions at rest, ours first, then under the old names; matched before they are touched."""
+
+    def __init__(self, site: Site, path: PathLike, *, may_be_legacy: bool) -> None:
+        super().__init__(site.state, path)
+        self._site, self._may_be_legacy = site, may_be_legacy
+        self._partial_over = site.options.partial_over
+
+    def update(
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float,
+        before: Callable[[int], None],
+        is_over: Callable[[], bool],
+    ) -> UpdateReport:
+        """Load a version, or the newest; files without versions are read again each time."""
+        started, site, options = perf_counter(), self._site, self._site.options
+        if version is not None and version == self.version and self._report is not None:
+            return self._report
+        legacy_id = site.legacy_id if self._may_be_legacy else None
+        with open_source(
+            self._path,
+            version=version,
+            rank=None if legacy_id is None else site.global_rank,
+            legacy_id=legacy_id,
+            shared_directory=options.shared_directory,
+        ) as stored:
+            number = stored.manifest.version
+            if not stored.manifest.names:
+                raise SpecError(f"{stored.store.place!r} holds no tensors")
+            if number is not None and number == self.version:
+                raise TransferTimeout(f"{stored.store.place!r} has nothing newer than {number}")
+            found, held = 0 if number is None else number, self.version
+            before(found)
+            self.version, self.progress = None, 0.0
+            try:
+                with listening(self._advance):
+                    report = load(
+                        stored,
+                        into=site.state,
+                        layout=options.layout,
+                        rank=None if options.layout is None else site.rank,
+                        extra=options.extra,
+                        partial_over=self._partial_over,
+                    )
+            except (PlanError, SpecError):  # names, dtypes and shapes are matched before a write
+                self.version = held
+                raise
+        self.version, site.unmatched[:] = found, report.unused
+        self._partial_over = options.partial_over
+        if report.unused:
+            emit("weights.unmatched", count=len(report.unused), names=listed(report.unused))
+        self._report = UpdateReport(
+            found, None, report.nbytes, perf_counter() - started, 0.0, report.seconds, 0.0,
+            "files", "snapshot", "checksums" if report.checked_bytes else "nothing",
+        )  # fmt: skip
+        return self._report
+
+    def forget(self, reason: str) -> None:
+        super().forget(reason)
+        self._partial_over = None  # what files lack is gone as well
+
+
+class CheckedWeights:
+    """A strategy's weights; holds it to `must_verify`, and counts the seconds that it took."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self.must_verify = False
+        self.seconds = 0.0
+
+    @property
+    def version(self) -> int | None:
+        return self._weights.version
+
+    @property
+    def session(self) -> str:
+        return self._weights.session
+
+    @property
+    def progress(self) -> float:
+        return self._weights.progress
+
+    def update(
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float,
+        before: Callable[[int], None],
+        is_over: Callable[[], bool],
+    ) -> UpdateReport:
+        started, begun = perf_counter(), []
+
+        def begin(found: int) -> None:
+            before(found)
+            begun.append(found)
+
+        try:
+            report = self._weights.update(
+                version, timeout_seconds=timeout_seconds, before=begin, is_over=is_over
+            )
+        except FlyweightError:
+            raise
+        except Exception as cause:  # a framework's: the other ranks must hear of it all the same
+            raise LifecycleError(f"{type(cause).__name__}: {cause}") from cause
+        finally:
+            self.seconds += perf_counter() - started
+        if self.must_verify and report.verified == "nothing":
+            if begun:  # else it was held already, and stays what it was
+                self.forget("its checksums were to be compared")
+            raise VersionError(
+                f"version {report.version} came from a {report.origin} without checksums, and "
+                f"verify_checksum was asked for; publish with should_verify=True, or save it with "
+                f"flyweight"
+            )
+        return report
+
+    def forget(self, reason: str) -> None:
+        self._weights.forget(reason)
+
+    def rouse(self) -> None:
+        self._weights.rouse()
+
+
+def _snapshot(site: Site) -> Weights:
+    return SnapshotWeights(site, site.model_directory, may_be_legacy=True)
+
+
+def _publisher(site: Site) -> Weights:
+    return site.replica()
+
+
+def _nearest(site: Site) -> Weights:
+    path = site.model_directory if site.options.store is None else site.options.store
+    stored = SnapshotWeights(site, path, may_be_legacy=False)
+    return stored if site.options.address is None else NearestWeights(site.replica(), stored)
+
+
+STRATEGIES: Mapping[str, Callable[[Site], Weights]] = {
+    "ipc_snapshot": _snapshot,
+    "ipc": _publisher,
+    "ipc_async": _publisher,
+    "rsync": _nearest,
+}
+
+
+def check_strategy(name: object) -> str:
+    """Return the name of a strategy that exists."""
+    if name not in STRATEGIES:
+        raise SpecError(f"load_strategy is {name!r}, not one of {', '.join(STRATEGIES)}")
+    assert isinstance(name, str)
+    return name
+
+
+def gpu_id() -> int | str:
+    """Return the physical GPU's number, or its UUID: what old files are named by."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    selected = os.environ.get("FLAGS_selected_gpus") or "0"  # noqa: SIM112 - its name
+    devices = [each.strip() for each in visible.split(",")]
+    if not selected.isdigit() or int(selected) >= len(devices):
+        raise SpecError(
+            f"FLAGS_selected_gpus is {selected!r}, CUDA_VISIBLE_DEVICES {visible!r} has "
+            f"{len(devices)} devices"
+        )
+    found = devices[int(selected)]
+    return int(found) if found.isdigit() else found
+
+
+def version_number(text: str) -> int:
+    """Return the version that a text names; ours are whole numbers."""
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise VersionError(f"version is {text!r}, expected a whole number")
+    return check_version(int(text))
+
+
+def step_in(directory: str) -> str:
+    """Return the `step` of a directory's version.yaml.
+
+    Read without a YAML library, the same wherever it runs: a flat mapping, its other keys and
+    what is indented under them passed over.
+    """
+    file = Path(directory) / "version.yaml"
+    remedy = f"write 'step: NUMBER' to {str(file)!r}, or pass version="
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError as cause:
+        raise VersionError(
+            f"no version was given, and there is no {str(file)!r}; {remedy}"
+        ) from cause
+    except (OSError, UnicodeDecodeError) as cause:
+        raise VersionError(f"cannot read {str(file)!r}: {cause}; {remedy}") from cause
+    steps = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line[0] in " #" or line.strip() in ("---", "..."):
+            continue
+        match = _LINE.fullmatch(line.rstrip())
+        if match is None:
+            raise VersionError(
+                f"line {number} of {str(file)!r} is {line[:80]!r}, not 'key: value'; {remedy}"
+            )
+        if match[1].strip("'\" ") == "step":
+            steps.append((match[2] or "").partition(" #")[0].strip())
+    if len(steps) != 1:
+        raise VersionError(f"{str(file)!r} has {len(steps)} lines of 'step'; {remedy}")
+    step = re.fullmatch(r"([0-9]+)|'([0-9]+)'|\"([0-9]+)\"", steps[0])
+    if step is None:
+        raise VersionError(f"step is {steps[0]!r} in {str(file)!r}, expected a number; {remedy}")
+    return str(step[1] or step[2] or step[3])

@@ -1,0 +1,756 @@
+"""The old manager of FastDeploy (C11 to C20, C22, C24, C26) on Paddle layers of this process."""
+
+import os
+import secrets
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import paddle
+import pytest
+
+import flyweight as fw
+from conftest import flip
+from flyweight.adapters.fastdeploy import DynamicWeightManager, ModelWeightsStatus
+from flyweight.adapters.fastdeploy_engine import FastDeployHooks
+from flyweight.adapters.fastdeploy_weights import CheckedWeights, FastDeployOptions
+from flyweight.adapters.model import adapt
+from flyweight.errors import (
+    ChecksumMismatch,
+    DTypeMismatch,
+    LifecycleError,
+    PlanError,
+    ShapeMismatch,
+    SnapshotNotFound,
+    SpecError,
+    StoreError,
+    TransferTimeout,
+    VersionError,
+)
+from flyweight.events import listening
+from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.legacy_cells import KV_CACHE, MODEL_WEIGHTS, LegacyCell
+from flyweight.lifecycle.states import Signal, State, Tag
+from live import SPAWN, Child
+
+NORMAL, UPDATING, CLEARING, CLEARED = ModelWeightsStatus
+
+
+class Net(paddle.nn.Layer):
+    """Every byte depends on the version; `cache` is the engine's own, and is never saved."""
+
+    def __init__(self, version=0, size=8, dtype="float32"):
+        super().__init__()
+        paddle.seed(version)
+        self.embed = paddle.nn.Embedding(size, 4)
+        self.up = paddle.nn.Linear(4, size)
+        self.head = self.create_parameter([4, size], dtype=dtype)
+        self.head.set_value(paddle.randn([4, size]).astype(dtype))
+        self.register_buffer("steps", paddle.arange(6) + version)
+        self.register_buffer("cache", paddle.full([5000], 3.0), persistable=False)
+
+
+def content(*layers):
+    models = [adapt(layer) for layer in layers]
+    return [{name: model.read(name).tobytes() for name in model.manifest.names} for model in models]
+
+
+def holds(layer, version):
+    return content(layer) == content(Net(version)) and bool((layer.cache == 3).all())
+
+
+def shape_of(layer):
+    """What must stay as it is when memory goes and comes."""
+    return {
+        name: (id(p), p.data_ptr(), tuple(p.shape), p.dtype, tuple(p.strides))
+        for name, p in layer.state_dict().items()
+    }
+
+
+def config(directory, strategy="ipc_snapshot", **flyweight):
+    flyweight.setdefault("timeout_seconds", 20)
+    return SimpleNamespace(
+        load_config=SimpleNamespace(load_strategy=strategy, rsync_config=None),
+        model_config=SimpleNamespace(model=str(directory)),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, tensor_parallel_rank=0),
+        flyweight=flyweight,
+    )
+
+
+@pytest.fixture
+def open_manager():
+    """Makes managers that are closed with the test."""
+    made = []
+
+    def make(*args, **options):
+        made.append(DynamicWeightManager(*args, 0, **options))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+@pytest.fixture
+def pid():
+    """An engine of this test's own; its cells are removed afterwards."""
+    number = secrets.randbits(40)
+    yield number
+    for path in Path("/dev/shm").glob(f"*.{number}"):
+        path.unlink()
+
+
+@pytest.fixture
+def cell(pid):
+    with LegacyCell.create(MODEL_WEIGHTS, pid) as cell:
+        yield cell
+
+
+class Hooks(FastDeployHooks):
+    """Writes down what it is asked for."""
+
+    def __init__(self):
+        self.did = []
+        self.faults = {}
+
+    def _note(self, name):
+        self.did.append(name)
+        if name in self.faults:
+            raise self.faults.pop(name)
+
+    def clear_expert_buffer(self):
+        self._note("clear_expert_buffer")
+
+    def recreate_expert_buffer(self):
+        self._note("recreate_expert_buffer")
+
+    def shut_groups_down(self):
+        self._note("shut_groups_down")
+
+    def restart_groups(self):
+        self._note("restart_groups")
+
+    def drop_cache(self):
+        self._note("drop_cache")
+
+
+# C11, C12: the constructor.
+
+
+def test_an_unknown_strategy_is_refused_before_anything_else():  # C12
+    only = SimpleNamespace(load_config=SimpleNamespace(load_strategy="carrier_pigeon"))
+    wanted = "'carrier_pigeon', not one of ipc_snapshot, ipc, ipc_async, rsync"
+    with pytest.raises(ValueError, match=wanted):
+        DynamicWeightManager(only, None, 0)
+
+
+def test_every_entry_point_looks_the_strategy_up_in_one_table(tmp_path, open_manager):  # C11
+    fw.save(Net(1), tmp_path, version=1)
+    told = config(tmp_path)
+    manager = open_manager(told, Net())
+    told.load_config.load_strategy = "carrier_pigeon"
+    for call in (
+        manager.update_parameters,
+        manager.reload_model_weights,
+        lambda: manager.update_weights_by_rdma(1),
+    ):
+        with pytest.raises(ValueError, match="not one of ipc_snapshot, ipc, ipc_async, rsync"):
+            call()
+    told.load_config.load_strategy = "rsync"
+    with pytest.raises(SpecError, match="was 'ipc_snapshot' and is 'rsync'; make another manager"):
+        manager.update_parameters()
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        ("load_config", "'load_config.load_strategy'"),
+        ("parallel_config", "'parallel_config'"),
+        ("model_config", "'model_config.model'"),
+    ],
+)
+def test_what_the_config_lacks_is_named(tmp_path, missing, named):
+    told = config(tmp_path)
+    delattr(told, missing)
+    with pytest.raises(SpecError, match=f"the config has no {named}"):
+        DynamicWeightManager(told, Net(), 0)
+
+
+def test_options_that_mean_nothing_are_refused(tmp_path):
+    with pytest.raises(
+        SpecError, match="config.flyweight has 'adress'; it may have address, token"
+    ):
+        DynamicWeightManager(config(tmp_path, adress="unix:x"), Net(), 0)
+    told = config(tmp_path, "rsync")
+    told.load_config.rsync_config = {"etcd_server": "10.0.0.1"}
+    with pytest.raises(
+        SpecError, match="rsync_config has 'etcd_server'; it may have address"
+    ):  # C18
+        DynamicWeightManager(told, Net(), 0)
+    with pytest.raises(SpecError, match="no address of a publisher"):
+        DynamicWeightManager(config(tmp_path, "ipc"), Net(), 0)
+    with pytest.raises(SpecError, match="models has a dict, expected Paddle layers"):
+        DynamicWeightManager(config(tmp_path), [{}], 0)
+
+
+def test_a_model_is_filled_at_construction_and_the_first_load_says_nothing(
+    tmp_path, open_manager
+):  # C11
+    fw.save(Net(1), tmp_path, version=1)
+    target = Net()
+    before = shape_of(target)
+    there = Path(f"/dev/shm/{MODEL_WEIGHTS}.0").exists()
+    with LegacyCell.create(MODEL_WEIGHTS, 0) as cell:
+        try:
+            cell.value[0] = CLEARED
+            manager = open_manager(config(tmp_path), target)
+            assert cell.status is CLEARED
+        finally:
+            if not there:
+                cell.path.unlink()
+    assert holds(target, 1)
+    assert shape_of(target) == before
+    assert manager.state_dict.keys() == target.state_dict().keys()
+    assert all(manager.state_dict[name] is p for name, p in target.state_dict().items())
+    assert (manager.model_list, manager.rank, manager.nranks, manager.local_rank) == (
+        [target], 0, 1, 0,
+    )  # fmt: skip
+    assert (manager.first_load, manager.version, manager.health) == (False, 1, "serving")
+
+
+# C1, C10, C13: files.
+
+
+def test_old_files_are_found_at_all_four_places_after_ours(
+    tmp_path, open_manager, monkeypatch
+):  # C1, C10
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8932ab")
+    monkeypatch.setenv("FLAGS_selected_gpus", "1")
+    model, shared = tmp_path / "model", tmp_path / "shared"
+    told = config(model, shared_directory=shared)
+    names = {"rank": 0, "legacy_id": "GPU-8932ab"}
+    target = Net()
+    with pytest.raises(SnapshotNotFound, match="GPU-8932ab") as caught:
+        DynamicWeightManager(told, target, 0)
+    assert isinstance(caught.value, FileNotFoundError)
+    fw.save_legacy(Net(4), shared, **names)
+    manager = open_manager(told, target)
+    assert manager.meta_src_id == "GPU-8932ab"
+    assert holds(target, 4)
+    model.mkdir()
+    os.link(
+        shared / "model_state.tp0.GPU-8932ab.pdparams", model / "model_state.tp0GPU-8932ab.pdparams"
+    )
+    fw.save_legacy(Net(3), shared, **names)
+    manager.update_parameters()
+    assert holds(target, 4)
+    fw.save_legacy(Net(2), model, **names)
+    manager.update_parameters()
+    assert holds(target, 2)
+    fw.save_legacy(Net(1), model, **names, part_bytes=150)
+    manager.update_parameters()
+    assert holds(target, 1)
+    fw.save(Net(9), model, version=9)
+    manager.update_parameters()
+    assert (holds(target, 9), manager.version) == (True, 9)
+
+
+def save_state(state, directory):
+    directory.mkdir(exist_ok=True)
+    paddle.save(state, str(directory / "model_state.tp0.0.pdparams"))
+
+
+def test_an_empty_state_is_a_value_error(tmp_path):  # C13
+    save_state({}, tmp_path)
+    with pytest.raises(ValueError, match="holds no tensors"):
+        DynamicWeightManager(config(tmp_path), Net(), 0)
+
+
+def test_names_that_the_model_lacks_are_counted_and_reported(tmp_path, open_manager):  # C13
+    save_state({**Net(1).state_dict(), "lm.extra": paddle.zeros([2])}, tmp_path)
+    target, events = Net(), []
+    with listening(events.append):
+        manager = open_manager(config(tmp_path), target)
+    assert holds(target, 1)
+    assert manager.unmatched == ["lm.extra"]
+    (event,) = (each for each in events if each.kind == "weights.unmatched")
+    assert event.fields == {"count": 1, "names": "'lm.extra'"}
+    with pytest.raises(PlanError, match="1 tensors that the target lacks: 'lm.extra'"):
+        DynamicWeightManager(config(tmp_path, extra="refuse"), Net(), 0)
+
+
+def test_another_dtype_and_another_shape_name_the_parameter_and_both(tmp_path, open_manager):  # C13
+    fw.save(Net(1), tmp_path, version=1)
+    target = Net()
+    manager = open_manager(config(tmp_path), target)
+    for version, wrong, kind, builtin, words in (
+        (2, Net(2, dtype="float16"), DTypeMismatch, TypeError, r"'head' is f16 .* and f32"),
+        (3, Net(2, size=9), ShapeMismatch, ValueError, r"'head' is \(4, 9\) .* and \(4, 8\)"),
+    ):
+        fw.save(wrong, tmp_path, version=version)
+        with pytest.raises(kind, match=words) as caught:
+            manager.update_parameters()
+        assert isinstance(caught.value, builtin)
+        assert (manager.version, manager.health) == (1, "serving")  # it was not touched
+        assert holds(target, 1)
+
+
+def test_a_parameter_that_no_source_covers_is_refused_unless_its_version_is_vouched_for(
+    tmp_path, open_manager
+):  # C13
+    part = {"up.weight": Net(2).up.weight}
+    save_state(part, tmp_path)
+    with pytest.raises(PlanError, match="target wants 4 tensors"):
+        DynamicWeightManager(config(tmp_path), Net(1), 0)
+    target = Net(1)
+    manager = open_manager(config(tmp_path, partial_over=1), target)
+    assert (target.up.weight == part["up.weight"]).all()
+    assert (target.head == Net(1).head).all()
+    manager.clear_parameters()
+    with pytest.raises(PlanError, match="target wants 4 tensors"):  # the rest is gone by now
+        manager.update_parameters()
+    assert manager.version is None
+
+
+# C14, C15: memory.
+
+
+def test_weights_are_copied_not_shared(address, tmp_path, open_manager):  # C14
+    trainer, target = Net(1), Net()
+    with fw.Publisher(trainer, address, hold=True) as publisher:
+        publisher.publish(1)
+        open_manager(config(tmp_path, "ipc", address=address), target)
+        trainer.up.weight.set_value(paddle.zeros([4, 8]))  # the optimizer steps
+    assert holds(target, 1)
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def clear_and_fill(directory, pipe):
+    """Return how much memory went, whether tensors stayed who they are, and came back whole."""
+    paddle.set_device("cpu")
+    target = Net(0, size=1 << 19)
+    with DynamicWeightManager(config(directory), target, 0) as manager:
+        wanted, shape = content(target), shape_of(target)
+        full = resident_bytes()
+        manager.clear_parameters()
+        empty = resident_bytes()
+        manager.clear_parameters()
+        again = resident_bytes()
+        manager.update_parameters()
+        manager.finalize_update()
+        nbytes = sum(len(each) for each in wanted[0].values())
+        return {
+            "given": (full - empty) / nbytes,
+            "given_again": (empty - again) / nbytes,
+            "is_same": shape_of(target) == shape and content(target) == wanted,
+            "cache": bool((target.cache == 3).all()),
+        }
+
+
+def test_a_clear_gives_memory_back_and_an_update_fills_the_same_tensors(tmp_path):  # C15
+    fw.save(Net(1, size=1 << 19), tmp_path, version=1)
+    with Child(clear_and_fill, tmp_path, context=SPAWN) as child:
+        found = child.result(60)
+    assert found["given"] > 0.9
+    assert abs(found["given_again"]) < 0.1
+    assert found["is_same"]
+    assert found["cache"]
+
+
+# C16: the calls in pieces.
+
+
+def test_the_calls_in_pieces_reach_the_engines_hooks(tmp_path, open_manager):  # C16
+    fw.save(Net(1), tmp_path, version=1)
+    told, hooks, target = config(tmp_path), Hooks(), Net()
+    told.parallel_config.enable_expert_parallel = True
+    manager = open_manager(told, target, hooks=hooks)
+    assert hooks.did == ["drop_cache"]  # nothing of it happens on the first load
+    hooks.did.clear()
+    manager.clear_deepep_buffer()
+    manager.clear_model_weight()
+    manager.clear_communication_group()
+    assert (manager.version, manager.health) == (None, "cleared")
+    manager.restart_communication_group()
+    manager.recreate_deepep_buffer()
+    manager.reload_model_weights()
+    assert hooks.did == [
+        "clear_expert_buffer", "drop_cache", "shut_groups_down", "restart_groups",
+        "recreate_expert_buffer", "drop_cache",
+    ]  # fmt: skip
+    assert (manager.version, manager.health) == (1, "serving")
+    assert holds(target, 1)
+    hooks.did.clear()
+    manager.clear_parameters(0, True)
+    manager.clear_parameters(0, True)
+    manager.update_parameters(0, True)
+    assert hooks.did == [
+        "drop_cache", "clear_expert_buffer", "shut_groups_down", "restart_groups",
+        "recreate_expert_buffer", "drop_cache",
+    ]  # fmt: skip
+    manager.finalize_update()
+    assert manager.health == "serving"
+    hooks.did.clear()
+    manager.clear_parameters()
+    assert hooks.did == ["drop_cache", "clear_expert_buffer"]  # groups go only when that is asked
+
+
+def test_a_hook_that_fails_is_named_and_can_be_tried_again(
+    tmp_path, open_manager, cell, pid
+):  # C16, C24
+    fw.save(Net(1), tmp_path, version=1)
+    told, hooks = config(tmp_path), Hooks()
+    told.parallel_config.enable_expert_parallel = True
+    manager = open_manager(told, Net(), hooks=hooks)
+    hooks.faults["clear_expert_buffer"] = RuntimeError("deep_ep is busy")
+    with pytest.raises(LifecycleError, match="clear_expert_buffer failed: RuntimeError: deep_ep"):
+        manager.clear_deepep_buffer()
+    hooks.faults["clear_expert_buffer"] = RuntimeError("deep_ep is busy")
+    cell.ask(CLEARING)
+    with pytest.raises(LifecycleError, match="release_experts failed: RuntimeError: deep_ep"):
+        manager.clear_parameters(pid)
+    assert (cell.status, manager.health) == (CLEARED, "failed")
+    assert "deep_ep" in str(manager.failure)
+    cell.ask(UPDATING)
+    manager.update_parameters(pid)
+    manager.finalize_update(pid)
+    assert (cell.status, manager.health) == (NORMAL, "serving")
+
+
+# C17: verification.
+
+
+def test_damaged_weights_are_never_served(tmp_path, open_manager, cell, pid):  # C17, C24
+    fw.save(Net(1), tmp_path, version=1)
+    fw.save(Net(2), tmp_path, version=2)
+    target = Net()
+    manager = open_manager(config(tmp_path), target)
+    fw.save(Net(3), tmp_path, version=3)
+    (data,) = (tmp_path / "v0000000003").glob("*.safetensors")
+    flip(data, data.stat().st_size - 9)
+    cell.ask(UPDATING)
+    with pytest.raises(ChecksumMismatch):
+        manager.update_parameters(pid)
+    assert (cell.status, manager.version, manager.health) == (CLEARED, None, "failed")
+    assert isinstance(manager.failure, ChecksumMismatch)
+    with pytest.raises(LifecycleError, match="signal RESUME needs"):
+        manager.finalize_update(pid)
+    assert cell.status is CLEARED
+    cell.ask(UPDATING)
+    assert manager.update_weights_by_rdma(2)["version"] == "2"
+    manager.finalize_update(pid)
+    assert (cell.status, manager.failure) == (NORMAL, None)
+    assert holds(target, 2)
+
+
+def test_parameters_replaced_after_they_were_filled_are_not_served(tmp_path, open_manager):  # C17
+    fw.save(Net(1), tmp_path, version=1)
+    target = Net()
+    manager = open_manager(config(tmp_path), target)
+    fw.save(Net(2), tmp_path, version=2)
+    manager.update_parameters()
+    target.up.weight = target.create_parameter([4, 8])
+    with pytest.raises(LifecycleError, match="parameters were replaced after they were filled"):
+        manager.finalize_update()
+    assert manager.health == "paused"
+    fw.save(Net(3), tmp_path, version=3)
+    manager.update_parameters()
+    manager.finalize_update()
+    assert holds(target, 3)
+    target.up.weight = target.create_parameter([4, 8])  # an update fills what is there by then
+    fw.save(Net(4), tmp_path, version=4)
+    manager.update_parameters()
+    manager.finalize_update()
+    assert holds(target, 4)
+
+
+# C18: a version by its number.
+
+
+def test_a_version_is_taken_from_the_store_or_from_its_publisher(
+    address, tmp_path, open_manager
+):  # C18
+    store, target = tmp_path / "run", Net()
+    for version in (6, 7, 8):
+        fw.save(Net(version), store, version=version)
+    (tmp_path / "version.yaml").write_text("# written by the trainer\nmodel: a\nstep: 7  # of 8\n")
+    told = config(tmp_path, "rsync", store=store)
+    told.load_config.rsync_config = {"address": address}
+    manager = open_manager(told, target)
+    assert (manager.version, holds(target, 7)) == (7, True)
+    answer = manager.update_weights_by_rdma("6", True)
+    assert answer.keys() == {"sync_cost", "update_cost", "total_cost", "version", "rank"}
+    assert (answer["version"], answer["rank"]) == ("6", 0)
+    assert 0 < answer["sync_cost"] <= answer["total_cost"]
+    assert answer["sync_cost"] + answer["update_cost"] == pytest.approx(answer["total_cost"])
+    assert (manager.health, holds(target, 6)) == ("serving", True)
+    with fw.Publisher(Net(9), address, hold=True) as publisher:
+        publisher.publish(9)
+        manager.update_weights_by_rdma(9, verify_checksum=True)
+        assert (manager.version, holds(target, 9)) == (9, True)
+    manager.clear_model_weight()
+    manager.update_weights_by_rdma(8)
+    manager.reload_model_weights()  # the version asked for last, not the one it began with
+    assert (manager.version, holds(target, 8)) == (8, True)
+    told.flyweight["address"], told.load_config.rsync_config = None, {"timeout_seconds": 5}
+    manager = open_manager(told, target)
+    with pytest.raises(VersionError, match="version 5 is not one of the 3 versions"):
+        manager.update_weights_by_rdma(5)
+    assert (manager.version, manager.health) == (7, "serving")
+
+
+def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path, open_manager):  # C18
+    trainer, target = Net(1), Net()
+    with fw.Publisher(trainer, address, hold=True, should_verify=False) as publisher:
+        publisher.publish(1)
+        manager = open_manager(config(tmp_path, "ipc", address=address), target)
+        assert manager.update_weights_by_rdma(1)["version"] == "1"
+        with pytest.raises(VersionError, match="without checksums, and verify_checksum was asked"):
+            manager.update_weights_by_rdma(1, verify_checksum=True)
+        assert (manager.version, manager.health) == (1, "serving")  # it was held, and stays so
+        publisher.publish(2)
+        with pytest.raises(VersionError, match="without checksums, and verify_checksum was asked"):
+            manager.update_weights_by_rdma(2, verify_checksum=True)
+        assert (manager.version, manager.health) == (None, "failed")
+        publisher.publish(3)
+        manager.update_weights_by_rdma(3)
+        assert (manager.version, manager.health) == (3, "serving")
+        with fw.Replica(Net(), address) as replica:
+            weights, way = CheckedWeights(replica), {"timeout_seconds": 5, "is_over": lambda: False}
+            weights.update(3, before=lambda version: None, **way)
+            weights.must_verify = True
+            with pytest.raises(VersionError, match="without checksums"):
+                weights.update(3, before=lambda version: None, **way)
+            assert weights.version == 3  # the next failure may still keep it
+    with pytest.raises(TypeError, match="transfer_mode"):  # an option that is unknown
+        manager.update_weights_by_rdma(2, transfer_mode="gdr")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "there is no .*version.yaml"),
+        ("- 7\n", "line 1 of .* is '- 7', not 'key: value'"),
+        ("7\n", "not 'key: value'"),
+        ("step\n", "not 'key: value'"),
+        ("", "has 0 lines of 'step'"),
+        ("model: a\n", "has 0 lines of 'step'"),
+        ("model:\n  step: 7\n", "has 0 lines of 'step'"),
+        ("step: 7\nstep: 8\n", "has 2 lines of 'step'"),
+        ("step:\n", "step is '' in"),
+        ("step: latest\n", "step is 'latest' in"),
+        ("step: '7\n", "expected a number"),
+        (b"step: \xff\n", "cannot read"),
+    ],
+)
+def test_a_version_file_that_says_nothing_says_how_to_set_it(tmp_path, text, words):  # C18
+    if text is not None:
+        data = text if isinstance(text, bytes) else text.encode()
+        (tmp_path / "version.yaml").write_bytes(data)
+    with pytest.raises(VersionError, match=words) as caught:
+        DynamicWeightManager(config(tmp_path, "rsync"), Net(), 0)
+    assert "write 'step: NUMBER' to" in str(caught.value)
+    assert "or pass version=" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["step: 7", "---\nstep: '7'\n", '"step": "7" # x\nother: [1, 2]\n']
+)
+def test_a_version_file_is_read(tmp_path, open_manager, text):  # C18
+    fw.save(Net(7), tmp_path, version=7)
+    (tmp_path / "version.yaml").write_text(text)
+    manager = open_manager(config(tmp_path, "rsync"), Net())
+    assert (manager.version, manager.read_model_version_from_file()) == (7, "7")
+    with pytest.raises(VersionError, match="version is 'v1.0', expected a whole number"):
+        manager.update_weights_by_rdma("v1.0")
+
+
+# C19, C20: several models, other names.
+
+
+class Draft(paddle.nn.Layer):
+    def __init__(self, version=0):
+        super().__init__()
+        paddle.seed(100 + version)
+        self.mtp = paddle.nn.Linear(3, 3)
+
+
+def test_models_of_a_list_share_names_and_are_one_version(address, tmp_path, open_manager):  # C19
+    trainer = {**Net(1).state_dict(), **Draft(1).state_dict()}
+    main, draft = Net(), Draft()
+    with fw.Publisher(trainer, address, hold=True) as publisher:
+        publisher.publish(1)
+        manager = open_manager(config(tmp_path, "ipc_async", address=address), [main, draft])
+    assert manager.model_list == [main, draft]
+    assert content(main, draft) == content(Net(1), Draft(1))
+    with pytest.raises(SpecError, match="5 names are in several models: .*pass a dict of models"):
+        DynamicWeightManager(config(tmp_path), [Net(), Net()], 0)
+
+
+def test_models_of_a_dict_are_named_by_its_keys(tmp_path, open_manager):  # C19
+    fw.save({"main": Net(1), "draft": Net(2)}, tmp_path, version=1)
+    models = {"main": Net(), "draft": Net()}
+    manager = open_manager(config(tmp_path), models)
+    assert holds(models["main"], 1)
+    assert holds(models["draft"], 2)
+    fw.save({"main": Net(3)}, tmp_path, version=2)
+    with pytest.raises(PlanError, match="target wants 5 tensors"):  # both, or none
+        manager.update_parameters()
+    assert (manager.version, manager.health) == (1, "serving")
+    assert holds(models["main"], 1)
+
+
+def test_a_layout_maps_names_and_joins_tensors(tmp_path, open_manager):  # C20
+    parts = {f"layer.0.{name}": paddle.full([2, 4], n) for n, name in enumerate("qkv")}
+    fw.save({**parts, "model.norm": paddle.ones([4])}, tmp_path, version=1)
+    layout = fw.ModelLayout.from_json(
+        '{"mesh": {"tp": 1}, "rules": ['
+        '{"names": ["layer.*.q", "layer.*.k", "layer.*.v"], "local": "l{0}.qkv"},'
+        '{"names": ["model.*"], "local": "{0}"}]}'
+    )
+    layer = paddle.nn.Layer()
+    layer.l0 = paddle.nn.Layer()
+    layer.l0.qkv = layer.create_parameter([6, 4])
+    layer.norm = layer.create_parameter([4])
+    open_manager(config(tmp_path), layer, options=FastDeployOptions(layout=layout))
+    assert layer.l0.qkv[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+    assert layer.norm.tolist() == [1, 1, 1, 1]
+
+
+# C22, C24, C26: the worker loop, failures, health.
+
+
+class Runner:
+    """FastDeploy's runner, as far as weights are concerned."""
+
+    def __init__(self, manager):
+        self.dynamic_weight_manager = manager
+        self.num_cleared = 0
+
+    def clear_requests(self):
+        self.num_cleared += 1
+
+    def update_parameters(self, pid):
+        self.dynamic_weight_manager.update_parameters(pid, False)
+        self.dynamic_weight_manager.finalize_update(pid)
+        self.dynamic_weight_manager._log_memory("updated")
+
+    def clear_parameters(self, pid):
+        self.dynamic_weight_manager.clear_parameters(pid, False)
+
+
+def test_the_worker_loop_drives_the_manager(tmp_path, open_manager, cell, pid):  # C22, C24
+    fw.save(Net(1), tmp_path, version=1)
+    target = Net()
+    manager = open_manager(config(tmp_path), target)
+    runner = Runner(manager)
+    with LegacyCell.create(KV_CACHE, pid) as cache:
+
+        def asked(request, block=False):
+            cell.ask(request)
+            DynamicWeightManager.check_model_weights_status(cell, cache, runner, pid, block)
+
+        asked(CLEARING)
+        assert (cell.status, cache.status, manager.health) == (CLEARED, CLEARING, "cleared")
+        fw.save(Net(2), tmp_path, version=2)
+        asked(UPDATING, block=True)
+        assert (cell.status, cache.status, manager.health) == (NORMAL, UPDATING, "serving")
+        assert (holds(target, 2), runner.num_cleared) == (True, 2)
+        fw.save(Net(3, size=9), tmp_path, version=3)
+        with pytest.raises(ShapeMismatch):
+            asked(UPDATING, block=True)
+        assert (cell.status, manager.version) == (NORMAL, 2)  # the old version is whole
+        asked(CLEARING)
+        with pytest.raises(ShapeMismatch):
+            asked(UPDATING, block=True)
+        assert (cell.status, manager.version) == (CLEARED, None)  # there is none to serve
+        fw.save(Net(4), tmp_path, version=4)
+        asked(UPDATING, block=True)
+        assert (cell.status, holds(target, 4)) == (NORMAL, True)
+
+
+def test_a_late_clear_does_not_replace_a_request_to_update(
+    tmp_path, open_manager, cell, pid
+):  # C23
+    fw.save(Net(1), tmp_path, version=1)
+    hooks = Hooks()
+    manager = open_manager(config(tmp_path), Net(), hooks=hooks)
+    hooks._note = lambda name: cell.ask(UPDATING)  # the server asks while memory goes
+    cell.ask(CLEARING)
+    manager.clear_parameters(pid)
+    assert cell.status is UPDATING
+
+
+def test_a_pid_without_a_cell_is_an_error_before_anything_is_done(tmp_path, open_manager, pid):
+    fw.save(Net(1), tmp_path, version=1)
+    manager = open_manager(config(tmp_path), Net())
+    with pytest.raises(StoreError, match=f"model_weights_status.{pid}"):
+        manager.clear_parameters(pid)
+    assert manager.health == "serving"
+
+
+def test_no_publisher_is_a_timeout_and_leaves_nothing_open(address, tmp_path):  # C24
+    before = {each.name for each in threading.enumerate()}
+    told = config(tmp_path, "ipc", address=address, timeout_seconds=0.2)
+    with pytest.raises(TransferTimeout, match="no publisher came in time"):
+        DynamicWeightManager(told, Net(), 0)
+    assert {each.name for each in threading.enumerate()} <= before
+
+
+def test_health_is_told_throughout_an_update(tmp_path, open_manager):  # C26
+    fw.save(Net(1), tmp_path, version=1)
+    beaten, said = threading.Event(), []
+
+    class Beating(Hooks):
+        def drop_cache(self):
+            assert self.did or beaten.wait(20)  # as long as a large model takes
+            self.did.append("drop_cache")
+
+        def beat(self, percent):
+            beaten.set()
+
+    manager = open_manager(config(tmp_path), Net(), hooks=Beating())
+    fw.save(Net(2), tmp_path, version=2)
+    with listening(lambda event: said.append(manager.health)):
+        manager.update_parameters()
+    assert beaten.is_set()
+    assert {"updating, 0 %", "verifying"} <= set(said)
+    assert any(each.startswith("updating, 100") for each in said)
+
+
+def test_a_cell_of_ours_shows_the_engine_and_may_ask_where_hooks_can_pause(
+    tmp_path, open_manager
+):  # C24, C26
+    fw.save(Net(1), tmp_path, version=1)
+    hooks, target = Hooks(), Net()
+    told = config(tmp_path, cell=tmp_path / "cell")
+    manager = open_manager(told, target, hooks=hooks)
+    with Control(tmp_path / "cell") as control:
+        assert (control.status().state, control.status().version) == (State.SERVING, 1)
+        ended = control.wait(
+            control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=20), 20
+        )
+        assert ended.ending == "failed"
+        assert "FastDeploy's worker loop stops requests" in ended.reason
+        assert control.status().state == State.SERVING
+        hooks.pause = lambda deadline: None
+        assert (
+            control.wait(
+                control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=20), 20
+            ).ending
+            == "done"
+        )
+        assert (manager.health, control.status().version) == ("cleared", None)
+        fw.save(Net(2, size=9), tmp_path, version=2)
+        with pytest.raises(ShapeMismatch):
+            manager.update_parameters()
+        assert control.status().state == State.FAILED
+        assert "is (4, 9)" in control.status().reason
+        fw.save(Net(3), tmp_path, version=3)
+        manager.update_parameters()
+        manager.finalize_update()
+        assert (control.status().version, holds(target, 3)) == (3, True)
