@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flyweight.adapters import numpy_dict, paddle_layer, torch_module
-from flyweight.adapters.model import is_model
+from flyweight.adapters.model import Tensor, is_model
 from flyweight.adapters.sharded import Sharded
 from flyweight.errors import SpecError, StoreError, listed
 
@@ -24,7 +24,10 @@ _DONTNEED = 4
 
 
 class Residence:
-    """The memory of one model's tensors: parameters, and buffers whether they are saved or not."""
+    """The memory of what a model would save: an update brings all of that back, and nothing else.
+
+    So buffers that are not saved keep theirs, and so does what shares its memory with others.
+    """
 
     def __init__(self, thing: object) -> None:
         self._thing = thing
@@ -39,36 +42,41 @@ class Residence:
     def release(self) -> int:
         """Give the memory back and return how many bytes went. Safe to repeat.
 
-        Nothing is given back if some of it cannot be.
+        Nothing is given back if some of it lies in memory that other processes see.
         """
         if not self._is_home:
             return 0
         spans: dict[tuple[int, int], str] = {}
-        storages: dict[int, tuple[Any, int]] = {}
-        fixed = []
+        on_devices: dict[int, tuple[Any, set[tuple[int, int]]]] = {}
         for name, leaf in _leaves(self._thing, ""):
-            storage = _storage(leaf)
-            if storage is not None and storage.device.type != "cpu":
-                if not storage.resizable():
-                    fixed.append(name)
-                storages[storage._cdata] = (storage, storage.nbytes())
+            tensor = _tensor(leaf)
+            if tensor is None or tensor.buffer is None or not tensor.spec.nbytes:
+                continue
+            start, end = tensor.buffer.span
+            if end - start != tensor.spec.nbytes:
+                continue  # what is in its gaps is not its own
+            if tensor.buffer.device is None:
+                spans[start, end] = name
             else:
-                address, nbytes = _span(leaf) if storage is None else _span_of_storage(storage)
-                if nbytes:
-                    spans[address, nbytes] = name
+                storage = _local(leaf).untyped_storage()
+                on_devices.setdefault(storage._cdata, (storage, set()))[1].add((start, end))
         shared = _shared_mappings()
-        fixed += [
+        fixed = [
             name
-            for (address, nbytes), name in spans.items()
-            if any(address < end and start < address + nbytes for start, end in shared)
+            for (start, end), name in spans.items()
+            if any(start < there_end and there < end for there, there_end in shared)
         ]
         if fixed:
             raise SpecError(
                 f"{len(fixed)} tensors lie in memory that others may use: {listed(fixed)}; it "
                 f"cannot be given back"
             )
-        given = sum(_give_back(address, nbytes) for address, nbytes in spans)
-        self._storages = list(storages.values())
+        given = sum(_give_back(start, end) for start, end in spans)
+        self._storages = [
+            (storage, storage.nbytes())
+            for storage, parts in on_devices.values()
+            if storage.resizable() and sum(end - start for start, end in parts) == storage.nbytes()
+        ]
         for storage, nbytes in self._storages:
             storage.resize_(0)
             given += nbytes
@@ -86,14 +94,9 @@ class Residence:
 
 
 def _leaves(thing: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield all tensors of a model, with a name for each."""
-    parts = next(
-        (p for of in (torch_module.parts_of, paddle_layer.parts_of) if (p := of(thing))), None
-    )
-    if parts is not None:
-        for part in parts:
-            yield from _leaves(part, prefix)
-        return
+    """Yield the tensors of a model that it would save, with a name for each."""
+    states = (of(thing) for of in (torch_module.state_of, paddle_layer.state_of))
+    thing = next((state for state in states if state is not None), thing)
     for key, leaf in thing.items() if isinstance(thing, Mapping) else enumerate(thing):
         name = f"{prefix}.{key}" if prefix else str(key)
         local = leaf.tensor if isinstance(leaf, Sharded) else leaf
@@ -103,31 +106,23 @@ def _leaves(thing: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield name, local
 
 
-def _storage(leaf: Any) -> Any:
-    """Return a torch tensor's storage; None for others."""
-    local = leaf._local_tensor if hasattr(leaf, "_local_tensor") else leaf
-    return local.untyped_storage() if hasattr(local, "untyped_storage") else None
+def _local(leaf: Any) -> Any:
+    """Return what of a distributed tensor is here."""
+    if hasattr(leaf, "_local_tensor"):
+        return leaf._local_tensor
+    return leaf._local_value() if hasattr(leaf, "is_dist") and leaf.is_dist() else leaf
 
 
-def _span_of_storage(storage: Any) -> tuple[int, int]:
-    return storage.data_ptr(), storage.nbytes()
+def _tensor(leaf: Any) -> Tensor | None:
+    local = _local(leaf)
+    found = (of.tensor_of(local) for of in (torch_module, paddle_layer, numpy_dict))
+    return next((each for each in found if each is not None), None)
 
 
-def _span(leaf: Any) -> tuple[int, int]:
-    """Return where the elements of an array or a Paddle tensor lie, from first to last byte."""
-    if hasattr(leaf, "is_dist") and leaf.is_dist():
-        leaf = leaf._local_value()
-    tensor = numpy_dict.tensor_of(leaf) or paddle_layer.tensor_of(leaf)
-    if tensor is None or not tensor.spec.nbytes:
-        return 0, 0
-    start, end = tensor.host.span
-    return start, end - start
-
-
-def _give_back(address: int, nbytes: int) -> int:
+def _give_back(start: int, end: int) -> int:
     """Give the whole pages inside a span back, and return their bytes."""
     page = mmap.PAGESIZE
-    start, end = -(-address // page) * page, (address + nbytes) // page * page
+    start, end = -(-start // page) * page, end // page * page
     if end <= start:
         return 0
     if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED):

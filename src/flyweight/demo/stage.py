@@ -91,7 +91,7 @@ class Stage:
             self._closing.callback(self.trainer.close)
 
     def _open_page(self, port: int) -> None:
-        words = ["flyweight.cli", "serve", "--json", "--port", str(port)]
+        words = ["flyweight.demo.page", "serve", "--json", "--port", str(port)]
         words += ["--run", str(self.places.sockets), "--store", str(self.places.store)]
         for actor in self.actors:
             words += ["--replica", f"{actor.name}={self.places.cell(actor.name)}"]

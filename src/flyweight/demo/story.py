@@ -18,6 +18,7 @@ from time import monotonic, sleep
 
 from flyweight.demo.actors import Actor
 from flyweight.demo.channel import Held, Line
+from flyweight.demo.children import uninterrupted
 from flyweight.demo.setting import SETTINGS, Places
 from flyweight.demo.stage import Listener, Stage
 from flyweight.errors import SpecError, StoreError, TransferTimeout, TransportError
@@ -84,10 +85,15 @@ def play(plot: Plot, listener: Listener) -> bool:
         return _Story(plot, stage, num_steps).play()
 
 
+def _remove(directory: Path) -> None:
+    with uninterrupted():
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _places(plot: Plot, stack: ExitStack) -> Places:
     try:
         scratch = Path(tempfile.mkdtemp(prefix="flyweight-demo-"))
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        stack.callback(_remove, scratch)
         run = scratch / "run" if plot.run is None else plot.run.absolute()
         if run.exists() and any(run.iterdir()):
             raise SpecError(f"{str(run)!r} is not empty; the demo needs a directory of its own")

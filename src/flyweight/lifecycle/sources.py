@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
 
-from flyweight.errors import FormatError, PeerLost, TransferTimeout, VersionError
+from flyweight.errors import (
+    FlyweightError,
+    FormatError,
+    PeerLost,
+    PlanError,
+    SpecError,
+    TransferTimeout,
+    VersionError,
+)
 from flyweight.events import Event, listening
 from flyweight.spec.rules import ModelLayout
 from flyweight.sync.replica import Replica
@@ -61,16 +69,20 @@ class StoredWeights:
             found = 0 if stored.manifest.version is None else stored.manifest.version
             self.progress = 0.0
             before(found)
-            self.version = None
-            with listening(self._advance):
-                report = load(
-                    stored,
-                    into=self._model,
-                    layout=self._layout,
-                    rank=self._rank,
-                    extra=self._extra,
-                    timeout_seconds=timeout_seconds,
-                )
+            held, self.version = self.version, None
+            try:
+                with listening(self._advance):
+                    report = load(
+                        stored,
+                        into=self._model,
+                        layout=self._layout,
+                        rank=self._rank,
+                        extra=self._extra,
+                        timeout_seconds=timeout_seconds,
+                    )
+            except (PlanError, SpecError):  # found before the first byte was written
+                self.version = held
+                raise
         self.version = found
         self._report = UpdateReport(
             found, None, report.nbytes, perf_counter() - started, 0.0, report.seconds, 0.0,
@@ -129,6 +141,7 @@ class NearestWeights:
         """Take a version from the publisher if one is there soon, else from files, else wait."""
         deadline, self._is_reading = monotonic() + timeout_seconds, False
         begun: list[int] = []
+        missing: FlyweightError | None = None
 
         def begin(found: int) -> None:
             begun.append(found)
@@ -151,11 +164,17 @@ class NearestWeights:
                 return self._stored.update(
                     version, timeout_seconds=left, before=touch, is_over=is_over
                 )
-            except (FormatError, VersionError, TransferTimeout):
+            except (FormatError, VersionError, TransferTimeout) as error:
                 if begun or monotonic() > deadline:
                     raise
+                missing = error
         left = max(deadline - monotonic(), 0.001)
-        return self._from_publisher(version, left, begin, is_over)
+        try:
+            return self._from_publisher(version, left, begin, is_over)
+        except TransferTimeout as error:
+            if missing is not None:
+                error.note(f"and no snapshot would do: {missing}")
+            raise
 
     def _from_publisher(
         self,
