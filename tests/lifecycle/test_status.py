@@ -456,7 +456,8 @@ def write_record(path, offset, body, crc=None):
         file.seek(offset)
         (count,) = struct.unpack("<I", file.read(4))
         file.seek(offset + 8 + (count & 1) * RECORD_BYTES)
-        file.write(struct.pack("<II", len(body), zlib.crc32(body) if crc is None else crc) + body)
+        crc = zlib.crc32(body, zlib.crc32(struct.pack("<I", count))) if crc is None else crc
+        file.write(struct.pack("<III", count, len(body), crc) + body)
 
 
 GOOD = msgspec.msgpack.encode(Slot())
@@ -497,7 +498,7 @@ def test_a_length_beyond_the_record_is_damage(path):
         cell.ask(PAUSE)
         with open(path, "r+b") as file:
             file.seek(64 + 8 + RECORD_BYTES)
-            file.write(struct.pack("<II", 0xFFFFFFFF, 0))
+            file.write(struct.pack("<III", 1, 0xFFFFFFFF, 0))
         with pytest.raises(LifecycleError, match="damaged"):
             cell.request()
 

@@ -134,14 +134,14 @@ class CellFile:
             raise LifecycleError(
                 f"status cell {str(self.path)!r} was removed under its users: {cause.strerror}"
             ) from cause
-        if not _is_same(found, os.fstat(file)):
+        if not is_same_file(found, os.fstat(file)):
             raise LifecycleError(
                 f"status cell {str(self.path)!r} was replaced by another run; attach again"
             )
 
     def leads_to(self, file: int) -> bool:
         try:
-            return _is_same(os.stat(self.path), os.fstat(file))
+            return is_same_file(os.stat(self.path), os.fstat(file))
         except FileNotFoundError:
             return False
 
@@ -174,7 +174,8 @@ def locked(file: int, offset: int, nbytes: int) -> bool:
     return True
 
 
-def _is_same(a: os.stat_result, b: os.stat_result) -> bool:
+def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
+    """True if two looks were at one file, whatever its name."""
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
 

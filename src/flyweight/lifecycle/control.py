@@ -38,6 +38,8 @@ _WORST_FIRST = (
     State.SERVING,
 )
 
+_IN_A_ROUND = (State.UPDATING, State.VERIFYING)
+
 Ending = Literal["running", "done", "failed"]
 
 
@@ -133,7 +135,7 @@ class Control:
             name=self.name,
             state=state,
             version=versions.pop() if len(versions) == 1 and state != State.FAILED else None,
-            percent=min((each.percent for each in ranks), default=0.0),
+            percent=min((each.percent for each in ranks if each.state in _IN_A_ROUND), default=0.0),
             reason=reason,
             ranks=ranks,
             operation=operation,
@@ -156,25 +158,13 @@ class Control:
             check_version(version)
         check_seconds("timeout_seconds", timeout_seconds)
         with self._lock:
-            if self._running is not None:
-                raise Busy(
-                    f"operation {self._running.id} of replica {self.name!r} is running; wait until "
-                    f"it ends",
-                    operation=self._running.id,
-                )
+            self._check_idle()
             self.cell.check_current()
             slots = self.cell.slots()
             gone = [n for n, slot in enumerate(slots) if slot is None or not slot.is_alive]
             if gone:
                 raise PeerLost(f"{_together(_statuses(slots))[1]}; start the engine's ranks")
             last = self.cell.request()
-            late = [n for n, slot in enumerate(slots) if last and _has_to_answer(slot, last)]
-            if last is not None and late:  # the next request would be the first it ever sees
-                raise Busy(
-                    f"rank {late[0]} of replica {self.name!r} is still at operation "
-                    f"{_id(last)}; wait until it ends, or restart that rank",
-                    operation=_id(last),
-                )
             request = Request(
                 number=1 if last is None else last.number + 1,
                 signal=signal,
@@ -190,6 +180,28 @@ class Control:
             self._await(operation, request, slots, began)
         emit("operation.started", id=operation.id, name=self.name)
         return operation
+
+    def check_idle(self) -> None:
+        """Raise Busy if something runs, or a rank is still at what was given up already."""
+        with self._lock:
+            self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self._running is not None:
+            raise Busy(
+                f"operation {self._running.id} of replica {self.name!r} is running; wait until it "
+                f"ends",
+                operation=self._running.id,
+            )
+        last = self.cell.request()
+        for rank, slot in enumerate(self.cell.slots()):
+            if last is not None and _has_to_answer(slot, last):
+                # It would never see that request if another were written over it.
+                raise Busy(
+                    f"rank {rank} of replica {self.name!r} is still at operation {_id(last)}; "
+                    f"wait until it ends, or restart that rank",
+                    operation=_id(last),
+                )
 
     def wait(self, operation: Operation, timeout_seconds: float) -> Operation:
         """Wait until an operation has ended, and return it; it may still be running then.

@@ -21,6 +21,7 @@ from time import monotonic, sleep
 from typing import Any, Protocol
 
 from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
+from flyweight.lifecycle.cell_file import is_same_file
 from flyweight.sync.report import check_seconds
 
 MODEL_WEIGHTS = "model_weights_status"
@@ -47,7 +48,7 @@ class LegacyStatus(IntEnum):
 _REQUESTS = (LegacyStatus.UPDATING, LegacyStatus.CLEARING)
 
 
-class Signal(Protocol):
+class StatusWord(Protocol):
     """A word that others see: ours, or FastDeploy's own wrapper of one."""
 
     @property
@@ -121,8 +122,7 @@ class LegacyCell:
         found = None
         with suppress(OSError):
             found = os.stat(self.path)
-        ours = os.fstat(self._file)
-        if found is None or (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino):
+        if found is None or not is_same_file(found, os.fstat(self._file)):
             raise LifecycleError(
                 f"cell {str(self.path)!r} was {'removed' if found is None else 'replaced'} under "
                 f"its users; attach again"
@@ -169,7 +169,7 @@ def _check_word(path: Path, found: os.stat_result) -> None:
         )
 
 
-def status_of(cell: Signal) -> LegacyStatus:
+def status_of(cell: StatusWord) -> LegacyStatus:
     """Return what a cell says; raise LifecycleError for a number that means nothing."""
     number = int(cell.value[0])
     try:
@@ -179,7 +179,7 @@ def status_of(cell: Signal) -> LegacyStatus:
         raise LifecycleError(f"a status cell says {number}, expected {known}") from cause
 
 
-def settle(cell: Signal, result: LegacyStatus, *, of: LegacyStatus) -> bool:
+def settle(cell: StatusWord, result: LegacyStatus, *, of: LegacyStatus) -> bool:
     """Write how a request ended; False if the cell asks for something else by now.
 
     A failure has no number of its own. What is written then is what is true of the weights:
@@ -192,7 +192,7 @@ def settle(cell: Signal, result: LegacyStatus, *, of: LegacyStatus) -> bool:
 
 
 def _wait(
-    cell: Signal, is_so: Callable[[LegacyStatus], bool], seconds: float | None
+    cell: StatusWord, is_so: Callable[[LegacyStatus], bool], seconds: float | None
 ) -> LegacyStatus:
     """Wait until something is so; without a time as long as the cell is the one that is named."""
     deadline = None if seconds is None else monotonic() + seconds
@@ -220,8 +220,8 @@ class Runner(Protocol):
 
 
 def check_model_weights_status(
-    model_weights_status: Signal,
-    kv_cache_status: Signal | None,
+    model_weights_status: StatusWord,
+    kv_cache_status: StatusWord | None,
     model_runner: Runner,
     pid: int,
     block: bool,
@@ -248,8 +248,8 @@ def check_model_weights_status(
 
 
 def _answer(
-    weights: Signal,
-    cache: Signal | None,
+    weights: StatusWord,
+    cache: StatusWord | None,
     runner: Runner,
     *,
     pid: int,

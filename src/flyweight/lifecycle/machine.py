@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from time import monotonic, perf_counter, sleep
 
 from flyweight.errors import (
@@ -25,7 +26,7 @@ from flyweight.errors import (
 )
 from flyweight.lifecycle.ranks import Ranks, Verdict
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
-from flyweight.lifecycle.steps import ROUND_SECONDS, Steps, Weights
+from flyweight.lifecycle.steps import ROUND_SECONDS, Steps, Weights, named
 from flyweight.ports import Engine
 from flyweight.sync.report import UpdateReport, check_seconds
 
@@ -40,6 +41,7 @@ _PASSING = (State.PAUSING, State.CLEARING, State.UPDATING, State.VERIFYING)
 class _Round:
     """One update on its way."""
 
+    wanted: int | None
     may_drain: bool
     deadline: float
     is_asked: bool
@@ -48,6 +50,12 @@ class _Round:
     is_prepared: bool = False
     stood: float = 0.0
     """Since when requests stand still for it."""
+
+    @property
+    def purpose(self) -> str:
+        """What it is for, in words that are the same on all ranks."""
+        version = "the newest" if self.wanted is None else f"version {self.wanted}"
+        return f"{'update to' if self.is_asked else 'follow'} {version}"
 
 
 class Machine(Steps):
@@ -84,16 +92,24 @@ class Machine(Steps):
     @property
     def percent(self) -> float:
         """How far an update is."""
-        return 100 * self._weights.progress if self.state is State.UPDATING else 0.0
+        if self.state is State.UPDATING:
+            return 100 * self._weights.progress
+        return 100.0 if self.state is State.VERIFYING else 0.0
 
     @property
     def is_in_pieces(self) -> bool:
         return self.state in (State.UPDATING, State.VERIFYING)
 
     @property
+    def is_meant_to_serve(self) -> bool:
+        """Whether it serves when it can: not if it was paused by hand."""
+        return self._is_meant_to_serve
+
+    @property
     def may_follow(self) -> bool:
         """False while a version that nobody asked for would not be taken."""
-        return self.has_weights_memory and self.pinned is None
+        is_there = self.pinned is not None and self.pinned == self.version
+        return self.has_weights_memory and not is_there
 
     # What is asked from outside.
 
@@ -101,7 +117,7 @@ class Machine(Steps):
         """Stand still: no request runs and none starts, once this returns."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._turn_for("pause", deadline):
-            self._pause(deadline, should_abort=should_abort)
+            self._all_still("pause", deadline, should_abort=should_abort)
             self._is_meant_to_serve = False
 
     def resume(self, *, timeout_seconds: float = 60.0) -> None:
@@ -110,6 +126,8 @@ class Machine(Steps):
         with self._turn_for("resume", deadline):
             refusal = self._refusal(Signal.RESUME)
             verdict = self._ranks.agreed(self.version, "", refusal, deadline, what="resume")
+            while verdict.is_mixed and monotonic() < deadline:  # a rank that follows gives way
+                verdict = self._ranks.agreed(self.version, "", refusal, deadline, what="resume")
             if refusal is not None:
                 raise refusal
             if not verdict.is_agreed:
@@ -128,16 +146,12 @@ class Machine(Steps):
         """Give memory back, of each tag that still has some. An engine that serves is paused."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._turn_for("clear", deadline):
+            if not tags:
+                return
             todo = [tag for tag in Tag if tag in tags and tag not in self._released]
+            self._all_still("clear", deadline, may_drain=may_drain, should_drop=bool(todo))
             if not todo:
                 return
-            self._stand_still(deadline, may_drain)
-            try:
-                self._call("drop_cache", self._engine.drop_cache)
-            except FlyweightError:
-                if self._is_meant_to_serve and self.state is State.PAUSED:
-                    self._resume()
-                raise
             self._signal(Signal.CLEAR)
             try:
                 for tag in todo:
@@ -145,6 +159,7 @@ class Machine(Steps):
             except FlyweightError as error:
                 self._fail(error)
                 raise
+            self.failure = None
             self._signal(Signal.EMPTIED, self.condition.absent | set(todo))
 
     def restore(self, *, timeout_seconds: float = 60.0) -> None:
@@ -157,8 +172,7 @@ class Machine(Steps):
             self._call("restore_cache", self._engine.restore_cache)
             self._released.discard(Tag.KV_CACHE)
             self._signal(Signal.RESTORE, self.condition.absent - {Tag.KV_CACHE})
-            if self._is_meant_to_serve and self.state is State.PAUSED:
-                self._resume()
+            self._resume_if_meant()
 
     def update(
         self,
@@ -177,9 +191,7 @@ class Machine(Steps):
         with ExitStack() as stack:
             stack.enter_context(self._asking(deadline))
             stack.enter_context(self._turn_for("update", deadline))
-            report = self._update(version, may_drain, deadline, is_asked=True)
-            self.pinned = version
-            return report
+            return self._update(_Round(version, may_drain, deadline, is_asked=True))
 
     def follow(self, *, timeout_seconds: float, is_over: Callable[[], bool]) -> bool:
         """Wait for the next version as one nobody asked for, and take it; False if none came.
@@ -203,58 +215,56 @@ class Machine(Steps):
                 def enter() -> None:
                     turn.enter_context(self._turn_for("update", monotonic() + ROUND_SECONDS))
 
-                report = self._update(
-                    None, True, deadline, is_asked=False, enter=enter, is_over=stops
-                )
+                round_ = _Round(self.pinned, True, deadline, is_asked=False)
+                report = self._update(round_, enter=enter, is_over=stops)
             return report is not None
         finally:
             self._source.release()
 
-    # Steps.
+    # Rounds.
 
     def _update(
         self,
-        version: int | None,
-        may_drain: bool,
-        deadline: float,
+        round_: _Round,
         *,
-        is_asked: bool,
         enter: Callable[[], object] = lambda: None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> UpdateReport | None:
-        round_ = _Round(may_drain, deadline, is_asked)
-
         def before(found: int) -> None:
             if round_.is_begun:
                 raise LifecycleError(f"version {found} was begun after another attempt had ended")
-            enter()
-            if not is_asked:
+            if not round_.is_asked:
                 round_.deadline = monotonic() + ROUND_SECONDS
+            try:
+                enter()
+            except FlyweightError as busy:
+                self._prepare(round_, busy)
             self._prepare(round_, None)
+            self.step = "update"
             self._signal(Signal.UPDATE)
 
-        is_newest_enough = is_asked and version is None and self._weights.version is not None
         # The newest there is may be the one that is held.
-        until = monotonic() + _NEWER_SECONDS if is_newest_enough else deadline
+        is_enough = round_.is_asked and round_.wanted is None and self._weights.version is not None
+        until = min(round_.deadline, monotonic() + _NEWER_SECONDS if is_enough else inf)
         error: FlyweightError | None = None
         report: UpdateReport | None = None
         was_away = False
         try:
-            was_away = is_asked and self._restore_memory()
-            report = self._call(
+            was_away = round_.is_asked and self._restore_memory()
+            report = named(
                 "update",
                 lambda: self._weights.update(
-                    version,
-                    timeout_seconds=max(min(until, deadline) - monotonic(), 0.001),
+                    round_.wanted,
+                    timeout_seconds=max(until - monotonic(), 0.001),
                     before=before,
                     is_over=is_over,
                 ),
             )
         except TransferTimeout as failure:
-            error = None if is_newest_enough and not round_.is_begun else failure
+            error = None if is_enough and not round_.is_begun else failure
         except FlyweightError as failure:
             error = failure
-        if not is_asked and not round_.is_begun:
+        if not round_.is_asked and not round_.is_begun:
             if error is None or isinstance(error, TransferTimeout):
                 return None  # none came
             raise error
@@ -266,14 +276,60 @@ class Machine(Steps):
             elif error is not None:
                 raise error
         finally:
+            self.step = ""
             if was_away and self.state is State.CLEARED and Tag.WEIGHTS in self.condition.absent:
                 self._release(Tag.WEIGHTS)  # nothing came: what is cleared takes no memory
-            if self._is_meant_to_serve and self.state is State.PAUSED:
-                self._resume()
+            self._resume_if_meant()
         if round_.stood:  # told together, to whoever looks at rounds
             self.pause_seconds = perf_counter() - round_.stood
             self.num_rounds += 1
         return report
+
+    def _all_still(
+        self,
+        what: str,
+        deadline: float,
+        *,
+        may_drain: bool = True,
+        should_abort: bool = False,
+        should_drop: bool = False,
+    ) -> None:
+        """Stand still, on all ranks or on none; an engine that served goes on if one cannot."""
+        error: FlyweightError | None = None
+        try:
+            if should_abort and self.state is State.SERVING:
+                self._pause(deadline, should_abort=True)
+            self._stand_still(deadline, may_drain)
+            if should_drop:
+                self._call("drop_cache", self._engine.drop_cache)
+        except FlyweightError as failure:
+            error = failure
+        try:
+            self._hear_all(error, deadline, what)
+        except FlyweightError:
+            self._resume_if_meant()
+            raise
+
+    def _hear_all(
+        self, error: FlyweightError | None, deadline: float, what: str, *, is_asked: bool = True
+    ) -> None:
+        """Return once all ranks are ready for the same thing; raise if one is not."""
+        verdict = self._ranks.prepared(error, deadline, what=what)
+        while verdict.is_mixed and is_asked and monotonic() < deadline:
+            # Another rank follows, and gives way; then it is asked for the same.
+            verdict = self._ranks.prepared(error, deadline, what=what)
+        if verdict.is_lost:
+            self._fail(LifecycleError(verdict.text))
+        if error is not None:
+            raise error
+        if not verdict.is_agreed:
+            raise LifecycleError(verdict.text)
+
+    @property
+    def _is_as_before(self) -> bool:
+        """True if the weights are those that were committed last."""
+        held = self._weights.version, self._weights.session
+        return self.version is not None and held == (self.version, self._session)
 
     @property
     def _is_served(self) -> bool:
@@ -288,20 +344,14 @@ class Machine(Steps):
             try:
                 if not self.has_weights_memory:
                     raise LifecycleError("the memory of the weights was given back meanwhile")
-                if not round_.is_asked and self.pinned is not None:
+                if not round_.is_asked and self.pinned != round_.wanted:
                     raise LifecycleError(f"version {self.pinned} was asked for meanwhile")
                 round_.stood = perf_counter()
                 self._stand_still(round_.deadline, round_.may_drain)
                 self._call("drop_cache", self._engine.drop_cache)
             except FlyweightError as failure:
                 error = failure
-        verdict = self._ranks.prepared(error, round_.deadline)
-        if verdict.is_lost:
-            self._fail(LifecycleError(verdict.text))
-        if error is not None:
-            raise error
-        if not verdict.is_agreed:
-            raise LifecycleError(verdict.text)
+        self._hear_all(error, round_.deadline, round_.purpose, is_asked=round_.is_asked)
         round_.is_prepared = True
 
     def _end(
@@ -314,6 +364,8 @@ class Machine(Steps):
             self._signal(Signal.FILLED)
         verdict = self._agree(round_, error)
         if verdict.is_agreed:
+            if round_.is_asked:
+                self.pinned = round_.wanted
             if self.state is not State.SERVING:
                 self.version, self.failure = self._weights.version, None
                 self._session = self._weights.session
@@ -321,9 +373,7 @@ class Machine(Steps):
                 self._signal(Signal.COMMITTED, self.condition.absent - {Tag.WEIGHTS})
             return
         failure = error if error is not None else LifecycleError(verdict.text)
-        held = self._weights.version, self._weights.session
-        is_kept = self.version is not None and held == (self.version, self._session)
-        if not verdict.is_kept or not is_kept:
+        if not verdict.is_kept or not self._is_as_before:
             self._fail(failure)
         elif self.state in (State.UPDATING, State.VERIFYING):
             self._signal(Signal.KEPT)
@@ -341,14 +391,18 @@ class Machine(Steps):
 
         for _ in range(_CATCH_UPS):
             verdict = self._ranks.agreed(
-                self._weights.version, self._weights.session, error, round_.deadline
+                self._weights.version,
+                self._weights.session,
+                error,
+                round_.deadline,
+                is_as_before=self._is_as_before,
             )
             wanted = verdict.catch_up
             if wanted is None or error is not None:
                 return verdict
             if self._weights.version != wanted:
                 try:
-                    self._call("update", partial(self._catch_up, wanted, round_, before))
+                    named("update", partial(self._catch_up, wanted, round_, before))
                 except FlyweightError as failure:
                     error = failure
                 if self.state is State.UPDATING and error is None:

@@ -30,6 +30,8 @@ class Verdict:
     """True if every rank still holds what it held: nobody touched anything."""
     is_lost: bool = False
     """True if a rank died or said nothing: what it does is not known."""
+    is_mixed: bool = False
+    """True if the ranks were asked for different things."""
     catch_up: int | None = None
     """The version that those who are behind should take first."""
     text: str = ""
@@ -42,9 +44,11 @@ class Ranks:
         self.seat = Seat(0, 1) if seat is None else seat
         self._group: Group | None = None
 
-    def prepared(self, error: FlyweightError | None, deadline: float) -> Verdict:
-        """Return whether all ranks are ready for what follows; every rank must call this."""
-        return self._decide({"what": "prepare", "error": _text(error)}, deadline)
+    def prepared(
+        self, error: FlyweightError | None, deadline: float, *, what: str = "update"
+    ) -> Verdict:
+        """Return whether all ranks are ready for the same thing; every rank must call this."""
+        return self._decide({"what": what, "is_first": True, "error": _text(error)}, deadline)
 
     def agreed(
         self,
@@ -54,10 +58,15 @@ class Ranks:
         deadline: float,
         *,
         what: str = "update",
+        is_as_before: bool = False,
     ) -> Verdict:
-        """Return what all ranks decide of what they hold; every rank must call this."""
-        mine: dict[str, Json] = {"what": what, "error": _text(error)}
-        return self._decide({**mine, "version": version, "session": session}, deadline)
+        """Return what all ranks decide of what they hold; every rank must call this.
+
+        `is_as_before` says that this rank still holds what was committed last.
+        """
+        mine: dict[str, Json] = {"what": what, "is_first": False, "error": _text(error)}
+        held: dict[str, Json] = {"version": version, "session": session}
+        return self._decide({**mine, **held, "is_as_before": is_as_before}, deadline)
 
     def _decide(self, mine: dict[str, Json], deadline: float) -> Verdict:
         if self.seat.num_ranks == 1:
@@ -73,6 +82,8 @@ class Ranks:
 
     def _met(self, timeout_seconds: float) -> Group:
         """Return the group, with so much time for each wait."""
+        if self._group is not None and self._group.is_broken:
+            self.close()  # what ended it is over: this decision is another
         if self._group is None:
             self._group = meet(self.seat, timeout_seconds=timeout_seconds)
         else:
@@ -92,22 +103,22 @@ def _text(error: FlyweightError | None) -> str:
 
 def _decided(said: Sequence[Any]) -> Verdict:
     """Decide, from what each rank says."""
-    asked = [each["what"] for each in said]
+    asked = [f"{'to prepare' if each['is_first'] else 'for'} {each['what']!r}" for each in said]
     if len(set(asked)) > 1:
-        words = ", ".join(f"rank {rank} for {what!r}" for rank, what in enumerate(asked))
-        return Verdict(text=f"the ranks were asked for different things: {words}")
+        words = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(asked))
+        is_early = all(each["is_first"] for each in said)
+        text = f"the ranks were asked for different things: {words}"
+        return Verdict(is_mixed=True, is_kept=is_early, text=text)
     errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(said) if each["error"]]
-    if asked[0] == "prepare":
+    if said[0]["is_first"]:
         return Verdict(is_agreed=not errors, is_kept=True, text=errors[0] if errors else "")
-    versions = [each["version"] for each in said]
-    is_whole = None not in versions and len(set(versions)) == 1
-    is_one_source = len({each["session"] for each in said}) == 1
+    versions, sessions = ([each[name] for each in said] for name in ("version", "session"))
     if errors:
-        return Verdict(is_kept=is_whole and is_one_source, text=errors[0])
+        return Verdict(is_kept=all(each["is_as_before"] for each in said), text=errors[0])
     if None in versions:
         return Verdict(text=f"rank {versions.index(None)} holds no whole version")
-    if not is_whole:
+    if len(set(sessions)) > 1:
+        return Verdict(text=f"the ranks hold versions {versions} of different sources")
+    if len(set(versions)) > 1:
         return Verdict(catch_up=max(versions), text=f"the ranks hold versions {versions}")
-    if not is_one_source:
-        return Verdict(text=f"the ranks hold version {versions[0]} of different publishers")
     return Verdict(is_agreed=True)

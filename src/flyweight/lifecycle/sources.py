@@ -6,8 +6,10 @@ The version that was asked for never changes on the way from one source to the n
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from time import monotonic, perf_counter, sleep
 
+from flyweight.adapters.identity import Identity
 from flyweight.errors import (
     FlyweightError,
     FormatError,
@@ -18,17 +20,21 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.events import Event, listening
+from flyweight.formats.stored import Stored
 from flyweight.spec.rules import ModelLayout
 from flyweight.sync.replica import Replica
 from flyweight.sync.report import UpdateReport
 from flyweight.verbs.find import PathLike, open_source, versions
-from flyweight.verbs.load import Extra, load
+from flyweight.verbs.load import Extra, LoadReport, load
 
 _PATIENCE_SECONDS, _LOOK_SECONDS = 0.5, 0.5
 
 
 class StoredWeights:
     """Versions at rest in one directory."""
+
+    rereads = False
+    """Whether files that have no version are read each time, or taken once and held."""
 
     def __init__(
         self,
@@ -38,13 +44,39 @@ class StoredWeights:
         layout: ModelLayout | None = None,
         rank: int | None = None,
         extra: Extra = "refuse",
+        partial_over: int | None = None,
     ) -> None:
         self._model, self._path = model, path
         self._layout, self._rank, self._extra = layout, rank, extra
-        self.version: int | None = None
-        self.session = ""
-        self.progress = 0.0
+        self._vouched = self._partial_over = partial_over
+        self._version: int | None = None
+        self._number: int | None = None
+        """What the files say of the version; they may say nothing."""
+        self._session = ""
+        self._identity: Identity | None = None
         self._report: UpdateReport | None = None
+        self.progress = 0.0
+
+    @property
+    def version(self) -> int | None:
+        """The version that the model's tensors hold; None once they are others, or have moved."""
+        self._look()
+        return self._version
+
+    @property
+    def session(self) -> str:
+        """Tells apart what was loaded, by its content: the same on all ranks that loaded it."""
+        return "" if self.version is None else self._session
+
+    @property
+    def newest(self) -> int:
+        """The newest version that is there; -1 if none is."""
+        return max(versions(self._path), default=-1)
+
+    def _look(self) -> None:
+        if self._version is None or self._identity is None or self._identity.is_same():
+            return
+        self.forget("its tensors were replaced, or have moved")
 
     def update(
         self,
@@ -54,44 +86,80 @@ class StoredWeights:
         before: Callable[[int], None],
         is_over: Callable[[], bool],
     ) -> UpdateReport:
-        """Load a version, or the newest; wait for one if the newest is held already."""
+        """Load a version, or the newest; wait for one if the newest is held already.
+
+        What does not fit the model raises PlanError or SpecError, and what was held stays.
+        """
         deadline = monotonic() + timeout_seconds
-        while version is None and self.version is not None and self._newest() <= self.version:
+        while version is None and not self._has_newer():
             if monotonic() > deadline or is_over():
-                raise TransferTimeout(
-                    f"{str(self._path)!r} has nothing newer than version {self.version}"
-                )
+                raise self._nothing_newer()
             sleep(max(min(_LOOK_SECONDS, deadline - monotonic()), 0.0))
         started = perf_counter()
-        if version is not None and version == self.version and self._report is not None:
-            return self._report
-        with open_source(self._path, version=version) as stored:
-            found = 0 if stored.manifest.version is None else stored.manifest.version
-            self.progress = 0.0
-            before(found)
-            held, self.version = self.version, None
+        with ExitStack() as stack:
+            held = self.version
             try:
-                with listening(self._advance):
-                    report = load(
-                        stored,
-                        into=self._model,
-                        layout=self._layout,
-                        rank=self._rank,
-                        extra=self._extra,
-                        timeout_seconds=timeout_seconds,
-                    )
-            except (PlanError, SpecError):  # found before the first byte was written
-                self.version = held
+                stored = stack.enter_context(self._opened(version))
+                session = self._session_of(stored)
+            except FlyweightError:
+                if version is not None and version == held and self._report is not None:
+                    return self._report  # whatever became of its files
                 raise
-        self.version = found
+            number = stored.manifest.version
+            is_held = held is not None and (number, session) == (self._number, self._session)
+            if is_held and version is not None and self._report is not None:
+                return self._report
+            if is_held and number is not None:
+                raise self._nothing_newer()
+            found = 0 if number is None else number
+            before(found)
+            report = self._loaded(stored)
+        self._version, self._number, self._session = found, number, session
+        self._identity = Identity(self._model)
         self._report = UpdateReport(
             found, None, report.nbytes, perf_counter() - started, 0.0, report.seconds, 0.0,
             "files", "snapshot", "checksums" if report.checked_bytes else "nothing",
         )  # fmt: skip
         return self._report
 
-    def _newest(self) -> int:
-        return max(versions(self._path), default=-1)
+    def _loaded(self, stored: Stored) -> LoadReport:
+        if not stored.manifest.names:
+            raise SpecError(f"{stored.store.place!r} holds no tensors")
+        held, self._version, self.progress = self._version, None, 0.0
+        try:
+            with listening(self._advance):
+                report = load(
+                    stored,
+                    into=self._model,
+                    layout=self._layout,
+                    rank=self._rank,
+                    extra=self._extra,
+                    partial_over=self._partial_over,
+                )
+        except (PlanError, SpecError):  # names, dtypes and shapes are matched before a write
+            self._version = held
+            raise
+        self._partial_over = self._vouched
+        return report
+
+    def _has_newer(self) -> bool:
+        held = self.version
+        if held is None:
+            return True
+        newest = self.newest
+        if newest < 0:
+            return self.rereads
+        return self._number is None or newest > held
+
+    def _nothing_newer(self) -> TransferTimeout:
+        return TransferTimeout(f"{str(self._path)!r} has nothing newer than version {self.version}")
+
+    def _opened(self, version: int | None) -> Stored:
+        return open_source(self._path, version=version)
+
+    def _session_of(self, stored: Stored) -> str:
+        # Not by paths and times: ranks of several machines may have copies of their own.
+        return f"files {stored.fingerprint():016x}"
 
     def _advance(self, event: Event) -> None:
         # Of any load in this process: a second one at the same time would only be seen wrongly.
@@ -101,16 +169,18 @@ class StoredWeights:
                 self.progress = done / total
 
     def forget(self, reason: str) -> None:
-        self.version = None
+        """Hold no version any more; what files lack is gone as well."""
+        self._version = self._identity = self._partial_over = None
 
     def rouse(self) -> None:
-        """Nothing waits here."""
+        """Nothing waits here for longer than a look at the directory."""
 
 
 class NearestWeights:
     """A publisher's versions while there is a publisher, and snapshots while there is none.
 
-    An engine that holds nothing does not wait for a trainer that may be long in coming back.
+    An engine that holds nothing does not wait for a trainer that may be long in coming back; one
+    that holds something takes snapshots that are newer, as long as no publisher can be reached.
     """
 
     def __init__(self, replica: Replica, stored: StoredWeights) -> None:
@@ -118,13 +188,19 @@ class NearestWeights:
 
     @property
     def version(self) -> int | None:
+        stored = self._stored.version
+        if self._is_reading:
+            return stored
         if self._replica.state in ("updating", "failed"):
             return None
-        return self._replica.version if self._stored.version is None else self._stored.version
+        return self._replica.version if stored is None else stored
 
     @property
     def session(self) -> str:
-        return self._replica.session
+        """That of whichever was written last."""
+        if self.version is None:
+            return ""
+        return self._replica.session if self._stored.version is None else self._stored.session
 
     @property
     def progress(self) -> float:
@@ -138,8 +214,13 @@ class NearestWeights:
         before: Callable[[int], None],
         is_over: Callable[[], bool],
     ) -> UpdateReport:
-        """Take a version from the publisher if one is there soon, else from files, else wait."""
+        """Take a version from the publisher if one is there soon, else from files, else wait.
+
+        Without a number: the publisher's next, or, while no publisher can be reached, a snapshot
+        that is newer than what is held. A publisher that has nothing newer is waited for.
+        """
         deadline, self._is_reading = monotonic() + timeout_seconds, False
+        patience = min(_PATIENCE_SECONDS, timeout_seconds)
         begun: list[int] = []
         missing: FlyweightError | None = None
 
@@ -147,34 +228,30 @@ class NearestWeights:
             begun.append(found)
             before(found)
 
-        def touch(found: int) -> None:
-            self._is_reading = True
-            begin(found)
-            self._replica.forget("a snapshot was loaded over it")
-
-        if self.version is None or version is not None:
+        while True:
             try:
-                patience = min(_PATIENCE_SECONDS, timeout_seconds)
                 return self._from_publisher(version, patience, begin, is_over)
-            except (PeerLost, TransferTimeout, VersionError):
-                if begun or is_over():
+            except (PeerLost, TransferTimeout, VersionError) as error:
+                is_refused = missing is not None and isinstance(error, VersionError)
+                if begun or is_over() or is_refused:
                     raise  # a round that began and did not end well: whoever asked must know
-            left = max(deadline - monotonic(), 0.001)
-            try:
-                return self._stored.update(
-                    version, timeout_seconds=left, before=touch, is_over=is_over
-                )
-            except (FormatError, VersionError, TransferTimeout) as error:
-                if begun or monotonic() > deadline:
-                    raise
-                missing = error
-        left = max(deadline - monotonic(), 0.001)
-        try:
-            return self._from_publisher(version, left, begin, is_over)
-        except TransferTimeout as error:
-            if missing is not None:
-                error.note(f"and no snapshot would do: {missing}")
-            raise
+                failure, is_there = error, not _is_unreached(error)
+            held = self.version
+            is_asked = version is not None or held is None
+            if is_asked or (held is not None and not is_there and self._stored.newest > held):
+                left = max(deadline - monotonic(), 0.001)
+                try:
+                    return self._from_files(version, left, begin, is_over)
+                except (FormatError, VersionError, TransferTimeout) as error:
+                    if begun:
+                        raise
+                    missing = error
+            left = deadline - monotonic()
+            if left <= 0:
+                if missing is not None:
+                    failure.note(f"and no snapshot would do: {missing}")
+                raise failure
+            patience = left if is_there else min(_PATIENCE_SECONDS, left)
 
     def _from_publisher(
         self,
@@ -191,9 +268,37 @@ class NearestWeights:
             if self._replica.state != "empty":  # it was written over, well or not
                 self._stored.forget("a publisher's version came")
 
+    def _from_files(
+        self,
+        version: int | None,
+        timeout_seconds: float,
+        before: Callable[[int], None],
+        is_over: Callable[[], bool],
+    ) -> UpdateReport:
+        def begin(found: int) -> None:
+            before(found)
+            self._is_reading = True
+
+        try:
+            return self._stored.update(
+                version, timeout_seconds=timeout_seconds, before=begin, is_over=is_over
+            )
+        except (PlanError, SpecError):  # found before the first byte was written
+            self._is_reading = False
+            raise
+        finally:
+            if self._is_reading:
+                self._replica.forget("a snapshot was loaded over it")
+
     def forget(self, reason: str) -> None:
         self._replica.forget(reason)
         self._stored.forget(reason)
 
     def rouse(self) -> None:
         self._replica.rouse()
+
+
+def _is_unreached(error: FlyweightError) -> bool:
+    """True if nobody could be reached, rather than somebody who had nothing to give."""
+    # A replica's timeout has a cause if it never came to ask.
+    return isinstance(error, PeerLost) or isinstance(error.__cause__, PeerLost | TransferTimeout)

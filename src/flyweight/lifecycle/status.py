@@ -33,7 +33,7 @@ _BELL = 60
 _REQUEST = 64
 _RECORD_BYTES = 2048
 _SLOT_BYTES = 8 + 2 * _RECORD_BYTES
-_RECORD = struct.Struct("<II")  # how long, CRC-32
+_RECORD = struct.Struct("<III")  # the counter it goes with, how long, CRC-32
 _MAX_WORDS_BYTES = 700
 _TRIES = 1000
 _LOOK_SECONDS = 0.1
@@ -66,6 +66,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The version that is whole, on this rank and all others."""
     pinned: int | None = None
     """The version that was asked for by its number: newer ones are not followed."""
+    is_meant_to_serve: bool = True
+    """False if it was paused by hand: then it does not go on by itself."""
     taken: int = 0
     """The number of the last request that it began to work on."""
     done: int = 0
@@ -123,9 +125,12 @@ class _Words(Generic[RecordT]):
         for _ in range(_TRIES):
             count = self.count
             data = self._half(count)
-            length, crc = _RECORD.unpack_from(data)
+            # The counter stands in the record too: memory of other processors keeps no order.
+            number, length, crc = _RECORD.unpack_from(data)
             body = data[_RECORD.size : _RECORD.size + length]
-            if count == self.count and len(body) == length and zlib.crc32(body) == crc:
+            is_whole = len(body) == length and crc == _crc(number, body)
+            is_new = not any((number, length, crc))  # nothing was ever written
+            if count == self.count == number and (is_whole or is_new):
                 return self._decoded(body), count
         raise LifecycleError(
             f"a {self._kind.__name__.lower()} of the status cell is damaged; stop all who use the "
@@ -149,9 +154,9 @@ class _Words(Generic[RecordT]):
     def write(self, record: RecordT) -> None:
         """Show another record. For this word's one writer, one thread at a time."""
         body = msgspec.msgpack.encode(record)
-        data = _RECORD.pack(len(body), zlib.crc32(body)) + body
-        assert len(data) <= _RECORD_BYTES
         count = (self.count + 1) & 0xFFFFFFFF
+        data = _RECORD.pack(count, len(body), _crc(count, body)) + body
+        assert len(data) <= _RECORD_BYTES
         start = self._offset + 8 + (count & 1) * _RECORD_BYTES
         self._memory[start : start + len(data)] = data
         self._words[0] = count
@@ -159,6 +164,10 @@ class _Words(Generic[RecordT]):
 
     def close(self) -> None:
         self._words.release()
+
+
+def _crc(number: int, body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(number.to_bytes(4, "little")))
 
 
 class Cell:

@@ -73,7 +73,9 @@ class Steps:
         self.step = ""
         """What is being done, in a word."""
         self._released: set[Tag] = set()
-        self._call("pause", lambda: engine.pause(monotonic() + ROUND_SECONDS))
+        self._is_still = False
+        """Whether the engine said that nothing runs, and was not told to go on since."""
+        self._halt(monotonic() + ROUND_SECONDS)
 
     @property
     def state(self) -> State:
@@ -84,7 +86,10 @@ class Steps:
         return Tag.WEIGHTS not in self._released
 
     def _stand_still(self, deadline: float, may_drain: bool = True) -> None:
+        """Have nothing running, whatever the state says: a resume may have failed half-way."""
         if self.state is not State.SERVING:
+            if not self._is_still:
+                self._halt(deadline)
             return
         running = 0 if may_drain else self._call("num_running", lambda: self._engine.num_running)
         if running:
@@ -102,10 +107,10 @@ class Steps:
         try:
             if should_abort:
                 self._call("abort_requests", self._engine.abort_requests)
-            self._call("pause", lambda: self._engine.pause(deadline))
+            self._halt(deadline)
         except FlyweightError:
             try:
-                self._call("resume", lambda: self._engine.resume(self.version))
+                self._go_on()
             except FlyweightError as error:
                 self._fail(error)
                 raise
@@ -113,10 +118,29 @@ class Steps:
             raise
         self._signal(Signal.DRAINED)
 
+    def _halt(self, deadline: float) -> None:
+        self._call("pause", lambda: self._engine.pause(deadline))
+        self._is_still = True
+
+    def _go_on(self) -> None:
+        self._is_still = False
+        self._call("resume", lambda: self._engine.resume(self.version))
+
     def _resume(self) -> None:
         self.condition.after(Signal.RESUME)
-        self._call("resume", lambda: self._engine.resume(self.version))
+        try:
+            self._go_on()
+        except FlyweightError:
+            with suppress(
+                FlyweightError
+            ):  # it may have let requests in; the next update asks again
+                self._halt(monotonic() + _STOP_SECONDS)
+            raise
         self._signal(Signal.RESUME)
+
+    def _resume_if_meant(self) -> None:
+        if self._is_meant_to_serve and self.state is State.PAUSED:
+            self._resume()
 
     def _release(self, tag: Tag) -> None:
         engine = self._engine
@@ -149,13 +173,7 @@ class Steps:
         """Call the engine, and give what it raises a name."""
         self.step = name
         try:
-            return method()
-        except FlyweightError:
-            raise
-        except Exception as cause:  # the engine is not ours: it may raise anything
-            raise LifecycleError(
-                f"the engine's {name} failed: {type(cause).__name__}: {cause}"
-            ) from cause
+            return named(name, method)
         finally:
             self.step = ""
 
@@ -176,8 +194,23 @@ class Steps:
     def _fail(self, error: FlyweightError) -> None:
         """From now on nothing is served, until a whole update succeeds."""
         if self.state is State.SERVING:
-            with suppress(FlyweightError):  # it is FAILED either way; no new request starts
-                self._call("pause", lambda: self._engine.pause(monotonic() + _STOP_SECONDS))
+            self._is_still = False
+            with suppress(
+                FlyweightError
+            ):  # it is FAILED either way, and asked again before a write
+                self._halt(monotonic() + _STOP_SECONDS)
         self.failure, self.version = error, None
         absent = self.condition.absent | self._released | {Tag.WEIGHTS}
         self._signal(Signal.FAULT, absent)
+
+
+def named(name: str, method: Callable[[], ResultT]) -> ResultT:
+    """Call something of an engine, and give whatever it raises a name."""
+    try:
+        return method()
+    except FlyweightError:
+        raise
+    except Exception as cause:  # the engine is not ours: it may raise anything
+        raise LifecycleError(
+            f"the engine's {name} failed: {type(cause).__name__}: {cause}"
+        ) from cause

@@ -1,7 +1,7 @@
 """Worker: one rank's end of the status cell. Does what is asked, and says how it stands.
 
-Two threads beside the engine's own: one sleeps on the cell's request, the other waits for
-the next version, if the engine is to follow its trainer by itself.
+Three threads beside the engine's own: one sleeps on the cell's request, one says how far an
+update is, and one waits for the next version, if the engine is to follow its trainer by itself.
 """
 
 from __future__ import annotations
@@ -64,9 +64,16 @@ class Worker:
             self._taken = self._done = 0
             self._error = self._answer = self._trouble = ""
             self._take_over()
+            last = self._cell.slot(rank)
             self.machine = Machine(
-                engine, weights, self._ranks, should_serve=should_serve, observe=self.tell
+                engine,
+                weights,
+                self._ranks,
+                # Who was paused or rolled to a version by hand stays so over a crash.
+                should_serve=should_serve and (last is None or last.is_meant_to_serve),
+                observe=self.tell,
             )
+            self.machine.pinned = None if last is None else last.pinned
             self.tell()
         except BaseException:
             self._cell.close()
@@ -163,7 +170,7 @@ class Worker:
                 )
                 self._trouble = ""
             case Signal.RESTORE:
-                if Tag.WEIGHTS in tags and not machine.has_weights_memory:
+                if Tag.WEIGHTS in tags and Tag.WEIGHTS in machine.condition.absent:
                     wanted = machine.pinned if request.version is None else request.version
                     machine.update(wanted, timeout_seconds=request.timeout_seconds)
                 if Tag.KV_CACHE in tags:
@@ -172,11 +179,13 @@ class Worker:
                 raise LifecycleError(f"signal {request.signal} is not asked from outside")
 
     def _follow(self) -> None:
+        rest_seconds = _REST_SECONDS
         while not self._is_over.is_set():
             try:
                 came = self.machine.follow(
                     timeout_seconds=_FOLLOW_SECONDS, is_over=self._is_over.is_set
                 )
+                rest_seconds = _REST_SECONDS
                 if came or self._trouble:
                     self._trouble = ""
                     self.tell()
@@ -185,7 +194,9 @@ class Worker:
             except FlyweightError as error:
                 self._trouble = str(error)
                 self.tell()
-                self._is_over.wait(_REST_SECONDS)
+                if self.machine.state is State.SERVING:  # to pause again and again serves nobody
+                    rest_seconds = min(2 * rest_seconds, _FOLLOW_SECONDS)
+                self._is_over.wait(rest_seconds)
 
     def _beat(self) -> None:
         """Say how far an update is, and how many requests run, as that changes."""
@@ -218,6 +229,7 @@ class Worker:
                     # While it is written there is none.
                     version=None if machine.is_in_pieces else machine.version,
                     pinned=machine.pinned,
+                    is_meant_to_serve=machine.is_meant_to_serve,
                     taken=self._taken,
                     done=self._done,
                     error=self._error,

@@ -99,6 +99,7 @@ class Replica:
             self._taker = MemorySink(target, layout=layout, rank=rank, may_leave=may_leave)
         self._updating = threading.Lock()
         self._link: _Link | None = None
+        self._joining: Subscriber | None = None
         self._version: int | None = None
         self._session = ""
         self._ask = 0
@@ -108,7 +109,7 @@ class Replica:
         self._come = self._to_come = 0
         self._is_open, self._pid = True, os.getpid()
         with suppress(PeerLost, TransferTimeout):  # it may come later
-            self._connect(monotonic() + _CONNECT_SECONDS)
+            self._connect(monotonic() + _CONNECT_SECONDS, lambda: False)
 
     @property
     def version(self) -> int | None:
@@ -205,9 +206,10 @@ class Replica:
 
     def rouse(self) -> None:
         """Have an update that waits for a version look whether it is over."""
-        link = self._link
-        if link is not None:
-            link.subscriber.rouse()
+        link, joining = self._link, self._joining
+        for subscriber in (joining, None if link is None else link.subscriber):
+            if subscriber is not None:
+                subscriber.rouse()
 
     def forget(self, reason: str) -> None:
         """Hold no version any more: the weights' memory was given back, or written by others."""
@@ -251,20 +253,20 @@ class Replica:
                 return link
             self._drop()
             try:
-                return self._connect(deadline)
+                return self._connect(deadline, is_over)
             except (PeerLost, TransferTimeout) as error:
                 is_late = monotonic() + _RETRY_SECONDS > deadline
                 if is_late or is_over() or not self._is_open:
                     raise TransferTimeout(f"no publisher came in time: {error}") from error
                 sleep(_RETRY_SECONDS)
 
-    def _connect(self, deadline: float) -> _Link:
-        subscriber = Subscriber(self._address, self._token, self.name)
+    def _connect(self, deadline: float, is_over: Callable[[], bool]) -> _Link:
+        subscriber = self._joining = Subscriber(self._address, self._token, self.name)
         try:
-            welcome = subscriber.welcomed(deadline)
+            welcome = subscriber.welcomed(deadline, is_over)
             tensors = {each.name: each.spec() for each in welcome.tensors}
             want = self._taker.want(tensors, welcome.tied)
-            agreed = subscriber.agree(want, deadline)
+            agreed = subscriber.agree(want, deadline, is_over)
             transports = Transports(
                 SharedMemoryTransport(line=subscriber.line),
                 CudaIpcTransport(line=subscriber.line),
@@ -273,6 +275,8 @@ class Replica:
         except BaseException:
             subscriber.close("could not agree")
             raise
+        finally:
+            self._joining = None
         self._link = _Link(subscriber, intake, welcome.session)
         return self._link
 

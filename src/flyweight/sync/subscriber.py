@@ -84,15 +84,15 @@ class Subscriber:
             self.send(Hello(token, name, os.getpid(), self.line.name, is_watcher))
             self._closing = stack.pop_all()
 
-    def welcomed(self, deadline: float) -> Welcome:
+    def welcomed(self, deadline: float, is_over: Callable[[], bool]) -> Welcome:
         """Return what the publisher has."""
-        welcome = self.take(Welcome, deadline, "a welcome")
+        welcome = self.take(Welcome, deadline, "a welcome", is_over=is_over)
         self._silence_seconds = welcome.silence_seconds
         return welcome
 
-    def agree(self, want: Want, deadline: float) -> Agreed:
+    def agree(self, want: Want, deadline: float, is_over: Callable[[], bool]) -> Agreed:
         self.send(want)
-        return self.take(Agreed, deadline, "an agreement")
+        return self.take(Agreed, deadline, "an agreement", is_over=is_over)
 
     def withdraw(self, ask: int) -> None:
         """Wait no longer; a round that has begun meanwhile is declined."""
@@ -115,9 +115,16 @@ class Subscriber:
     def is_lost(self) -> bool:
         return self._fault is not None
 
-    def take(self, kind: type[MessageT], deadline: float, what: str) -> MessageT:
+    def take(
+        self,
+        kind: type[MessageT],
+        deadline: float,
+        what: str,
+        *,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> MessageT:
         """Return the next message, which must be of that kind."""
-        message = self.next(deadline, what)
+        message = self.next(deadline, what, is_over=is_over)
         if isinstance(message, kind):
             return message
         raise TransportError(

@@ -81,6 +81,11 @@ class Group:
         self._timeout_seconds = timeout_seconds * (PATIENCE if self.is_coordinator else 1)
 
     @property
+    def is_broken(self) -> bool:
+        """True once a fault has ended it: nothing more can be said here."""
+        return self._is_failing
+
+    @property
     def is_coordinator(self) -> bool:
         return self.rank == self.coordinator
 
