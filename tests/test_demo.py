@@ -13,7 +13,10 @@ from click.testing import CliRunner
 
 from flyweight.cli import main
 from flyweight.demo.channel import Held
-from flyweight.demo.story import differing
+from flyweight.demo.setting import SETTINGS, Places
+from flyweight.demo.stage import Stage
+from flyweight.demo.story import Plot, differing
+from flyweight.errors import PeerRefused
 from live import until
 
 DEMO = [sys.executable, "-m", "flyweight.cli", "demo"]
@@ -120,6 +123,44 @@ def test_processes_end_with_a_demo_that_is_killed(scratch):
 )
 def test_whatever_is_not_the_same_is_named(held, found):
     assert differing(Held(7, {"a": 1, "b": 2}), held) == found
+
+
+def test_a_longer_story_is_given_up_later():
+    assert Plot().limit_seconds == SETTINGS["full"].limit_seconds
+    assert Plot(num_steps=12).limit_seconds == SETTINGS["full"].limit_seconds
+    assert Plot(num_steps=6000).limit_seconds == 100 * SETTINGS["full"].limit_seconds
+    assert Plot(seconds=3600.0).limit_seconds == 36_000
+
+
+def test_a_browser_is_led_to_the_page_by_a_file_that_only_its_user_reads(scratch):
+    """The token in the address would be there for everybody who lists processes."""
+    stage = Stage(
+        Places(scratch, scratch), "fast", SETTINGS["fast"], print, seed=0, limit_seconds=1
+    )
+    stage._page = "http://127.0.0.1:1/#token=abc"
+    path = stage._write_opener()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "url=http://127.0.0.1:1/#token=abc" in path.read_text()
+    path.unlink()
+    scratch.chmod(0o755)
+    with pytest.raises(PeerRefused, match="can be read by others"):
+        stage._write_opener()
+
+
+def test_open_gives_the_browser_no_token(monkeypatch, scratch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    fields = {
+        "seconds": 0.0,
+        "page": "http://127.0.0.1:1/#token=abc",
+        "opener": f"{scratch}/p.html",
+    }
+    monkeypatch.setattr(
+        "flyweight.demo.story.play", lambda plot, audience: audience("page", fields) is None
+    )
+    done = CliRunner().invoke(main, ["demo", "--open"])
+    assert done.exit_code == 0, done.output
+    assert opened == [f"file://{scratch}/p.html"]
 
 
 def test_a_directory_with_something_in_it_is_not_written_into(scratch):

@@ -421,6 +421,24 @@ def test_a_hook_that_fails_is_named_and_can_be_tried_again(
     assert (cell.status, manager.health) == (NORMAL, "serving")
 
 
+def test_a_clear_that_fails_leaves_no_wish_to_shut_groups_behind(tmp_path, open_manager):  # C16
+    fw.save(Net(1), tmp_path, version=1)
+    hooks = Hooks()
+    manager = open_manager(config(tmp_path), Net(), hooks=hooks)
+    hooks.faults["drop_cache"] = RuntimeError("on purpose")
+    with pytest.raises(LifecycleError, match="drop_cache failed"):
+        manager.clear_parameters(0, True)
+    manager.clear_model_weight()
+    assert "shut_groups_down" not in hooks.did
+    hooks.faults["shut_groups_down"] = RuntimeError("on purpose")
+    with pytest.raises(LifecycleError, match="shut_groups_down failed: RuntimeError: on purpose"):
+        manager.clear_communication_group()
+    hooks.did.clear()
+    manager.update_parameters()
+    manager.clear_model_weight()
+    assert "shut_groups_down" not in hooks.did
+
+
 # C17: verification.
 
 
@@ -456,7 +474,9 @@ def test_parameters_replaced_after_they_were_filled_are_not_served(tmp_path, ope
     target.up.weight = target.create_parameter([4, 8])
     with pytest.raises(LifecycleError, match="parameters were replaced after they were filled"):
         manager.finalize_update()
-    assert manager.health == "paused"
+    assert (manager.health, manager.version) == ("failed", None)
+    with pytest.raises(LifecycleError, match="signal RESUME needs"):  # nor when asked again
+        manager.finalize_update()
     fw.save(Net(3), tmp_path, version=3)
     manager.update_parameters()
     manager.finalize_update()
@@ -466,6 +486,41 @@ def test_parameters_replaced_after_they_were_filled_are_not_served(tmp_path, ope
     manager.update_parameters()
     manager.finalize_update()
     assert holds(target, 4)
+
+
+@pytest.mark.parametrize("strategy", ["ipc_snapshot", "ipc"])
+def test_parameters_that_were_replaced_are_filled_with_the_same_version(
+    address, tmp_path, open_manager, strategy
+):
+    fw.save(Net(2), tmp_path, version=2)
+    with fw.Publisher(Net(2), address, hold=True) as publisher:
+        publisher.publish(2)
+        target = Net()
+        manager = open_manager(config(tmp_path, strategy, address=address), target)
+        target.up.weight = target.create_parameter([4, 8])
+        with pytest.raises(LifecycleError, match="parameters were replaced"):
+            manager.finalize_update()
+        assert manager.health == "failed"  # it served what nobody had loaded
+        manager.update_parameters()
+        manager.finalize_update()
+        assert (manager.version, manager.health) == (2, "serving")
+        assert holds(target, 2)
+
+
+def test_parameters_that_were_replaced_are_not_served_if_the_update_does_not_come(
+    tmp_path, open_manager
+):
+    fw.save(Net(1), tmp_path / "model", version=1)
+    target = Net()
+    manager = open_manager(config(tmp_path / "model"), target)
+    target.up.weight = target.create_parameter([4, 8])
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(SnapshotNotFound):
+        manager.update_parameters()
+    assert (manager.version, manager.health) == (None, "failed")
+    (tmp_path / "elsewhere").rename(tmp_path / "model")
+    manager.update_weights_by_rdma(1)
+    assert (manager.version, holds(target, 1)) == (1, True)
 
 
 # C18: a version by its number.

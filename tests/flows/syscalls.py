@@ -87,8 +87,7 @@ def record_to(path):
     wrap(act)
 
 
-if __name__ == "__main__":
-    mode, how, run, version = sys.argv[1:]
+def main(mode, how, run, version):
     num_threads = 2
     if how.endswith((",cached", ",direct")):  # the same calls in every run, so that all are tried
         how, _, way = how.partition(",")
@@ -103,3 +102,7 @@ if __name__ == "__main__":
         num_threads=num_threads,
     )
     print("saved")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

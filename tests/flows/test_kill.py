@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from base64 import b64decode
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 import flyweight as fw
 from conftest import same, zeros_like
+from ranks import run_ranks
 
 SCRIPT = Path(__file__).with_name("syscalls.py")
 sys.path.insert(0, str(SCRIPT.parent))
@@ -31,20 +33,33 @@ def loaded(run):
     return version
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", ["cached", "direct"])
-def test_killed_at_every_call_the_newest_whole_version_is_right(tmp_path, way):
-    """At the first call, the second, and so on, until a save gets through to its end."""
+def forked(*words):
+    """Do what `child` does, in a fork of this process: there are many; returns the exit code."""
+    fork = os.fork()
+    if fork == 0:
+        code = 1
+        try:
+            syscalls.main(*map(str, words))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+
+
+def rounds(root, way):
+    """Kill a save at the first call, the second, and so on, until one gets through to its end."""
     outcomes = []
     for number in range(200):
-        run = tmp_path / str(number)
+        run = Path(root) / str(number)
         fw.save(syscalls.weights(1), run, version=1)
-        died = child("kill", f"{number},{way}", run, 2)
-        if died.returncode == 0:
+        code = forked("kill", f"{number},{way}", run, 2)
+        if code == 0:
             assert loaded(run) == 2
             break
-        assert died.returncode == -signal.SIGKILL, died.stderr
+        assert code == -signal.SIGKILL, code
         version = loaded(run)
         outcomes.append(version)
         assert fw.versions(run) == ([1] if version == 1 else [1, 2])
@@ -53,6 +68,15 @@ def test_killed_at_every_call_the_newest_whole_version_is_right(tmp_path, way):
         assert loaded(run) == 3
         leftovers = [name for name in os.listdir(run) if name.startswith(".")]
         assert leftovers == []
+    print(json.dumps(outcomes))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["cached", "direct"])
+def test_killed_at_every_call_the_newest_whole_version_is_right(tmp_path, way):
+    done = run_ranks(0, __file__, "rounds", tmp_path, way, timeout=280)
+    outcomes = json.loads(done.stdout.splitlines()[-1])
     assert 15 < len(outcomes) < 200, "every call that matters was tried, and there was an end"
     assert outcomes == sorted(outcomes), "once committed, always committed"
     assert set(outcomes) == {1, 2}

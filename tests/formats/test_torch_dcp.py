@@ -583,7 +583,8 @@ def test_more_files_than_a_process_may_usually_open(tmp_path):
     code = (
         "import resource, sys, flyweight as fw\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[2])))\n"
-        "print(sum(fw.open(sys.argv[1]).read(f'w{n}').view('f4')[0] for n in range(150)))\n"
+        "opened = fw.open(sys.argv[1])\n"
+        "print(sum(opened.read(f'w{n}').view('f4')[0] for n in range(150)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "ck", "4096"],

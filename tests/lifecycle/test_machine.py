@@ -966,7 +966,7 @@ def test_a_rank_whose_memory_does_not_come_back_does_not_leave_the_other_waiting
 def test_a_rank_that_refuses_to_resume_keeps_the_other_from_serving(pair):
     """C32: on all ranks or on none."""
     assert pair.both(lambda machine: machine.pause()) == [None, None]
-    pair.machines[1].fail(LifecycleError("gone wrong"))
+    pair.machines[1].retire(LifecycleError("gone wrong"))
     raised = pair.both(lambda machine: machine.resume(timeout_seconds=10))
     assert all("engine is FAILED" in str(each) for each in raised)
     assert pair.states == [State.PAUSED, State.FAILED]

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from flyweight.errors import Busy, LifecycleError, PeerLost
+from conftest import flip
+from flyweight.errors import Busy, LifecycleError, PeerLost, SpecError, TransferTimeout
+from flyweight.events import listening
 from flyweight.lifecycle.control import ABSENT, Control
+from flyweight.lifecycle.machine import Machine
 from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.sync.messages import Filled
@@ -282,10 +285,12 @@ def test_a_stopped_engine_does_not_hold_its_controller_for_ever(start, publisher
         operation = control.start(Signal.PAUSE, timeout_seconds=0.3)
         assert control.wait(operation, 10).ending == "failed"
         assert operation.error == "TransferTimeout"
+        with pytest.raises(Busy, match="is still at operation pause-1"):
+            control.check_idle()
         child.kill(signals.SIGCONT)
-        until(lambda: control.status().state == State.PAUSED)
-        assert ended(control, Signal.RESUME).ending == "done"
-        assert serves(control, 1)
+        until(lambda: control.cell.slot(0).done == 1)
+        assert serves(control, 1)  # what was told to have failed is not done afterwards
+        control.check_idle()
 
 
 def test_weights_of_a_dead_process_do_not_count_as_served(start, publisher, cell):
@@ -342,3 +347,105 @@ def test_an_engine_that_began_with_a_snapshot_heals_from_it_again(start, address
         until(lambda: control.status().ranks[0].num_rounds == 2)
         assert serves(control, 5)
         assert served(child) == (5, True)
+
+
+def test_a_pin_and_a_pause_by_hand_outlive_the_process(start, publisher, cell, tmp_path):
+    fw.save(weights(1), tmp_path / "store", version=1)
+    with Control(cell) as control:
+        child = start(tmp_path / "store")
+        publish(publisher, 4)
+        until(lambda: serves(control, 4))
+        assert ended(control, Signal.UPDATE, version=1).ending == "done"
+        assert ended(control, Signal.PAUSE).ending == "done"
+        child.kill()
+        child.join()
+        start(tmp_path / "store")
+        until(lambda: control.status().version == 1)
+        assert control.status().state == State.PAUSED
+        assert control.status().ranks[0].pinned == 1
+
+
+def test_a_request_that_ranks_could_not_read_is_not_asked(start, publisher, cell):
+    start()
+    with Control(cell) as control:
+        for options in ({"tags": ["x"]}, {"tags": "weights"}, {"may_drain": None}):
+            with pytest.raises(SpecError):
+                control.start(Signal.CLEAR, **options)
+        with pytest.raises(SpecError):
+            control.start("FOO")
+        assert ended(control, Signal.PAUSE).ending == "done"
+
+
+def test_a_damaged_request_does_not_outlive_a_restart(start, publisher, cell):
+    child = start()
+    with Control(cell) as control:
+        publish(publisher, 1)
+        until(lambda: serves(control, 1))
+        assert ended(control, Signal.PAUSE).ending == "done"
+        assert ended(control, Signal.RESUME).ending == "done"
+        flip(cell, 64 + 8 + 40)  # the half that holds after two requests
+        child.kill()
+        child.join()
+    with Control(cell) as control:
+        start()
+        until(lambda: serves(control, 1))
+        assert ended(control, Signal.PAUSE).id == "pause-3"
+
+
+def test_a_forked_child_leaves_its_parents_worker_alone(publisher, address, cell):
+    model = weights(0)
+    engine = fw.ModelEngine(model)
+    with (
+        fw.Replica(model, address) as replica,
+        fw.Worker(engine, replica, cell) as worker,
+        Control(cell) as control,
+    ):
+        publish(publisher, 1)
+        until(lambda: serves(control, 1))
+        child = os.fork()
+        if child == 0:
+            worker.close()
+            control.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert serves(control, 1)
+        assert ended(control, Signal.PAUSE).ending == "done"
+
+
+def test_a_listener_that_raises_leaves_no_state_half_way(publisher, address, cell):
+    def listener(event):
+        if event.kind == "state.changed":
+            raise ValueError(event.kind)
+
+    model = weights(0)
+    engine = fw.ModelEngine(model)
+    with (
+        listening(listener),
+        fw.Replica(model, address) as replica,
+        fw.Worker(engine, replica, cell),
+        Control(cell) as control,
+    ):
+        publish(publisher, 1)
+        until(lambda: serves(control, 1))
+        assert ended(control, Signal.PAUSE).ending == "done"
+
+
+def test_an_update_after_a_failure_waits_for_the_request_that_still_runs(publisher, address):
+    """A request is never answered with two versions, whatever happened to the engine."""
+    model = weights(0)
+    engine = fw.ModelEngine(model)
+    with fw.Replica(model, address) as replica:
+        machine = Machine(engine, replica)
+        publisher[0].publish(1)
+        machine.update(timeout_seconds=10)
+        with engine.request() as version:
+            machine.retire(LifecycleError("lost"))
+            assign(publisher[1], 2)
+            publisher[0].publish(2)
+            with pytest.raises(TransferTimeout, match="still running"):
+                machine.update(timeout_seconds=0.5)
+            assert holds(model, version)
+        machine.update(timeout_seconds=10)
+        machine.resume()
+        with engine.request() as version:
+            assert (version, holds(model, version)) == (2, True)

@@ -9,17 +9,20 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from controlled import TOKEN, VERSIONS, Engine, Site, Trainer, serving
+from flyweight.errors import StoreError
 from flyweight.lifecycle.control import Control, RankStatus, ReplicaStatus
 from flyweight.lifecycle.states import State
 from flyweight.server import app as server_app
 from flyweight.server import http as server_http
 from flyweight.server import stream as server_stream
-from flyweight.server.fleet import is_well, words
+from flyweight.server.fleet import Fleet
+from flyweight.server.standing import is_still, is_well, words
 from live import Child, until
 
 CONTROL_ROUTES = [
@@ -109,28 +112,55 @@ def test_versions_lists_those_at_rest_and_those_that_are_held(site, trained):
     }
 
 
+def told(*states):
+    """A replica whose ranks are in these states, the worst first."""
+    ranks = tuple(
+        RankStatus(
+            rank=n, pid=1, is_alive=True, state=state, absent=("weights",), version=7, pinned=None,
+            step="", percent=43.2, num_running=2, reason="", nbytes=0, round_seconds=0,
+            pause_seconds=0, num_rounds=0,
+        )
+        for n, state in enumerate(states)
+    )  # fmt: skip
+    return ReplicaStatus(
+        name="e", state=states[0], version=7, percent=43.2, reason="", ranks=ranks, operation=None
+    )
+
+
 @pytest.mark.parametrize(
-    ("state", "text"),
+    ("states", "text"),
     [
-        (State.UPDATING, "updating, 43 %"),
-        (State.VERIFYING, "verifying, 43 %"),
-        (State.PAUSING, "pausing, 2 requests run"),
-        (State.CLEARED, "cleared, without weights"),
-        (State.PAUSED, "paused at version 7"),
+        ([State.UPDATING], "updating, 43 %"),
+        ([State.VERIFYING], "verifying, 43 %"),
+        ([State.PAUSING], "pausing, 2 requests run"),
+        ([State.CLEARED], "cleared, without weights"),
+        ([State.PAUSED], "paused at version 7"),
+        ([State.PAUSED, State.PAUSED], "paused at version 7"),
+        ([State.PAUSED, State.SERVING], "paused on 1 of 2 ranks"),
+        ([State.PAUSING, State.PAUSED], "pausing on 1 of 2 ranks, 4 requests run"),
+        ([State.UPDATING, State.UPDATING, State.PAUSED], "updating on 2 of 3 ranks, 43 %"),
     ],
 )
-def test_health_is_well_in_every_step_of_a_round(state, text):
+def test_health_is_well_in_every_step_of_a_round(states, text):
     """C26: an engine at work must not be killed by its own health check."""
-    rank = RankStatus(
-        rank=0, pid=1, is_alive=True, state=state, absent=("weights",), version=7, pinned=None,
-        step="", percent=43.2, num_running=2, reason="", nbytes=0, round_seconds=0, pause_seconds=0,
-        num_rounds=0,
-    )  # fmt: skip
-    status = ReplicaStatus(
-        name="e", state=state, version=7, percent=43.2, reason="", ranks=(rank,), operation=None
-    )
+    status = told(*states)
     assert is_well(status)
     assert words(status) == text
+
+
+@pytest.mark.parametrize(
+    ("states", "stands_still"),
+    [
+        ([State.PAUSED], True),
+        ([State.UPDATING, State.PAUSED], True),
+        ([State.PAUSED, State.SERVING], False),
+        ([State.CLEARED, State.PAUSING], False),
+        ([State.FAILED, State.PAUSED], False),
+    ],
+)
+def test_a_replica_stands_still_only_if_every_rank_does(states, stands_still):
+    """C32"""
+    assert is_still(told(*states)) is stands_still
 
 
 def test_health_answers_while_an_engine_stands_still(site):
@@ -283,9 +313,9 @@ def test_tags_are_cleared_one_by_one_and_serving_needs_all_of_them(site):
 def test_requests_can_be_aborted_and_serving_goes_on(site):
     site.engine.tell("request")
     answer = site.good("POST", "/v1/abort_requests")["replicas"][0]
-    assert (answer["signal"], answer["state"]) == ("RESUME", "SERVING")
+    assert (answer["signal"], answer["state"]) == ("PAUSE", "SERVING")
     signals = [each["signal"] for each in site.good("GET", "/status")["operations"]]
-    assert signals[-2:] == ["PAUSE", "RESUME"]
+    assert signals[-1] == "PAUSE"  # one operation: no server has to live on for the resume
 
 
 def test_nobody_gets_between_the_orders_of_one_call(site, threads, monkeypatch):
@@ -293,9 +323,10 @@ def test_nobody_gets_between_the_orders_of_one_call(site, threads, monkeypatch):
     wait = site.fleet.wait
 
     def wait_long(*args):
-        wait(*args)
+        has_ended = wait(*args)
         has_paused.set()
         assert may_go_on.wait(20)
+        return has_ended
 
     monkeypatch.setattr(site.fleet, "wait", wait_long)
     aborting = threads.submit(site.ask, "POST", "/v1/abort_requests")
@@ -789,3 +820,69 @@ def test_a_body_that_ends_early_is_the_clients_fault(site):
 
 def test_a_head_of_events_ends(site):
     assert site.raw("HEAD", "/events")[0] == 405
+
+
+def silent(site):
+    connection = socket.create_connection(place(site), 10)
+    connection.settimeout(10)
+    return connection
+
+
+def test_those_who_ask_for_nothing_make_room_for_who_does(trained, monkeypatch):
+    """Otherwise so many of them, which need no token, shut everybody else out."""
+    monkeypatch.setattr(server_http, "_MAX_CONNECTIONS", 8)
+    with (
+        serving([Control(trained.place / "crowd.cell", 1, name="crowd")]) as site,
+        site.events() as told_next,
+        ExitStack() as stack,
+    ):
+        assert told_next()["replicas"][0]["name"] == "crowd"
+        crowd = [stack.enter_context(silent(site)) for _ in range(20)]
+        assert site.raw("GET", "/versions")[0] == 200
+        assert crowd[0].recv(1) == b""
+        crowd[-1].sendall(f"GET /versions HTTP/1.1\r\nHost: {site.netloc}\r\n\r\n".encode())
+        assert b" 401 " in crowd[-1].recv(200)  # the last that came is still listened to
+        site.fleet._tell()
+        assert told_next() is not None  # and who has something at work is not closed for others
+
+
+def test_who_reads_no_answer_does_not_keep_a_connection_for_ever(trained, monkeypatch):
+    monkeypatch.setattr(server_http, "_REQUEST_SECONDS", 0.1)
+    with (
+        serving([Control(trained.place / "unread.cell", 1, name="unread")]) as site,
+        silent(site) as connection,
+    ):
+        head = f"GET / HTTP/1.1\r\nHost: {site.netloc}\r\n\r\n".encode()
+        with pytest.raises(ConnectionError):
+            while True:  # pages pile up until the server waits, and then until it does no longer
+                connection.sendall(head * 100)
+
+
+# A server that is none.
+
+
+def test_a_server_that_does_not_start_says_so(tmp_path):
+    fleet = Fleet([Control(tmp_path / "e.cell", 1)])
+    try:
+        listener = server_http.Listener()
+        listener.close()
+        with pytest.raises(StoreError, match="ended by itself: "):
+            server_http.HttpServer(fleet, listener, token=TOKEN)
+    finally:
+        fleet.close()
+
+
+def test_a_server_that_ends_by_itself_is_noticed(tmp_path):
+    fleet = Fleet([Control(tmp_path / "e.cell", 1)])
+    try:
+        with (
+            server_http.Listener() as listener,
+            server_http.HttpServer(fleet, listener, token=TOKEN) as server,
+        ):
+            server.check()
+            server._server.should_exit = True
+            server._thread.join(20)
+            with pytest.raises(StoreError, match="ended by itself"):
+                server.check()
+    finally:
+        fleet.close()

@@ -7,13 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from click.testing import CliRunner
 
 from controlled import Engine, Site, Trainer
-from flyweight.cli import main
+from flyweight.cli import control, main
+from flyweight.cli.client import Client
+from flyweight.errors import TransferTimeout
 from live import until
 
 COMMAND = [sys.executable, "-m", "flyweight.cli"]
@@ -198,6 +201,50 @@ def test_a_server_of_another_kind_is_told_from_ours(tmp_path, threads, monkeypat
         threads.submit(answer)
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert "is it a control server?" in flyweight("status", address, code=7)
+
+
+@pytest.mark.parametrize("body", [b'{"result": 5}', b'{"replicas": []}', b"[1]", b"[" * 99_999])
+def test_json_of_another_kind_is_told_from_ours(threads, monkeypatch, body):
+    monkeypatch.setenv("FLYWEIGHT_TOKEN", "any")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + body)
+
+        threads.submit(answer)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert "is it a control server?" in flyweight("status", address, code=7)
+
+
+def test_a_status_that_does_not_come_does_not_end_the_command(site, threads, monkeypatch):
+    """How far it is is shown in passing; how it ends is what was asked for."""
+    call, has_missed = Client.call, threading.Event()
+
+    def call_but_for_status(self, method, path, *args, **options):
+        if path == "/status":
+            has_missed.set()
+            raise TransferTimeout("no answer")
+        return call(self, method, path, *args, **options)
+
+    monkeypatch.setattr(Client, "call", call_but_for_status)
+    monkeypatch.setattr(control.err, "_force_terminal", True)
+    site.engine.tell("request")
+    finishing = threads.submit(lambda: has_missed.wait(20) and site.engine.tell("finish"))
+    assert flyweight("pause", "--json")["replicas"][0]["state"] == "PAUSED"
+    assert has_missed.is_set()
+    finishing.result(20)
+
+
+def test_a_server_whose_thread_ends_is_exit_code_6(tmp_path, monkeypatch):
+    async def main_loop(self):
+        raise OSError("no more files")
+
+    monkeypatch.setattr("uvicorn.Server.main_loop", main_loop)
+    words = ["serve", "--replica", f"e={tmp_path}/e.cell", "--port", 0, "--run", tmp_path / "run"]
+    assert "ended by itself: OSError: no more files" in flyweight(*words, code=6)
 
 
 def test_top_once_shows_how_things_stand(site):

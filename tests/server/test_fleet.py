@@ -1,13 +1,16 @@
 """What a fleet makes of the slots that ranks write. Here the test is all the ranks."""
 
 import os
+import threading
 
 import pytest
 
-from flyweight.errors import SpecError
+from flyweight.errors import PeerLost, SpecError
 from flyweight.lifecycle.control import Control
-from flyweight.lifecycle.states import State
+from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.status import Cell, Slot, started_at
+from flyweight.server import fleet as server_fleet
+from flyweight.server.course import Order
 from flyweight.server.fleet import MAX_ROUNDS, Fleet
 from live import resources, settled, until
 
@@ -25,6 +28,11 @@ class Ranks:
         self.slots[rank] |= fields
         slot = {"pid": os.getpid(), "started": started_at(os.getpid()), "absent": ()}
         self.cell.tell(rank, Slot(**{**slot, "state": State.SERVING, **self.slots[rank]}))
+
+    def answer(self, *ranks):
+        """Say that what was asked last is done."""
+        for rank in ranks:
+            self.tell(rank, done=self.cell.request().number)
 
     def finish(self, rank, version, nbytes=100, seconds=1.0, pause=0.5):
         count = self.slots[rank].get("num_rounds", 0) + 1
@@ -136,3 +144,84 @@ def test_a_fleet_that_is_closed_leaves_nothing_behind(ranks):
     fleet.close()
     fleet.close()
     assert settled(before) == before
+
+
+# What is asked of them.
+
+
+def asks(*signals, timeout_seconds=20.0):
+    return lambda before: [Order(signal=each, timeout_seconds=timeout_seconds) for each in signals]
+
+
+def test_nothing_is_asked_of_anybody_while_a_rank_is_at_what_was_given_up(
+    ranks, tmp_path, monkeypatch, threads
+):
+    monkeypatch.setattr("flyweight.lifecycle.control._GRACE_SECONDS", 0.05)
+    other = Ranks(tmp_path / "other.cell")
+    fleet = Fleet([Control(other.cell.path, 2), Control(ranks.cell.path, 2)])
+    try:
+        for rank in range(2):
+            ranks.tell(rank, version=1)
+            other.tell(rank, version=1)
+        (late,) = fleet.carry_out("policy", asks(Signal.PAUSE, timeout_seconds=0.05))
+        assert (late.error, late.operation) == ("TransferTimeout", "pause-1")
+        (busy,) = fleet.carry_out(None, asks(Signal.CLEAR))
+        assert (busy.replica, busy.ending, busy.operation) == ("policy", "busy", "pause-1")
+        assert busy.signal == "PAUSE"
+        assert "rank 0 of replica 'policy' is still at operation pause-1" in busy.reason
+        assert other.cell.request() is None
+        ranks.answer(0, 1)
+        resuming = threads.submit(fleet.carry_out, "policy", asks(Signal.RESUME))
+        until(lambda: ranks.cell.request().number == 2)
+        ranks.answer(0, 1)
+        assert [each.ending for each in resuming.result(20)] == ["done"]
+    finally:
+        fleet.close()
+        other.cell.close()
+
+
+def test_an_order_that_cannot_be_asked_is_not_told_as_the_one_before(ranks, fleet, threads):
+    for rank in range(2):
+        ranks.tell(rank, version=1)
+    (control,) = fleet._controls.values()
+    start = control.start
+
+    def start_once(signal, **options):
+        if signal is Signal.RESUME:
+            raise PeerLost("rank 1 is gone")
+        return start(signal, **options)
+
+    control.start = start_once
+    asking = threads.submit(fleet.carry_out, None, asks(Signal.PAUSE, Signal.RESUME))
+    until(lambda: ranks.cell.request() is not None)
+    ranks.answer(0, 1)
+    (answer,) = asking.result(20)
+    (pause,) = fleet.status()["operations"]
+    assert (answer.ending, answer.signal, answer.operation) == ("failed", "RESUME", None)
+    assert answer.seconds == pause["seconds"]
+    control.start = start
+    (answer,) = fleet.carry_out(None, asks(Signal.RESUME, timeout_seconds=0.05))
+    assert answer.error == "TransferTimeout"  # asked: the course before keeps nobody out
+
+
+def test_a_watcher_that_does_not_come_back_does_not_keep_a_fleet_open(ranks, monkeypatch):
+    monkeypatch.setattr(server_fleet, "_CLOSE_SECONDS", 0.05)
+    control, is_in, may_go_on = Control(ranks.cell.path, 2), threading.Event(), threading.Event()
+
+    def wait_change(seen, timeout_seconds):
+        is_in.set()
+        assert may_go_on.wait(60)
+        return seen
+
+    monkeypatch.setattr(control.cell, "wait_change", wait_change)
+    fleet = Fleet([control])
+    (watcher,) = fleet._watchers
+    assert is_in.wait(20)
+    closing = threading.Thread(target=fleet.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    has_closed = not closing.is_alive()
+    may_go_on.set()
+    watcher.join(20)
+    control.close()
+    assert has_closed

@@ -301,16 +301,21 @@ def test_ranks_that_take_different_ranks_for_the_coordinator_are_told():
 
 
 def test_a_silent_rank_is_noticed_while_another_goes_on_working():
+    noticed = threading.Event()
+
     def part(group):
         if group.rank == 2:
-            time.sleep(3 * TIMEOUT)
+            noticed.wait(3 * TIMEOUT)
             return None
-        if group.rank == 1:
-            for _ in range(60):
-                time.sleep(TIMEOUT / 20)
-                group.tick()
-        group.gather("work", None)
-        return group.broadcast("done", None)
+        try:
+            if group.rank == 1:
+                for _ in range(60):
+                    time.sleep(TIMEOUT / 20)
+                    group.tick()
+            group.gather("work", None)
+            return group.broadcast("done", None)
+        finally:
+            noticed.set()
 
     started = time.monotonic()
     found = play(3, part)
@@ -320,14 +325,21 @@ def test_a_silent_rank_is_noticed_while_another_goes_on_working():
 
 
 def test_work_that_cannot_tell_is_told_for_it_and_not_for_ever(monkeypatch):
+    noticed = threading.Event()
+
     def part(group):
         if group.rank == 1:
             with group.working():
-                time.sleep(2 * TIMEOUT)
-        group.gather("work", None)
-        return group.broadcast("done", "well")
+                noticed.wait(2 * TIMEOUT)
+        try:
+            group.gather("work", None)
+            return group.broadcast("done", "well")
+        finally:
+            if group.rank == 0:
+                noticed.set()
 
     assert play(2, part) == ["well", "well"]
+    noticed.clear()
     monkeypatch.setattr("flyweight.transports.group._WORKING_TIMES", 0.2)
     found = play(2, part)
     assert "rank 1 was silent" in str(found[0])

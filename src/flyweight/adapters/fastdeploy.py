@@ -42,11 +42,13 @@ from flyweight.lifecycle.legacy_cells import LegacyCell, LegacyStatus
 from flyweight.lifecycle.machine import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import State, Tag
+from flyweight.lifecycle.steps import named
 from flyweight.lifecycle.worker import Worker
 from flyweight.ports import Seat
 
 ModelWeightsStatus = LegacyStatus
 _BEAT_SECONDS = 1.0
+_REPLACED = "parameters were replaced after they were filled; update"
 
 
 class DynamicWeightManager:
@@ -73,8 +75,7 @@ class DynamicWeightManager:
         self.rank = _whole(fd_config, "parallel_config.tensor_parallel_rank")
         self._layers = named_layers(models)
         self.model_list = [layer for _, layer in self._layers]
-        self.state_dict: dict[str, object] = {}
-        self._capture()
+        self.state_dict: dict[str, object] = state_of(self._layers)
         distributed = sys.modules["paddle.distributed"]
         self.nranks: int = distributed.get_world_size()
         self.meta_src_id = gpu_id()
@@ -178,17 +179,17 @@ class DynamicWeightManager:
     def finalize_update(self, pid: int = 0) -> None:
         """Serve, on all ranks or on none, and say NORMAL; the first load says nothing."""
         with self._call(pid, LegacyStatus.UPDATING, LegacyStatus.NORMAL):
-            if self._capture():
-                raise LifecycleError("parameters were replaced after they were filled; update")
+            self._together("finalize", self._check_filled)
             self._machine.resume(timeout_seconds=self._options.timeout_seconds)
         self.first_load = False
 
     def clear_parameters(self, pid: int = 0, shutdown_process_group: bool = False) -> None:
         """Give the weights' memory back, on all ranks, and say CLEARED. Safe to repeat."""
-        with self._call(pid, LegacyStatus.CLEARING, LegacyStatus.CLEARED):
-            self._engine.should_shut_groups = shutdown_process_group
+        with (
+            self._call(pid, LegacyStatus.CLEARING, LegacyStatus.CLEARED),
+            self._engine.shutting_groups(shutdown_process_group),
+        ):
             self._together("clear", self._clear)
-            self._engine.should_shut_groups = False
 
     def update_weights_by_rdma(
         self, version: int | str | None = None, verify_checksum: bool = False
@@ -226,7 +227,7 @@ class DynamicWeightManager:
     # The old calls, in pieces: for a runner that sleeps and wakes by itself.
 
     def clear_deepep_buffer(self) -> None:
-        self._hook("clear_expert_buffer", self._engine.release_experts)
+        named("clear_expert_buffer", self._engine.release_experts)
 
     def clear_model_weight(self) -> None:
         with self._call(None, LegacyStatus.CLEARING):
@@ -235,20 +236,19 @@ class DynamicWeightManager:
     def clear_communication_group(self) -> None:
         """Shut groups down once every rank has come to that."""
         self._together("shut groups down", lambda: None)
-        self._engine.should_shut_groups = True
-        self._hook("shut_groups_down", self._engine.release_groups)
-        self._engine.should_shut_groups = False
+        with self._engine.shutting_groups(True):
+            named("shut_groups_down", self._engine.release_groups)
 
     def restart_communication_group(self) -> None:
         if not self.first_load:
-            self._hook("restart_groups", self._engine.restore_groups)
+            named("restart_groups", self._engine.restore_groups)
 
     def recreate_deepep_buffer(self) -> None:
         """Have the buffers again, on all ranks."""
         if not self.first_load:
             self._together(
                 "recreate buffers",
-                lambda: self._hook("recreate_expert_buffer", self._engine.restore_experts),
+                lambda: named("recreate_expert_buffer", self._engine.restore_experts),
             )
 
     def reload_model_weights(self) -> None:
@@ -274,15 +274,22 @@ class DynamicWeightManager:
 
     # Steps.
 
-    def _capture(self) -> bool:
-        """Look up the layers' tensors; True if they are not those that were known."""
+    def _capture(self) -> None:
+        """Look up the layers' tensors; if they are others, there is no version to serve."""
         found = state_of(self._layers)
         known = self.state_dict
-        if found.keys() == known.keys() and all(found[name] is known[name] for name in known):
-            return False
-        known.clear()
-        known.update(found)  # in place: who fills it sees that it has changed
-        return True
+        if found.keys() != known.keys() or any(found[name] is not known[name] for name in known):
+            known.clear()
+            known.update(found)  # in place: who fills it sees that it has changed
+            self._weights.forget(_REPLACED)
+        if self._machine.version is not None and self._weights.version is None:
+            self._machine.fail(LifecycleError(_REPLACED))
+
+    def _check_filled(self) -> None:
+        had_version = self._machine.version is not None
+        self._capture()
+        if had_version and self._machine.version is None:
+            raise LifecycleError(_REPLACED)
 
     def _version_to_load(self) -> int | None:
         """Return the version that was asked for last, for a strategy that goes by versions."""
@@ -302,16 +309,6 @@ class DynamicWeightManager:
 
     def _clear(self) -> None:
         self._machine.clear({Tag.WEIGHTS}, timeout_seconds=self._options.timeout_seconds)
-
-    def _hook(self, name: str, method: Callable[[], None]) -> None:
-        try:
-            method()
-        except FlyweightError:
-            raise
-        except Exception as cause:  # FastDeploy's own: it may raise anything
-            raise LifecycleError(
-                f"the engine's {name} failed: {type(cause).__name__}: {cause}"
-            ) from cause
 
     def _together(self, what: str, step: Callable[[], None]) -> None:
         """Do a step on every rank, and raise on each if it failed on one."""

@@ -99,7 +99,7 @@ class RunnerEngine(EngineHooks):
 
     def __init__(self, state: object, hooks: FastDeployHooks, *, has_experts: bool) -> None:
         self._residence, self._hooks, self._has_experts = Residence(state), hooks, has_experts
-        self.should_shut_groups = False
+        self._should_shut_groups = False
         self._are_experts_down = self._are_groups_down = False
         self._here = threading.local()
 
@@ -111,6 +111,15 @@ class RunnerEngine(EngineHooks):
             yield
         finally:
             self._here.is_stopped = False
+
+    @contextmanager
+    def shutting_groups(self, should_shut: bool) -> Iterator[None]:
+        """Inside, weights that go take the process groups with them, if that is so."""
+        self._should_shut_groups = should_shut
+        try:
+            yield
+        finally:
+            self._should_shut_groups = False
 
     def pause(self, deadline: float) -> None:
         if not getattr(self._here, "is_stopped", False):
@@ -149,7 +158,7 @@ class RunnerEngine(EngineHooks):
             self._are_experts_down = False
 
     def release_groups(self) -> None:
-        if self.should_shut_groups and not self._are_groups_down:
+        if self._should_shut_groups and not self._are_groups_down:
             self._hooks.shut_groups_down()
             self._are_groups_down = True
 

@@ -18,22 +18,21 @@ from time import perf_counter
 from flyweight.errors import (
     FlyweightError,
     LifecycleError,
-    PlanError,
     SpecError,
-    TransferTimeout,
     VersionError,
     listed,
 )
-from flyweight.events import emit, listening
+from flyweight.events import emit
 from flyweight.formats.legacy import SHARED_DIRECTORY
 from flyweight.formats.snapshot import check_version
+from flyweight.formats.stored import Stored
 from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.steps import Weights
 from flyweight.spec.rules import ModelLayout
 from flyweight.sync.replica import Replica
 from flyweight.sync.report import UpdateReport, check_seconds
 from flyweight.verbs.find import PathLike, open_source
-from flyweight.verbs.load import Extra, load
+from flyweight.verbs.load import Extra, LoadReport
 
 _RSYNC_OPTIONS = ("address", "token", "store", "timeout_seconds")
 _LINE = re.compile(r"([^\s:#][^:#]*):(?:\s+(.*))?")
@@ -141,67 +140,42 @@ class Site:
 
 
 class SnapshotWeights(StoredWeights):
-    """Versions at rest, ours first, then under the old names; matched before they are touched."""
+    """Versions at rest, ours first, then under the old names; tells what the models lack."""
+
+    rereads = True
 
     def __init__(self, site: Site, path: PathLike, *, may_be_legacy: bool) -> None:
-        super().__init__(site.state, path)
+        options = site.options
+        super().__init__(
+            site.state,
+            path,
+            layout=options.layout,
+            rank=None if options.layout is None else site.rank,
+            extra=options.extra,
+            partial_over=options.partial_over,
+        )
         self._site, self._may_be_legacy = site, may_be_legacy
-        self._partial_over = site.options.partial_over
 
-    def update(
-        self,
-        version: int | None = None,
-        *,
-        timeout_seconds: float,
-        before: Callable[[int], None],
-        is_over: Callable[[], bool],
-    ) -> UpdateReport:
-        """Load a version, or the newest; files without versions are read again each time."""
-        started, site, options = perf_counter(), self._site, self._site.options
-        if version is not None and version == self.version and self._report is not None:
-            return self._report
-        legacy_id = site.legacy_id if self._may_be_legacy else None
-        with open_source(
+    def _opened(self, version: int | None) -> Stored:
+        return open_source(
             self._path,
             version=version,
-            rank=None if legacy_id is None else site.global_rank,
-            legacy_id=legacy_id,
-            shared_directory=options.shared_directory,
-        ) as stored:
-            number = stored.manifest.version
-            if not stored.manifest.names:
-                raise SpecError(f"{stored.store.place!r} holds no tensors")
-            if number is not None and number == self.version:
-                raise TransferTimeout(f"{stored.store.place!r} has nothing newer than {number}")
-            found, held = 0 if number is None else number, self.version
-            before(found)
-            self.version, self.progress = None, 0.0
-            try:
-                with listening(self._advance):
-                    report = load(
-                        stored,
-                        into=site.state,
-                        layout=options.layout,
-                        rank=None if options.layout is None else site.rank,
-                        extra=options.extra,
-                        partial_over=self._partial_over,
-                    )
-            except (PlanError, SpecError):  # names, dtypes and shapes are matched before a write
-                self.version = held
-                raise
-        self.version, site.unmatched[:] = found, report.unused
-        self._partial_over = options.partial_over
+            rank=self._site.global_rank if self._may_be_legacy else None,
+            legacy_id=self._site.legacy_id if self._may_be_legacy else None,
+            shared_directory=self._site.options.shared_directory,
+        )
+
+    def _session_of(self, stored: Stored) -> str:
+        if self._may_be_legacy and stored.manifest.version is None:
+            return "old files"  # of each rank its own: nothing in them says which belong together
+        return super()._session_of(stored)
+
+    def _loaded(self, stored: Stored) -> LoadReport:
+        report = super()._loaded(stored)
+        self._site.unmatched[:] = report.unused
         if report.unused:
             emit("weights.unmatched", count=len(report.unused), names=listed(report.unused))
-        self._report = UpdateReport(
-            found, None, report.nbytes, perf_counter() - started, 0.0, report.seconds, 0.0,
-            "files", "snapshot", "checksums" if report.checked_bytes else "nothing",
-        )  # fmt: skip
-        return self._report
-
-    def forget(self, reason: str) -> None:
-        super().forget(reason)
-        self._partial_over = None  # what files lack is gone as well
+        return report
 
 
 class CheckedWeights:

@@ -42,7 +42,10 @@ class Client:
         told = self._decoded(text, response.status)
         if response.status != 200:
             raise _error(told, response.status)
-        return told["result"]
+        result = told.get("result")
+        if not isinstance(result, dict) or "replicas" not in result:
+            raise self._refusal(text, response.status)
+        return result
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield how things stand, at each change, until the server ends."""
@@ -78,11 +81,14 @@ class Client:
             told = None
         is_ours = isinstance(told, dict) and ("result" in told or "replicas" in told)
         if not is_ours or not isinstance(told, dict):
-            raise PeerRefused(
-                f"{self.address} answers {code} with {len(text)} bytes that are no JSON object; is "
-                f"it a control server?"
-            )
+            raise self._refusal(text, code)
         return told
+
+    def _refusal(self, text: bytes, code: int) -> PeerRefused:
+        return PeerRefused(
+            f"{self.address} answers {code} with {len(text)} bytes that are not of our kind; is it "
+            f"a control server?"
+        )
 
 
 def host_and_port(address: str) -> tuple[str, int]:

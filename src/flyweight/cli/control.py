@@ -5,30 +5,27 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from datetime import datetime
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 
 from flyweight.cli import tokens
 from flyweight.cli.client import DEFAULT_PORT, Client, host_and_port
-from flyweight.cli.terminal import Seconds, err, human, json_option, main, out, show, until_told
-from flyweight.errors import PeerRefused, TransferTimeout
+from flyweight.cli.terminal import Seconds, err, json_option, main, out, show, until_told
+from flyweight.cli.view import status_view
+from flyweight.errors import FlyweightError, PeerRefused, TransferTimeout
 from flyweight.lifecycle.control import Control
 
+_LOOK_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 _SPARE_SECONDS = 15.0
 """What the server gets beyond the time that its engine was given, to say how it ended."""
-_STYLES = {"SERVING": "green", "FAILED": "bold red", "ABSENT": "bold red"}
-_SHOWN = 10
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -144,7 +141,8 @@ def serve(
                 f"page: {page}\n"
                 f"token: in {escape(str(path))}"
             )
-        is_over.wait()  # for ever, on purpose: this is a server
+        while not is_over.wait(_LOOK_SECONDS):  # for ever, on purpose: this is a server
+            server.check()
 
 
 def _replica(text: str) -> tuple[str, str, int]:
@@ -168,7 +166,7 @@ def status(**options: Any) -> None:
     """Show how the replicas of the server at ADDRESS stand."""
     as_json = options.pop("as_json")
     told = _client(**options).call("GET", "/status")
-    show(told, as_json, lambda: out.print(_view(told)))
+    show(told, as_json, lambda: out.print(status_view(told)))
 
 
 @main.command()
@@ -304,12 +302,16 @@ class _Call:
             tasks: dict[str, TaskID] = {}
             self._thread.join(_POLL_SECONDS)
             while self._thread.is_alive():
-                for each in self._client.call("GET", "/status")["replicas"]:
-                    name = each["name"]
-                    if name not in tasks:
-                        tasks[name] = bars.add_task(escape(name), total=100, words="")
-                    bars.update(tasks[name], completed=each["percent"], words=each["state"])
+                with suppress(FlyweightError):  # how the operation ends is told by its own call
+                    self._update(bars, tasks)
                 self._thread.join(_POLL_SECONDS)
+
+    def _update(self, bars: Progress, tasks: dict[str, TaskID]) -> None:
+        for each in self._client.call("GET", "/status")["replicas"]:
+            name = each["name"]
+            if name not in tasks:
+                tasks[name] = bars.add_task(escape(name), total=100, words="")
+            bars.update(tasks[name], completed=each["percent"], words=each["state"])
 
 
 @main.command()
@@ -321,76 +323,12 @@ def top(*, once: bool, **options: Any) -> None:
     client = _client(**options)
     if once:
         told = client.call("GET", "/status")
-        show(told, as_json, lambda: out.print(_view(told)))
+        show(told, as_json, lambda: out.print(status_view(told)))
         return
     if as_json or not out.is_terminal:
         for told in client.events():
-            show(told, as_json, lambda told=told: out.print(_view(told)))  # type: ignore[misc]
+            show(told, as_json, lambda told=told: out.print(status_view(told)))  # type: ignore[misc]
         return
     with Live(console=out, transient=False) as live:
         for told in client.events():
-            live.update(_view(told))
-
-
-def _view(told: Mapping[str, Any]) -> Group:
-    replicas = Table(
-        "replica", "rank", "process", "state", "version", "requests", "rounds", "GB/s", "pause ms",
-        "step", box=None,
-    )  # fmt: skip
-    reasons = []
-    for each in told["replicas"]:
-        if not each["ranks"]:
-            replicas.add_row(escape(each["name"]), "", "", _state(each["state"]))
-        for rank in each["ranks"]:
-            replicas.add_row(
-                escape(each["name"]),
-                str(rank["rank"]),
-                str(rank["pid"]) if rank["pid"] else "-",
-                _state(rank["state"]),
-                "-" if rank["version"] is None else str(rank["version"]),
-                str(rank["num_running"]),
-                str(rank["num_rounds"]),
-                f"{rank['nbytes'] / 1e9 / max(rank['round_seconds'], 1e-9):.2f}",
-                f"{1000 * rank['pause_seconds']:.1f}",
-                escape(_step(each, rank)),
-            )
-        if each["reason"]:
-            reasons.append(f"[red]{escape(each['name'])}: {escape(each['reason'])}[/]")
-    parts: list[Table | str] = [replicas, *reasons]
-    if told["rounds"]:
-        parts += ["", _rounds(told["rounds"])]
-    for fault in told["faults"][-3:]:
-        what = f"{_clock(fault['time'])} {fault['replica']}: {fault['error']}: {fault['reason']}"
-        parts.append(f"[red]{escape(what)}[/]")
-    return Group(*parts)
-
-
-def _rounds(rounds: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("round ended", "replica", "version", "bytes", "ms", "GB/s", "pause ms", box=None)
-    for each in reversed(rounds[-_SHOWN:]):
-        table.add_row(
-            _clock(each["time"]),
-            escape(each["replica"]),
-            "-" if each["version"] is None else str(each["version"]),
-            human(each["nbytes"]),
-            f"{1000 * each['seconds']:.1f}",
-            f"{each['gb_per_second']:.2f}",
-            f"{1000 * each['pause_seconds']:.1f}",
-        )
-    return table
-
-
-def _state(state: str) -> str:
-    return f"[{_STYLES.get(state, 'yellow')}]{state}[/]"
-
-
-def _step(replica: Mapping[str, Any], rank: Mapping[str, Any]) -> str:
-    operation = replica["operation"]
-    words = [rank["step"], f"{rank['percent']:.0f} %" if rank["state"] == "UPDATING" else ""]
-    return " ".join(filter(None, (*words, operation and operation["id"])))
-
-
-def _clock(time: float | None) -> str:
-    if time is None:
-        return "before"
-    return datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S")
+            live.update(status_view(told))

@@ -79,7 +79,7 @@ def demo(
         else:
             narrator.hear(event, fields)
         if event == "page" and should_open:
-            webbrowser.open(fields["page"])
+            webbrowser.open(Path(fields["opener"]).as_uri())
 
     with _ended_in_order():
         is_well = play(plot, hear)

@@ -1,22 +1,27 @@
 """The stage: the demo's processes, started anew when they end, and what is heard of them.
 
-Everything that happens is told to one listener, as an event with fields. All waits are made
+Everything that happens is told to one audience, as an event with fields. All waits are made
 here, each with a deadline, and hear what the processes tell meanwhile.
 """
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from html import escape
+from pathlib import Path
 from queue import Empty
 from time import monotonic
 
 from flyweight.demo.actors import Actor
 from flyweight.demo.children import Child, Inbox, Told, uninterrupted
 from flyweight.demo.setting import Places, Setting, engine_names
-from flyweight.errors import PeerFailed, PeerLost, TransferTimeout
+from flyweight.errors import PeerFailed, PeerLost, PeerRefused, TransferTimeout
 
-Listener = Callable[[str, Mapping[str, object]], None]
+Audience = Callable[[str, Mapping[str, object]], None]
+"""Hears what happens: the kind of event, and its fields."""
 
 _HEAR_SECONDS = 0.05
 _JOIN_SECONDS = 0.5
@@ -33,13 +38,13 @@ class Stage:
         places: Places,
         size: str,
         setting: Setting,
-        listener: Listener,
+        audience: Audience,
         *,
         seed: int,
         limit_seconds: float,
     ) -> None:
         self.places, self._size, self._setting, self._seed = places, size, setting, seed
-        self._listener, self.began = listener, monotonic()
+        self._audience, self.began = audience, monotonic()
         self._limit_seconds = limit_seconds
         self._inbox: Inbox = Inbox()
         self._closing = ExitStack()
@@ -55,7 +60,7 @@ class Stage:
         self._page = ""
 
     def tell(self, event: str, **fields: object) -> None:
-        self._listener(event, {"seconds": round(monotonic() - self.began, 3), **fields})
+        self._audience(event, {"seconds": round(monotonic() - self.began, 3), **fields})
 
     # Processes.
 
@@ -98,7 +103,20 @@ class Stage:
         with uninterrupted():
             self._closing.callback(self._child("server", *words).close)
         self.until(lambda: bool(self._page), _START_SECONDS, "the control server's page")
-        self.tell("page", page=self._page)
+        self.tell("page", page=self._page, opener=str(self._write_opener()))
+
+    def _write_opener(self) -> Path:
+        """Write a file that leads a browser to the page, and return it.
+
+        Whoever opens the address itself shows its token to everybody who lists processes.
+        """
+        path = self.places.sockets / "page.html"
+        if stat.S_IMODE(path.parent.stat().st_mode) & 0o077:
+            raise PeerRefused(f"{str(path.parent)!r} can be read by others; it would hold a token")
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        with open(file, "w", encoding="ascii") as page:
+            page.write(f'<meta http-equiv="refresh" content="0; url={escape(self._page)}">\n')
+        return path
 
     # Waits.
 

@@ -20,7 +20,7 @@ from flyweight.demo.actors import Actor
 from flyweight.demo.channel import Held, Line
 from flyweight.demo.children import uninterrupted
 from flyweight.demo.setting import SETTINGS, Places
-from flyweight.demo.stage import Listener, Stage
+from flyweight.demo.stage import Audience, Stage
 from flyweight.errors import SpecError, StoreError, TransferTimeout, TransportError
 from flyweight.lifecycle.states import State
 
@@ -59,13 +59,24 @@ class Plot:
         return "fast" if self.is_fast else "full"
 
     @property
+    def all_steps(self) -> int:
+        return SETTINGS[self.size].num_steps if self.num_steps is None else self.num_steps
+
+    @property
+    def limit_seconds(self) -> float:
+        """When the whole story is given up: the longer it is to be, the later."""
+        setting = SETTINGS[self.size]
+        longer = max(self.all_steps / setting.num_steps, 1.0)
+        return max(setting.limit_seconds * longer, 10 * (self.seconds or 0.0))
+
+    @property
     def kills(self) -> list[tuple[float, State]]:
         """How far training is when the trainer is killed, and what engines are doing then."""
         first, second = (0.5, State.PAUSING), (0.7, State.UPDATING)
         return [first] if self.is_fast else [first, second]
 
 
-def play(plot: Plot, listener: Listener) -> bool:
+def play(plot: Plot, audience: Audience) -> bool:
     """Play the story to its end, and return whether all that it claims is so."""
     if plot.port is not None:
         import_module("flyweight.server")  # it says what is missing, if something is
@@ -76,13 +87,12 @@ def play(plot: Plot, listener: Listener) -> bool:
             places,
             plot.size,
             setting,
-            listener,
+            audience,
             seed=plot.seed,
-            limit_seconds=max(setting.limit_seconds, 10 * (plot.seconds or 0.0)),
+            limit_seconds=plot.limit_seconds,
         )
         stack.callback(stage.close)
-        num_steps = setting.num_steps if plot.num_steps is None else plot.num_steps
-        return _Story(plot, stage, num_steps).play()
+        return _Story(plot, stage).play()
 
 
 def _remove(directory: Path) -> None:
@@ -104,8 +114,8 @@ def _places(plot: Plot, stack: ExitStack) -> Places:
 
 
 class _Story:
-    def __init__(self, plot: Plot, stage: Stage, num_steps: int) -> None:
-        self._plot, self._stage, self._num_steps = plot, stage, num_steps
+    def __init__(self, plot: Plot, stage: Stage) -> None:
+        self._plot, self._stage = plot, stage
         self._claims: dict[str, bool] = {}
 
     def play(self) -> bool:
@@ -113,7 +123,7 @@ class _Story:
         stage.tell(
             "began",
             num_engines=plot.num_engines,
-            num_steps=self._num_steps,
+            num_steps=plot.all_steps,
             num_digits=SETTINGS[plot.size].num_digits,
             seed=plot.seed,
             run=str(stage.places.run),
@@ -144,7 +154,7 @@ class _Story:
         def is_there() -> bool:
             if limit is not None and monotonic() - stage.began >= progress * limit:
                 return True
-            return bool(stage.told["published"]["step"] >= progress * self._num_steps)
+            return bool(stage.told["published"]["step"] >= progress * self._plot.all_steps)
 
         def is_beyond(version: int) -> bool:
             return bool(stage.told["published"]["version"] > version)
@@ -227,7 +237,7 @@ class _Story:
         stage.tell(
             "answered",
             num_answered=answered,
-            versions=sorted({version for a in actors for version in a.users.versions}),
+            versions=sorted(set[int]().union(*(a.users.versions.copy() for a in actors))),
             absent_seconds=monotonic() - killed,
         )
         stage.until(lambda: "published" in stage.told, _BACK_SECONDS, "the trainer to publish")

@@ -107,6 +107,7 @@ class Control:
         self._ended = threading.Condition(self._lock)
         self._running: Operation | None = None
         self._waiting: threading.Thread | None = None
+        self._pid = os.getpid()
         try:
             self.cell.claim(None)
             self._adopt()
@@ -116,7 +117,7 @@ class Control:
 
     def _adopt(self) -> None:
         """Wait for what an earlier controller asked for, if ranks are still at it."""
-        request = self.cell.request()
+        request = self.cell.last_request()
         slots = self.cell.slots()
         if request is not None and any(_has_to_answer(slot, request) for slot in slots):
             self._running = self._operation(request)
@@ -151,6 +152,7 @@ class Control:
         tags: Sequence[Tag] = (),
         may_drain: bool = True,
         should_abort: bool = False,
+        should_resume: bool = False,
         timeout_seconds: float = 60.0,
     ) -> Operation:
         """Ask all ranks for something and return at once; raise Busy while something else runs."""
@@ -164,17 +166,20 @@ class Control:
             gone = [n for n, slot in enumerate(slots) if slot is None or not slot.is_alive]
             if gone:
                 raise PeerLost(f"{_together(_statuses(slots))[1]}; start the engine's ranks")
-            last = self.cell.request()
+            last, began = self.cell.last_request(), monotonic()
+            taken = [0 if slot is None else slot.taken for slot in slots]
             request = Request(
-                number=1 if last is None else last.number + 1,
+                number=1 + max(0 if last is None else last.number, *taken),
                 signal=signal,
                 version=version,
-                tags=tuple(tags),
+                tags=tuple(dict.fromkeys(tags)),
                 may_drain=may_drain,
                 should_abort=should_abort,
+                should_resume=should_resume,
                 timeout_seconds=timeout_seconds,
+                deadline=began + timeout_seconds,
             )
-            operation, began = self._operation(request), monotonic()
+            operation = self._operation(request)
             self.cell.ask(request)
             self._running = operation
             self._await(operation, request, slots, began)
@@ -193,7 +198,7 @@ class Control:
                 f"ends",
                 operation=self._running.id,
             )
-        last = self.cell.request()
+        last = self.cell.last_request()
         for rank, slot in enumerate(self.cell.slots()):
             if last is not None and _has_to_answer(slot, last):
                 # It would never see that request if another were written over it.
@@ -282,6 +287,8 @@ class Control:
 
     def close(self) -> None:
         """Let go of the replica, which goes on by itself. Safe to repeat."""
+        if self._pid != os.getpid():
+            return  # a forked child has nothing of it
         thread = self._waiting
         if thread is not None:
             self.cell.end_waits()

@@ -20,6 +20,7 @@ class ModelEngine(EngineHooks):
         self._changed = threading.Condition()
         self._is_open = False
         self._num_running = 0
+        self._own = threading.local()
         self.version: int | None = None
         """The version that requests are answered with."""
 
@@ -27,16 +28,22 @@ class ModelEngine(EngineHooks):
     def request(self, timeout_seconds: float = 60.0) -> Iterator[int | None]:
         """Answer a request inside the block, with the version that is yielded.
 
-        Waits while the engine stands still; raises LifecycleError if that takes longer.
+        Waits while the engine stands still; raises LifecycleError if that takes longer. One
+        inside another of the same thread is part of that one.
         """
+        if getattr(self._own, "is_answering", False):
+            yield self.version
+            return
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_open, timeout_seconds):
                 raise LifecycleError(f"the engine took no requests for {timeout_seconds:g} s")
             self._num_running += 1
             version = self.version
+        self._own.is_answering = True
         try:
             yield version
         finally:
+            self._own.is_answering = False
             with self._changed:
                 self._num_running -= 1
                 self._changed.notify_all()

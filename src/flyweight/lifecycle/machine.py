@@ -48,6 +48,8 @@ class _Round:
     is_begun: bool = False
     """Whether the other ranks have heard of it from this one."""
     is_prepared: bool = False
+    is_written: bool = False
+    """Whether this rank holds something by it that it did not hold before."""
     stood: float = 0.0
     """Since when requests stand still for it."""
 
@@ -260,6 +262,7 @@ class Machine(Steps):
                     is_over=is_over,
                 ),
             )
+            round_.is_written = round_.is_begun
         except TransferTimeout as failure:
             error = None if is_enough and not round_.is_begun else failure
         except FlyweightError as failure:
@@ -373,7 +376,7 @@ class Machine(Steps):
                 self._signal(Signal.COMMITTED, self.condition.absent - {Tag.WEIGHTS})
             return
         failure = error if error is not None else LifecycleError(verdict.text)
-        if not verdict.is_kept or not self._is_as_before:
+        if not verdict.is_kept or round_.is_written or not self._is_as_before:
             self._fail(failure)
         elif self.state in (State.UPDATING, State.VERIFYING):
             self._signal(Signal.KEPT)
@@ -395,7 +398,7 @@ class Machine(Steps):
                 self._weights.session,
                 error,
                 round_.deadline,
-                is_as_before=self._is_as_before,
+                is_as_before=self._is_as_before and not round_.is_written,
             )
             wanted = verdict.catch_up
             if wanted is None or error is not None:
@@ -422,9 +425,14 @@ class Machine(Steps):
     # States and turns.
 
     def fail(self, error: FlyweightError) -> None:
-        """Serve nothing any more: something happened that this did not see."""
+        """Serve nothing until a whole update succeeds: something happened that this did not see."""
         with self._turn_for("fail", monotonic() + ROUND_SECONDS):
             self._fail(error)
+
+    def retire(self, error: FlyweightError) -> None:
+        """Serve nothing any more, unless it is asked for: nobody else could stop this engine."""
+        self._is_meant_to_serve = False
+        self.fail(error)
 
     @contextmanager
     def _turn_for(self, what: str, deadline: float) -> Iterator[None]:
@@ -435,10 +443,12 @@ class Machine(Steps):
             self._turn_of = what
             yield
         finally:
-            if self.state in _PASSING:  # interrupted: nothing may stay so for ever
-                self._fail(LifecycleError(f"{what} was ended in state {self.state}"))
-            self._turn.release()
-            self._observe()
+            try:
+                if self.state in _PASSING:  # interrupted: nothing may stay so for ever
+                    self._fail(LifecycleError(f"{what} was ended in state {self.state}"))
+            finally:
+                self._turn.release()
+                self._observe()
 
     @contextmanager
     def _asking(self, deadline: float) -> Iterator[None]:

@@ -117,8 +117,8 @@ def _decided(said: Sequence[Any]) -> Verdict:
         return Verdict(is_kept=all(each["is_as_before"] for each in said), text=errors[0])
     if None in versions:
         return Verdict(text=f"rank {versions.index(None)} holds no whole version")
-    if len(set(sessions)) > 1:
-        return Verdict(text=f"the ranks hold versions {versions} of different sources")
     if len(set(versions)) > 1:
         return Verdict(catch_up=max(versions), text=f"the ranks hold versions {versions}")
+    if len(set(sessions)) > 1:
+        return Verdict(text=f"the ranks hold version {versions[0]} of different sources")
     return Verdict(is_agreed=True)

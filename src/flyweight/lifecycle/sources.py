@@ -111,6 +111,8 @@ class StoredWeights:
                 return self._report
             if is_held and number is not None:
                 raise self._nothing_newer()
+            if not stored.manifest.names:
+                raise SpecError(f"{stored.store.place!r} holds no tensors")
             found = 0 if number is None else number
             before(found)
             report = self._loaded(stored)
@@ -123,8 +125,6 @@ class StoredWeights:
         return self._report
 
     def _loaded(self, stored: Stored) -> LoadReport:
-        if not stored.manifest.names:
-            raise SpecError(f"{stored.store.place!r} holds no tensors")
         held, self._version, self.progress = self._version, None, 0.0
         try:
             with listening(self._advance):

@@ -16,6 +16,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Generic, TypeVar
@@ -52,6 +53,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     should_abort: bool = False
     """Whether requests that run are ended rather than finished."""
     timeout_seconds: float = 60.0
+    deadline: float = inf
+    """When it is too late to begin, by the machine's monotonic clock, which is one for all."""
+    should_resume: bool = False
+    """Whether to serve afterwards; after a pause, if it served before."""
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -242,8 +247,20 @@ class Cell:
         self._check_open()
         return self._request.read()[0]
 
+    def last_request(self) -> Request | None:
+        """Return what was asked last, or None if that cannot be read: who comes anew goes on."""
+        try:
+            return self.request()
+        except LifecycleError:
+            return None
+
     def ask(self, request: Request) -> None:
         """Ask something of all ranks. For the controller only."""
+        self._check_open()
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request)
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as cause:
+            raise SpecError(f"no request that ranks could read: {cause}") from cause
         with self._lock:
             self._request.write(request)
         self._ring()
@@ -258,6 +275,7 @@ class Cell:
 
     def tell(self, rank: int, slot: Slot) -> None:
         """Show a rank's slot. For that rank only."""
+        self._check_open()
         with self._lock:
             self._slots[rank].write(_shortened(slot))
         self._ring()
@@ -268,12 +286,12 @@ class Cell:
         futex.wake(self._bell_address)
 
     def next_request(self, after: int, timeout_seconds: float) -> Request | None:
-        """Sleep until there is a request of another number than `after`; None if none comes."""
+        """Sleep until there is a request of a later number than `after`; None if none comes."""
         self._check_open()
         deadline = monotonic() + timeout_seconds
         while True:
             request, count = self._request.read()
-            if request is not None and request.number != after:
+            if request is not None and request.number > after:
                 return request
             left = deadline - monotonic()
             if left <= 0 or self._is_over:
@@ -327,7 +345,8 @@ class Cell:
             self._memory.close()
 
     def let_go(self) -> None:
-        """Close the files; claims of a forked child's parent stay the parent's."""
+        """Close the files; claims of a forked child's parent stay the parent's, and its words."""
+        self._is_open = False
         for file in self._claims:
             os.close(file)
         self._claims = []

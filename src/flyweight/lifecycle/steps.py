@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from logging import getLogger
 from time import monotonic
 from typing import Protocol, TypeVar
 
@@ -23,6 +24,7 @@ ResultT = TypeVar("ResultT")
 ROUND_SECONDS = 60.0
 """What a round that nobody asked for is given: to drain requests, and to hear the other ranks."""
 _STOP_SECONDS = 1.0
+_log = getLogger("flyweight.lifecycle")
 
 
 class Weights(Protocol):
@@ -187,13 +189,17 @@ class Steps:
     def _signal(self, signal: Signal, absent: Collection[Tag] | None = None) -> None:
         before = self.condition
         self.condition = before.after(signal, absent)
-        if self.condition != before:
+        if self.condition == before:
+            return
+        self._observe()
+        try:
             emit("state.changed", state=self.state, before=before.state, signal=signal)
-            self._observe()
+        except Exception:  # a listener is not ours, and a state is not to be left half-way for it
+            _log.exception("a listener of state.changed failed")
 
     def _fail(self, error: FlyweightError) -> None:
         """From now on nothing is served, until a whole update succeeds."""
-        if self.state is State.SERVING:
+        if self.state in (State.SERVING, State.PAUSING) or not self._is_still:
             self._is_still = False
             with suppress(
                 FlyweightError

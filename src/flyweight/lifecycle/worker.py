@@ -12,7 +12,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from flyweight.adapters.process_group import default_seat, seat_of
-from flyweight.errors import FlyweightError, LifecycleError, SpecError
+from flyweight.errors import FlyweightError, LifecycleError, SpecError, TransferTimeout
 from flyweight.events import emit
 from flyweight.lifecycle.machine import Machine
 from flyweight.lifecycle.ranks import Ranks
@@ -81,8 +81,9 @@ class Worker:
 
     def _take_over(self) -> None:
         """Begin where the process before this one has ended, if there was one."""
-        request, last = self._cell.request(), self._cell.slot(self._rank)
+        request, last = self._cell.last_request(), self._cell.slot(self._rank)
         if request is None:
+            self._taken = self._done = 0 if last is None else last.taken
             return
         self._taken = self._done = request.number
         if last is not None and last.done == request.number:
@@ -126,13 +127,19 @@ class Worker:
                 self._is_over.set()
                 self.failure = failure
                 emit("worker.ended", rank=self._rank, error=str(failure))
-                self.machine.fail(failure)  # nobody could stop this engine any more
+                self._weights.rouse()
+                self.machine.retire(failure)
                 self.tell()
 
     def run(self) -> None:
         """Do what the cell asks for, until `close`."""
         while not self._is_over.is_set():
-            request = self._cell.next_request(self._taken, _LOOK_SECONDS)
+            try:
+                request = self._cell.next_request(self._taken, _LOOK_SECONDS)
+            except LifecycleError as error:  # it cannot be read; the next one may be
+                self._trouble, request = str(error), None
+                self.tell()
+                self._is_over.wait(_LOOK_SECONDS)
             if request is None:
                 self._cell.check_current()
                 continue
@@ -149,34 +156,30 @@ class Worker:
         self.tell()
 
     def _do(self, request: Request) -> None:
-        machine, deadline = self.machine, monotonic() + request.timeout_seconds
-        tags = frozenset(request.tags) or ALL_TAGS
+        machine, tags = self.machine, frozenset(request.tags) or ALL_TAGS
+        was_serving = machine.state is State.SERVING
         match request.signal:
             case Signal.PAUSE:
-                machine.pause(
-                    should_abort=request.should_abort, timeout_seconds=request.timeout_seconds
-                )
+                machine.pause(should_abort=request.should_abort, timeout_seconds=_left(request))
             case Signal.RESUME:
-                machine.resume(timeout_seconds=request.timeout_seconds)
+                machine.resume(timeout_seconds=_left(request))
             case Signal.CLEAR:
-                machine.clear(
-                    tags, may_drain=request.may_drain, timeout_seconds=request.timeout_seconds
-                )
+                machine.clear(tags, may_drain=request.may_drain, timeout_seconds=_left(request))
             case Signal.UPDATE:
                 machine.update(
-                    request.version,
-                    may_drain=request.may_drain,
-                    timeout_seconds=request.timeout_seconds,
+                    request.version, may_drain=request.may_drain, timeout_seconds=_left(request)
                 )
                 self._trouble = ""
             case Signal.RESTORE:
                 if Tag.WEIGHTS in tags and Tag.WEIGHTS in machine.condition.absent:
                     wanted = machine.pinned if request.version is None else request.version
-                    machine.update(wanted, timeout_seconds=request.timeout_seconds)
+                    machine.update(wanted, timeout_seconds=_left(request))
                 if Tag.KV_CACHE in tags:
-                    machine.restore(timeout_seconds=max(deadline - monotonic(), 0.001))
+                    machine.restore(timeout_seconds=_left(request))
             case _:
                 raise LifecycleError(f"signal {request.signal} is not asked from outside")
+        if request.should_resume and (was_serving or request.signal is not Signal.PAUSE):
+            machine.resume(timeout_seconds=_left(request))
 
     def _follow(self) -> None:
         rest_seconds = _REST_SECONDS
@@ -248,6 +251,8 @@ class Worker:
 
     def close(self) -> None:
         """Stop listening and following; the engine stays as it is. Safe to repeat."""
+        if self._pid != os.getpid():
+            return  # a forked child has nothing of it
         if self._is_over.is_set() and not self._threads:
             return
         self._is_over.set()
@@ -266,3 +271,14 @@ class Worker:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def _left(request: Request) -> float:
+    """Return the seconds that are left of a request's time; raise if none are."""
+    left = min(request.deadline - monotonic(), request.timeout_seconds)
+    if left <= 0:
+        raise TransferTimeout(
+            f"{request.signal} was not done within its {request.timeout_seconds:g} s; nothing more "
+            f"was begun"
+        )
+    return left

@@ -36,9 +36,10 @@ from flyweight.errors import (
     TransferTimeout,
     VersionError,
 )
-from flyweight.lifecycle.states import Signal, State
+from flyweight.lifecycle.states import Signal
 from flyweight.server import access, orders
-from flyweight.server.fleet import Answer, Course, Fleet, is_well, words
+from flyweight.server.course import Answer, Course
+from flyweight.server.fleet import Fleet
 from flyweight.server.metrics import CONTENT_TYPE, FleetMetrics
 from flyweight.server.orders import (
     NoOptions,
@@ -48,6 +49,7 @@ from flyweight.server.orders import (
     UpdateOptions,
     WakeupOptions,
 )
+from flyweight.server.standing import is_still, is_well, words
 from flyweight.server.stream import EventStream
 from flyweight.sync.messages import error_named
 from flyweight.verbs.find import versions
@@ -56,13 +58,6 @@ MAX_BODY_BYTES = 64 << 10
 MAX_STREAMS = 64
 _BODY_SECONDS = 10.0
 _PAGE = Path(__file__).with_name("page.html")
-_STANDS_STILL = (
-    State.PAUSED,
-    State.CLEARING,
-    State.CLEARED,
-    State.UPDATING,
-    State.VERIFYING,
-)
 
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
@@ -160,8 +155,7 @@ class _Routes:
         options = await _options(request, ReplicaOptions)
         found = await run_in_threadpool(self._fleet.replicas, options.replica)
         states = {each.name: each.state for each in found}
-        is_paused = all(state in _STANDS_STILL for state in states.values())
-        return _success({"is_paused": is_paused, "replicas": states})
+        return _success({"is_paused": all(map(is_still, found)), "replicas": states})
 
     async def control(
         self, kind: type[Options], plan: Callable[[Any], Course], request: Request

@@ -15,50 +15,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic, time
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 import flyweight
-from flyweight.errors import Busy, FlyweightError, PeerLost, SpecError, listed
-from flyweight.lifecycle.control import ABSENT, Control, Operation, ReplicaStatus
-from flyweight.lifecycle.states import Signal, State, Tag
+from flyweight.errors import Busy, FlyweightError, SpecError, listed
+from flyweight.lifecycle.control import Control, Operation, ReplicaStatus
+from flyweight.lifecycle.states import State
+from flyweight.server.course import Answer, Course, Errand
+from flyweight.server.standing import standing
 
 MAX_ROUNDS, MAX_OPERATIONS, MAX_FAULTS = 100, 50, 50
 _LOOK_SECONDS = 0.25  # the dead ring no bell
 _REST_SECONDS = 0.01  # a round that tells every percent rings thousands of times a second
+_CLOSE_SECONDS = 5.0
 _SPARE_SECONDS = 10.0
 """What an operation gets beyond its time before it is no longer waited for."""
-
-
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to ask of a replica."""
-
-    signal: Signal
-    version: int | None = None
-    tags: tuple[Tag, ...] = ()
-    may_drain: bool = True
-    should_abort: bool = False
-    timeout_seconds: float = 60.0
-
-
-Course = Callable[[ReplicaStatus], Sequence[Order]]
-"""What to ask of a replica, one after the other, by how it stands before."""
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """How a replica answered: with the operation that ended, or with the one that runs."""
-
-    replica: str
-    ending: Literal["done", "busy", "failed"]
-    operation: str | None
-    signal: str
-    error: str
-    """The error's name; nothing if it is done."""
-    reason: str
-    state: str
-    version: int | None
-    seconds: float
 
 
 class Round(msgspec.Struct, kw_only=True):
@@ -75,7 +48,7 @@ class Round(msgspec.Struct, kw_only=True):
     """When it was seen to end, in seconds since 1970; None if that was before this server."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """Something that went wrong, in words."""
 
     time: float
@@ -118,7 +91,7 @@ class Fleet:
         self._seen = {name: _Seen() for name in names}
         self._rounds: deque[Round] = deque(maxlen=MAX_ROUNDS)
         self._operations: deque[Operation] = deque(maxlen=MAX_OPERATIONS)
-        self._faults: deque[Fault] = deque(maxlen=MAX_FAULTS)
+        self._faults: deque[Trouble] = deque(maxlen=MAX_FAULTS)
         self._endings: Counter[tuple[str, str, str]] = Counter()
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._asking = threading.Lock()
@@ -152,7 +125,7 @@ class Fleet:
 
     def replicas(self, name: str | None = None) -> list[ReplicaStatus]:
         """Return how each replica stands at this moment, or the one that is named."""
-        return [_status(control) for control in self._chosen(name)]
+        return [standing(control) for control in self._chosen(name)]
 
     def status(self) -> dict[str, Any]:
         """Return how everything stands at this moment, and the journal, newest last."""
@@ -213,52 +186,68 @@ class Fleet:
                 busy = [each for each in map(self._busy, controls) if each is not None]
                 if busy:
                     return busy
-                courses = [_Course(self, each, course(_status(each))) for each in controls]
-                for each in courses:
+                errands = [
+                    Errand(each, course(standing(each)), self._hold, self.wait) for each in controls
+                ]
+                for each in errands:
                     stack.callback(self._let_go, each)
                     each.ask()
-            if len(courses) == 1:
-                return [courses[0].follow()]
-            pool = stack.enter_context(ThreadPoolExecutor(len(courses), "flyweight-course"))
-            return list(pool.map(_Course.follow, courses))
+            if len(errands) == 1:
+                return [errands[0].follow()]
+            pool = stack.enter_context(ThreadPoolExecutor(len(errands), "flyweight-errand"))
+            return list(pool.map(Errand.follow, errands))
 
     def _busy(self, control: Control) -> Answer | None:
         """Return who is in the way, if anybody is."""
-        now = _status(control)
-        running = now.operation
-        if running is None:  # a course that stands between two orders is in the way too
-            running = self._held.get(control.name)
-        if running is None:
+        now = standing(control)
+        held = self._held.get(control.name)  # between two orders of a course nothing runs
+        number = None if held is None else held.id
+        reason = f"operation {number} is running; wait until it ends"
+        try:
+            control.check_idle()
+        except Busy as error:
+            number, reason = error.operation, str(error)
+        except FlyweightError:  # told by the replica's own answer, once it is asked
+            pass
+        if number is None:
             return None
         return Answer(
             replica=control.name,
             ending="busy",
-            operation=running.id,
-            signal=running.signal,
+            operation=number,
+            signal=self._signal_of(control.name, number),
             error=Busy.__name__,
-            reason=f"operation {running.id} is running; wait until it ends",
+            reason=reason,
             state=now.state,
             version=now.version,
             seconds=0.0,
         )
 
-    def hold(self, control: Control, operation: Operation) -> None:
-        """Keep others out until the course that an operation is of has ended."""
+    def _signal_of(self, name: str, number: str) -> str:
+        """Return what an operation is: one that runs, or whose time was over for a rank."""
+        with self._lock:
+            known = (*self._operations, self._seen[name].operation, self._held.get(name))
+        found = (each for each in known if each is not None and each.replica == name)
+        return next((each.signal for each in found if each.id == number), "")
+
+    def _hold(self, control: Control, operation: Operation) -> None:
         self._held[control.name] = operation
 
-    def _let_go(self, course: _Course) -> None:
-        if course.is_begun:
+    def _let_go(self, errand: Errand) -> None:
+        if errand.is_begun:
             with self._asking:
-                self._held.pop(course.control.name, None)
+                self._held.pop(errand.control.name, None)
 
-    def wait(self, control: Control, operation: Operation, timeout_seconds: float) -> None:
+    def wait(self, control: Control, operation: Operation, timeout_seconds: float) -> bool:
         """Wait until an operation has ended, the fleet is over, or time is; then look again."""
         deadline = monotonic() + timeout_seconds + _SPARE_SECONDS
         while operation.ending == "running" and not self.is_over and monotonic() < deadline:
             control.wait(operation, _LOOK_SECONDS)
-        if not self.is_over:
-            self._look(control)
-            self._enter(operation)
+        if self.is_over:
+            return False
+        self._look(control)
+        self._enter(operation)
+        return operation.ending != "running"
 
     # What happens.
 
@@ -273,7 +262,7 @@ class Fleet:
         """Compare how a replica stands with what was last seen of it, and tell listeners."""
         with self._lock:
             seen = self._seen[control.name]
-            status = _status(control)
+            status = standing(control)
             told = msgspec.to_builtins(status)
             if told == seen.told:
                 return
@@ -331,7 +320,7 @@ class Fleet:
         if last is not None and time() - last.time < 1 and (reason in last.reason):
             return
         self._faults.append(
-            Fault(time=time(), replica=replica, operation=operation, error=error, reason=reason)
+            Trouble(time=time(), replica=replica, operation=operation, error=error, reason=reason)
         )
 
     def _tell(self) -> None:
@@ -347,124 +336,18 @@ class Fleet:
         self._tell()
 
     def close(self) -> None:
-        """Let go of all replicas, which go on by themselves. Safe to repeat."""
+        """Let go of all replicas, which go on by themselves. Safe to repeat.
+
+        Whoever watches one and does not come back in time keeps its cell, until the process ends.
+        """
         if not self._watchers:
             return
         self.end_waits()
         for control in self._controls.values():
             control.cell.end_waits()
-        for watcher in self._watchers:
-            watcher.join()
+        deadline = monotonic() + _CLOSE_SECONDS
+        for watcher, control in zip(self._watchers, self._controls.values(), strict=True):
+            watcher.join(max(deadline - monotonic(), 0.0))
+            if not watcher.is_alive():
+                control.close()
         self._watchers = []
-        for control in self._controls.values():
-            control.close()
-
-
-class _Course:
-    """The orders for one replica, and how far they have come."""
-
-    def __init__(self, fleet: Fleet, control: Control, orders: Sequence[Order]) -> None:
-        self.control = control
-        self._fleet, self._left = fleet, deque(orders)
-        self._order: Order | None = None
-        self._operation: Operation | None = None
-        self._error: FlyweightError | None = None
-
-    @property
-    def is_begun(self) -> bool:
-        return self._operation is not None
-
-    def ask(self) -> None:
-        """Ask for the next order, without waiting."""
-        self._order = order = self._left.popleft()
-        try:
-            self._operation = self.control.start(
-                order.signal,
-                version=order.version,
-                tags=order.tags,
-                may_drain=order.may_drain,
-                should_abort=order.should_abort,
-                timeout_seconds=order.timeout_seconds,
-            )
-            self._fleet.hold(self.control, self._operation)
-        except FlyweightError as error:
-            self._error = error
-
-    def follow(self) -> Answer:
-        """Wait for what was asked, and ask on until all is done or something went wrong."""
-        seconds = 0.0
-        while True:
-            error, reason = self._outcome()
-            if self._operation is not None:
-                seconds += self._operation.seconds
-            if error or not self._left:
-                break
-            self.ask()
-        now = _status(self.control)
-        assert self._order is not None
-        is_busy = error == Busy.__name__
-        number = None if self._operation is None else self._operation.id
-        if isinstance(self._error, Busy):
-            number = self._error.operation
-        return Answer(
-            replica=self.control.name,
-            ending="busy" if is_busy else "failed" if error else "done",
-            operation=number,
-            signal=self._order.signal,
-            error=error,
-            reason=reason,
-            state=now.state,
-            version=now.version,
-            seconds=seconds,
-        )
-
-    def _outcome(self) -> tuple[str, str]:
-        if self._error is not None:
-            return type(self._error).__name__, str(self._error)
-        assert self._order is not None
-        assert self._operation is not None
-        operation = self._operation
-        self._fleet.wait(self.control, operation, self._order.timeout_seconds)
-        if operation.ending == "running" or self._fleet.is_over:
-            return PeerLost.__name__, f"the server ends, operation {operation.id} goes on"
-        return operation.error, operation.reason
-
-
-def _status(control: Control) -> ReplicaStatus:
-    """Return how a replica stands; a cell that tells nothing is a failed replica."""
-    try:
-        control.cell.check_current()
-        return control.status()
-    except FlyweightError as error:
-        return ReplicaStatus(
-            name=control.name,
-            state=State.FAILED,
-            version=None,
-            percent=0.0,
-            reason=str(error),
-            ranks=(),
-            operation=None,
-        )
-
-
-def is_well(status: ReplicaStatus) -> bool:
-    """True if a replica serves, stands still because it was asked to, or is at work on it."""
-    return status.state not in (State.FAILED, ABSENT)
-
-
-def words(status: ReplicaStatus) -> str:
-    """Return how a replica stands as one line for people, as `updating, 43 %`."""
-    version = "no version" if status.version is None else f"version {status.version}"
-    absent = sorted({tag for rank in status.ranks for tag in rank.absent})
-    running = sum(rank.num_running for rank in status.ranks)
-    texts = {
-        State.SERVING: f"serving {version}",
-        State.PAUSING: f"pausing, {running} requests run",
-        State.PAUSED: f"paused at {version}",
-        State.CLEARING: "clearing",
-        State.CLEARED: f"cleared, without {' and '.join(absent)}",
-        State.UPDATING: f"updating, {status.percent:.0f} %",
-        State.VERIFYING: f"verifying, {status.percent:.0f} %",
-    }
-    text = next((text for state, text in texts.items() if state == status.state), None)
-    return f"{status.state.lower()}: {status.reason}" if text is None else text

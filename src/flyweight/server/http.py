@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
+from time import monotonic, sleep
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -15,6 +17,8 @@ from flyweight.server.app import make_app
 from flyweight.server.fleet import Fleet
 
 _CLOSE_SECONDS = 5
+_START_SECONDS = 20.0
+_POLL_SECONDS = 0.005
 _MAX_CONNECTIONS = 256
 _REQUEST_SECONDS = 10.0
 
@@ -68,10 +72,42 @@ class HttpServer:
             ws="none",
         )
         self._server = uvicorn.Server(config)
+        self._error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._server.run, args=([listener.socket],), name="flyweight-http", daemon=True
+            target=self._run, args=(listener.socket,), name="flyweight-http", daemon=True
         )
         self._thread.start()
+        try:
+            self._wait_started()
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, listener: socket.socket) -> None:
+        try:
+            self._server.run([listener])
+        except BaseException as error:  # told by `check`, in the thread that has to know
+            self._error = error
+
+    def _wait_started(self) -> None:
+        deadline = monotonic() + _START_SECONDS
+        while not self._server.started:
+            self.check()
+            if monotonic() > deadline:
+                raise StoreError(
+                    errno.ETIMEDOUT,
+                    f"the server at {self.address} did not start in {_START_SECONDS:g} s",
+                )
+            sleep(_POLL_SECONDS)
+
+    def check(self) -> None:
+        """Raise StoreError if the server has ended though nobody closed it."""
+        if not self._thread.is_alive():
+            cause = self._error
+            why = "" if cause is None else f": {type(cause).__name__}: {cause}"
+            raise StoreError(
+                errno.ECONNABORTED, f"the server at {self.address} ended by itself{why}"
+            ) from cause
 
     def close(self) -> None:
         """Answer what was asked and stop listening. Safe to repeat."""
@@ -87,18 +123,46 @@ class HttpServer:
 
 
 class _Connection(H11Protocol):
-    """Is closed if no request comes, or half of one: uvicorn alone would wait for ever."""
+    """Is closed if no request comes, half of one, or nobody reads: uvicorn would wait for ever.
+
+    Where there are too many, the one that has been silent longest makes room for the newest:
+    uvicorn would refuse everybody until those go that ask for nothing.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._looking = self.loop.call_later(_REQUEST_SECONDS, self._look, self.cycle)
+        self._silent_since = self.loop.time()
+        self._look_later()
+        self._make_room()
 
-    def _look(self, last: object) -> None:
-        is_at_work = self.cycle is not None and not self.cycle.response_complete
-        if not is_at_work and self.cycle is last:
-            self.transport.close()
+    def on_response_complete(self) -> None:
+        self._silent_since = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def _is_at_work(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _make_room(self) -> None:
+        """Close silent ones until this one's request will be let in, if there are any."""
+        assert self.limit_concurrency is not None
+        others = [each for each in self.connections if isinstance(each, _Connection)]
+        silent = [each for each in others if each is not self and not each._is_at_work]
+        silent.sort(key=lambda each: each._silent_since)
+        for each in silent[: max(len(others) - self.limit_concurrency + 1, 0)]:
+            self.connections.discard(each)  # it would count until its end was told
+            each.transport.abort()
+
+    def _look_later(self) -> None:
+        now = self.cycle, self.transport.get_write_buffer_size()
+        self._looking = self.loop.call_later(_REQUEST_SECONDS, self._look, *now)
+
+    def _look(self, last: object, num_unsent: int) -> None:
+        is_unread = 0 < num_unsent == self.transport.get_write_buffer_size()
+        if is_unread or (not self._is_at_work and self.cycle is last):
+            self.transport.abort()  # to close it would wait until all is read
         else:
-            self._looking = self.loop.call_later(_REQUEST_SECONDS, self._look, self.cycle)
+            self._look_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._looking.cancel()

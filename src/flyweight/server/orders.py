@@ -10,7 +10,7 @@ import msgspec
 from flyweight.errors import SpecError
 from flyweight.lifecycle.control import ReplicaStatus
 from flyweight.lifecycle.states import Signal, Tag
-from flyweight.server.fleet import Course, Order
+from flyweight.server.course import Course, Order
 
 _MAX_SECONDS = 86_400.0
 
@@ -92,14 +92,15 @@ def update(options: UpdateOptions) -> Course:
 
 
 def abort(options: Options) -> Course:
-    """End the requests that run: a pause that aborts, then a resume if it was serving."""
-
-    def course(before: ReplicaStatus) -> Sequence[Order]:
-        pause = Order(signal=Signal.PAUSE, should_abort=True, timeout_seconds=options.timeout)
-        resume = Order(signal=Signal.RESUME, timeout_seconds=options.timeout)
-        return (pause, resume) if before.is_serving else (pause,)
-
-    return course
+    """End the requests that run: a pause that aborts, and on with it if it was serving."""
+    return _always(
+        Order(
+            signal=Signal.PAUSE,
+            should_abort=True,
+            should_resume=True,
+            timeout_seconds=options.timeout,
+        )
+    )
 
 
 def clear_load_weight(options: Options) -> Course:
@@ -111,12 +112,14 @@ def update_model_weight(options: Options) -> Course:
 
     def course(before: ReplicaStatus) -> Sequence[Order]:
         has_all = not any(rank.absent for rank in before.ranks)
-        first = Order(
-            signal=Signal.UPDATE if has_all else Signal.RESTORE,
-            tags=() if has_all else tuple(Tag),
-            timeout_seconds=options.timeout,
+        return (
+            Order(
+                signal=Signal.UPDATE if has_all else Signal.RESTORE,
+                tags=() if has_all else tuple(Tag),
+                should_resume=True,
+                timeout_seconds=options.timeout,
+            ),
         )
-        return (first, Order(signal=Signal.RESUME, timeout_seconds=options.timeout))
 
     return course
 
