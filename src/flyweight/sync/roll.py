@@ -162,7 +162,10 @@ class Roll:
     def deny(self, peer: Peer, version: int) -> None:
         """Tell a replica that what it asks for will never come."""
         assert peer.ask is not None
-        text = f"version {peer.ask.version} was asked for, the publisher is at {version}"
+        text = (
+            f"version {peer.ask.version} was asked for; the publisher is past it, at {version}, and "
+            f"does not hold it"
+        )
         self.send(peer.id, Denied(peer.ask.ask, "VersionError", text))
         peer.ask = None
 
