@@ -375,7 +375,9 @@ def test_who_asks_late_waits_for_the_next_publish_up_to_its_deadline(address, th
             replica.update(timeout_seconds=0.1)
         assert holds(engine, 50)
         assert replica.state == "empty"
-        with pytest.raises(VersionError, match="version 1 was asked for; the publisher is past it, at 1"):
+        with pytest.raises(
+            VersionError, match="version 1 was asked for; the publisher is past it, at 1"
+        ):
             replica.update(1, timeout_seconds=5)
         future = threads.submit(replica.update, timeout_seconds=10)
         asking(publisher)
@@ -396,7 +398,9 @@ def test_a_version_that_was_asked_for_never_changes_on_the_way(address, threads)
         future = threads.submit(replica.update, 6, timeout_seconds=10)
         asking(publisher)
         publisher.publish(7)
-        with pytest.raises(VersionError, match="version 6 was asked for; the publisher is past it, at 7"):
+        with pytest.raises(
+            VersionError, match="version 6 was asked for; the publisher is past it, at 7"
+        ):
             future.result(10)
 
 

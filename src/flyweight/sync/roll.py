@@ -162,12 +162,12 @@ class Roll:
     def deny(self, peer: Peer, version: int) -> None:
         """Tell a replica that what it asks for will never come."""
         assert peer.ask is not None
+        ask, peer.ask = peer.ask, None  # before it hears so, and asks for something else
         text = (
-            f"version {peer.ask.version} was asked for; the publisher is past it, at {version}, and "
-            f"does not hold it"
+            f"version {ask.version} was asked for; the publisher is past it, at {version}, and does "
+            f"not hold it"
         )
-        self.send(peer.id, Denied(peer.ask.ask, "VersionError", text))
-        peer.ask = None
+        self.send(peer.id, Denied(ask.ask, "VersionError", text))
 
     def keep(self, peer: Peer) -> None:
         """Keep a replica that asks for a round."""
