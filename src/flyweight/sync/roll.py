@@ -164,8 +164,8 @@ class Roll:
         assert peer.ask is not None
         ask, peer.ask = peer.ask, None  # before it hears so, and asks for something else
         text = (
-            f"version {ask.version} was asked for; the publisher is past it, at {version}, and does "
-            f"not hold it"
+            f"version {ask.version} was asked for; the publisher is past it, at {version}, and "
+            f"does not hold it"
         )
         self.send(peer.id, Denied(ask.ask, "VersionError", text))
 
