@@ -84,6 +84,7 @@ class Machine(Steps):
         self.num_rounds = 0
         self._session = ""
         """Of which publisher the version is that was committed."""
+        self.is_paused_by_hand = False
         self.pinned: int | None = None
         """The version that was asked for by its number, and is not left for a newer one."""
         self._turn = threading.Lock()
@@ -103,11 +104,6 @@ class Machine(Steps):
         return self.state in (State.UPDATING, State.VERIFYING)
 
     @property
-    def is_meant_to_serve(self) -> bool:
-        """Whether it serves when it can: not if it was paused by hand."""
-        return self._is_meant_to_serve
-
-    @property
     def may_follow(self) -> bool:
         """False while a version that nobody asked for would not be taken."""
         is_there = self.pinned is not None and self.pinned == self.version
@@ -120,7 +116,7 @@ class Machine(Steps):
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._turn_for("pause", deadline):
             self._all_still("pause", deadline, should_abort=should_abort)
-            self._is_meant_to_serve = False
+            self._is_meant_to_serve, self.is_paused_by_hand = False, True
 
     def resume(self, *, timeout_seconds: float = 60.0) -> None:
         """Serve, on all ranks or on none."""
@@ -134,7 +130,7 @@ class Machine(Steps):
                 raise refusal
             if not verdict.is_agreed:
                 raise LifecycleError(verdict.text)
-            self._is_meant_to_serve = True
+            self._is_meant_to_serve, self.is_paused_by_hand = True, False
             if self.state is not State.SERVING:
                 self._resume()
 
@@ -168,12 +164,15 @@ class Machine(Steps):
         """Have the cache's memory again. Weights come back by an update."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._turn_for("restore", deadline):
-            self.condition.after(Signal.RESTORE)
-            if Tag.KV_CACHE not in self._released:
-                return
-            self._call("restore_cache", self._engine.restore_cache)
-            self._released.discard(Tag.KV_CACHE)
-            self._signal(Signal.RESTORE, self.condition.absent - {Tag.KV_CACHE})
+            error: FlyweightError | None = None
+            try:
+                if Tag.KV_CACHE in self._released:
+                    self._call("restore_cache", self._engine.restore_cache)
+                    self._released.discard(Tag.KV_CACHE)
+                    self._signal(Signal.RESTORE, self.condition.absent - {Tag.KV_CACHE})
+            except FlyweightError as failure:
+                error = failure
+            self._hear_all(error, deadline, "restore")
             self._resume_if_meant()
 
     def update(
@@ -320,6 +319,7 @@ class Machine(Steps):
         verdict = self._ranks.prepared(error, deadline, what=what)
         while verdict.is_mixed and is_asked and monotonic() < deadline:
             # Another rank follows, and gives way; then it is asked for the same.
+            sleep(_YIELD_SECONDS)
             verdict = self._ranks.prepared(error, deadline, what=what)
         if verdict.is_lost:
             self._fail(LifecycleError(verdict.text))

@@ -71,8 +71,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The version that is whole, on this rank and all others."""
     pinned: int | None = None
     """The version that was asked for by its number: newer ones are not followed."""
-    is_meant_to_serve: bool = True
-    """False if it was paused by hand: then it does not go on by itself."""
+    is_paused_by_hand: bool = False
+    """True if it was asked to pause, and not to resume since: a restart does not change that."""
     taken: int = 0
     """The number of the last request that it began to work on."""
     done: int = 0

@@ -70,10 +70,12 @@ class Worker:
                 weights,
                 self._ranks,
                 # Who was paused or rolled to a version by hand stays so over a crash.
-                should_serve=should_serve and (last is None or last.is_meant_to_serve),
+                should_serve=should_serve and not (last and last.is_paused_by_hand),
                 observe=self.tell,
             )
-            self.machine.pinned = None if last is None else last.pinned
+            if last is not None:
+                self.machine.pinned = last.pinned
+                self.machine.is_paused_by_hand = last.is_paused_by_hand
             self.tell()
         except BaseException:
             self._cell.close()
@@ -171,7 +173,9 @@ class Worker:
                 )
                 self._trouble = ""
             case Signal.RESTORE:
-                if Tag.WEIGHTS in tags and Tag.WEIGHTS in machine.condition.absent:
+                # Ranks that have theirs say so in the update of those that do not.
+                is_shared = self._ranks.seat.num_ranks > 1
+                if Tag.WEIGHTS in tags and (is_shared or Tag.WEIGHTS in machine.condition.absent):
                     wanted = machine.pinned if request.version is None else request.version
                     machine.update(wanted, timeout_seconds=_left(request))
                 if Tag.KV_CACHE in tags:
@@ -232,7 +236,7 @@ class Worker:
                     # While it is written there is none.
                     version=None if machine.is_in_pieces else machine.version,
                     pinned=machine.pinned,
-                    is_meant_to_serve=machine.is_meant_to_serve,
+                    is_paused_by_hand=machine.is_paused_by_hand,
                     taken=self._taken,
                     done=self._done,
                     error=self._error,
