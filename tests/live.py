@@ -47,6 +47,11 @@ class Child:
     def kill(self, number=signal.SIGKILL):
         os.kill(self.pid, number)
 
+    def stop(self):
+        """Have it stand still, and return once it does: a signal takes its time."""
+        self.kill(signal.SIGSTOP)
+        until(lambda: _state_of(self.pid) == "T")
+
     def __enter__(self):
         return self
 
@@ -57,6 +62,11 @@ class Child:
             self.join()
         self.process.close()
         self._ours.close()
+
+
+def _state_of(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
 
 
 def _child(pipe, function, args):

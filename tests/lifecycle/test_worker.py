@@ -281,7 +281,7 @@ def test_a_stopped_engine_does_not_hold_its_controller_for_ever(start, publisher
     with Control(cell) as control:
         publish(publisher, 1)
         until(lambda: serves(control, 1))
-        child.kill(signals.SIGSTOP)
+        child.stop()
         operation = control.start(Signal.PAUSE, timeout_seconds=0.3)
         assert control.wait(operation, 10).ending == "failed"
         assert operation.error == "TransferTimeout"

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack
 
@@ -316,27 +315,6 @@ def test_requests_can_be_aborted_and_serving_goes_on(site):
     assert (answer["signal"], answer["state"]) == ("PAUSE", "SERVING")
     signals = [each["signal"] for each in site.good("GET", "/status")["operations"]]
     assert signals[-1] == "PAUSE"  # one operation: no server has to live on for the resume
-
-
-def test_nobody_gets_between_the_orders_of_one_call(site, threads, monkeypatch):
-    has_paused, may_go_on = threading.Event(), threading.Event()
-    wait = site.fleet.wait
-
-    def wait_long(*args):
-        has_ended = wait(*args)
-        has_paused.set()
-        assert may_go_on.wait(20)
-        return has_ended
-
-    monkeypatch.setattr(site.fleet, "wait", wait_long)
-    aborting = threads.submit(site.ask, "POST", "/v1/abort_requests")
-    assert has_paused.wait(20)
-    code, told = site.ask("POST", "/v1/sleep")
-    assert (code, told["status"]) == (409, "busy")
-    assert told["result"]["operation"].startswith("pause-")
-    may_go_on.set()
-    assert aborting.result(20)[0] == 200
-    assert site.state == "SERVING"
 
 
 def test_a_version_that_does_not_come_is_told_and_changes_nothing(site):

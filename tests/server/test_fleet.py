@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from flyweight.errors import PeerLost, SpecError
+from flyweight.errors import SpecError
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.status import Cell, Slot, started_at
@@ -149,8 +149,8 @@ def test_a_fleet_that_is_closed_leaves_nothing_behind(ranks):
 # What is asked of them.
 
 
-def asks(*signals, timeout_seconds=20.0):
-    return lambda before: [Order(signal=each, timeout_seconds=timeout_seconds) for each in signals]
+def asks(signal, timeout_seconds=20.0):
+    return lambda before: Order(signal=signal, timeout_seconds=timeout_seconds)
 
 
 def test_nothing_is_asked_of_anybody_while_a_rank_is_at_what_was_given_up(
@@ -178,30 +178,6 @@ def test_nothing_is_asked_of_anybody_while_a_rank_is_at_what_was_given_up(
     finally:
         fleet.close()
         other.cell.close()
-
-
-def test_an_order_that_cannot_be_asked_is_not_told_as_the_one_before(ranks, fleet, threads):
-    for rank in range(2):
-        ranks.tell(rank, version=1)
-    (control,) = fleet._controls.values()
-    start = control.start
-
-    def start_once(signal, **options):
-        if signal is Signal.RESUME:
-            raise PeerLost("rank 1 is gone")
-        return start(signal, **options)
-
-    control.start = start_once
-    asking = threads.submit(fleet.carry_out, None, asks(Signal.PAUSE, Signal.RESUME))
-    until(lambda: ranks.cell.request() is not None)
-    ranks.answer(0, 1)
-    (answer,) = asking.result(20)
-    (pause,) = fleet.status()["operations"]
-    assert (answer.ending, answer.signal, answer.operation) == ("failed", "RESUME", None)
-    assert answer.seconds == pause["seconds"]
-    control.start = start
-    (answer,) = fleet.carry_out(None, asks(Signal.RESUME, timeout_seconds=0.05))
-    assert answer.error == "TransferTimeout"  # asked: the course before keeps nobody out
 
 
 def test_a_watcher_that_does_not_come_back_does_not_keep_a_fleet_open(ranks, monkeypatch):

@@ -236,7 +236,7 @@ def test_a_silent_replica_is_given_up(address):
         fw.Publisher(weights(1), address, silence_seconds=0.5) as publisher,
     ):
         until(lambda: publisher.replicas == ["stopped"])
-        child.kill(signal.SIGSTOP)
+        child.stop()
         until(lambda: publisher.replicas == [], 5)
 
 
@@ -251,7 +251,7 @@ def test_a_silent_publisher_is_given_up(address):
     with Child(silent_publisher, address) as child:
         child.told()
         with fw.Replica(weights(2), address) as replica:
-            child.kill(signal.SIGSTOP)
+            child.stop()
             started = time.monotonic()
             with pytest.raises(TransferTimeout):
                 replica.update(timeout_seconds=2)

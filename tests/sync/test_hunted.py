@@ -1,7 +1,6 @@
 """What hunting for faults has found, each as a test. Delays are put where a race was lost."""
 
 import os
-import signal
 import threading
 import time
 
@@ -202,7 +201,7 @@ def test_a_stopped_replica_does_not_fail_the_others(address, threads, options):
         until(lambda: len(publisher.replicas) == 2)
         future = threads.submit(replica.update, timeout_seconds=1)  # less than the publisher's
         until(lambda: sum(p.ask is not None for p in publisher._on.peers.values()) == 2)
-        child.kill(signal.SIGSTOP)
+        child.stop()
         report = publisher.publish(1, timeout_seconds=2)
         assert future.result(5).version == 1
         assert holds(engine, 1)

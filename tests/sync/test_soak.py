@@ -82,7 +82,7 @@ def test_a_thousand_rounds_with_faults_leave_everybody_whole_and_nothing_behind(
                 engines[number].__exit__()
                 engines[number] = Child(engine, address, number)
             elif fault == "engine stopped":
-                engines[number].kill(signal.SIGSTOP)
+                engines[number].stop()
                 stopped = number
             else:
                 running.kill()

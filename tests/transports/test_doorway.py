@@ -136,7 +136,7 @@ def test_a_stopped_door_is_given_up_in_time(tmp_path):
     with Child(serve, tmp_path / "door") as child:
         _, key = child.told()
         line = Line(tmp_path / "door", token="secret")
-        child.kill(signal.SIGSTOP)
+        child.stop()
         with pytest.raises(TransferTimeout, match="did not answer in 0.2 s"):
             line.fetch(key, timeout_seconds=0.2)
         assert not line.is_open

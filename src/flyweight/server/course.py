@@ -1,9 +1,8 @@
-"""Courses: what is asked of a replica, one order after the other, and how it answered."""
+"""Courses: what is asked of a replica, and how it answered."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -26,11 +25,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     timeout_seconds: float = 60.0
 
 
-Course = Callable[[ReplicaStatus], Sequence[Order]]
-"""What to ask of a replica, one after the other, by how it stands before."""
-
-Hold = Callable[[Control, Operation], None]
-"""Keeps others out until the errand that an operation is of has ended."""
+Course = Callable[[ReplicaStatus], Order]
+"""What to ask of a replica, by how it stands before."""
 
 Wait = Callable[[Control, Operation, float], bool]
 """Waits for an operation, so many seconds, and returns whether it was seen to end."""
@@ -52,23 +48,18 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Errand:
-    """A course's orders for one replica, and how far they have come."""
+    """An order for one replica, and what came of it."""
 
-    def __init__(self, control: Control, orders: Sequence[Order], hold: Hold, wait: Wait) -> None:
-        self.control = control
-        self._left, self._hold, self._wait = deque(orders), hold, wait
-        self._order: Order | None = None
+    def __init__(self, control: Control, order: Order, wait: Wait) -> None:
+        self._control, self._order, self._wait = control, order, wait
         self._operation: Operation | None = None
         self._error: FlyweightError | None = None
-        self.is_begun = False
-        """Whether anything was asked, so that others are kept out."""
 
     def ask(self) -> None:
-        """Ask for the next order, without waiting."""
-        self._order = order = self._left.popleft()
-        self._operation = None
+        """Ask, without waiting."""
+        order = self._order
         try:
-            self._operation = self.control.start(
+            self._operation = self._control.start(
                 order.signal,
                 version=order.version,
                 tags=order.tags,
@@ -79,44 +70,31 @@ class Errand:
             )
         except FlyweightError as error:
             self._error = error
-        else:
-            self.is_begun = True
-            self._hold(self.control, self._operation)
 
-    def follow(self) -> Answer:
-        """Wait for what was asked, and ask on until all is done or something went wrong."""
-        seconds = 0.0
-        while True:
-            error, reason = self._outcome()
-            if self._operation is not None:
-                seconds += self._operation.seconds
-            if error or not self._left:
-                break
-            self.ask()
-        now = standing(self.control)
-        assert self._order is not None
-        is_busy = error == Busy.__name__
-        number = None if self._operation is None else self._operation.id
+    def answer(self) -> Answer:
+        """Wait for what was asked, and return how it ended."""
+        error, reason = self._outcome()
+        operation, now = self._operation, standing(self._control)
+        number = None if operation is None else operation.id
         if isinstance(self._error, Busy):
             number = self._error.operation
         return Answer(
-            replica=self.control.name,
-            ending="busy" if is_busy else "failed" if error else "done",
+            replica=self._control.name,
+            ending="busy" if error == Busy.__name__ else "failed" if error else "done",
             operation=number,
             signal=self._order.signal,
             error=error,
             reason=reason,
             state=now.state,
             version=now.version,
-            seconds=seconds,
+            seconds=0.0 if operation is None else operation.seconds,
         )
 
     def _outcome(self) -> tuple[str, str]:
         if self._error is not None:
             return type(self._error).__name__, str(self._error)
-        assert self._order is not None
         assert self._operation is not None
         operation = self._operation
-        if not self._wait(self.control, operation, self._order.timeout_seconds):
+        if not self._wait(self._control, operation, self._order.timeout_seconds):
             return PeerLost.__name__, f"the server ends, operation {operation.id} goes on"
         return operation.error, operation.reason

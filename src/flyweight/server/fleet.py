@@ -12,7 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Any
@@ -95,7 +95,6 @@ class Fleet:
         self._endings: Counter[tuple[str, str, str]] = Counter()
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._asking = threading.Lock()
-        self._held: dict[str, Operation] = {}
         self._is_over = threading.Event()
         self._watchers = [
             threading.Thread(target=self._watch, args=(control,), name="flyweight-fleet")
@@ -175,68 +174,44 @@ class Fleet:
         return [self._controls[name]]
 
     def carry_out(self, name: str | None, course: Course) -> list[Answer]:
-        """Ask for a course of orders and wait until it has ended; of all replicas for None.
+        """Ask for something and wait until it has ended; of all replicas for None.
 
-        If one of them is busy, nothing is asked of any, and this returns at once. Between two
-        orders of a course nobody else is let in.
+        If one of them is busy, nothing is asked of any, and this returns at once.
         """
         controls = self._chosen(name)
-        with ExitStack() as stack:
-            with self._asking:
-                busy = [each for each in map(self._busy, controls) if each is not None]
-                if busy:
-                    return busy
-                errands = [
-                    Errand(each, course(standing(each)), self._hold, self.wait) for each in controls
-                ]
-                for each in errands:
-                    stack.callback(self._let_go, each)
-                    each.ask()
-            if len(errands) == 1:
-                return [errands[0].follow()]
-            pool = stack.enter_context(ThreadPoolExecutor(len(errands), "flyweight-errand"))
-            return list(pool.map(Errand.follow, errands))
+        with self._asking:
+            busy = [each for each in map(self._busy, controls) if each is not None]
+            if busy:
+                return busy
+            errands = [Errand(each, course(standing(each)), self.wait) for each in controls]
+            for each in errands:
+                each.ask()
+        if len(errands) == 1:
+            return [errands[0].answer()]
+        with ThreadPoolExecutor(len(errands), "flyweight-errand") as pool:
+            return list(pool.map(Errand.answer, errands))
 
     def _busy(self, control: Control) -> Answer | None:
         """Return who is in the way, if anybody is."""
-        now = standing(control)
-        held = self._held.get(control.name)  # between two orders of a course nothing runs
-        number = None if held is None else held.id
-        reason = f"operation {number} is running; wait until it ends"
         try:
             control.check_idle()
-        except Busy as error:
-            number, reason = error.operation, str(error)
-        except FlyweightError:  # told by the replica's own answer, once it is asked
-            pass
-        if number is None:
             return None
+        except Busy as error:
+            busy = error
+        except FlyweightError:  # told by the replica's own answer, once it is asked
+            return None
+        now = standing(control)
         return Answer(
             replica=control.name,
             ending="busy",
-            operation=number,
-            signal=self._signal_of(control.name, number),
+            operation=busy.operation,
+            signal=busy.operation.partition("-")[0].upper(),  # an id is the signal and a number
             error=Busy.__name__,
-            reason=reason,
+            reason=str(busy),
             state=now.state,
             version=now.version,
             seconds=0.0,
         )
-
-    def _signal_of(self, name: str, number: str) -> str:
-        """Return what an operation is: one that runs, or whose time was over for a rank."""
-        with self._lock:
-            known = (*self._operations, self._seen[name].operation, self._held.get(name))
-        found = (each for each in known if each is not None and each.replica == name)
-        return next((each.signal for each in found if each.id == number), "")
-
-    def _hold(self, control: Control, operation: Operation) -> None:
-        self._held[control.name] = operation
-
-    def _let_go(self, errand: Errand) -> None:
-        if errand.is_begun:
-            with self._asking:
-                self._held.pop(errand.control.name, None)
 
     def wait(self, control: Control, operation: Operation, timeout_seconds: float) -> bool:
         """Wait until an operation has ended, the fleet is over, or time is; then look again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -110,19 +109,17 @@ def clear_load_weight(options: Options) -> Course:
 def update_model_weight(options: Options) -> Course:
     """Have weights and cache again and serve them, whatever was cleared before."""
 
-    def course(before: ReplicaStatus) -> Sequence[Order]:
+    def course(before: ReplicaStatus) -> Order:
         has_all = not any(rank.absent for rank in before.ranks)
-        return (
-            Order(
-                signal=Signal.UPDATE if has_all else Signal.RESTORE,
-                tags=() if has_all else tuple(Tag),
-                should_resume=True,
-                timeout_seconds=options.timeout,
-            ),
+        return Order(
+            signal=Signal.UPDATE if has_all else Signal.RESTORE,
+            tags=() if has_all else tuple(Tag),
+            should_resume=True,
+            timeout_seconds=options.timeout,
         )
 
     return course
 
 
-def _always(*orders: Order) -> Course:
-    return lambda before: orders
+def _always(order: Order) -> Course:
+    return lambda before: order
