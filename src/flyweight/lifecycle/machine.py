@@ -23,6 +23,7 @@ from flyweight.errors import (
     FlyweightError,
     LifecycleError,
     TransferTimeout,
+    VersionError,
 )
 from flyweight.lifecycle.ranks import Ranks, Verdict
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
@@ -30,7 +31,7 @@ from flyweight.lifecycle.steps import ROUND_SECONDS, Steps, Weights, named
 from flyweight.ports import Engine
 from flyweight.sync.report import UpdateReport, check_seconds
 
-_CATCH_UPS = 3
+_CATCH_UPS = 4
 _YIELD_SECONDS = 0.001
 _NEWER_SECONDS = 0.5
 """How long to ask for something newer than what is held, when the newest is asked for."""
@@ -392,7 +393,7 @@ class Machine(Steps):
                 self._call("drop_cache", self._engine.drop_cache)
                 self._signal(Signal.UPDATE)
 
-        for _ in range(_CATCH_UPS):
+        for attempt in range(_CATCH_UPS):
             verdict = self._ranks.agreed(
                 self._weights.version,
                 self._weights.session,
@@ -400,20 +401,23 @@ class Machine(Steps):
                 round_.deadline,
                 is_as_before=self._is_as_before and not round_.is_written,
             )
-            wanted = verdict.catch_up
-            if wanted is None or error is not None:
+            if verdict.catch_up is None or error is not None:
                 return verdict
-            if self._weights.version != wanted:
+            # First those behind take what the others have; if it is gone, all take what comes next.
+            wanted = verdict.catch_up if attempt == 0 else None
+            if wanted is None or self._weights.version != wanted:
                 try:
                     named("update", partial(self._catch_up, wanted, round_, before))
                 except FlyweightError as failure:
-                    error = failure
+                    is_gone = isinstance(failure, VersionError) and wanted is not None
+                    if not is_gone or self._weights.version is None:
+                        error = failure
                 if self.state is State.UPDATING and error is None:
                     self._signal(Signal.FILLED)
         return Verdict(text="the ranks were given different versions again and again")
 
     def _catch_up(
-        self, version: int, round_: _Round, before: Callable[[int], None]
+        self, version: int | None, round_: _Round, before: Callable[[int], None]
     ) -> UpdateReport:
         return self._weights.update(
             version,

@@ -82,8 +82,8 @@ class Ranks:
 
     def _met(self, timeout_seconds: float) -> Group:
         """Return the group, with so much time for each wait."""
-        if self._group is not None and self._group.is_broken:
-            self.close()  # what ended it is over: this decision is another
+        if self._group is not None and self._group.has_parted:
+            self.close()  # a rank heard no verdict some time ago: this decision is another
         if self._group is None:
             self._group = meet(self.seat, timeout_seconds=timeout_seconds)
         else:
@@ -94,7 +94,7 @@ class Ranks:
         """Part from the others, who hear of it when they wait for this rank. Safe to repeat."""
         if self._group is not None:
             group, self._group = self._group, None
-            group.close()
+            group.part()
 
 
 def _text(error: FlyweightError | None) -> str:

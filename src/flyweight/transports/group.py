@@ -81,9 +81,16 @@ class Group:
         self._timeout_seconds = timeout_seconds * (PATIENCE if self.is_coordinator else 1)
 
     @property
-    def is_broken(self) -> bool:
-        """True once a fault has ended it: nothing more can be said here."""
-        return self._is_failing
+    def has_parted(self) -> bool:
+        """True once another rank has left on purpose: it lives, and can be met again."""
+        return any(link.is_done for link in self._links.values())
+
+    def part(self) -> None:
+        """Leave on purpose: the others hear that this rank lives on."""
+        for link in self._links.values():
+            with suppress(OSError):
+                link.send(_DONE, 1.0)
+        self.close()
 
     @property
     def is_coordinator(self) -> bool:
@@ -319,11 +326,9 @@ class Group:
                     raise self._fault from error
             if error is not None and error is not self._fault:
                 self._tell_of(error)
-            elif error is None:
-                for link in self._links.values():
-                    with suppress(OSError):
-                        link.send(_DONE, 1.0)
         finally:
+            if error is None:
+                self.part()
             self.close()
 
     def _tell_of(self, error: BaseException) -> None:
