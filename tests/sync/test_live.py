@@ -667,7 +667,8 @@ def test_events_tell_of_each_round(address, threads):
             fw.Replica(weights(2), address, name="engine") as replica,
         ):
             updated(threads, publisher, replica, 1)
-        until(lambda: any(e.kind == "replica.lost" for e in seen))
+            replica.close()
+            until(lambda: any(e.kind == "replica.lost" for e in seen))
     kinds = [event.kind for event in seen]
     assert {"replica.joined", "publish.done", "update.done", "replica.lost"} <= set(kinds)
     done = next(event for event in seen if event.kind == "publish.done")
