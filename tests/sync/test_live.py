@@ -661,14 +661,14 @@ def test_closing_leaves_no_thread_file_segment_or_socket(tmp_path, threads, opti
 
 def test_events_tell_of_each_round(address, threads):
     seen = []
-    with listening(seen.append):
-        with (
-            fw.Publisher(weights(1), address) as publisher,
-            fw.Replica(weights(2), address, name="engine") as replica,
-        ):
-            updated(threads, publisher, replica, 1)
-            replica.close()
-            until(lambda: any(e.kind == "replica.lost" for e in seen))
+    with (
+        listening(seen.append),
+        fw.Publisher(weights(1), address) as publisher,
+        fw.Replica(weights(2), address, name="engine") as replica,
+    ):
+        updated(threads, publisher, replica, 1)
+        replica.close()
+        until(lambda: any(e.kind == "replica.lost" for e in seen))
     kinds = [event.kind for event in seen]
     assert {"replica.joined", "publish.done", "update.done", "replica.lost"} <= set(kinds)
     done = next(event for event in seen if event.kind == "publish.done")
