@@ -13,34 +13,12 @@ import time
 import pytest
 from click.testing import CliRunner
 
+from commands import COMMAND, Running
 from controlled import Engine, Site, Trainer
 from flyweight.cli import control, main
 from flyweight.cli.client import Client
 from flyweight.errors import TransferTimeout
 from live import until
-
-COMMAND = [sys.executable, "-m", "flyweight.cli"]
-
-
-class Running:
-    """A command that goes on; its lines as they come."""
-
-    def __init__(self, *words):
-        self.process = subprocess.Popen(
-            [*COMMAND, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def line(self):
-        line = self.process.stdout.readline()
-        assert line, self.process.stderr.read()
-        return line.rstrip("\n")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *raised):
-        self.process.kill()
-        self.process.communicate(timeout=20)
 
 
 @pytest.fixture(scope="module")

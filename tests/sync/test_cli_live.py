@@ -5,15 +5,13 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 import flyweight as fw
+from commands import COMMAND, Running
 from live import assign, holds, until, weights
-
-COMMAND = [sys.executable, "-m", "flyweight.cli"]
 
 
 @pytest.fixture
@@ -21,31 +19,6 @@ def run(tmp_path):
     for version in (3, 4):
         fw.save(weights(version), tmp_path / "run", version=version)
     return tmp_path / "run"
-
-
-class Running:
-    """A command that goes on; its lines as they come."""
-
-    def __init__(self, *words):
-        self.process = subprocess.Popen(
-            [*COMMAND, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def line(self):
-        line = self.process.stdout.readline()
-        assert line, self.process.stderr.read()
-        return line.rstrip("\n")
-
-    def stop(self, number=signal.SIGINT):
-        self.process.send_signal(number)
-        return self.process.communicate(timeout=20)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *raised):
-        self.process.kill()
-        self.process.communicate(timeout=20)
 
 
 @pytest.mark.parametrize("options", [(), ("--hold",), ("--version", 3)], ids=str)

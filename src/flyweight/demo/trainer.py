@@ -33,6 +33,7 @@ _JOIN_SECONDS = 60.0
 _ROUND_SECONDS = 5.0
 _REST_SECONDS = 0.05
 _KEPT = 3
+_STAY_SECONDS = 600.0
 
 
 class Trainer:
@@ -204,7 +205,7 @@ def run(trainer: Trainer, places: Places, is_over: threading.Event, snapshot_eve
             if trainer.step % snapshot_every == 0:
                 trainer.save()
         trainer.finish(publisher)
-        threading.Event().wait()  # the engines' publisher stays until all was compared
+        threading.Event().wait(_STAY_SECONDS)  # a publisher, until all was compared
 
 
 if __name__ == "__main__":
