@@ -235,7 +235,7 @@ class NearestWeights:
                 is_refused = missing is not None and isinstance(error, VersionError)
                 if begun or is_over() or is_refused:
                     raise  # a round that began and did not end well: whoever asked must know
-                failure, is_there = error, not _is_unreached(error)
+                failure, is_there = error, self._replica.is_connected
             held = self.version
             is_asked = version is not None or held is None
             if is_asked or (held is not None and not is_there and self._stored.newest > held):
@@ -296,9 +296,3 @@ class NearestWeights:
 
     def rouse(self) -> None:
         self._replica.rouse()
-
-
-def _is_unreached(error: FlyweightError) -> bool:
-    """True if nobody could be reached, rather than somebody who had nothing to give."""
-    # A replica's timeout has a cause if it never came to ask.
-    return isinstance(error, PeerLost) or isinstance(error.__cause__, PeerLost | TransferTimeout)

@@ -131,6 +131,12 @@ class Replica:
         return self._report
 
     @property
+    def is_connected(self) -> bool:
+        """True while a publisher is there with which all is agreed."""
+        link = self._link
+        return link is not None and not link.subscriber.is_lost
+
+    @property
     def session(self) -> str:
         """Which publisher the version that is held came from: a restarted one is another."""
         return self._session if self._version is not None else ""
