@@ -51,6 +51,14 @@ def test_a_warm_window_is_mapped_and_a_cold_one_is_read_past_the_cache(store, tm
         assert np.may_share_memory(window, staging)
 
 
+def test_asking_whether_a_window_is_cached_does_not_bring_it_in(store, tmp_path):
+    drop_cache(tmp_path / "file")
+    assert not any(store.is_cached("file", 0, len(DATA)) for _ in range(200))
+    assert not store.is_cached("file", len(DATA) - 1, 1)
+    store.read("file", 0, len(DATA))
+    assert store.is_cached("file", 0, len(DATA))
+
+
 def test_plain_reads_work_where_nothing_better_does(tmp_path):
     (tmp_path / "file").write_bytes(DATA.tobytes())
     drop_cache(tmp_path / "file")

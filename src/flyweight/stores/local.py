@@ -9,6 +9,7 @@ rewritten by us, and sizes are checked before each mapping.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -27,6 +28,7 @@ from flyweight.ports import WINDOW_SLACK
 
 PAGE = WINDOW_SLACK // 2
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
+_LIBC = ctypes.CDLL(None)
 
 
 def refused(cause: OSError, text: str) -> StoreError:
@@ -88,18 +90,32 @@ class _File:
 
     def is_cached(self, offset: int, nbytes: int) -> bool:
         """True if the window's first, middle and last byte can be had without the disk."""
-        if not self.may_map:
+        if not self.may_map or not nbytes:
             return False
+        places = (0, nbytes // 2, nbytes - 1)
         try:
-            return all(
-                os.preadv(self.fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1
-                for at in (offset, offset + nbytes // 2, offset + nbytes - 1)
+            # A read that may not wait starts the kernel's read-ahead where it finds nothing,
+            # so it is asked only where the page is said to be there. On a file that is not
+            # ours every page is said to be there: then the read alone tells.
+            return self._is_resident(offset, nbytes, places) and all(
+                os.preadv(self.fd, [bytearray(1)], offset + at, os.RWF_NOWAIT) == 1 for at in places
             )
         except BlockingIOError:
             return False
         except OSError:  # this file system cannot say: network mounts, FUSE
             self.may_map = False
             return False
+
+    def _is_resident(self, offset: int, nbytes: int, places: Sequence[int]) -> bool:
+        """True if these bytes of the window lie in the page cache, or the kernel does not tell."""
+        size, one, flags = mmap.PAGESIZE, ctypes.c_size_t(1), ctypes.c_ubyte(1)
+        with self.mapped(offset, nbytes) as mapping:
+            start = np.frombuffer(mapping, np.uint8).ctypes.data + len(mapping) - nbytes
+            for at in places:
+                page = ctypes.c_void_p((start + at) // size * size)
+                if not _LIBC.mincore(page, one, ctypes.byref(flags)) and not flags.value & 1:
+                    return False
+        return True
 
     def mapped(self, offset: int, nbytes: int) -> mmap.mmap:
         """Map the window; the mapping starts at the page below `offset`."""
