@@ -8,12 +8,15 @@ over words, so that any number of threads, or a GPU, add it up in any order:
     H     = fmix(fmix(nbytes) + sum over r of fmix(T(r)) * (splitmix(r) | 1))   mod 2**64
 
 A and B are odd, so a change of any one word always changes H: docs/format.md has the argument.
+Where no GPU takes part, T(r) may be the XXH3 of rows of 256 KiB instead, the last one as short
+as it is: the same sum, five times as fast on a CPU.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -22,9 +25,12 @@ from numpy.typing import NDArray
 from flyweight.memory import Bytes
 
 Words = NDArray[np.uint64]
+DigestKind = Literal["words", "xxh3"]
 
 ROW_WORDS = 1024
 ROW_BYTES = 8 * ROW_WORDS
+XXH3_ROW_BYTES = 256 << 10
+_ROW_BYTES: dict[DigestKind, int] = {"words": ROW_BYTES, "xxh3": XXH3_ROW_BYTES}
 _ROWS_AT_ONCE = 256  # each call of numpy hands the interpreter over: long ones let threads run
 _ROWS_IN_CACHE = 32
 _MASK = 2**64 - 1
@@ -90,8 +96,8 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _terms(rows: Words, data: Bytes) -> Words:
-    """Return what each whole row adds to its digest, by its number in its tensor."""
+def _word_sums(data: Bytes) -> Words:
+    """Return T of each of these whole rows."""
     words = data.view("<u8").reshape(-1, ROW_WORDS)
     sums = np.empty(len(words), np.uint64)
     # Little to do is done by one thread, best in steps that stay in its core's own cache.
@@ -104,31 +110,45 @@ def _terms(rows: Words, data: Bytes) -> Words:
         np.bitwise_xor(mixed, shifted, out=mixed)
         np.multiply(mixed, _B_ROWS[: len(some)], out=mixed)
         np.add.reduce(mixed, axis=1, out=sums[start : start + len(some)])
+    return sums
+
+
+def _xxh3_sums(data: Bytes) -> Words:
+    """Return T of each row, the last of which may be short."""
+    starts = range(0, len(data), XXH3_ROW_BYTES)
+    return np.array([checksum(data[at : at + XXH3_ROW_BYTES]) for at in starts], np.uint64)
+
+
+def _terms(rows: Words, sums: Words) -> Words:
+    """Return what rows add to their digest, by their numbers in their tensor."""
     terms: Words = fmix(sums) * (splitmix(rows) | np.uint64(1))
     return terms
 
 
-def _sum_of_rows(first_row: int, data: Bytes) -> int:
-    """Return the sum over whole rows, the first of which is row `first_row` of its tensor."""
-    rows = np.arange(first_row, first_row + len(data) // ROW_BYTES, dtype=np.uint64)
-    return int(np.add.reduce(_terms(rows, data)))
+def _sum_of_rows(kind: DigestKind, first_row: int, data: Bytes) -> int:
+    """Return the sum over rows, the first of which is row `first_row` of its tensor."""
+    sums = _word_sums(data) if kind == "words" else _xxh3_sums(data)
+    rows = np.arange(first_row, first_row + len(sums), dtype=np.uint64)
+    return int(np.add.reduce(_terms(rows, sums)))
 
 
 class Digest:
     """Adds up the digest of `nbytes` bytes that arrive in pieces, in any order, from any thread."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, kind: DigestKind = "words") -> None:
         self._nbytes, self._left, self._sum = nbytes, nbytes, 0
+        self._kind, self._row_bytes = kind, _ROW_BYTES[kind]
         self._edges: dict[int, tuple[Bytes, int]] = {}
         self._lock = threading.Lock()
 
     def add(self, offset: int, data: Bytes) -> None:
         """Count the bytes that stand at `offset`; each byte must be added exactly once."""
-        head = min(-offset % ROW_BYTES, len(data))
-        body = (len(data) - head) // ROW_BYTES * ROW_BYTES
+        size = self._row_bytes
+        head = min(-offset % size, len(data))
+        body = (len(data) - head) // size * size
         total = 0
         if body:
-            total = _sum_of_rows((offset + head) // ROW_BYTES, data[head : head + body])
+            total = _sum_of_rows(self._kind, (offset + head) // size, data[head : head + body])
         with self._lock:
             self._sum += total
             self._left -= len(data)
@@ -139,12 +159,18 @@ class Digest:
         """Keep a piece of a row until the rest of the row is there."""
         if not len(data):
             return
-        row, start = divmod(offset, ROW_BYTES)
-        edge, held = self._edges.pop(row, (np.zeros(ROW_BYTES, np.uint8), 0))
+        row, start = divmod(offset, self._row_bytes)
+        whole = min(self._row_bytes, self._nbytes - row * self._row_bytes)
+        if len(data) == whole and self._kind == "xxh3":  # a short last row, in one piece
+            self._sum += _sum_of_rows(self._kind, row, data)
+            return
+        edge, held = self._edges.pop(row, (np.zeros(self._row_bytes, np.uint8), 0))
         edge[start : start + len(data)] = data
         held += len(data)
-        if held == min(ROW_BYTES, self._nbytes - row * ROW_BYTES):
-            self._sum += _sum_of_rows(row, edge)
+        if held == whole:
+            self._sum += _sum_of_rows(
+                self._kind, row, edge if self._kind == "words" else edge[:whole]
+            )
         else:
             self._edges[row] = edge, held
 
@@ -163,8 +189,10 @@ SMALL_BYTES = 16 * ROW_BYTES
 _ROWS_TOGETHER = _ROWS_AT_ONCE
 
 
-def small_digests(tensors: Sequence[Bytes]) -> list[int]:
+def small_digests(tensors: Sequence[Bytes], kind: DigestKind = "words") -> list[int]:
     """Return the digest of each of many small tensors."""
+    if kind == "xxh3":
+        return _short_rows(tensors)
     found: list[int] = []
     batch: list[Bytes] = []
     num_rows = 0
@@ -175,6 +203,15 @@ def small_digests(tensors: Sequence[Bytes]) -> list[int]:
         batch.append(data)
         num_rows += _num_rows(data)
     return found + _together(batch, num_rows)
+
+
+def _short_rows(tensors: Sequence[Bytes]) -> list[int]:
+    """Return the digests of tensors that are at most one row of XXH3 each."""
+    sizes = np.array([len(data) for data in tensors], np.uint64)
+    sums = np.array([checksum(data) for data in tensors], np.uint64)
+    terms = np.where(sizes == 0, np.uint64(0), _terms(np.zeros(len(sums), np.uint64), sums))
+    found: list[int] = fmix(fmix(sizes) + terms).tolist()
+    return found
 
 
 def _num_rows(data: Bytes) -> int:
@@ -191,15 +228,15 @@ def _together(batch: Sequence[Bytes], num_rows: int) -> list[int]:
         padded[at * ROW_BYTES : at * ROW_BYTES + len(data)] = data
         rows[at : at + _num_rows(data)] = _ROW_NUMBERS[: _num_rows(data)]
         at += _num_rows(data)
-    sums = np.add.reduceat(_terms(rows, padded), starts)
+    sums = np.add.reduceat(_terms(rows, _word_sums(padded)), starts)
     return [
         _ended(len(data), int(total) if len(data) else 0)
         for data, total in zip(batch, sums, strict=True)
     ]
 
 
-def digest(data: Bytes) -> int:
+def digest(data: Bytes, kind: DigestKind = "words") -> int:
     """Return the digest of a whole tensor's bytes."""
-    running = Digest(len(data))
+    running = Digest(len(data), kind)
     running.add(0, data)
     return running.value()

@@ -17,6 +17,7 @@ import zmq
 import flyweight as fw
 from conftest import in_own_mounts
 from flyweight.errors import (
+    DigestMismatch,
     HandleGone,
     PeerLost,
     PeerRefused,
@@ -397,7 +398,8 @@ def test_another_protocol_is_refused_with_both_numbers(address):
         peer.send(bytes(frame))
         answer = peer.hear()
         assert answer.kind == "PeerRefused"
-        assert answer.text.startswith("the other side speaks protocol 77, this one 1; install the")
+        ours = f"this one {messages.PROTOCOL}; install the"
+        assert answer.text.startswith(f"the other side speaks protocol 77, {ours}")
 
 
 def welcomed(peer):
@@ -483,6 +485,16 @@ LIES = {
     "version": lambda b: {"version": -1},
     "digests": lambda b: {"digests": (1,) * len(b.digests)},
 }
+
+
+def test_sides_that_digest_in_two_ways_do_not_agree(address):
+    engine = weights(50)
+    with Child(publisher_that_lies, address, lambda b: {"digest_kind": "words"}) as child:
+        with fw.Replica(engine, address) as replica:
+            with pytest.raises(DigestMismatch):
+                replica.update(timeout_seconds=10)
+            assert replica.state == "failed"
+        child.result()
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from flyweight import errors
+from flyweight.digest import DigestKind
 from flyweight.errors import FlyweightError, PeerFailed, PeerRefused, SpecError, TransportError
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
@@ -19,7 +20,7 @@ from flyweight.spec.manifest import MAX_DIMS, MAX_NAME_CHARS, Leaf, TensorSpec
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 256 << 20
 _MARK = b"fw"
 
@@ -184,6 +185,8 @@ class Begin(_Message, frozen=True):
     origin: str
     strategy: str
     should_verify: bool
+    digest_kind: DigestKind
+    """How both sides make digests: by XXH3 where all memory is the host's."""
     digests: tuple[int, ...] | None
     """Where they are known already and nothing is to come, the replica can end by itself."""
     lists: int

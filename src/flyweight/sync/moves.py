@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from time import monotonic, perf_counter
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from flyweight import cuda
 from flyweight.adapters.cuda_digest import DeviceDigests
 from flyweight.adapters.torch_module import copy_strided
-from flyweight.digest import SMALL_BYTES, Digest, small_digests
+from flyweight.digest import SMALL_BYTES, Digest, DigestKind, small_digests
 from flyweight.errors import TransferTimeout
 from flyweight.memory import Buffer, Bytes, Items
 from flyweight.spec.box import blocks, strides_of
@@ -57,6 +57,9 @@ def _chunks(region: int, offset: int, sink: Buffer, source: Buffer | None) -> li
     width, shape = sink.item_bytes, sink.shape
     if not sink.nbytes:
         return []
+    flat, flat_source = sink.flat(), None if source is None else source.flat()
+    if flat is not None and (source is None or flat_source is not None):
+        return _flat_chunks(region, offset, flat, flat_source)
     strides = [width * each for each in strides_of(shape)]
     found = []
     for box in blocks(shape, max(_CHUNK_BYTES // width, 1)):
@@ -70,6 +73,16 @@ def _chunks(region: int, offset: int, sink: Buffer, source: Buffer | None) -> li
             )
         )
     return found
+
+
+def _flat_chunks(region: int, offset: int, sink: Bytes, source: Bytes | None) -> list[_Chunk]:
+    """Cut bytes where the rows of digests end, so that no row has to be put together again."""
+    first = _CHUNK_BYTES - offset % _CHUNK_BYTES
+    cuts = [0, *range(first, len(sink), _CHUNK_BYTES), len(sink)]
+    return [
+        _Chunk(sink[a:b], None if source is None else source[a:b], region, offset + a)
+        for a, b in pairwise(cuts)
+    ]
 
 
 def _bytes(items: Items) -> Bytes:
@@ -281,10 +294,11 @@ class Regions:
         for _, on_device in self._on_devices:
             on_device.start()
 
-    def digests(self, deadline: float) -> list[int]:
-        """Return the digest of each region's bytes in row-major order."""
+    def digests(self, kind: DigestKind, deadline: float) -> list[int]:
+        """Return the digest of each region's bytes in row-major order; of devices only words."""
+        assert kind == "words" or not self._on_devices
         found = [0] * len(self._nbytes)
-        running = {n: Digest(self._nbytes[n]) for n in self._on_host}
+        running = {n: Digest(self._nbytes[n], kind) for n in self._on_host}
         if self._chunks:
             _on_all(
                 self._chunks,
@@ -293,7 +307,7 @@ class Regions:
             )
         for number, each in running.items():
             found[number] = each.value()
-        for number, value in self._small.digests():
+        for number, value in self._small.digests(kind):
             found[number] = value
         for numbers, on_device in self._on_devices:
             values = on_device.values(max(deadline - monotonic(), 0.001))
@@ -314,5 +328,5 @@ class SmallRegions:
         self._numbers = list(buffers)
         self._items = [buffer.items() for buffer in buffers.values()]
 
-    def digests(self) -> Iterator[tuple[int, int]]:
-        return zip(self._numbers, small_digests(list(map(_bytes, self._items))), strict=True)
+    def digests(self, kind: DigestKind) -> Iterator[tuple[int, int]]:
+        return zip(self._numbers, small_digests(list(map(_bytes, self._items)), kind), strict=True)

@@ -449,7 +449,12 @@ class Publisher:
         all_lanes = [self._lanes(edition, peer) for peer in peers]
         ring.lay_out(edition.stock, homes_of(all_lanes))
         if edition.digests is not None and self._options.should_verify:
-            regions = dict.fromkeys(r for p in peers if p.agreement for r in p.agreement.regions)
+            regions = dict.fromkeys(
+                region
+                for peer in peers
+                if peer.agreement
+                for region in peer.agreement.regions[peer.agreement.digest_kind(edition.stock)]
+            )
             new = [region for region in regions if region not in edition.digests]
             started = perf_counter()
             edition.digests.update(edition.stock.digests(new, monotonic() + timeout))
@@ -501,9 +506,10 @@ class Publisher:
         if not is_told:
             peer.sent = lists
             peer.lists += 1
-        digests = None
+        kind = agreement.digest_kind(edition.stock)
+        regions, digests = agreement.regions[kind], None
         if edition.digests is not None and self._options.should_verify:
-            digests = tuple(edition.digests[region] for region in agreement.regions)
+            digests = tuple(edition.digests[region] for region in regions)
         places = None
         if not is_told:
             places = edition.offers.places([n for n, lane in lanes.items() if lane == MAPPED])
@@ -515,6 +521,7 @@ class Publisher:
             origin=edition.origin,
             strategy=told(lanes),
             should_verify=self._options.should_verify,
+            digest_kind=kind,
             digests=digests,
             lists=peer.lists,
             places=places,
@@ -528,7 +535,7 @@ class Publisher:
             peer.name,
             peer.hello.pid,
             agreement.copies,
-            agreement.regions,
+            regions,
             needed,
             agreement.nbytes,
             begin,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
 
+from flyweight.digest import DigestKind
 from flyweight.errors import (
     FlyweightError,
     PeerFailed,
@@ -23,7 +24,7 @@ from flyweight.errors import (
 )
 from flyweight.events import emit
 from flyweight.sync.address import Claim
-from flyweight.sync.lanes import Offers
+from flyweight.sync.lanes import HOST, Offers
 from flyweight.sync.messages import (
     Agreed,
     Ask,
@@ -71,9 +72,21 @@ class Agreement:
     def places(self) -> set[str]:
         return {sink.place for sink in self.sinks}
 
+    def digest_kind(self, stock: Stock) -> DigestKind:
+        """Return how both sides digest: as a GPU can, unless neither has anything on one.
+
+        Of files the digests for GPUs are known without reading them.
+        """
+        return "xxh3" if stock.is_on_host and self.places <= {HOST} else "words"
+
     @cached_property
-    def regions(self) -> tuple[Region, ...]:
-        return tuple((copy.source, copy.source_offset, copy.shape) for copy in self.copies)
+    def regions(self) -> dict[DigestKind, tuple[Region, ...]]:
+        """What each copy reads, for each way to digest it."""
+        kinds: tuple[DigestKind, ...] = ("words", "xxh3")
+        return {
+            kind: tuple(Region(c.source, c.source_offset, c.shape, kind) for c in self.copies)
+            for kind in kinds
+        }
 
 
 @dataclass(eq=False)

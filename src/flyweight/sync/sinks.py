@@ -15,7 +15,7 @@ from flyweight import cuda
 from flyweight.adapters.identity import Identity
 from flyweight.adapters.loader import Loader
 from flyweight.adapters.model import Model, ModelBlock, adapt
-from flyweight.digest import Digest
+from flyweight.digest import Digest, DigestKind
 from flyweight.errors import PlanError, SpecError, TransportError, listed
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
@@ -169,8 +169,10 @@ class MemorySink:
 
     def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken:
         self._prepare(intake)
+        kind = _checked_kind(self, begin)
         digests = [
-            Digest(nbytes) if nbytes and begin.should_verify else None for nbytes in self._added
+            Digest(nbytes, kind) if nbytes and begin.should_verify else None
+            for nbytes in self._added
         ]
         started, spent = perf_counter(), 0.0
         feed.touch()
@@ -193,10 +195,10 @@ class MemorySink:
         if self._devices:
             feed.copied()
         found = [0 if each is None else each.value() for each in digests]
-        for number, value in self._small.digests():
+        for number, value in self._small.digests(kind):
             found[number] = value
         if regions is not None:
-            values = regions.digests(feed.deadline)
+            values = regions.digests(kind, feed.deadline)
             for number, value in zip(self._on_devices, values, strict=True):
                 found[number] = value
         verified = perf_counter() - copied + spent
@@ -300,6 +302,15 @@ class MemorySink:
         self._copiers.close()
 
 
+def _checked_kind(taker: Taker, begin: Begin) -> DigestKind:
+    """Return how to digest; raise for a way that a device has not."""
+    if taker.has_devices and begin.digest_kind != "words":
+        raise TransportError(
+            f"the publisher wants {begin.digest_kind} digests of a device's memory"
+        )
+    return begin.digest_kind
+
+
 def _seen(devices: Sequence[int]) -> tuple[str, ...]:
     """Return the GPUs that this process sees, if it has anything on one."""
     return tuple(map(cuda.uuid, range(cuda.num_devices()))) if devices else ()
@@ -395,6 +406,7 @@ class _Loading:
 
     def __init__(self, sink: LoaderSink, intake: Intake, begin: Begin, feed: Feed) -> None:
         self._sink, self._intake, self._begin, self._feed = sink, intake, begin, feed
+        self._kind = _checked_kind(sink, begin)
         self.digests = [0] * len(intake.copies)
         self.verify_seconds = 0.0
         self.left = list(sink.names)
@@ -458,6 +470,7 @@ class _Loading:
         copies = [self._intake.copies[n] for n in numbers]
         buffer = self._buffer(sink)
         regions = Regions([buffer.block(Box(c.sink_offset, c.shape)) for c in copies])
-        for number, value in zip(numbers, regions.digests(self._feed.deadline), strict=True):
+        found = regions.digests(self._kind, self._feed.deadline)
+        for number, value in zip(numbers, found, strict=True):
             self.digests[number] = value
         self.verify_seconds += perf_counter() - started

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from time import monotonic
+from typing import NamedTuple
 
 from flyweight.adapters.model import Model
-from flyweight.digest import Digest
+from flyweight.digest import Digest, DigestKind
 from flyweight.errors import PlanError, TransferTimeout, listed
 from flyweight.formats.stored import Stored
 from flyweight.memory import Buffer
@@ -33,8 +34,14 @@ from flyweight.verbs.load import same_bytes, whole_digest
 ALIGN_BYTES = 512
 _READ_BYTES = 4 << 20
 
-Region = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A block's number, and items of it: the offset and shape that a copy reads."""
+
+class Region(NamedTuple):
+    """Items of a block that a copy reads, and how they are digested."""
+
+    block: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    kind: DigestKind
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,7 @@ class Stock:
         for number, block in enumerate(blocks):
             self.by_name.setdefault(block.name, []).append(number)
         self._digesting = threading.Lock()
-        self._shown: tuple[Region, ...] = ()
-        self._regions = Regions(())
+        self._prepared: dict[DigestKind, tuple[list[Region], Regions]] = {}
 
     @classmethod
     def of(cls, source: Source, copiers: Copiers) -> Stock:
@@ -112,6 +118,11 @@ class Stock:
         return sorted(
             {b.buffer.device for b in self.blocks if b.buffer and b.buffer.device is not None}
         )
+
+    @cached_property
+    def is_on_host(self) -> bool:
+        """True if all of it lies in memory of the host."""
+        return all(b.buffer is not None and b.buffer.device is None for b in self.blocks)
 
     def is_like(self, other: Stock) -> bool:
         """True if what was agreed for one holds for the other."""
@@ -192,32 +203,37 @@ class Stock:
 
     def digests(self, regions: Sequence[Region], deadline: float) -> dict[Region, int]:
         """Return the digest of what each copy reads."""
-        shown = tuple(each for each in regions if self.blocks[each[0]].buffer is not None)
+        shown: dict[DigestKind, list[Region]] = {}
+        for each in regions:
+            if self.blocks[each.block].buffer is not None:
+                shown.setdefault(each.kind, []).append(each)
+        found: dict[Region, int] = {}
         with self._digesting:  # what is prepared for a device is for one at a time
-            if shown != self._shown:
-                self._shown, self._regions = shown, Regions([self._buffer(r) for r in shown])
-            found = dict(zip(shown, self._regions.digests(deadline), strict=True))
+            for kind, some in shown.items():
+                if kind not in self._prepared or self._prepared[kind][0] != some:
+                    self._prepared[kind] = some, Regions([self._buffer(each) for each in some])
+                values = self._prepared[kind][1].digests(kind, deadline)
+                found.update(zip(some, values, strict=True))
         for each in regions:
             if each not in found:
                 found[each] = self._read_digest(each, deadline)
         return found
 
     def _buffer(self, region: Region) -> Buffer:
-        number, offset, shape = region
-        buffer = self.blocks[number].buffer
+        buffer = self.blocks[region.block].buffer
         assert buffer is not None
-        return buffer.block(Box(offset, shape))
+        return buffer.block(Box(region.offset, region.shape))
 
     def _read_digest(self, region: Region, deadline: float) -> int:
-        number, offset, shape = region
-        block = self.blocks[number]
-        corner = Box(offset, shape).moved(block.items.offset)
+        block = self.blocks[region.block]
+        corner = Box(region.offset, region.shape).moved(block.items.offset)
         whole = block.spec.elements(corner)
-        if isinstance(self.source, Stored) and whole.shape == block.spec.shape:
+        is_whole = whole.shape == block.spec.shape and region.kind == "words"
+        if is_whole and isinstance(self.source, Stored):
             known = whole_digest(self.source, block.name)
             if known is not None:
                 return known
-        running, at = Digest(block.spec.box_bytes(whole)), 0
+        running, at = Digest(block.spec.box_bytes(whole), region.kind), 0
         for items in block.spec.chunks(whole, _READ_BYTES):
             if monotonic() > deadline:
                 raise TransferTimeout(f"{block.name!r} was not read in time")
