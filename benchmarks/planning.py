@@ -22,7 +22,7 @@ from measure import record
 from flyweight.plan.reshard import reshard
 from flyweight.spec.dtype import DTYPES
 from flyweight.spec.manifest import TensorSpec
-from flyweight.spec.rules import ModelLayout
+from flyweight.spec.model_layout import ModelLayout
 
 HIDDEN, DENSE, EXPERT, HEADS, LAYERS, EXPERTS = 7168, 18432, 2048, 64, 61, 384
 MESHES = {8: ({"pp": 1, "dp": 8}, {"dp": 1, "tp": 4}), 64: ({"pp": 2, "dp": 32}, {"dp": 4, "tp": 8}),

@@ -16,7 +16,8 @@ from flyweight.formats.paddle_dist import open_paddle
 from flyweight.formats.pdparams import open_pdparams
 from flyweight.formats.safetensors import open_files
 from flyweight.formats.snapshot import decode_envelope
-from flyweight.formats.torch_dcp import open_dcp, open_safetensors_shards
+from flyweight.formats.torch_dcp import open_dcp
+from flyweight.formats.torch_dcp_safetensors import open_safetensors_shards
 from flyweight.ports import Store
 from flyweight.spec.manifest_json import decode_manifest
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flyweight.lifecycle.engine import ModelEngine as ModelEngine
     from flyweight.lifecycle.worker import Worker as Worker
     from flyweight.spec.box import Box as Box
-    from flyweight.spec.rules import ModelLayout as ModelLayout
+    from flyweight.spec.model_layout import ModelLayout as ModelLayout
     from flyweight.sync.publisher import Publisher as Publisher
     from flyweight.sync.replica import Replica as Replica
     from flyweight.verbs.compare import diff as diff
@@ -33,7 +33,7 @@ _PUBLIC = {
     "Box": ("flyweight.spec.box", "Box"),
     "FlyweightError": ("flyweight.errors", "FlyweightError"),
     "ModelEngine": ("flyweight.lifecycle.engine", "ModelEngine"),
-    "ModelLayout": ("flyweight.spec.rules", "ModelLayout"),
+    "ModelLayout": ("flyweight.spec.model_layout", "ModelLayout"),
     "Publisher": ("flyweight.sync.publisher", "Publisher"),
     "Replica": ("flyweight.sync.replica", "Replica"),
     "Sharded": ("flyweight.adapters.sharded", "Sharded"),

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import flyweight as fw
-from flyweight.adapters.model import adapt
+from flyweight.adapters.adapt import adapt
 from flyweight.errors import PlanError, SpecError
 from flyweight.spec.dtype import BY_TORCH
 

@@ -8,13 +8,13 @@ import pytest
 
 import flyweight as fw
 from conftest import odd_arrays, same, zeros_like
-from flyweight.adapters.model import adapt
+from flyweight.adapters.adapt import adapt
 from flyweight.errors import FlyweightError
 from flyweight.formats.huggingface import huggingface_format
 from flyweight.formats.legacy import legacy_format
 from flyweight.formats.paddle_dist import PADDLE_FORMAT
 from flyweight.formats.snapshot import snapshot_format
-from flyweight.formats.torch_dcp import DCP_FORMAT
+from flyweight.formats.torch_dcp_writer import DCP_FORMAT
 from flyweight.formats.writer import seal, write
 from flyweight.stores.draft import LocalDraft
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flyweight as fw
-from flyweight.adapters.model import adapt
+from flyweight.adapters.adapt import adapt
 from flyweight.spec.box import Box
 
 SHAPE = (6, 4, 5)

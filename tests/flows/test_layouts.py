@@ -12,7 +12,7 @@ from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, SpecError
 from ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "spec"))
-from test_rules import LAYOUTS, MODEL, SPECS, rank_tensors
+from test_model_layout import LAYOUTS, MODEL, SPECS, rank_tensors
 
 
 @pytest.fixture(scope="module")

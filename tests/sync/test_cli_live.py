@@ -73,6 +73,31 @@ def test_publish_says_what_is_wrong_by_exit_code(run, address, tmp_path):
         assert done.returncode == code, (words, done.stderr)
 
 
+def test_publish_and_watch_take_a_token_from_a_private_file(run, address, tmp_path):
+    secret = tmp_path / "secret" / "token"
+    with Running("publish", run, "--on", address, "--token-file", secret) as served:
+        served.line()
+        assert secret.stat().st_mode & 0o777 == 0o600
+        seen = subprocess.run(
+            [*COMMAND, "watch", address, "--once", "--json", "--token-file", secret],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert json.loads(seen.stdout)["version"] == 4, seen.stderr
+        other = tmp_path / "other"
+        other.write_text("wrong")
+        other.chmod(0o600)
+        loose = tmp_path / "loose"
+        loose.write_text(secret.read_text())
+        loose.chmod(0o644)
+        for path in (other, loose, tmp_path / "none"):
+            words = ["watch", address, "--once", "--timeout", "1", "--token-file", path]
+            done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 7, done.stderr
+            assert "token" in done.stderr
+        with fw.Replica(weights(50), address, token=secret.read_text()) as replica:
+            assert replica.update(timeout_seconds=10).version == 4
+
+
 def test_watch_tells_of_versions_and_replicas_as_they_happen(address):
     model, engine = weights(1), weights(50)
     with fw.Publisher(model, address) as publisher:

@@ -10,8 +10,8 @@ import pytest
 import flyweight as fw
 from flyweight.errors import PeerLost, PlanError, SpecError, TransferTimeout, TransportError
 from flyweight.events import listening
+from flyweight.sync.conduct import Conductor
 from flyweight.sync.lanes import Ring
-from flyweight.sync.publisher import Publisher
 from flyweight.sync.roll import Roll
 from flyweight.sync.rounds import Round
 from live import Child, assign, holds, resources, settled, until, weights
@@ -75,10 +75,10 @@ def test_what_is_held_is_never_served_under_the_number_of_what_was_there_before(
         publisher.publish(1)
         with fw.Replica(engine, address) as replica:
             delayed(
-                monkeypatch, Publisher, "_round_of", 1.0, lambda self, edition, *rest: edition.version == 1
+                monkeypatch, Conductor, "round_of", 1.0, lambda self, edition, *rest: edition.version == 1
             )  # fmt: skip
             future = threads.submit(replica.update, timeout_seconds=10)
-            until(lambda: publisher._late)
+            until(lambda: publisher._late.num_rounds)
             assign(model, 2)
             publisher.publish(2, timeout_seconds=0.5)
             assert future.result(10).version == 2

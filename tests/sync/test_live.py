@@ -475,7 +475,7 @@ def test_a_store_gives_late_replicas_its_newest_snapshot(address, tmp_path, thre
         assert holds(engine, 8)
         future = threads.submit(replica.update, 10, timeout_seconds=10)
         asking(publisher)
-        until(lambda: not publisher._late)
+        until(lambda: not publisher._late.num_rounds)
         assign(model, 10)
         publisher.publish(10)
         assert future.result(10).version == 10

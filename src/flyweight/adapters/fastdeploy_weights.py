@@ -28,7 +28,7 @@ from flyweight.formats.snapshot import check_version
 from flyweight.formats.stored import Stored
 from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.steps import Weights
-from flyweight.spec.rules import ModelLayout
+from flyweight.spec.model_layout import ModelLayout
 from flyweight.sync.replica import Replica
 from flyweight.sync.report import UpdateReport, check_seconds
 from flyweight.verbs.find import PathLike, open_source

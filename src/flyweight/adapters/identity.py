@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyweight.adapters import paddle_layer, sharded, torch_module
-from flyweight.adapters.model import MAX_NESTING, is_model
+from flyweight.adapters.tree import MAX_NESTING, is_model
 from flyweight.errors import SpecError
 
 _PARTS: tuple[Callable[[object], Sequence[Mapping[str, object]] | None], ...] = (

@@ -1,31 +1,22 @@
-"""A model in memory, whatever it is made of: modules, layers, dicts and lists of tensors.
+"""A model in memory, as a source and as a sink: per full name, where the elements lie.
 
-`adapt` walks it once and keeps, per full name, where the elements lie. The model's own
-tensors are never replaced, so optimizers and engines that hold them keep holding them.
-Two names for the same elements are one tensor and a tie; a partial overlap can be saved,
-and is refused as a target.
+The model's own tensors are never replaced, so optimizers and engines that hold them keep
+holding them. Two names for the same elements are one tensor and a tie; a partial overlap
+can be saved, and is refused as a target. `adapt.py` makes a `Model` of what a user has.
 """
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    MutableSequence,
-    Sequence,
-)
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from flyweight.adapters import numpy_dict, paddle_layer, sharded, torch_module
-from flyweight.adapters.sharded import Cut
-from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, SpecError, listed
+from flyweight.adapters import torch_module
+from flyweight.adapters.tree import Slot
+from flyweight.errors import PlanError, SpecError, listed
 from flyweight.memory import (
     STAGING,
     Buffer,
@@ -38,12 +29,8 @@ from flyweight.memory import (
     first_overlap,
     item_dtype,
 )
-from flyweight.spec.box import Box, first_meeting
-from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, Manifest, TensorSpec, check_leaf
-from flyweight.spec.rules import Local
-
-MAX_NESTING = 64
-_PLAIN = (bool, int, float, str, type(None))
+from flyweight.spec.box import Box
+from flyweight.spec.manifest import Manifest, TensorSpec
 
 
 class Tensor(Protocol):
@@ -79,45 +66,6 @@ class Tensor(Protocol):
     @property
     def versioned(self) -> object:
         """What torch must be told of when elements change behind its back; None for others."""
-
-
-@dataclass(frozen=True)
-class _Hook:
-    """Where something hangs: in a container, which hangs somewhere itself unless it is the root."""
-
-    container: Any
-    key: Any
-    above: _Hook | None
-
-    @property
-    def is_settable(self) -> bool:
-        """True for dicts and lists, and for tuples in them: those are replaced as a whole."""
-        if isinstance(self.container, (MutableMapping, MutableSequence)):
-            return True
-        return type(self.container) is tuple and self.above is not None and self.above.is_settable
-
-    def set(self, value: object) -> None:
-        if not isinstance(self.container, tuple):
-            self.container[self.key] = value
-            return
-        assert self.above is not None
-        current = self.above.current()
-        self.above.set((*current[: self.key], value, *current[self.key + 1 :]))
-
-    def current(self) -> Any:
-        """Return what hangs here by now: a tuple that was there may have been replaced."""
-        if not isinstance(self.container, tuple):
-            return self.container[self.key]
-        assert self.above is not None
-        return self.above.current()[self.key]
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """A leaf that is no tensor, and where it hangs, to be set again."""
-
-    hook: _Hook
-    value: Leaf
 
 
 @dataclass(frozen=True)
@@ -188,7 +136,7 @@ class Model:
         self,
         tensors: Mapping[str, Tensor],
         blocks: Mapping[str, Sequence[ModelBlock]],
-        slots: Mapping[str, _Slot],
+        slots: Mapping[str, Slot],
     ) -> None:
         self._tensors = tensors
         first: dict[object, str] = {}
@@ -301,163 +249,3 @@ class Model:
         for name, slot in self._slots.items():
             if name in manifest.values:
                 slot.hook.set(manifest.values[name])
-
-
-_STATES: tuple[Callable[[object], Mapping[str, object] | None], ...] = (
-    torch_module.state_of,
-    paddle_layer.state_of,
-)
-_TENSORS: tuple[Callable[[object], Tensor | None], ...] = (
-    torch_module.tensor_of,
-    paddle_layer.tensor_of,
-    numpy_dict.tensor_of,
-)
-_CUTS: tuple[Callable[[object], Cut | None], ...] = (
-    sharded.cut_of,
-    torch_module.cut_of,
-    paddle_layer.cut_of,
-)
-
-
-def adapt(
-    thing: object,
-    layout: Callable[[], Mapping[str, Local]] | None = None,
-    *,
-    may_be_empty: bool = False,
-) -> Model:
-    """Return the model that `thing` is: a torch module, a Paddle layer, nested dicts of tensors.
-
-    Tensors that carry their layout are told as boxes of the whole; so are all, by `layout`, which
-    is asked what the tensors of this rank hold. One of several ranks may have no tensor at all.
-    """
-    tensors: dict[str, Tensor] = {}
-    cuts: dict[str, Cut] = {}
-    slots: dict[str, _Slot] = {}
-    for name, leaf, hook in _walk("", thing, None):
-        if leaf is thing:
-            raise SpecError(f"{type(thing).__name__} is no model: not a module, a layer or a dict")
-        if name in tensors or name in slots:
-            raise SpecError(f"two leaves are called {name!r}; join of nested names must be unique")
-        if not name or not name.isprintable() or len(name) > MAX_NAME_CHARS:
-            raise SpecError(
-                f"a leaf is called {name[:80]!r} ({len(name)} characters); names are printable and "
-                f"not empty, of at most {MAX_NAME_CHARS} characters"
-            )
-        try:
-            cut = next((found for of in _CUTS if (found := of(leaf)) is not None), None)
-            if cut is not None and not cut.blocks:
-                continue
-            local = leaf if cut is None else cut.local
-            tensor = next((each for of in _TENSORS if (each := of(local)) is not None), None)
-        except SpecError as error:
-            error.note(f"tensor {name!r}")
-            raise
-        if tensor is not None:
-            tensors[name] = tensor
-            if cut is not None:
-                cuts[name] = cut
-        else:
-            assert hook is not None
-            slots[name] = _Slot(hook, _plain(name, leaf))
-    if not tensors and not may_be_empty:
-        raise SpecError(f"{type(thing).__name__} holds no tensors ({len(slots)} other leaves)")
-    if layout is None:
-        blocks = {name: _blocks(name, tensor, cuts.get(name)) for name, tensor in tensors.items()}
-    elif cuts:
-        raise SpecError(
-            f"a layout is given, and {len(cuts)} tensors carry their own: {listed(cuts)}"
-        )
-    else:
-        blocks = _laid_out(tensors, layout())
-    return Model(tensors, blocks, slots)
-
-
-def is_model(thing: object) -> bool:
-    """True for modules, layers and containers of tensors, False for anything else."""
-    return isinstance(thing, (Mapping, list, tuple)) or any(
-        is_one(thing) for is_one in (torch_module.is_module, paddle_layer.is_layer)
-    )
-
-
-def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
-    spec = tensor.spec
-    if cut is not None and spec.dtype.bits < 8:
-        raise SpecError(f"{name!r} is a shard of packed {spec.dtype}; view it as uint8")
-    if cut is None:
-        whole = Box.whole(spec.shape)
-        return [ModelBlock(spec, whole, tensor, whole)]
-    try:
-        whole_spec = TensorSpec(spec.dtype, cut.shape)
-        blocks = [ModelBlock(whole_spec, box, tensor, place) for box, place in cut.blocks]
-        for block in blocks:
-            whole_spec.stored(block.box)
-    except SpecError as error:
-        error.note(f"tensor {name!r}")
-        raise
-    places = [block.place for block in blocks]
-    is_tiled = sum(place.num_elements for place in places) == prod(spec.shape) and all(
-        len(place.shape) == len(spec.shape) and Box.whole(spec.shape).contains(place)
-        for place in places
-        if place.num_elements
-    )
-    if not is_tiled or first_meeting(places):
-        raise SpecError(f"{name!r} is {spec.shape} here, its layout speaks of {cut.blocks}")
-    return blocks
-
-
-def _laid_out(
-    tensors: Mapping[str, Tensor], held: Mapping[str, Local]
-) -> dict[str, list[ModelBlock]]:
-    """Return the blocks of each whole tensor, as a layout tells them of the model's own."""
-    if unknown := tensors.keys() - held.keys():
-        raise PlanError(f"the layout does not speak of {len(unknown)} tensors: {listed(unknown)}")
-    if missing := held.keys() - tensors.keys():
-        raise PlanError(f"the model lacks {len(missing)} tensors of its layout: {listed(missing)}")
-    blocks: dict[str, list[ModelBlock]] = {}
-    for name, local in held.items():
-        spec = tensors[name].spec
-        if spec.dtype != local.spec.dtype:
-            raise DTypeMismatch(f"{name!r} is {spec.dtype}, by the layout {local.spec.dtype}")
-        if spec.shape != local.spec.shape:
-            raise ShapeMismatch(f"{name!r} is {spec.shape}, by the layout {local.spec.shape}")
-        for each in local.held:
-            whole = local.wholes[each.name]
-            block = ModelBlock(whole, each.box, tensors[name], each.place)
-            blocks.setdefault(each.name, []).append(block)
-    return blocks
-
-
-def _walk(
-    name: str, thing: object, hook: _Hook | None, depth: int = 0
-) -> Iterator[tuple[str, object, _Hook | None]]:
-    if depth > MAX_NESTING:
-        raise SpecError(f"{name[:80]!r} nests more than {MAX_NESTING} deep, or holds itself")
-    for state_of in _STATES:
-        state = state_of(thing)
-        if state is not None:
-            thing = state
-            break
-    items: Iterator[tuple[object, object]]
-    if isinstance(thing, Mapping):
-        items = iter(thing.items())
-    elif isinstance(thing, (list, tuple)):
-        items = iter(enumerate(thing))
-    else:
-        yield name, thing, hook
-        return
-    for each, value in items:
-        if not isinstance(each, (str, int)):
-            raise SpecError(f"key {each!r} under {name!r} is a {type(each).__name__}, not text")
-        path = f"{name}.{each}" if name else str(each)
-        yield from _walk(path, value, _Hook(thing, each, hook), depth + 1)
-
-
-def _plain(name: str, leaf: object) -> Leaf:
-    if isinstance(leaf, np.generic):
-        leaf = leaf.item()
-    if isinstance(leaf, _PLAIN):
-        return check_leaf(name, leaf)
-    raise SpecError(
-        f"{name!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}: neither a tensor nor "
-        f"a plain value"
-    )

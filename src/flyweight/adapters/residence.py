@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flyweight.adapters import numpy_dict, paddle_layer, torch_module
-from flyweight.adapters.model import Tensor, is_model
+from flyweight.adapters.model import Tensor
 from flyweight.adapters.sharded import Sharded
+from flyweight.adapters.tree import is_model
 from flyweight.errors import SpecError, StoreError, listed
 
 _libc = ctypes.CDLL(None, use_errno=True)

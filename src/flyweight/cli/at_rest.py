@@ -28,7 +28,7 @@ from flyweight.cli.terminal import (
     version_option,
 )
 from flyweight.errors import SnapshotNotFound
-from flyweight.spec.rules import ModelLayout
+from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs import describe
 from flyweight.verbs.compare import diff as diff_weights
 from flyweight.verbs.compare import verify as verify_weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 
 import click
 from rich.console import Group
@@ -11,6 +12,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from flyweight.cli import tokens
 from flyweight.cli.terminal import (
     Seconds,
     human,
@@ -20,6 +22,7 @@ from flyweight.cli.terminal import (
     until_told,
     version_option,
 )
+from flyweight.errors import PeerRefused
 from flyweight.events import Event, listening
 from flyweight.sync.lanes import STRATEGIES, Strategy
 from flyweight.sync.messages import News
@@ -28,6 +31,10 @@ from flyweight.sync.watch import record
 from flyweight.sync.watch import watch as watch_publisher
 from flyweight.verbs.find import open_source
 
+token_file_option = click.option(
+    "--token-file", type=click.Path(path_type=Path), metavar="FILE",
+    help="A file with the token, instead of the one that lies in ADDRESS.",
+)  # fmt: skip
 _SHOWN = ("replica.joined", "replica.lost", "serve.done")
 
 
@@ -38,6 +45,7 @@ _SHOWN = ("replica.joined", "replica.lost", "serve.done")
 @click.option("--strategy", type=click.Choice(STRATEGIES), default="auto", show_default=True)
 @click.option("--as-version", type=click.IntRange(0), help="The number to serve it as.")
 @version_option
+@token_file_option
 @json_option
 def publish(
     *,
@@ -47,14 +55,18 @@ def publish(
     strategy: Strategy,
     as_version: int | None,
     version: int | None,
+    token_file: Path | None,
     as_json: bool,
 ) -> None:
     """Serve the weights at SNAPSHOT to whoever asks at ADDRESS, until interrupted."""
+    token = None if token_file is None else tokens.read_or_make(token_file)
     with (
         open_source(path, version=version) as stored,
         until_told() as is_over,
         listening(lambda event: _tell(event, as_json, is_over)),
-        Publisher(stored, address, hold=hold, strategy=strategy, version=as_version) as publisher,
+        Publisher(
+            stored, address, hold=hold, strategy=strategy, version=as_version, token=token
+        ) as publisher,
     ):
         manifest = stored.manifest
         if as_json:
@@ -89,10 +101,16 @@ def _tell(event: Event, as_json: bool, is_over: threading.Event) -> None:
     "--timeout", "timeout_seconds", type=Seconds(min=0.0, min_open=True), default=10.0,
     show_default=True, help="Seconds to wait for a publisher.",
 )  # fmt: skip
+@token_file_option
 @json_option
-def watch(*, address: str, once: bool, timeout_seconds: float, as_json: bool) -> None:
+def watch(
+    *, address: str, once: bool, timeout_seconds: float, token_file: Path | None, as_json: bool
+) -> None:
     """Show versions, replicas and speed at ADDRESS as they happen."""
-    news = watch_publisher(address, timeout_seconds=timeout_seconds)
+    token = None if token_file is None else tokens.read(token_file)
+    if token is None and token_file is not None:
+        raise PeerRefused(f"there is no token file {str(token_file)!r}; see publish --token-file")
+    news = watch_publisher(address, token=token, timeout_seconds=timeout_seconds)
     if as_json or once or not out.is_terminal:
         last = None
         for each in news:

@@ -24,7 +24,7 @@ from flyweight.errors import (
 from flyweight.formats import huggingface
 from flyweight.formats.safetensors import file_plan, read_head
 from flyweight.formats.stored import Stored
-from flyweight.formats.torch_dcp import sharding_notes
+from flyweight.formats.torch_dcp_safetensors import sharding_notes
 from flyweight.memory import bytes_of
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.manifest import Manifest, Parcel, Part

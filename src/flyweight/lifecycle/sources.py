@@ -21,7 +21,7 @@ from flyweight.errors import (
 )
 from flyweight.events import Event, listening
 from flyweight.formats.stored import Stored
-from flyweight.spec.rules import ModelLayout
+from flyweight.spec.model_layout import ModelLayout
 from flyweight.sync.replica import Replica
 from flyweight.sync.report import UpdateReport
 from flyweight.verbs.find import PathLike, open_source, versions

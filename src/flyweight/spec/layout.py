@@ -5,7 +5,7 @@ layout says for each dim of the tensor which axes cut it. An axis that cuts no
 dim replicates. A cut gives every rank ceil(size / pieces) elements, so the last
 rank may be short and later ones empty, as torch and Paddle do it. An axis written
 "tp/2" cuts into two pieces only, and neighbours on it hold the same one: so do key
-and value heads that are fewer than the ranks. `rules.py` has the layout of a model.
+and value heads that are fewer than the ranks. `model_layout.py` cuts a whole model.
 """
 
 from __future__ import annotations

@@ -1,28 +1,19 @@
-"""Rules: how a whole model is cut over a mesh, and what a rank's own tensors are called.
+"""Rules: which tensors of a model are cut how, and what a rank's own tensors are called.
 
 The names of a checkpoint and the tensors of an engine seldom agree: q, k and v
 stand side by side in one tensor, experts in a stack, layers on pipeline stages. A
-rule says so for all tensors whose names fit its patterns; the first that fits
-counts. `*` in a pattern stands for one word between dots, `**` for any number of
-them, and both are counted, from 0, so that other fields can speak of them.
+rule says so for all tensors whose names fit its patterns. `*` in a pattern stands
+for one word between dots, `**` for any number of them, and both are counted, from
+0, so that other fields can speak of them. `model_layout.py` applies rules to a model;
 `docs/guides/resharding.md` has the fields by example.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
-from flyweight.errors import FormatError, PlanError, SpecError, listed
-from flyweight.spec.box import Box
-from flyweight.spec.layout import Held, Layout, Shard
-from flyweight.spec.manifest import Json, TensorSpec
-from flyweight.spec.manifest_json import parse_json
-
-MAX_RANKS = 1 << 20
-_DIGITS = re.compile("[0-9]+")
 _STAR = re.compile(r"\{([0-9]{1,3})\}")
 
 
@@ -55,389 +46,25 @@ class Rule:
     """The star whose numbers become a dim of the rank's tensor, before all others."""
 
 
-@dataclass(frozen=True)
-class Local:
-    """A tensor as one rank has it."""
-
-    spec: TensorSpec
-    held: tuple[Held, ...]
-    wholes: Mapping[str, TensorSpec]
-    """The whole tensors that it holds blocks of."""
-
-
-@dataclass(slots=True)
-class _Match:
-    """A tensor and the rule that speaks of it."""
-
-    name: str
-    rule: Rule
-    which: int
-    """Which of the rule's names it is."""
-    stars: tuple[str, ...]
-
-
-class ModelLayout:
-    """A mesh and the rules that cut a model over it."""
-
-    def __init__(self, axes: Mapping[str, int], rules: Sequence[Rule]) -> None:
-        self.axes, self.rules = dict(axes), tuple(rules)
-        Layout(self.axes, {})
-        self.num_ranks = prod(self.axes.values())
-        if self.num_ranks > MAX_RANKS:
-            raise SpecError(f"a mesh of {self.num_ranks} ranks, at most {MAX_RANKS}")
-        self._layouts = {
-            (rule_index, which): Layout(self.axes, cut)
-            for rule_index, rule in enumerate(self.rules)
-            for which, cut in enumerate(rule.cuts)
-        }
-        self._patterns = [
-            (rule_index, which, _compiled(name))
-            for rule_index, rule in enumerate(self.rules)
-            for which, name in enumerate(rule.names)
-        ]
-        for rule in self.rules:
-            self._check_rule(rule)
-        self._num_pieces = [
-            [(star, self._dealt(spread).num_pieces(0)) for star, spread in rule.spread.items()]
-            for rule in self.rules
-        ]
-        self._uncut = Layout(self.axes, {})
-        self._rule_index = {id(rule): index for index, rule in enumerate(self.rules)}
-
-    @classmethod
-    def from_json(cls, text: str | bytes, what: str = "layout") -> ModelLayout:
-        """Return the layout that a JSON text describes; anything else raises SpecError."""
-        try:
-            record = parse_json(text.encode() if isinstance(text, str) else text, what)
-        except FormatError as cause:
-            raise SpecError(str(cause)) from cause
-        top = _object(record, what, {"mesh", "rules"}, {"mesh", "rules"})
-        mesh = _object(top["mesh"], f"mesh of {what}")
-        axes = {axis: _whole(size, f"axis {axis!r}") for axis, size in mesh.items()}
-        rules = top["rules"]
-        if not isinstance(rules, list):
-            raise SpecError(f"rules of {what} are a {type(rules).__name__}, expected a list")
-        return cls(axes, [_rule(each, f"rule {n} of {what}") for n, each in enumerate(rules)])
-
-    def _check_rule(self, rule: Rule) -> None:
-        what = f"rule for {listed(rule.names)}"
-        if not rule.names or len(rule.names) != len(rule.cuts):
-            raise SpecError(f"{what} has {len(rule.names)} names and {len(rule.cuts)} cuts")
-        stars = {_num_stars(name) for name in rule.names}
-        if len(stars) != 1:
-            raise SpecError(f"{what}: names that are joined have the same number of stars")
-        (num_stars,) = stars
-        spoken = [*rule.spread, *([] if rule.stack is None else [rule.stack])]
-        if any(not 0 <= star < num_stars for star in spoken):
-            raise SpecError(f"{what} has {num_stars} stars and speaks of stars {spoken}")
-        if len(rule.names) > 1 and rule.local is None:
-            raise SpecError(f"{what} joins {len(rule.names)} names and does not name the result")
-        if rule.join < 0 or rule.groups < 1:
-            raise SpecError(f"{what} joins along dim {rule.join} in {rule.groups} groups")
-        if rule.local is not None:
-            spoken = [int(number) for number in _STAR.findall(rule.local)]
-            rest = _STAR.sub("", rule.local)
-            if any(star >= num_stars for star in spoken) or "{" in rest or "}" in rest:
-                raise SpecError(
-                    f"{what}: local {rule.local!r} does not fit; of braces it may have those of "
-                    f"its {num_stars} stars, as {{0}}"
-                )
-        cut_alike = {Layout(self.axes, cut).num_pieces(rule.join) for cut in rule.cuts}
-        if rule.groups > 1 and len(cut_alike) > 1:
-            raise SpecError(
-                f"{what} takes turns in {rule.groups} groups and cuts dim {rule.join} into "
-                f"{sorted(cut_alike)} pieces; names that take turns are cut alike"
-            )
-        for spread in rule.spread.values():
-            pieces = self._dealt(spread).num_pieces(0)
-            if spread.starts is not None and (
-                len(spread.starts) != pieces or list(spread.starts) != sorted(spread.starts)
-            ):
-                raise SpecError(
-                    f"{what} starts {len(spread.starts)} pieces at {list(spread.starts)}, "
-                    f"{list(spread.axes)} make {pieces}; starts only grow"
-                )
-
-    def shards(
-        self,
-        tensors: Mapping[str, TensorSpec],
-        *,
-        rank: int | None = None,
-        names: Collection[str] | None = None,
-    ) -> dict[str, tuple[Shard, ...]]:
-        """Return who holds what of each tensor; of one rank or some names, where those are given.
-
-        `tensors` are all there are, even then: how many layers or experts there are decides who
-        holds which. Tensors that are cut alike share one tuple, so a plan can treat them as one.
-        """
-        found: dict[tuple[object, ...], tuple[Shard, ...]] = {}
-        shards: dict[str, tuple[Shard, ...]] = {}
-        holders = [self._holders(rule, rank) for rule in self.rules]
-        matches = self._matches(tensors)
-        places = _Places(matches)
-        for match in matches:
-            if names is not None and match.name not in names:
-                continue
-            index = self._rule_index[id(match.rule)]
-            pieces = tuple(
-                places.piece(match, star, count) for star, count in self._num_pieces[index]
-            )
-            ranks = holders[index].get(pieces, ())
-            if not ranks and rank is not None:
-                continue
-            shape = tensors[match.name].shape
-            key = (index, match.which, shape, pieces)
-            if key not in found:
-                try:
-                    # A scalar has nothing to cut: every rank that has it has all of it.
-                    layout = self._layouts[index, match.which] if shape else self._uncut
-                    found[key] = tuple(Shard(each, layout.box(each, shape)) for each in ranks)
-                except SpecError as error:
-                    error.note(f"tensor {match.name!r}")
-                    raise
-            shards[match.name] = found[key]
-        return shards
-
-    def _dealt(self, spread: Spread) -> Layout:
-        """Return how a row of pieces is dealt out: who holds element n of it holds piece n."""
-        return Layout(self.axes, {0: spread.axes})
-
-    def _holders(self, rule: Rule, rank: int | None) -> dict[tuple[int, ...], list[int]]:
-        """Return which ranks hold the tensors of which pieces, one piece for each spread."""
-        dealt = [self._dealt(spread) for spread in rule.spread.values()]
-        holders: dict[tuple[int, ...], list[int]] = {}
-        for each in range(self.num_ranks) if rank is None else (rank,):
-            pieces = tuple(one.box(each, (one.num_pieces(0),)).offset[0] for one in dealt)
-            holders.setdefault(pieces, []).append(each)
-        return holders
-
-    def locals(self, tensors: Mapping[str, TensorSpec], rank: int) -> dict[str, Local]:
-        """Return the tensors that `rank` has of a model of these tensors, by their own names."""
-        shards = self.shards(tensors, rank=rank)
-        members: dict[str, list[_Match]] = {}
-        for match in self._matches(shards):
-            local = match.rule.local
-            name = match.name if local is None else _filled(local, match.stars)
-            members.setdefault(name, []).append(match)
-        return {
-            name: self._local(name, matches, tensors, shards) for name, matches in members.items()
-        }
-
-    def _local(
-        self,
-        name: str,
-        matches: Sequence[_Match],
-        tensors: Mapping[str, TensorSpec],
-        shards: Mapping[str, Sequence[Shard]],
-    ) -> Local:
-        rule = matches[0].rule
-        rows: dict[str, dict[int, _Match]] = {}
-        for match in matches:
-            row = rows.setdefault("" if rule.stack is None else match.stars[rule.stack], {})
-            if match.rule is not rule or match.which in row:
-                raise SpecError(f"{listed([m.name for m in matches])} all become {name!r}")
-            row[match.which] = match
-        dtypes = {tensors[match.name].dtype.name for match in matches}
-        if len(dtypes) != 1 or any(len(row) != len(rule.names) for row in rows.values()):
-            raise PlanError(
-                f"{name!r} is joined of {len(rule.names)} tensors of one dtype; there are "
-                f"{listed([m.name for m in matches])} of {listed(dtypes)}"
-            )
-        held: list[Held] = []
-        shapes = set()
-        for index, row in enumerate(rows[key] for key in sorted(rows, key=_number_or_text)):
-            prefix = () if rule.stack is None else (index,)
-            at = 0
-            boxes = [(row[which].name, shards[row[which].name][0].box) for which in sorted(row)]
-            for tensor, box in self._turns(rule, boxes):
-                if rule.join >= len(box.shape) and len(boxes) > 1:
-                    raise PlanError(f"{tensor!r} of {box.shape} has no dim {rule.join} to join")
-                offset = [0] * len(box.shape)
-                if len(boxes) > 1:
-                    offset[rule.join] = at
-                    at += box.shape[rule.join]
-                place = Box((*prefix, *offset), (*(1 for _ in prefix), *box.shape))
-                held.append(Held(tensor, box, place))
-            whole = list(boxes[0][1].shape)
-            if len(boxes) > 1:
-                whole[rule.join] = at
-            others = {
-                tuple(s for d, s in enumerate(box.shape) if d != rule.join) for _, box in boxes
-            }
-            shapes.add(tuple(whole))
-            if len(shapes) != 1 or (len(boxes) > 1 and len(others) != 1):
-                raise PlanError(f"{name!r} is joined of {[box.shape for _, box in boxes]}")
-        (shape,) = shapes
-        stacked = () if rule.stack is None else (len(rows),)
-        dtype = tensors[matches[0].name].dtype
-        wholes = {match.name: tensors[match.name] for match in matches}
-        return Local(TensorSpec(dtype, (*stacked, *shape)), tuple(held), wholes)
-
-    def _turns(self, rule: Rule, boxes: Sequence[tuple[str, Box]]) -> Iterator[tuple[str, Box]]:
-        """Yield the boxes in the order in which they stand: one after the other, or by turns."""
-        layout = self._layouts[self._rule_index[id(rule)], 0]
-        num_turns, rest = divmod(rule.groups, layout.num_pieces(rule.join))
-        if rule.groups == 1:
-            yield from boxes
-            return
-        if rest or any(box.shape[rule.join] % num_turns for _, box in boxes):
-            raise PlanError(
-                f"{rule.groups} groups over {layout.num_pieces(rule.join)} pieces of "
-                f"{[box.shape for _, box in boxes]}: the groups must come out even"
-            )
-        for turn in range(num_turns):
-            for name, box in boxes:
-                length = box.shape[rule.join] // num_turns
-                offset, shape = list(box.offset), list(box.shape)
-                offset[rule.join] += turn * length
-                shape[rule.join] = length
-                yield name, Box(tuple(offset), tuple(shape))
-
-    def _matches(self, tensors: Iterable[str]) -> list[_Match]:
-        matches, lost = [], []
-        # Patterns without digits cannot tell numbers apart: what fits one layer fits them all.
-        is_blind = not any(re.search("[0-9]", name) for rule in self.rules for name in rule.names)
-        families: dict[str, tuple[int, int, re.Pattern[str]] | None] = {}
-        for name in tensors:
-            family = _DIGITS.sub("0", name) if is_blind else name
-            if family not in families:
-                fits = (each for each in self._patterns if each[2].fullmatch(name))
-                families[family] = next(fits, None)
-            if (fit := families[family]) is None:
-                lost.append(name)
-                continue
-            found = fit[2].fullmatch(name)
-            assert found is not None
-            matches.append(_Match(name, self.rules[fit[0]], fit[1], found.groups()))
-        if lost:
-            raise PlanError(
-                f"no rule speaks of {len(lost)} tensors: {listed(lost)}; a last rule for '**' "
-                f"gives every rank the rest"
-            )
-        return matches
-
-
-class _Places:
-    """Where each number stands among those that a rule's star takes."""
-
-    def __init__(self, matches: Sequence[_Match]) -> None:
-        numbers: dict[tuple[int, int], set[int]] = {}
-        for match in matches:
-            for star, spread in match.rule.spread.items():
-                if not match.stars[star].isdecimal():
-                    raise PlanError(
-                        f"{match.name!r} has {match.stars[star]!r} where a number is dealt out"
-                    )
-                if spread.starts is None:
-                    numbers.setdefault((id(match.rule), star), set()).add(int(match.stars[star]))
-        self._index = {
-            key: {number: index for index, number in enumerate(sorted(found))}
-            for key, found in numbers.items()
-        }
-
-    def piece(self, match: _Match, star: int, num_pieces: int) -> int:
-        number, starts = int(match.stars[star]), match.rule.spread[star].starts
-        if starts is not None:
-            piece = sum(start <= number for start in starts) - 1
-            if piece < 0:
-                raise PlanError(f"{match.name!r} comes before the first start, {starts[0]}")
-            return piece
-        index = self._index[id(match.rule), star]
-        return index[number] // -(-len(index) // num_pieces)
-
-
-def _filled(template: str, stars: Sequence[str]) -> str:
-    return _STAR.sub(lambda found: stars[int(found[1])], template)
-
-
-def _number_or_text(text: str) -> tuple[int, str]:
-    return (int(text), "") if text.isdecimal() else (-1, text)
-
-
-def _num_stars(pattern: str) -> int:
+def num_stars(pattern: str) -> int:
     return len(re.findall(r"\*\*|\*", pattern))
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Return what matches the names that fit, with a group for each star."""
     parts = re.split(r"(\*\*|\*)", pattern)
     words = {"**": "(.+)", "*": r"([^.]+)"}
     return re.compile("".join(words.get(part) or re.escape(part) for part in parts))
 
 
-_RULE_FIELDS = {"names", "cut", "cuts", "spread", "local", "join", "groups", "stack"}
+def stars_of(template: str) -> list[int] | None:
+    """Return the stars that a rank's own name speaks of; None if it has braces of other kinds."""
+    rest = _STAR.sub("", template)
+    if "{" in rest or "}" in rest:
+        return None
+    return [int(number) for number in _STAR.findall(template)]
 
 
-def _rule(value: Json, what: str) -> Rule:
-    record = _object(value, what, _RULE_FIELDS, {"names"})
-    names = _texts(record["names"], f"names of {what}")
-    if "cut" in record and "cuts" in record:
-        raise SpecError(f"{what} has both 'cut', for all names, and 'cuts', one for each")
-    if "cuts" in record:
-        listed_cuts = record["cuts"]
-        if not isinstance(listed_cuts, list):
-            raise SpecError(f"cuts of {what} are {listed_cuts!r}, expected a list")
-        cuts = tuple(_cut(each, what) for each in listed_cuts)
-    else:
-        cuts = (_cut(record.get("cut", {}), what),) * len(names)
-    spread = {}
-    for star, axes in _object(record.get("spread", {}), f"spread of {what}").items():
-        if isinstance(axes, dict):
-            fields = _object(axes, f"spread of {what}", {"axes", "starts"}, {"axes", "starts"})
-            starts = fields["starts"]
-            if not isinstance(starts, list):
-                raise SpecError(f"starts of {what} are {starts!r}, expected a list")
-            spread[_star(star, what)] = Spread(
-                _texts(fields["axes"], what), tuple(_whole(each, what) for each in starts)
-            )
-        else:
-            spread[_star(star, what)] = Spread(_texts(axes, what))
-    local = record.get("local")
-    if local is not None and not isinstance(local, str):
-        raise SpecError(f"local of {what} is {local!r}, expected text")
-    stack = record.get("stack")
-    return Rule(
-        names=names,
-        cuts=cuts,
-        spread=spread,
-        local=local,
-        join=_whole(record.get("join", 0), f"join of {what}"),
-        groups=_whole(record.get("groups", 1), f"groups of {what}"),
-        stack=None if stack is None else _whole(stack, f"stack of {what}"),
-    )
-
-
-def _object(
-    value: Json, what: str, known: set[str] | None = None, needed: set[str] | None = None
-) -> dict[str, Json]:
-    if not isinstance(value, dict):
-        raise SpecError(f"{what} is a {type(value).__name__}, expected an object")
-    if (known is not None and set(value) - known) or (needed is not None and needed - set(value)):
-        raise SpecError(
-            f"{what} has fields {sorted(value)}, known are {sorted(known or ())}, needed "
-            f"{sorted(needed or ())}"
-        )
-    return value
-
-
-def _whole(value: Json, what: str) -> int:
-    if type(value) is not int or not 0 <= value < 2**31:
-        raise SpecError(f"{what} is {str(value)[:80]}, expected a whole number")
-    return value
-
-
-def _texts(value: Json, what: str) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
-        raise SpecError(f"{what} is {str(value)[:80]}, expected text or a list of texts")
-    return tuple(each for each in texts if isinstance(each, str))
-
-
-def _star(text: str, what: str) -> int:
-    if not text.isdecimal() or len(text) > 3:
-        raise SpecError(f"{what} speaks of star {text[:80]!r}, expected its number")
-    return int(text)
-
-
-def _cut(value: Json, what: str) -> dict[int, tuple[str, ...]]:
-    cut = _object(value, f"cut of {what}")
-    return {_star(dim, what): _texts(axes, f"cut of {what}") for dim, axes in cut.items()}
+def filled(template: str, stars: Sequence[str]) -> str:
+    """Return the rank's own name for a tensor whose stars stand for these words."""
+    return _STAR.sub(lambda found: stars[int(found[1])], template)

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from time import monotonic, perf_counter
 from typing import Literal, overload
 
 from flyweight import cuda
+from flyweight.adapters.adapt import adapt
 from flyweight.adapters.identity import Identity
-from flyweight.adapters.model import adapt
 from flyweight.errors import (
     FlyweightError,
-    PeerFailed,
     PeerLost,
     PlanError,
     SpecError,
@@ -32,6 +30,7 @@ from flyweight.events import emit
 from flyweight.formats.snapshot import check_version
 from flyweight.formats.stored import Stored
 from flyweight.sync.address import Address, Claim
+from flyweight.sync.conduct import Conductor
 from flyweight.sync.edition import (
     Edition,
     Options,
@@ -46,10 +45,8 @@ from flyweight.sync.lanes import (
     Ring,
     Strategy,
     Transports,
-    homes_of,
-    told,
 )
-from flyweight.sync.messages import Begin
+from flyweight.sync.late import Late
 from flyweight.sync.moves import Copiers
 from flyweight.sync.report import (
     TIMEOUT_SECONDS,
@@ -59,13 +56,12 @@ from flyweight.sync.report import (
     check_seconds,
 )
 from flyweight.sync.roll import Peer, Roll
-from flyweight.sync.rounds import Part, Round
+from flyweight.sync.rounds import Round
 from flyweight.sync.stock import Held, Stock
-from flyweight.sync.wire import spin_of
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.doorway import Door
 from flyweight.transports.shared_memory import SharedMemoryTransport
-from flyweight.verbs.find import PathLike, open_source, versions
+from flyweight.verbs.find import PathLike
 
 SILENCE_SECONDS = 15.0
 _CLOSE_SECONDS = 5.0
@@ -113,11 +109,8 @@ class Publisher:
         self._stock = Stock.of(self._stored or adapt(source), self._copiers)
         self._identity = None if self._stored else Identity(source)
         self._publishing = threading.Lock()
-        self._late: dict[threading.Thread, tuple[Edition | None, Round | None]] = {}
-        self._running: set[Round] = set()
-        self._standing: Edition | None = None
         self._held: tuple[Held, Offers] | None = None
-        self._round, self._pid = 0, os.getpid()
+        self._pid = os.getpid()
         self._roll: Roll | None = None
         self._is_open = True
         with ExitStack() as stack:
@@ -131,20 +124,30 @@ class Publisher:
             stack.callback(self._transports.close)
             stack.callback(self._copiers.close)
             self._offers = Offers(self._stock, self._transports)
-            self._ring = self._new_ring()
+            self._ring = Ring(self._transports, bucket_bytes=bucket_bytes, depth=depth)
             stack.callback(self._ring.close)
-            if self._stored is not None:
-                self._stand(self._stored, version)
             self._roll = Roll(
                 claim,
                 door,
                 lambda: self._stock,
-                asked=self._serve,
+                asked=self._asked,
                 silence_seconds=silence_seconds,
             )
-            self._roll.version = None if self._standing is None else self._standing.version
             stack.callback(self._roll.close)
-            self._roll.start()
+            self._conductor = Conductor(self._roll, self._options)
+            self._late = Late(
+                self._roll,
+                self._conductor,
+                self._options,
+                self._transports,
+                stock=lambda: self._stock,
+                copiers=self._copiers,
+            )
+            number = None
+            if self._stored is not None:
+                self._late.standing = self._edition_of(self._stored, version)
+                number = self._late.standing.version
+            self._roll.start(number)
             self._address = str(claim.address)
             self._closing = stack.pop_all()
 
@@ -168,21 +171,16 @@ class Publisher:
         assert self._roll is not None
         return self._roll
 
-    def _new_ring(self) -> Ring:
-        options = self._options
-        return Ring(self._transports, bucket_bytes=options.bucket_bytes, depth=options.depth)
-
-    def _stand(self, stored: Stored, version: int | None) -> None:
-        """Let an opened snapshot be taken by whoever asks."""
+    def _edition_of(self, stored: Stored, version: int | None) -> Edition:
+        """Return an opened snapshot as whoever asks may take it."""
         number = stored.manifest.version if version is None else version
         number = 0 if number is None else number
         parent, values = stored.manifest.parent, stored.manifest.values
-        edition = Edition(number, parent, self._stock, self._offers, "snapshot", values)
-        if self._options.hold:
-            held, offers = self._hold()
-            held.refill(monotonic() + self._options.timeout_seconds)
-            edition = Edition(number, parent, held.stock, offers, "held", values, {})
-        self._standing = edition
+        if not self._options.hold:
+            return Edition(number, parent, self._stock, self._offers, "snapshot", values)
+        held, offers = self._hold()
+        held.refill(monotonic() + self._options.timeout_seconds)
+        return Edition(number, parent, held.stock, offers, "held", values, {})
 
     @overload
     def publish(
@@ -241,7 +239,7 @@ class Publisher:
                 ).start()
                 return lease
         except BaseException:
-            self._give_back(peers)
+            self._late.give_back(peers)
             self._publishing.release()
             raise
         self._publish(lease, peers, timeout)
@@ -331,7 +329,7 @@ class Publisher:
         try:
             lease.end(lambda: self._rounds(lease, peers, timeout))
         finally:
-            self._give_back(peers)
+            self._late.give_back(peers)
             self._publishing.release()
 
     def _rounds(self, lease: Lease, peers: list[Peer], timeout: float) -> PublishReport:
@@ -346,10 +344,10 @@ class Publisher:
             try:
                 # What is held is there anyway, and stays; only a device can be nearer.
                 if held is None or self._is_near(live, peer):
-                    self._lanes(live, peer)
+                    self._conductor.lanes(live, peer)
                     near.append(peer)
                 else:
-                    self._lanes(held, peer)
+                    self._conductor.lanes(held, peer)
                     far.append(peer)
             except FlyweightError as error:  # it cannot be reached as was asked; others can
                 self._on.fail(peer, error)
@@ -361,18 +359,18 @@ class Publisher:
             if edition is not None and takers:
                 release = lease.release if edition is live else no_release
                 rounds.append(
-                    self._round_of(
+                    self._conductor.round_of(
                         edition, takers, self._ring, timeout, admit=at_once, on_release=release
                     )
                 )
                 self._on.version = version
                 self._on.tell(rounds[-1].number, version, "publishing", rounds[-1].parts, 0.0)
-                self._run(rounds[-1])
+                self._conductor.run(rounds[-1])
         self._on.version = version
         parts = [part for each in rounds for part in each.parts]
         digest_seconds = sum(each.digest_seconds for each in rounds)
         report = report_of(version, parts, failed, perf_counter() - started, digest_seconds)
-        self._on.tell(self._round, version, "idle", parts, report.seconds)
+        self._on.tell(self._conductor.last, version, "idle", parts, report.seconds)
         emit(
             "publish.done",
             version=version,
@@ -388,17 +386,7 @@ class Publisher:
         """True if a replica reads all of the model where it lies, on a device."""
         if not self._stock.devices:
             return False
-        return set(self._lanes(live, peer).values()) == {MAPPED}
-
-    def _run(self, round_: Round) -> None:
-        """Run a round that `close` can cut short."""
-        self._running.add(round_)
-        try:
-            if not self._is_open:
-                round_.cut(PeerLost("the publisher was closed"))
-            round_.run()
-        finally:
-            self._running.discard(round_)
+        return set(self._conductor.lanes(live, peer).values()) == {MAPPED}
 
     def _hold(self) -> tuple[Held, Offers]:
         if self._held is None:
@@ -407,244 +395,19 @@ class Publisher:
         return self._held
 
     def _refill(self, version: int, parent: int | None, timeout: float) -> Edition:
-        """Put the model into the copy that is held, once nobody reads that any more.
-
-        A replica that is still at it after half of the time is given up: what it copies then is
-        no version, and its digests will say so.
-        """
-        deadline, roll = monotonic() + timeout, self._on
-        with roll.changed:
-            old, self._standing = self._standing, None
-            if old is not None:
-                old.is_gone = True  # from now on nobody begins to read it
-            roll.changed.wait_for(lambda: not self._readers_of(old), timeout / 2)
-            readers = self._readers_of(old)
-        for round_ in readers:
-            round_.cut(TransferTimeout(f"version {version} takes the place of what it reads"))
+        """Put the model into the copy that is held, once nobody reads that any more."""
+        deadline = monotonic() + timeout
+        self._late.clear(version, timeout)
         held, offers = self._hold()
         held.refill(deadline)
         values = self._stock.manifest.values
         edition = Edition(version, parent, held.stock, offers, "held", values, {})
-        with roll.changed:
-            self._standing, roll.version = edition, version
+        with self._on.changed:
+            self._late.standing, self._on.version = edition, version
         return edition
 
-    def _readers_of(self, edition: Edition | None) -> list[Round]:
-        """Return the late rounds that have begun to read an edition."""
-        late = self._late.values()
-        return [round_ for each, round_ in late if each is edition and round_ is not None]
-
-    def _round_of(
-        self,
-        edition: Edition,
-        peers: Sequence[Peer],
-        ring: Ring,
-        timeout: float,
-        *,
-        admit: Callable[[Round], bool],
-        on_release: Callable[[], None],
-    ) -> Round:
-        """Return a round, with the lists that each replica still has to be told."""
-        digest_seconds = 0.0
-        all_lanes = [self._lanes(edition, peer) for peer in peers]
-        ring.lay_out(edition.stock, homes_of(all_lanes))
-        if edition.digests is not None and self._options.should_verify:
-            regions = dict.fromkeys(
-                region
-                for peer in peers
-                if peer.agreement
-                for region in peer.agreement.regions[peer.agreement.digest_kind(edition.stock)]
-            )
-            new = [region for region in regions if region not in edition.digests]
-            started = perf_counter()
-            edition.digests.update(edition.stock.digests(new, monotonic() + timeout))
-            digest_seconds = perf_counter() - started
-        with self._on.changed:
-            self._round += 1
-            number = self._round
-        round_ = Round(
-            number,
-            edition.stock,
-            [self._part(edition, peer, ring, number) for peer in peers],
-            packings=ring.packings,
-            should_verify=self._options.should_verify,
-            digests=edition.digests,
-            has_readers=any(MAPPED in lanes.values() for lanes in all_lanes),
-            is_digest_first=self._is_shared(edition.stock, peers),
-            admit=admit,
-            on_release=on_release,
-            spin=lambda is_done: self._on.spin(is_done, spin_of(bool(edition.stock.devices))),
-            timeout_seconds=timeout,
-        )
-        round_.digest_seconds = digest_seconds
-        self._on.take(peers, round_)
-        return round_
-
-    def _is_shared(self, stock: Stock, peers: Sequence[Peer]) -> bool:
-        """True if a replica's tensors are on a device that has some of the stock."""
-        ours = {cuda.uuid(device) for device in stock.devices}
-        return any(ours & peer.agreement.places for peer in peers if peer.agreement)
-
-    def _lanes(self, edition: Edition, peer: Peer) -> dict[int, str]:
-        if peer.lanes is None or peer.lanes[0] is not edition.offers:
-            assert peer.agreement is not None
-            copies, sinks, seen = (
-                peer.agreement.copies,
-                peer.agreement.sinks,
-                peer.agreement.devices,
-            )
-            found = edition.offers.lanes(copies, sinks, seen, self._options.strategy)
-            peer.lanes = edition.offers, found
-        return peer.lanes[1]
-
-    def _part(self, edition: Edition, peer: Peer, ring: Ring, number: int) -> Part:
-        lanes, agreement = self._lanes(edition, peer), peer.agreement
-        assert agreement is not None
-        buckets = ring.buckets_for(lanes)
-        lists = edition.offers, ring, ring.generation, tuple(each.number for each in buckets)
-        is_told = peer.sent == lists
-        if not is_told:
-            peer.sent = lists
-            peer.lists += 1
-        kind = agreement.digest_kind(edition.stock)
-        regions, digests = agreement.regions[kind], None
-        if edition.digests is not None and self._options.should_verify:
-            digests = tuple(edition.digests[region] for region in regions)
-        places = None
-        if not is_told:
-            places = edition.offers.places([n for n, lane in lanes.items() if lane == MAPPED])
-        begin = Begin(
-            round=number,
-            ask=peer.taken,
-            version=edition.version,
-            parent=edition.parent,
-            origin=edition.origin,
-            strategy=told(lanes),
-            should_verify=self._options.should_verify,
-            digest_kind=kind,
-            digests=digests,
-            lists=peer.lists,
-            places=places,
-            slots=None if is_told else {each.slot: ring.handles[each.slot] for each in buckets},
-            buckets=None if is_told else buckets,
-            values=dict(edition.values),
-        )
-        needed = frozenset(each.number for each in buckets)
-        return Part(
-            peer.id,
-            peer.name,
-            peer.hello.pid,
-            agreement.copies,
-            regions,
-            needed,
-            agreement.nbytes,
-            begin,
-            lambda message: self._on.send(peer.id, message),
-        )
-
-    def _give_back(self, peers: Sequence[Peer]) -> None:
-        """Let replicas ask again, and see to those that have asked meanwhile."""
-        with self._on.changed:
-            for peer in peers:
-                self._on.take_back(peer)
-            for peer in self._on.waiting():
-                self._serve(peer)
-
-    # Between publishes.
-
-    def _serve(self, peer: Peer) -> None:
-        """Give a replica that asks what is there for it by now, if anything is."""
-        ask, standing = peer.ask, self._standing
-        if ask is None or not self._is_open or self._roll is None:
-            return
-        last = self._on.version
-        if standing is not None and ask.version in (None, standing.version):
-            if standing.version != ask.have:
-                self._serve_in_thread(peer, standing)
-        elif self._options.store is not None and peer.searched != ask.ask:
-            peer.searched = ask.ask  # once: what is not there now comes by a publish
-            self._serve_in_thread(peer, None)
-        elif ask.version is not None and last is not None and ask.version <= last:
-            self._on.deny(peer, last)
-
-    def _serve_in_thread(self, peer: Peer, edition: Edition | None) -> None:
-        self._on.keep(peer)
-        thread = threading.Thread(
-            target=self._late_round, args=(peer, edition), name="flyweight-late", daemon=True
-        )
-        self._late[thread] = edition, None
-        thread.start()
-
-    def _late_round(self, peer: Peer, edition: Edition | None) -> None:
-        """Run a round for one replica, from what is held or from the newest snapshot."""
-        started = perf_counter()
-        ring = self._new_ring()
-        try:
-            with ExitStack() as stack:
-                stack.callback(ring.close)
-                if edition is None:
-                    edition = self._newest(peer, stack)
-                if edition is None:
-                    return
-                self._serve_edition(peer, edition, ring, started)
-        except FlyweightError as error:
-            self._on.fail(peer, error)
-        except BaseException as error:
-            self._on.fail(peer, PeerFailed(f"{type(error).__name__}: {error}"))
-            raise
-        finally:
-            with self._on.changed:
-                peer.lanes = peer.sent = None  # the ring is gone
-                del self._late[threading.current_thread()]
-                self._give_back([peer])
-
-    def _serve_edition(self, peer: Peer, edition: Edition, ring: Ring, started: float) -> None:
-        def admit(round_: Round) -> bool:
-            """Begin unless what is to be read is about to be overwritten."""
-            with self._on.changed:
-                if not edition.is_gone:
-                    self._late[threading.current_thread()] = edition, round_
-                    round_.begin()
-                return not edition.is_gone
-
-        timeout = self._options.timeout_seconds
-        round_ = self._round_of(edition, [peer], ring, timeout, admit=admit, on_release=no_release)
-        self._on.tell(round_.number, edition.version, "serving", round_.parts, 0.0)
-        self._run(round_)
-        seconds = perf_counter() - started
-        self._on.tell(round_.number, self._on.version, "idle", round_.parts, seconds)
-        (part,) = round_.parts
-        if part.is_begun:
-            self._on.announce(
-                "serve.done",
-                name=peer.name,
-                pid=peer.hello.pid,
-                version=edition.version,
-                origin=edition.origin,
-                nbytes=part.nbytes,
-                seconds=seconds,
-                error=None if part.error is None else str(part.error),
-            )
-
-    def _newest(self, peer: Peer, stack: ExitStack) -> Edition | None:
-        """Open the newest snapshot of the store, if it is newer than what a replica has."""
-        store, ask = self._options.store, peer.ask
-        assert store is not None
-        if ask is None or not (found := versions(store)):
-            return None
-        if ask.version is not None:
-            if ask.version not in found:
-                return None
-        elif ask.held is not None and ask.held >= found[-1]:
-            return None
-        stored = stack.enter_context(open_source(store, version=ask.version))
-        stock = Stock.at_rest(stored, self._stock, self._copiers)
-        offers = Offers(stock, self._transports)
-        stack.callback(offers.close)
-        number = stored.manifest.version
-        assert number is not None
-        values = stored.manifest.values
-        return Edition(number, stored.manifest.parent, stock, offers, "snapshot", values)
+    def _asked(self, peer: Peer) -> None:
+        self._late.serve(peer)
 
     def _hung_up(self, line: str) -> None:
         if self._roll is not None:
@@ -655,25 +418,23 @@ class Publisher:
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
+        self._late.end()
+        self._conductor.end()
         with self._on.changed:
             self._on.changed.notify_all()  # who gathers replicas need not go on
         # A round has deadlines of its own; what is not over by then is cut, and freed after it.
         deadline = monotonic() + self._options.timeout_seconds
         is_over = self._publishing.acquire(timeout=self._options.timeout_seconds)
-        for thread in list(self._late):
-            thread.join(max(deadline - monotonic(), 0))
-        if not is_over or self._late:
-            for round_ in list(self._running):
-                round_.cut(PeerLost("the publisher was closed"))
+        if not self._late.join(deadline) or not is_over:
+            self._conductor.cut(PeerLost("the publisher was closed"))
             if not is_over:
                 self._publishing.acquire(timeout=_CLOSE_SECONDS)
-            for thread in list(self._late):
-                thread.join(_CLOSE_SECONDS)
+            self._late.join(monotonic() + _CLOSE_SECONDS)
         self._offers.close()
         if self._held is not None:
             self._held[1].close()
         self._closing.close()
-        self._held = self._standing = None  # views of segments keep their memory
+        self._held = self._late.standing = None  # views of segments keep their memory
 
     def __enter__(self) -> Publisher:
         return self

@@ -14,7 +14,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Literal
 
 from flyweight.adapters.loader import Framework, Loader
-from flyweight.adapters.model import is_model
+from flyweight.adapters.tree import is_model
 from flyweight.errors import (
     DigestMismatch,
     FlyweightError,
@@ -27,26 +27,24 @@ from flyweight.errors import (
 )
 from flyweight.events import emit
 from flyweight.formats.snapshot import check_version
-from flyweight.spec.rules import ModelLayout
+from flyweight.spec.model_layout import ModelLayout
 from flyweight.sync.address import Address
+from flyweight.sync.feed import Link, RoundFeed
 from flyweight.sync.intake import Intake
 from flyweight.sync.lanes import Transports
+from flyweight.sync.loader_sink import LoaderSink
+from flyweight.sync.memory_sink import MemorySink
 from flyweight.sync.messages import (
-    Abort,
     Ask,
     Begin,
     Commit,
-    Copied,
     Denied,
     Done,
-    Emptied,
     Fault,
-    Filled,
-    Going,
     error_named,
 )
 from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport, check_seconds
-from flyweight.sync.sinks import LoaderSink, MemorySink, Taken, Taker
+from flyweight.sync.sinks import Taken, Taker
 from flyweight.sync.subscriber import Subscriber
 from flyweight.sync.wire import spin_of
 from flyweight.transports.cuda_ipc import CudaIpcTransport
@@ -55,7 +53,6 @@ from flyweight.transports.shared_memory import SharedMemoryTransport
 State = Literal["empty", "ready", "updating", "failed"]
 _RETRY_SECONDS = 0.02
 _CONNECT_SECONDS = 10.0
-_REASON_SECONDS = 1.0
 _PROGRESS_SECONDS = 10.0
 
 
@@ -98,7 +95,7 @@ class Replica:
             may_leave = extra == "report"
             self._taker = MemorySink(target, layout=layout, rank=rank, may_leave=may_leave)
         self._updating = threading.Lock()
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._joining: Subscriber | None = None
         self._version: int | None = None
         self._session = ""
@@ -106,6 +103,7 @@ class Replica:
         self._state: State = "empty"
         self._failure: FlyweightError | None = None
         self._report: UpdateReport | None = None
+        self._unused: tuple[str, ...] = ()
         self._come = self._to_come = 0
         self._is_open, self._pid = True, os.getpid()
         with suppress(PeerLost, TransferTimeout):  # it may come later
@@ -129,6 +127,11 @@ class Replica:
     def report(self) -> UpdateReport | None:
         """What the last update that succeeded did."""
         return self._report
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Tensors that the publisher of the last update has and the model lacks: left out."""
+        return self._unused
 
     @property
     def is_connected(self) -> bool:
@@ -250,7 +253,7 @@ class Replica:
 
     # The connection.
 
-    def _linked(self, deadline: float, is_over: Callable[[], bool]) -> _Link:
+    def _linked(self, deadline: float, is_over: Callable[[], bool]) -> Link:
         """Return a connection on which all is agreed, waiting for a publisher if need be."""
         while True:
             self._check_open()
@@ -266,7 +269,7 @@ class Replica:
                     raise TransferTimeout(f"no publisher came in time: {error}") from error
                 sleep(_RETRY_SECONDS)
 
-    def _connect(self, deadline: float, is_over: Callable[[], bool]) -> _Link:
+    def _connect(self, deadline: float, is_over: Callable[[], bool]) -> Link:
         subscriber = self._joining = Subscriber(self._address, self._token, self.name)
         try:
             welcome = subscriber.welcomed(deadline, is_over)
@@ -283,7 +286,9 @@ class Replica:
             raise
         finally:
             self._joining = None
-        self._link = _Link(subscriber, intake, welcome.session)
+        used = {welcome.tied.get(each.name, each.name) for each in want.tensors}
+        unused = tuple(name for name in tensors if name not in used)
+        self._link = Link(subscriber, intake, welcome.session, unused)
         return self._link
 
     def _drop(self) -> None:
@@ -293,7 +298,7 @@ class Replica:
 
     def _begun(
         self,
-        link: _Link,
+        link: Link,
         version: int | None,
         have: int | None,
         deadline: float,
@@ -323,7 +328,7 @@ class Replica:
 
     def _take(
         self,
-        link: _Link,
+        link: Link,
         begin: Begin,
         timeout_seconds: float,
         waited: float,
@@ -331,7 +336,14 @@ class Replica:
     ) -> UpdateReport:
         started = perf_counter()
         spin_seconds = spin_of(self._taker.has_devices)
-        feed = _Feed(link.subscriber, begin.round, timeout_seconds, self, spin_seconds)
+        feed = RoundFeed(
+            link.subscriber,
+            begin.round,
+            timeout_seconds,
+            spin_seconds,
+            touch=self._touch,
+            advance=self._advance,
+        )
         try:
             if begin.version < 0:
                 raise TransportError(f"version {begin.version} is less than 0")
@@ -368,6 +380,7 @@ class Replica:
             self._taker.verified if begin.should_verify else "nothing",
         )
         self._version, self._session = begin.version, link.session
+        self._unused = link.unused
         self._state, self._failure = "ready", None
         emit(
             "update.done",
@@ -378,15 +391,15 @@ class Replica:
         )
         return self._report
 
-    def touch(self) -> None:
+    def _touch(self) -> None:
         """From now on the old version is no longer whole."""
         self._state, self._version = "updating", None
 
-    def advance(self, nbytes: int) -> None:
+    def _advance(self, nbytes: int) -> None:
         """So many more bytes have come."""
         self._come += nbytes  # by several threads: what is lost of it is only seen
 
-    def _await_commit(self, link: _Link, begin: Begin, taken: Taken, feed: _Feed) -> None:
+    def _await_commit(self, link: Link, begin: Begin, taken: Taken, feed: RoundFeed) -> None:
         try:
             message = feed.message("a commit")
         except TransportError:
@@ -403,7 +416,7 @@ class Replica:
                 f"committed"
             )
 
-    def _fail(self, link: _Link, begin: Begin, error: BaseException) -> None:
+    def _fail(self, link: Link, begin: Begin, error: BaseException) -> None:
         """Tell the publisher, and remember what is left of the weights."""
         is_touched = self._state == "updating"
         if is_touched:
@@ -444,78 +457,3 @@ class Replica:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-class _Link:
-    """A connection on which all is agreed."""
-
-    def __init__(self, subscriber: Subscriber, intake: Intake, session: str) -> None:
-        self.subscriber, self.intake, self.session = subscriber, intake, session
-
-    def close(self) -> None:
-        self.intake.close()
-        self.intake.transports.close()
-        self.subscriber.close()
-
-
-class _Feed:
-    """What the publisher says in a round; each wait is given as long as the first."""
-
-    def __init__(
-        self,
-        subscriber: Subscriber,
-        round_: int,
-        timeout_seconds: float,
-        replica: Replica,
-        spin_seconds: float,
-    ) -> None:
-        self._subscriber, self._round, self._spin_seconds = subscriber, round_, spin_seconds
-        self._timeout_seconds, self.is_aborted = timeout_seconds, False
-        self.touch, self.advance = replica.touch, replica.advance
-
-    @property
-    def deadline(self) -> float:
-        return monotonic() + self._timeout_seconds
-
-    def check_alive(self) -> None:
-        """Raise if the publisher went, or gave the round up, before anything was taken."""
-        self._subscriber.check_open(self._round)
-
-    def message(self, what: str) -> Filled | Commit:
-        """Return the next message of this round; raise what the publisher aborts it with."""
-        deadline = self.deadline
-        while True:
-            message = self._subscriber.next(deadline, what, spin_seconds=self._spin_seconds)
-            match message:
-                case Filled(round=number) | Commit(round=number) if number == self._round:
-                    return message
-                case Abort(round=number, kind=kind, text=text) if number == self._round:
-                    self.is_aborted = True
-                    raise error_named(kind, text)
-                case Going(round=number) if number == self._round:
-                    deadline = self.deadline
-                case _:
-                    continue
-
-    def abort(self) -> FlyweightError | None:
-        """Return why the publisher gave this round up, if it says so soon."""
-        deadline = monotonic() + _REASON_SECONDS
-        try:
-            while True:
-                message = self._subscriber.next(deadline, "a reason")
-                if isinstance(message, Abort) and message.round == self._round:
-                    return error_named(message.kind, message.text)
-        except TransportError:
-            return None
-
-    def next(self) -> int:
-        message = self.message("a bucket")
-        if not isinstance(message, Filled):
-            raise TransportError("the publisher commits a round that is not over")
-        return message.bucket
-
-    def emptied(self, bucket: int) -> None:
-        self._subscriber.send(Emptied(self._round, bucket))
-
-    def copied(self) -> None:
-        self._subscriber.send(Copied(self._round))

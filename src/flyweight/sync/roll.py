@@ -154,7 +154,10 @@ class Roll:
             broken=self._break,
         )
 
-    def start(self) -> None:
+    def start(self, version: int | None) -> None:
+        """Answer from now on; `version` is there already."""
+        self.version = version
+        self._news = News(version, 0, "idle", 0, 0.0, "", ())
         self._announcer.submit(int)  # its thread is there from the start
         self._wire.start()
 

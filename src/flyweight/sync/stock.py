@@ -18,7 +18,7 @@ from typing import NamedTuple
 from flyweight.adapters.model import Model
 from flyweight.digest import Digest, DigestKind
 from flyweight.errors import PlanError, TransferTimeout, listed
-from flyweight.formats.stored import Stored
+from flyweight.formats.stored import Stored, same_bytes, whole_digest
 from flyweight.memory import Buffer
 from flyweight.plan.fit import check_fit
 from flyweight.plan.reshard import reshard
@@ -29,7 +29,6 @@ from flyweight.spec.manifest import Manifest, TensorSpec
 from flyweight.sync.messages import Block, Bucket, Copy, Piece, Tensor, Want
 from flyweight.sync.moves import Copiers, Move, Moves, Regions
 from flyweight.transports.shared_memory import SharedMemoryTransport
-from flyweight.verbs.load import same_bytes, whole_digest
 
 ALIGN_BYTES = 512
 _READ_BYTES = 4 << 20

@@ -1,24 +1,20 @@
 """Group: the ranks of one save or load, who hear of each other's end at once.
 
-Every rank holds one connection to the coordinator; what goes over it is JSON in
-frames, never a pickle. A rank whose connection closes is lost, one that fails says
-why, and one that is silent for `timeout_seconds` while it is waited for is given
-up. Whichever happens first, the coordinator tells all ranks, so that each raises
-an error that names the rank. `meeting.py` brings the ranks together.
+Every rank holds one connection to the coordinator, a `Link`. A rank whose connection
+closes is lost, one that fails says why, and one that is silent for `timeout_seconds`
+while it is waited for is given up. Whichever happens first, the coordinator tells all
+ranks, so that each raises an error that names the rank. `meeting.py` brings the ranks
+together.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import selectors
 import socket
-import struct
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from time import monotonic
 from types import TracebackType
 
@@ -32,14 +28,15 @@ from flyweight.errors import (
 )
 from flyweight.forks import leave_behind
 from flyweight.spec.manifest import Json
-from flyweight.spec.manifest_json import parse_json
+from flyweight.transports.link import DONE, TICK, Link, fault_frame, fault_of, step_frame
 
 TIMEOUT_SECONDS = 120.0
 PATIENCE = 0.75
 """How long the coordinator waits, of the time that others wait for it."""
 _LINGER_SECONDS = 2.0
 _WORKING_TIMES = 10
-_MAX_FRAME_BYTES = 1 << 30
+_LOOK, _STOP = b"?", b"."
+"""What wakes the thread that listens: to look whether it is over, or to end."""
 
 
 class Group:
@@ -57,7 +54,7 @@ class Group:
         self.rank, self.num_ranks, self.coordinator = rank, num_ranks, coordinator
         # The coordinator gives a silent rank up before others give the coordinator up for it.
         self.allow(timeout_seconds)
-        self._links = {peer: _Link(peer, link) for peer, link in (links or {}).items()}
+        self._links = {peer: Link(peer, link) for peer, link in (links or {}).items()}
         self._changed = threading.Condition()
         self._fault: TransportError | None = None
         self._is_failing = False
@@ -89,7 +86,7 @@ class Group:
         """Leave on purpose: the others hear that this rank lives on."""
         for link in self._links.values():
             with suppress(OSError):
-                link.send(_DONE, 1.0)
+                link.send(DONE, 1.0)
         self.close()
 
     @property
@@ -157,7 +154,7 @@ class Group:
         self._last_tick = now
         for link in self._links.values():
             with suppress(OSError):  # who is gone is noticed by the one who waits for it
-                link.send(_TICK, min(self._timeout_seconds, 1.0))
+                link.send(TICK, min(self._timeout_seconds, 1.0))
 
     def _enter(self, step: str) -> None:
         self._step = step
@@ -175,10 +172,9 @@ class Group:
 
     # Frames.
 
-    def _send(self, link: _Link, body: Json) -> None:
+    def _send(self, link: Link, body: Json) -> None:
         try:
-            frame = _frame({"kind": "step", "step": self._step, "body": body})
-            link.send(frame, self._timeout_seconds)
+            link.send(step_frame(self._step, body), self._timeout_seconds)
         except TimeoutError:
             self._fail(self._silent(link))
             self._await_fault()
@@ -190,7 +186,7 @@ class Group:
             self._await_fault()
         self._raise_fault()
 
-    def _receive(self, links: Mapping[int, _Link]) -> dict[int, Json]:
+    def _receive(self, links: Mapping[int, Link]) -> dict[int, Json]:
         """Return one message of each link, once all are there."""
         started = monotonic()
         found: dict[int, tuple[str, Json]] = {}
@@ -226,17 +222,17 @@ class Group:
                 )
         return {peer: body for peer, (_, body) in found.items()}
 
-    def _silent(self, link: _Link) -> TransferTimeout:
+    def _silent(self, link: Link) -> TransferTimeout:
         return TransferTimeout(
             f"{self._called(link)} was silent for {self._timeout_seconds:g} s in step "
             f"{self._step!r}"
         )
 
-    def _lost(self, link: _Link, cause: OSError | None = None) -> PeerLost:
+    def _lost(self, link: Link, cause: OSError | None = None) -> PeerLost:
         why = f": {cause}" if cause else ", as a process that dies does"
         return PeerLost(f"{self._called(link)} closed its connection in step {self._step!r}{why}")
 
-    def _called(self, link: _Link) -> str:
+    def _called(self, link: Link) -> str:
         return f"{'coordinator ' if link.peer == self.coordinator else ''}rank {link.peer}"
 
     def _fail(self, fault: TransportError, *, except_for: int | None = None) -> None:
@@ -253,7 +249,7 @@ class Group:
             self._fault = fault
             self._changed.notify_all()
 
-    def _tell(self, link: _Link, fault: TransportError) -> None:
+    def _tell(self, link: Link, fault: TransportError) -> None:
         with suppress(OSError):
             link.send(fault_frame(fault), min(self._timeout_seconds, 1.0))
 
@@ -263,7 +259,7 @@ class Group:
         num_open = len(self._links)
         while num_open or not self._is_over:
             for key, _ in self._selector.select():
-                link: _Link | None = key.data
+                link: Link | None = key.data
                 if link is None:  # woken to look whether it is over
                     if self._woken.recv(1) == _STOP:
                         return
@@ -285,7 +281,7 @@ class Group:
                 if fault is not None and not self._is_over:
                     self._fail(fault)
 
-    def _handle(self, link: _Link, frame: Json) -> None:
+    def _handle(self, link: Link, frame: Json) -> None:
         match frame:
             case {"kind": "tick"}:
                 with self._changed:
@@ -299,8 +295,7 @@ class Group:
             case {"kind": "done"}:
                 link.is_done = True
             case {"kind": "fault", "body": {"type": str() as kind, "text": str() as text}}:
-                fault = _FAULTS.get(kind, PeerFailed)(text)
-                self._fail(fault, except_for=link.peer)
+                self._fail(fault_of(kind, text), except_for=link.peer)
             case _:
                 self._fail(PeerLost(f"{self._called(link)} sent {str(frame)[:80]}"))
 
@@ -358,68 +353,3 @@ class Group:
             link.socket.close()
         for each in (self._wake, self._woken, self._selector):
             each.close()
-
-
-def fault_frame(fault: TransportError) -> bytes:
-    """Return the frame that tells a peer of a fault."""
-    return _frame({"kind": "fault", "body": {"type": type(fault).__name__, "text": str(fault)}})
-
-
-def _frame(message: Json) -> bytes:
-    data = json.dumps(message, separators=(",", ":")).encode()
-    return struct.pack("<I", len(data)) + data
-
-
-_LOOK, _STOP = b"?", b"."
-_TICK, _DONE = _frame({"kind": "tick"}), _frame({"kind": "done"})
-_FAULTS: dict[str, type[TransportError]] = {
-    each.__name__: each for each in (PeerLost, PeerFailed, TransferTimeout)
-}
-
-
-@dataclass
-class _Link:
-    """A connection to one peer."""
-
-    peer: int
-    socket: socket.socket
-    inbox: deque[tuple[str, Json]] = field(default_factory=deque)
-    heard: float = 0.0
-    is_done: bool = False
-    _is_torn: bool = False
-    _data: bytearray = field(default_factory=bytearray)
-    _sending: threading.Lock = field(default_factory=threading.Lock)
-
-    def send(self, frame: bytes, timeout_seconds: float) -> None:
-        view, deadline = memoryview(frame), monotonic() + timeout_seconds
-        with self._sending, selectors.DefaultSelector() as writable:
-            if self._is_torn:
-                raise OSError(errno.EPIPE, "half of a frame was sent before")
-            writable.register(self.socket, selectors.EVENT_WRITE)
-            while view:
-                if not writable.select(max(deadline - monotonic(), 0)):
-                    self._is_torn = len(view) < len(frame)
-                    raise TimeoutError
-                with suppress(BlockingIOError):
-                    view = view[self.socket.send(view) :]
-
-    def take_in(self) -> bool:
-        """Read what has come; False at the end of the connection."""
-        try:
-            data = self.socket.recv(1 << 20)
-        except BlockingIOError:
-            return True
-        self._data += data
-        return bool(data)
-
-    def frames(self) -> Sequence[Json]:
-        found = []
-        while len(self._data) >= 4:
-            (length,) = struct.unpack_from("<I", self._data)
-            if length > _MAX_FRAME_BYTES:
-                raise TransportError(f"a frame of {length} bytes, at most {_MAX_FRAME_BYTES}")
-            if len(self._data) < 4 + length:
-                break
-            found.append(parse_json(bytes(self._data[4 : 4 + length]), "message"))
-            del self._data[: 4 + length]
-        return found

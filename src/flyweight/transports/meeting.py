@@ -25,7 +25,8 @@ from time import monotonic, sleep
 
 from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError
 from flyweight.ports import Bulletin, Seat
-from flyweight.transports.group import PATIENCE, TIMEOUT_SECONDS, Group, fault_frame
+from flyweight.transports.group import PATIENCE, TIMEOUT_SECONDS, Group
+from flyweight.transports.link import fault_frame
 
 _CALLED_OFF = "called off: "
 _HELLO_BYTES = 72  # 64 digits of token, 8 of rank

@@ -14,7 +14,7 @@ from flyweight.formats.paddle_dist import PADDLE_FORMAT
 from flyweight.formats.pdparams import RAW_MEANINGS
 from flyweight.formats.safetensors import file_plan
 from flyweight.formats.stored import Stored
-from flyweight.formats.torch_dcp import DCP_FORMAT
+from flyweight.formats.torch_dcp_writer import DCP_FORMAT
 from flyweight.memory import MEMORY_BYTES
 from flyweight.ports import FilePlan, Format
 from flyweight.spec.manifest import Manifest

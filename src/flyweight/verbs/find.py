@@ -23,6 +23,7 @@ from flyweight.formats import (
     safetensors,
     snapshot,
     torch_dcp,
+    torch_dcp_safetensors,
 )
 from flyweight.formats.stored import Stored
 from flyweight.ports import Store
@@ -117,8 +118,8 @@ def _opener(place: Path, names: Sequence[str]) -> Callable[[Store], Stored] | No
         "Hugging Face": (huggingface.has_checkpoint, huggingface.open_huggingface),
         "torch distributed": (torch_dcp.has_checkpoint, torch_dcp.open_dcp),
         "torch distributed safetensors": (
-            torch_dcp.has_safetensors,
-            torch_dcp.open_safetensors_shards,
+            torch_dcp_safetensors.has_safetensors,
+            torch_dcp_safetensors.open_safetensors_shards,
         ),
         "Paddle distributed": (paddle_dist.has_checkpoint, paddle_dist.open_paddle),
     }

@@ -1,4 +1,8 @@
-"""Load: from files into a model that is there already, in place, checked on the way."""
+"""Load: from files into a model that is there already, in place, checked on the way.
+
+`match.py` pairs the names. Every rank plans its own reads, and no tensor of any rank is
+touched before all have planned.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +13,24 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
-import numpy as np
-
-from flyweight.adapters.model import Model, ModelBlock, adapt
-from flyweight.errors import (
-    PlanError,
-    SpecError,
-    TransportError,
-    VersionError,
-    listed,
-)
+from flyweight.adapters.adapt import adapt
+from flyweight.adapters.model import Model, ModelBlock
+from flyweight.errors import PlanError, SpecError, TransportError, VersionError
 from flyweight.events import emit
-from flyweight.formats import legacy, pdparams
+from flyweight.formats import legacy
 from flyweight.formats.crew import default_threads
 from flyweight.formats.reader import Reader, Target
 from flyweight.formats.snapshot import check_version
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
-from flyweight.plan.fit import check_fit
 from flyweight.plan.reshard import reshard
-from flyweight.spec.box import Box
-from flyweight.spec.dtype import DType
 from flyweight.spec.layout import Shard
-from flyweight.spec.manifest import Json, Leaf, TensorSpec
-from flyweight.spec.rules import ModelLayout
+from flyweight.spec.manifest import Json, Leaf
+from flyweight.spec.model_layout import ModelLayout
 from flyweight.transports.group import TIMEOUT_SECONDS, Group
 from flyweight.transports.meeting import where
 from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.match import Matches, check_names, match
 from flyweight.verbs.together import gather_ranks
 
 Extra = Literal["refuse", "report"]
@@ -167,7 +162,14 @@ def _load(source: PathLike | Stored, into: object, options: _Options, group: Gro
                 sink = _adapted(into, stored, options, group)
                 sink.check_writable()
                 matches = match(stored, sink)
-            _check_names(stored, matches, options, group)
+            check_names(
+                stored,
+                matches,
+                group,
+                may_miss=options.partial_over is not None,
+                # A layout speaks of every tensor; those of other ranks are theirs.
+                may_leave=options.extra == "report" or options.layout is not None,
+            )
             with collector_paused():
                 reader = _reader(stored, sink, matches, should_verify=options.should_verify)
             starting_at = _sharing(stored, reader, group)
@@ -320,31 +322,6 @@ def _adapted(into: object, stored: Stored, options: _Options, group: Group) -> M
     return adapt(into, lambda: layout.locals(tensors, number))
 
 
-def _check_names(stored: Stored, matches: Matches, options: _Options, group: Group) -> None:
-    if matches.missing and options.partial_over is None:
-        raise PlanError(
-            f"target wants {len(matches.missing)} tensors that {stored.store.place!r} lacks: "
-            f"{listed(matches.missing)}"
-        )
-    # What no rank has a use for is left over; each tells by a letter for each name.
-    names, unused = sorted(stored.manifest.names), set(matches.unused)
-    letters = "".join("-" if name in unused else "x" for name in names)
-    told = [str(each) for each in group.gather("names", letters)]
-    for rank, each in enumerate(told):
-        if len(each) != len(names):
-            raise PlanError(
-                f"rank {rank} sees {len(each)} tensors in {stored.store.place!r}, rank "
-                f"{group.rank} {len(names)}: not the same files"
-            )
-    left = [name for n, name in enumerate(names) if told and all(each[n] == "-" for each in told)]
-    # A layout speaks of every tensor; those of other ranks are theirs.
-    if left and options.extra == "refuse" and options.layout is None:
-        raise PlanError(
-            f"{stored.store.place!r} has {len(left)} tensors that the target lacks: "
-            f"{listed(left)}; load with extra='report' to leave them out"
-        )
-
-
 def _reader(stored: Stored, sink: Model, matches: Matches, *, should_verify: bool) -> Reader:
     """Return a reader that will fill every matched tensor of the sink."""
     source_shards, sink_shards, targets = {}, {}, {}
@@ -365,85 +342,3 @@ def _target(sink: Model, block: ModelBlock) -> Target:
     if items is None:
         return Target(box, block.write, sink.staging, may_map=False, settle=sink.settle)
     return Target(box, items, sink.staging)
-
-
-@dataclass(frozen=True)
-class Matches:
-    """Which tensor of the source fills which of the target, and who is left over."""
-
-    pairs: Mapping[str, str]
-    missing: list[str]
-    unused: list[str]
-
-
-def match(stored: Stored, sink: Model) -> Matches:
-    """Pair the names, and raise if a pair differs in dtype or shape, all of a kind at once."""
-    have, want = stored.manifest, sink.manifest
-    known = set(have.names)
-    aliases: dict[str, list[str]] = {name: [name] for name in want.tensors}
-    for alias, name in want.tied.items():
-        aliases[name].append(alias)
-    pairs: dict[str, str] = {}
-    missing: list[str] = []
-    used: dict[str, TensorSpec] = {}
-    for name, names in aliases.items():
-        found = [each for each in names if each in known]
-        used.update(dict.fromkeys(found, want.tensors[name]))
-        if found:
-            pairs[name] = found[0]
-        else:
-            missing.append(name)
-    missing += [name for name in want.values if name not in have.values]
-    _check_specs(stored, used)
-    for names in aliases.values():
-        _check_tied(stored, [each for each in names if each in known])
-    return Matches(pairs, missing, sorted(known - used.keys()))
-
-
-def _check_specs(stored: Stored, wanted: Mapping[str, TensorSpec]) -> None:
-    """Raise if a tensor of the source is not what its name is in the target."""
-    check_fit(
-        {name: stored.manifest.spec(name) for name in wanted},
-        wanted,
-        source=f"in {stored.store.place!r}",
-        sink="in the target",
-        is_same=lambda name, have, want: _is_same(stored, name, have, want),
-    )
-
-
-def _is_same(stored: Stored, name: str, have: DType, want: DType) -> bool:
-    may_mean = pdparams.RAW_MEANINGS.get(have.name, ()) if name in stored.raw_names else ()
-    return have == want or want.name in may_mean
-
-
-def _check_tied(stored: Stored, names: list[str]) -> None:
-    """Raise if names that share memory in the target hold different bytes in the source."""
-    tied = stored.manifest.tied
-    first, *others = dict.fromkeys(tied.get(name, name) for name in names) or [""]
-    for other in others:
-        if not same_bytes(stored, first, stored, other):
-            raise PlanError(
-                f"{first!r} and {other!r} are one tensor in the target and differ in "
-                f"{stored.store.place!r}"
-            )
-
-
-def same_bytes(a: Stored, a_name: str, b: Stored, b_name: str) -> bool:
-    """True if two tensors hold the same bytes; by digest where both have one for the whole."""
-    a_digest, b_digest = whole_digest(a, a_name), whole_digest(b, b_name)
-    if a_digest is not None and b_digest is not None:
-        return a_digest == b_digest
-    spec = a.manifest.spec(a_name)
-    if spec.shape != b.manifest.spec(b_name).shape:
-        return False
-    for items in spec.chunks(Box.whole(spec.shape), a.manifest.chunk_bytes):
-        box = spec.elements(items)
-        if not np.array_equal(a.read(a_name, box), b.read(b_name, box)):
-            return False
-    return True
-
-
-def whole_digest(stored: Stored, name: str) -> int | None:
-    """Return the digest of a tensor that rests in one piece, if the format keeps digests."""
-    shards = stored.shards(name)
-    return stored.manifest.extents[shards[0].rank].digest if len(shards) == 1 else None

@@ -16,7 +16,7 @@ from flyweight.plan.reshard import Plan, reshard
 from flyweight.ports import WINDOW_SLACK
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import TensorSpec
-from flyweight.spec.rules import ModelLayout
+from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike, open_source
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, overload
 
-from flyweight.adapters.model import Model, adapt
+from flyweight.adapters.adapt import adapt
+from flyweight.adapters.model import Model
 from flyweight.errors import SpecError
 from flyweight.formats import legacy
 from flyweight.formats.crew import default_threads
@@ -18,7 +19,7 @@ from flyweight.formats.writer import seal, write
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
 from flyweight.ports import Format, Source
 from flyweight.spec.manifest import Manifest, TensorSpec
-from flyweight.spec.rules import ModelLayout
+from flyweight.spec.model_layout import ModelLayout
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import LocalStore, as_path
 from flyweight.transports.group import TIMEOUT_SECONDS, Group

@@ -12,7 +12,8 @@ from flyweight.errors import PlanError, SpecError
 from flyweight.plan.reshard import reshard
 from flyweight.spec.dtype import DTYPES
 from flyweight.spec.manifest import TensorSpec
-from flyweight.spec.rules import MAX_RANKS, ModelLayout, Rule, Spread
+from flyweight.spec.model_layout import MAX_RANKS, ModelLayout
+from flyweight.spec.rules import Rule, Spread
 
 HEADS, GROUPS, WIDTH, HIDDEN, EXPERTS, LAYERS = 8, 4, 2, 6, 6, 3
 

@@ -1,0 +1,96 @@
+"""torch's distributed checkpoints as safetensors: ranks write files of their own.
+
+The head of each file tells where its tensors start in the whole ones. No file tells how
+large those are, nor how many ranks there were: they end where the last shard does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from flyweight.errors import FormatError, SnapshotIncomplete, SpecError
+from flyweight.formats.records import Records, told
+from flyweight.formats.safetensors import read_head
+from flyweight.formats.stored import Stored
+from flyweight.ports import Store
+from flyweight.spec.box import Box
+from flyweight.spec.manifest import Extent, Json, Manifest, Parcel, TensorSpec, check_coverage
+from flyweight.spec.manifest_json import parse_json
+
+_SHARDED = re.compile(r"shard-([0-9]{1,9})-model-[0-9]+-of-[0-9]+\.safetensors")
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+def has_safetensors(names: Sequence[str]) -> bool:
+    """True if there is a file of some rank's."""
+    return any(_SHARDED.fullmatch(name) for name in names)
+
+
+def open_safetensors_shards(store: Store) -> Stored:
+    """Open files whose heads tell where each tensor starts in the whole one.
+
+    No file tells how large the whole is, so a last rank's file that is gone is not noticed.
+    """
+    files = sorted(name for name in store.names() if _SHARDED.fullmatch(name))
+    ranks = {int(match[1]) for name in files if (match := _SHARDED.fullmatch(name))}
+    if ranks != set(range(1, len(ranks) + 1)):
+        raise SnapshotIncomplete(f"{store.place!r} has files of ranks {sorted(ranks)[:20]}")
+    try:
+        return _open_shards(store, files)
+    except SpecError as cause:
+        raise FormatError(f"{store.place!r}: {cause}") from cause
+
+
+def _open_shards(store: Store, files: Sequence[str]) -> Stored:
+    tensors: dict[str, TensorSpec] = {}
+    extents: list[Extent] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        head, what = read_head(store, file), f"{file!r} in {store.place!r}"
+        offsets = _sharding_offsets(head.notes, what)
+        for extent in head.extents:
+            name, spec = extent.name, head.tensors[extent.name]
+            if len(offsets.get(name, ())) != len(spec.shape) or name not in offsets:
+                raise FormatError(
+                    f"{name!r} of {what} is {spec.shape} and starts at {offsets.get(name)}"
+                )
+            box = Box(offsets[name], spec.shape)
+            known = tensors.setdefault(name, spec)
+            if known.dtype != spec.dtype or len(known.shape) != len(spec.shape):
+                raise FormatError(f"{name!r} is {known} in one file and {spec} in {file!r}")
+            shapes[name] = tuple(map(max, shapes.get(name, (0,) * len(box.shape)), box.end))
+            if box.num_elements:
+                extents.append(Extent(name, box, file, extent.offset))
+    whole = {name: TensorSpec(spec.dtype, shapes[name]) for name, spec in tensors.items()}
+    manifest = Manifest(whole, extents=extents)
+    check_coverage(manifest)
+    return Stored(manifest, store, format="dcp safetensors")
+
+
+def _sharding_offsets(notes: Mapping[str, Json], what: str) -> dict[str, tuple[int, ...]]:
+    """Return where the tensors of a file start in the whole ones, as its head says."""
+    text = notes.get(_SHARDING)
+    record = parse_json(text.encode(), f"{_SHARDING} of {what}") if isinstance(text, str) else None
+    if not isinstance(record, dict):
+        raise FormatError(f"head of {what} has no {_SHARDING}, which tells where its tensors start")
+    offsets: dict[str, tuple[int, ...]] = {}
+    for name, entry in record.items():
+        match entry:
+            case {"saved_offsets": list() as numbers}:
+                offsets[name] = Records(f"{_SHARDING} of {what}").numbers(numbers, name)
+            case _:
+                raise FormatError(f"{_SHARDING} of {what} has {told(entry)} for {name!r}")
+    return offsets
+
+
+def sharding_notes(parcels: Sequence[Parcel]) -> dict[str, str]:
+    """Return what torch's reader of this variant looks for in a head: where each tensor starts.
+
+    It knows one box of a tensor in a file; a file with more of them is not for it.
+    """
+    offsets: dict[str, Json] = {p.name: {"saved_offsets": list(p.box.offset)} for p in parcels}
+    if len(offsets) != len(parcels):
+        return {}
+    return {_SHARDING: json.dumps(offsets, separators=(",", ":")), "DCP_VERSION": "1.0"}

@@ -1,0 +1,164 @@
+"""Items: what a `.distcp` file is made of, an archive for each tensor and each value.
+
+It is what `torch.save` writes: a small pickle, which says what the raw bytes beside it
+are. Read, its pickle makes records and runs nothing; written, the archive is laid out
+around bytes that are not known yet. What the index says of an item is `torch_dcp.py`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from flyweight.errors import FormatError, SpecError
+from flyweight.formats import pickle_code as code
+from flyweight.formats.pickles import Global, Made, Persistent, Span, read_pickle
+from flyweight.formats.records import Records, told
+from flyweight.formats.zips import Archive, lay_out
+from flyweight.ports import Store
+from flyweight.spec.box import Box, strides_of
+from flyweight.spec.dtype import BY_TORCH, DType
+from flyweight.spec.manifest import TensorSpec
+
+DTYPE_NAMES = {("torch", name) for name in BY_TORCH}
+SIZE = ("torch", "Size")
+# What torch calls the storage of a dtype; those that are not here are told by their bytes.
+_STORAGES = {
+    "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16",
+    "int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte",
+    "bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDouble",
+}  # fmt: skip
+_BY_STORAGE = {("torch", f"{kind}Storage"): BY_TORCH[name] for name, kind in _STORAGES.items()}
+_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_ANY = ("torch._utils", "_rebuild_tensor_v3")
+_UNTYPED = ("torch.storage", "UntypedStorage")
+_ORDERED = ("collections", "OrderedDict")
+_ALLOWED = {*DTYPE_NAMES, *_BY_STORAGE, _REBUILD, _REBUILD_ANY, _UNTYPED, _ORDERED, SIZE}
+_FIXED = {"byteorder": b"little", "version": b"3\n"}
+
+
+@dataclass(frozen=True)
+class PickledTensor:
+    """What an item's pickle says of its tensor; whether its bytes are there is another matter."""
+
+    dtype: DType
+    storage: str
+    """Under which name the archive has the bytes."""
+    storage_bytes: int
+    start: int
+    """In items, as the strides."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class TorchItem:
+    """An archive that is a stretch of a file: its pickle, and where its storages stand."""
+
+    def __init__(self, store: Store, file: str, stretch: Span) -> None:
+        self._archive = Archive(store, file, stretch)
+        names = self._archive.names
+        # Without the directory that they are in.
+        self._entries = {name.partition("/")[2]: name for name in names}
+        if len({name.partition("/")[0] for name in names}) != 1 or "data.pkl" not in self._entries:
+            raise FormatError(
+                f"bytes {stretch.offset}..{stretch.offset + stretch.nbytes} of {file!r} in "
+                f"{store.place!r} are no archive of torch's: {sorted(self._entries)[:5]}"
+            )
+        if "byteorder" in self._entries:
+            order = self._archive.span(self._entries["byteorder"])
+            text = store.read(file, order.offset, min(order.nbytes, 16))
+            if text != b"little":
+                raise FormatError(f"{file!r} in {store.place!r} has byte order {text!r}")
+        pickle = self._archive.span(self._entries["data.pkl"])
+        self.root = read_pickle(store, file, _ALLOWED, stretch=pickle, has_objects=True)
+
+    def storage(self, key: str) -> Span | None:
+        """Return where the bytes of a storage stand in the file; None if it is not there."""
+        entry = self._entries.get(f"data/{key}")
+        return None if entry is None else self._archive.span(entry)
+
+
+def pickled_tensor(root: object, what: str) -> PickledTensor:
+    """Return the tensor that a pickle makes; raise, naming it `what`, if it makes another thing."""
+    match root:
+        case Made(
+            what=Global() as call,
+            args=(
+                Persistent(
+                    what=("storage", Global() as kind, str() as key, str(), int() as count, *_)
+                ),
+                int() as start,
+                tuple() as shape,
+                tuple() as strides,
+                bool(),
+                _,
+                *rest,
+            ),
+        ):
+            pass
+        case _:
+            raise FormatError(f"{what} is {told(root)}, expected a plain tensor")
+    if (call.module, call.name) == _REBUILD:
+        dtype = _BY_STORAGE.get((kind.module, kind.name))
+        flags = rest
+    else:
+        match rest:
+            case [Global(module="torch", name=name), *flags]:
+                dtype = BY_TORCH.get(name)
+            case _:
+                dtype, flags = None, []
+    if dtype is None or any(flags):
+        marks = ", ".join(str(key) for flag in flags if isinstance(flag, dict) for key in flag)
+        raise FormatError(
+            f"{what} is of {told(kind)}, marked {marks[:80]!r}: not a plain tensor; save it after "
+            f".resolve_conj().resolve_neg()"
+        )
+    records = Records(what)
+    shape, strides = records.numbers(shape, "shape"), records.numbers(strides, "strides")
+    start, count = records.numbers((start, count), "storage")
+    if len(shape) != len(strides):
+        raise FormatError(f"{what} has shape {shape} and strides {strides}")
+    is_typed = (call.module, call.name) == _REBUILD
+    count_bytes = count * max(dtype.bits // 8, 1) if is_typed else count
+    return PickledTensor(dtype, key, count_bytes, start, shape, strides)
+
+
+def tensor_pickle(spec: TensorSpec) -> bytes:
+    """Return the pickle by which torch makes the tensor of its storage."""
+    torch_name = spec.dtype.torch
+    if torch_name is None:
+        raise SpecError(f"{spec.dtype} has no name in torch")
+    shape = spec.stored(Box.whole(spec.shape)).shape
+    is_typed = torch_name in _STORAGES
+    kind = (
+        code.named("torch", f"{_STORAGES[torch_name]}Storage")
+        if is_typed
+        else code.named(*_UNTYPED)
+    )
+    count = prod(shape) if is_typed else spec.nbytes
+    storage = code.pack(
+        [code.text("storage"), kind, code.text("0"), code.text("cpu"), code.number(count)]
+    )
+    args = [
+        storage + b"Q",
+        code.number(0),
+        code.numbers(shape),
+        code.numbers(strides_of(shape)),
+        code.FALSE,
+        code.called(code.named(*_ORDERED)),
+    ]
+    if not is_typed:
+        args.append(code.named("torch", torch_name))
+    call = code.named(*(_REBUILD if is_typed else _REBUILD_ANY))
+    return b"\x80\x02" + code.called(call, *args) + b"."
+
+
+def lay_out_item(pickle: bytes, storage_bytes: int | None, start: int) -> tuple[bytes, bytes]:
+    """Return what stands before and after the storage of an item that starts at `start`.
+
+    An item that is no tensor has none.
+    """
+    small = {"archive/data.pkl": pickle}
+    small |= {f"archive/{name}": data for name, data in _FIXED.items()}
+    large = None if storage_bytes is None else ("archive/data/0", storage_bytes)
+    return lay_out(small, large, start=start)

@@ -1,0 +1,110 @@
+"""Match: which tensor of a checkpoint fills which of a model; strict both ways.
+
+Names, dtypes and shapes are compared before a byte is read. What a model ties is filled
+once, so the checkpoint must hold the same bytes under all its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flyweight.adapters.model import Model
+from flyweight.errors import PlanError, listed
+from flyweight.formats import pdparams
+from flyweight.formats.stored import Stored, same_bytes
+from flyweight.plan.fit import check_fit
+from flyweight.spec.dtype import DType
+from flyweight.spec.manifest import TensorSpec
+from flyweight.transports.group import Group
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Which tensor of the source fills which of the target, and who is left over."""
+
+    pairs: Mapping[str, str]
+    missing: list[str]
+    unused: list[str]
+
+
+def match(stored: Stored, sink: Model) -> Matches:
+    """Pair the names, and raise if a pair differs in dtype or shape, all of a kind at once."""
+    have, want = stored.manifest, sink.manifest
+    known = set(have.names)
+    aliases: dict[str, list[str]] = {name: [name] for name in want.tensors}
+    for alias, name in want.tied.items():
+        aliases[name].append(alias)
+    pairs: dict[str, str] = {}
+    missing: list[str] = []
+    used: dict[str, TensorSpec] = {}
+    for name, names in aliases.items():
+        found = [each for each in names if each in known]
+        used.update(dict.fromkeys(found, want.tensors[name]))
+        if found:
+            pairs[name] = found[0]
+        else:
+            missing.append(name)
+    missing += [name for name in want.values if name not in have.values]
+    _check_specs(stored, used)
+    for names in aliases.values():
+        _check_tied(stored, [each for each in names if each in known])
+    return Matches(pairs, missing, sorted(known - used.keys()))
+
+
+def _check_specs(stored: Stored, wanted: Mapping[str, TensorSpec]) -> None:
+    """Raise if a tensor of the source is not what its name is in the target."""
+    check_fit(
+        {name: stored.manifest.spec(name) for name in wanted},
+        wanted,
+        source=f"in {stored.store.place!r}",
+        sink="in the target",
+        is_same=lambda name, have, want: _is_same(stored, name, have, want),
+    )
+
+
+def _is_same(stored: Stored, name: str, have: DType, want: DType) -> bool:
+    may_mean = pdparams.RAW_MEANINGS.get(have.name, ()) if name in stored.raw_names else ()
+    return have == want or want.name in may_mean
+
+
+def _check_tied(stored: Stored, names: list[str]) -> None:
+    """Raise if names that share memory in the target hold different bytes in the source."""
+    tied = stored.manifest.tied
+    first, *others = dict.fromkeys(tied.get(name, name) for name in names) or [""]
+    for other in others:
+        if not same_bytes(stored, first, stored, other):
+            raise PlanError(
+                f"{first!r} and {other!r} are one tensor in the target and differ in "
+                f"{stored.store.place!r}"
+            )
+
+
+def check_names(
+    stored: Stored, matches: Matches, group: Group, *, may_miss: bool, may_leave: bool
+) -> None:
+    """Raise for tensors that the source lacks here, and for those that no rank has a use for.
+
+    Every rank must call this together. `may_miss` allows the ones, `may_leave` the others.
+    """
+    if matches.missing and not may_miss:
+        raise PlanError(
+            f"target wants {len(matches.missing)} tensors that {stored.store.place!r} lacks: "
+            f"{listed(matches.missing)}"
+        )
+    # What no rank has a use for is left over; each tells by a letter for each name.
+    names, unused = sorted(stored.manifest.names), set(matches.unused)
+    letters = "".join("-" if name in unused else "x" for name in names)
+    told = [str(each) for each in group.gather("names", letters)]
+    for rank, each in enumerate(told):
+        if len(each) != len(names):
+            raise PlanError(
+                f"rank {rank} sees {len(each)} tensors in {stored.store.place!r}, rank "
+                f"{group.rank} {len(names)}: not the same files"
+            )
+    left = [name for n, name in enumerate(names) if told and all(each[n] == "-" for each in told)]
+    if left and not may_leave:
+        raise PlanError(
+            f"{stored.store.place!r} has {len(left)} tensors that the target lacks: "
+            f"{listed(left)}; load with extra='report' to leave them out"
+        )
