@@ -11,10 +11,10 @@ import pytest
 
 import flyweight as fw
 from conftest import flip
+from flyweight.adapters.adapt import adapt
 from flyweight.adapters.fastdeploy import DynamicWeightManager, ModelWeightsStatus
-from flyweight.adapters.fastdeploy_engine import FastDeployHooks
+from flyweight.adapters.fastdeploy_engine import FastDeployHooks, give_memory
 from flyweight.adapters.fastdeploy_weights import CheckedWeights, FastDeployOptions
-from flyweight.adapters.model import adapt
 from flyweight.errors import (
     ChecksumMismatch,
     DTypeMismatch,
@@ -30,6 +30,7 @@ from flyweight.errors import (
 from flyweight.events import listening
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.legacy_cells import KV_CACHE, MODEL_WEIGHTS, LegacyCell
+from flyweight.lifecycle.sources import StoredWeights
 from flyweight.lifecycle.states import Signal, State, Tag
 from live import SPAWN, Child
 
@@ -279,6 +280,119 @@ def test_names_that_the_model_lacks_are_counted_and_reported(tmp_path, open_mana
         DynamicWeightManager(config(tmp_path, extra="refuse"), Net(), 0)
 
 
+def with_more(version):
+    """What a trainer has: all that the models want, and two tensors of its own."""
+    more = {"value_head.w": paddle.full([3], version), "ema": paddle.zeros([2, 2])}
+    return {**more, **Net(version).state_dict()}
+
+
+@pytest.mark.parametrize("strategy", ["ipc", "ipc_async", "rsync"])
+def test_names_of_a_publisher_that_the_model_lacks_are_counted_and_reported(
+    address, tmp_path, open_manager, strategy
+):  # C13
+    (tmp_path / "version.yaml").write_text("step: 1")
+    target, events = Net(), []
+    told = config(tmp_path, strategy, address=address)
+    with fw.Publisher(with_more(1), address, hold=True) as publisher, listening(events.append):
+        publisher.publish(1)
+        manager = open_manager(told, target)
+        assert holds(target, 1)
+        assert manager.unmatched == ["ema", "value_head.w"]
+        manager.update_weights_by_rdma(1)  # it is held: nothing is taken, and nothing told again
+        found = [each.fields for each in events if each.kind == "weights.unmatched"]
+        assert found == [{"count": 2, "names": "'ema', 'value_head.w'"}]
+        with pytest.raises(PlanError, match="2 tensors that the replica lacks: 'ema', 'value_head"):
+            DynamicWeightManager(
+                config(tmp_path, strategy, address=address, extra="refuse"), Net(), 0
+            )
+
+
+def test_what_the_model_lacks_is_told_of_the_source_that_was_taken_from_last(
+    address, tmp_path, open_manager
+):  # C13
+    for version, state in (
+        (1, Net(1)),
+        (2, {**Net(2).state_dict(), "lm.extra": paddle.zeros([2])}),
+    ):
+        fw.save(state, tmp_path, version=version)
+    (tmp_path / "version.yaml").write_text("step: 2")
+    manager = open_manager(config(tmp_path, "rsync", address=address), Net())
+    assert manager.unmatched == ["lm.extra"]
+    with fw.Publisher(with_more(3), address, hold=True) as publisher:
+        publisher.publish(3)
+        manager.update_weights_by_rdma(3)
+        assert manager.unmatched == ["ema", "value_head.w"]
+    manager.update_weights_by_rdma(1)
+    assert manager.unmatched == []
+
+
+def test_a_second_name_of_a_tensor_that_is_wanted_is_not_left_out(address):  # C13
+    shared = paddle.ones([3])
+    trainer = {"embed": shared, "head": shared, "ema": paddle.zeros([2])}
+    with (
+        fw.Publisher(trainer, address, hold=True) as publisher,
+        fw.Replica({"head": paddle.zeros([3])}, address, extra="report") as replica,
+    ):
+        assert replica.unused == ()  # nothing was taken yet
+        publisher.publish(1)
+        replica.update()
+        assert replica.unused == ("ema",)
+
+
+def train(address, without, pipe):
+    """A trainer of its own: has two tensors more than the models, and may lack some of theirs."""
+    paddle.set_device("cpu")
+    state = {name: each for name, each in with_more(1).items() if name not in without}
+    with fw.Publisher(state, address, hold=True) as publisher:
+        publisher.publish(1)
+        pipe.send("published")
+        pipe.recv()
+
+
+def test_a_trainer_that_comes_back_may_have_more_than_the_models_but_not_less(
+    address, tmp_path, open_manager, cell, pid
+):  # C13, C24
+    target = Net()
+    with Child(train, address, (), context=SPAWN) as trainer:
+        assert trainer.told(60) == "published"
+        manager = open_manager(config(tmp_path, "ipc", address=address), target)
+        trainer.kill()
+        trainer.join()
+    assert (holds(target, 1), manager.unmatched) == (True, ["ema", "value_head.w"])
+    with Child(train, address, ("head", "up.bias"), context=SPAWN) as trainer:
+        assert trainer.told(60) == "published"
+        cell.ask(UPDATING)
+        with pytest.raises(
+            PlanError, match="2 tensors that the publisher lacks: 'head', 'up.bias'"
+        ):
+            manager.update_parameters(pid)
+    assert (cell.status, manager.version, manager.health) == (NORMAL, 1, "serving")
+    assert holds(target, 1)
+    assert manager.unmatched == ["ema", "value_head.w"]  # of what is served
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "builtin", "words"),
+    [
+        ({"dtype": "float16"}, DTypeMismatch, TypeError, r"'head' is f16 .* and f32"),
+        ({"size": 9}, ShapeMismatch, ValueError, r"'head' is \(4, 9\) .* and \(4, 8\)"),
+    ],
+)
+def test_a_publishers_other_dtype_and_shape_are_refused_by_the_same_types(
+    address, tmp_path, open_manager, wrong, kind, builtin, words
+):  # C13
+    target = Net()
+    with fw.Publisher(Net(1), address, hold=True) as publisher:
+        publisher.publish(1)
+        manager = open_manager(config(tmp_path, "ipc", address=address), target)
+    with fw.Publisher(Net(2, **wrong), address, hold=True) as publisher:
+        publisher.publish(2)
+        with pytest.raises(kind, match=words) as caught:
+            manager.update_parameters()
+    assert isinstance(caught.value, builtin)
+    assert (manager.version, manager.health, holds(target, 1)) == (1, "serving", True)
+
+
 def test_another_dtype_and_another_shape_name_the_parameter_and_both(tmp_path, open_manager):  # C13
     fw.save(Net(1), tmp_path, version=1)
     target = Net()
@@ -322,6 +436,143 @@ def test_weights_are_copied_not_shared(address, tmp_path, open_manager):  # C14
         open_manager(config(tmp_path, "ipc", address=address), target)
         trainer.up.weight.set_value(paddle.zeros([4, 8]))  # the optimizer steps
     assert holds(target, 1)
+
+
+FROM_BOTH = pytest.mark.parametrize("strategy", ["ipc_snapshot", "ipc"])
+
+
+@pytest.fixture
+def source(address, tmp_path):
+    """Version 1, in files and at a publisher; with what a manager is told of them."""
+    fw.save(Net(1), tmp_path, version=1)
+    with fw.Publisher(Net(1), address, hold=True) as publisher:
+        publisher.publish(1)
+        yield lambda strategy, **more: config(tmp_path, strategy, address=address, **more)
+
+
+@FROM_BOTH
+def test_tensors_of_other_strides_are_filled_and_keep_them(
+    address, tmp_path, open_manager, strategy
+):  # C14
+    rows = paddle.arange(12).reshape([3, 4])
+    fw.save({"t": rows}, tmp_path, version=1)
+    target = paddle.nn.Layer()
+    target.register_buffer("t", paddle.zeros([4, 3], "int64").t())
+    assert target.t.strides == [1, 3]
+    with fw.Publisher({"t": rows}, address, hold=True) as publisher:
+        publisher.publish(1)
+        manager = open_manager(config(tmp_path, strategy, address=address), target)
+        manager.clear_parameters()
+        manager.update_parameters()
+    assert (target.t.tolist(), target.t.strides) == (rows.tolist(), [1, 3])
+
+
+def bare_net():
+    """A model as FastDeploy makes it: most of its parameters have no memory yet."""
+    with paddle.LazyGuard():
+        layer = Net()
+    assert not layer.up.weight._is_initialized()
+    return layer
+
+
+@FROM_BOTH
+def test_parameters_that_have_no_memory_get_some_and_are_filled(
+    source, open_manager, strategy
+):  # C14
+    target = bare_net()
+    before = {name: id(p) for name, p in target.state_dict().items()}
+    manager = open_manager(source(strategy), target)
+    assert holds(target, 1)
+    assert {name: id(p) for name, p in target.state_dict().items()} == before
+    assert (
+        target.up(target.embed(paddle.arange(8))) == Net(1).up(Net(1).embed(paddle.arange(8)))
+    ).all()
+    manager.clear_parameters()
+    manager.update_parameters()
+    manager.finalize_update()
+    assert holds(target, 1)
+
+
+def test_only_tensors_without_memory_are_given_some(address):  # C14
+    with paddle.LazyGuard():
+        bare = paddle.create_parameter([2, 3], "float32")
+        none = paddle.create_parameter([0, 3], "float32")
+    full = paddle.ones([4])
+    state, there = {"bare": bare, "tied": bare, "none": none, "full": full}, full.data_ptr()
+    assert (give_memory(state), give_memory(state)) == (1, 0)
+    assert (full.data_ptr(), full.tolist()) == (there, [1, 1, 1, 1])
+    trainer = {name: paddle.full(each.shape, 2.0) for name, each in state.items()}
+    with fw.Publisher(trainer, address, hold=True) as publisher:
+        publisher.publish(1)
+        with fw.Replica(state, address) as replica:
+            replica.update()
+    assert bare.tolist() == [[2] * 3] * 2
+    assert full.tolist() == [2] * 4
+
+
+def test_a_parameter_without_memory_cannot_be_vouched_for(tmp_path):  # C13, C14
+    save_state({"up.weight": Net(2).up.weight}, tmp_path)
+    with pytest.raises(PlanError, match="target wants 4 tensors"):
+        DynamicWeightManager(config(tmp_path, partial_over=1), bare_net(), 0)
+
+
+@pytest.mark.parametrize("is_cleared_first", [True, False])
+def test_a_parameter_that_was_cleared_is_not_vouched_for(tmp_path, is_cleared_first):  # C13, C15
+    fw.save({"a": paddle.ones([3])}, tmp_path, version=2)
+    state = {"a": paddle.zeros([3]), "b": paddle.zeros([3])}
+    weights = CheckedWeights(StoredWeights(state, tmp_path, partial_over=1), state)
+    way = {"timeout_seconds": 5, "before": lambda version: None, "is_over": lambda: False}
+    if not is_cleared_first:
+        assert weights.update(**way).version == 2
+    state["b"]._clear_data()
+    with pytest.raises(PlanError, match="target wants 1 tensors .* lacks: 'b'"):
+        weights.update(2, **way)
+    assert weights.version is None
+
+
+def test_no_memory_to_be_had_is_named(tmp_path, monkeypatch):  # C14
+    target = bare_net()
+
+    def full(shape, dtype):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(paddle, "empty", full)
+    with pytest.raises(LifecycleError, match="give_memory failed: MemoryError: out of memory"):
+        DynamicWeightManager(config(tmp_path), target, 0)
+
+
+@FROM_BOTH
+def test_parameters_that_others_cleared_are_not_served_until_they_are_filled_again(
+    source, open_manager, strategy
+):  # C14, C15, C17
+    target = Net()
+    manager = open_manager(source(strategy), target)
+    target.head._clear_data()
+    target.up.weight._clear_data()
+    with pytest.raises(LifecycleError, match="or lost their memory; update"):
+        manager.finalize_update()
+    assert (manager.version, manager.health) == (None, "failed")
+    manager.clear_parameters()  # what is gone already does not stand in its way
+    assert manager.health == "cleared"
+    manager.update_parameters()
+    manager.finalize_update()
+    assert (manager.version, manager.health, holds(target, 1)) == (1, "serving", True)
+
+
+@FROM_BOTH
+def test_parameters_that_were_given_other_memory_are_not_served(
+    source, open_manager, strategy
+):  # C17
+    target = Net()
+    manager = open_manager(source(strategy), target)
+    manager.update_parameters()
+    Net(2).head._share_buffer_to(target.head)
+    with pytest.raises(LifecycleError, match="parameters were replaced after they were filled"):
+        manager.finalize_update()
+    assert (manager.version, manager.health) == (None, "failed")
+    manager.update_parameters()
+    manager.finalize_update()
+    assert (manager.version, holds(target, 1)) == (1, True)
 
 
 def resident_bytes():
@@ -574,8 +825,10 @@ def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path, open_
         publisher.publish(3)
         manager.update_weights_by_rdma(3)
         assert (manager.version, manager.health) == (3, "serving")
-        with fw.Replica(Net(), address) as replica:
-            weights, way = CheckedWeights(replica), {"timeout_seconds": 5, "is_over": lambda: False}
+        other = Net()
+        with fw.Replica(other, address) as replica:
+            weights = CheckedWeights(replica, other.state_dict())
+            way = {"timeout_seconds": 5, "is_over": lambda: False}
             weights.update(3, before=lambda version: None, **way)
             weights.must_verify = True
             with pytest.raises(VersionError, match="without checksums"):
@@ -590,6 +843,8 @@ def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path, open_
     [
         (None, "there is no .*version.yaml"),
         ("- 7\n", "line 1 of .* is '- 7', not 'key: value'"),
+        ("step: 7\n- 8\n", "line 2 of .* is '- 8', not 'key: value'"),
+        ("step:\n- 8\n", "step is '' in"),
         ("7\n", "not 'key: value'"),
         ("step\n", "not 'key: value'"),
         ("", "has 0 lines of 'step'"),
@@ -613,7 +868,13 @@ def test_a_version_file_that_says_nothing_says_how_to_set_it(tmp_path, text, wor
 
 
 @pytest.mark.parametrize(
-    "text", ["step: 7", "---\nstep: '7'\n", '"step": "7" # x\nother: [1, 2]\n']
+    "text",
+    [
+        "step: 7",
+        "---\nstep: '7'\n",
+        '"step": "7" # x\nother: [1, 2]\n',
+        "models: # all\n- a: b\n- c\nstep: 7\n",
+    ],
 )
 def test_a_version_file_is_read(tmp_path, open_manager, text):  # C18
     fw.save(Net(7), tmp_path, version=7)

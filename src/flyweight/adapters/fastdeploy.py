@@ -20,10 +20,12 @@ from typing import Any
 from flyweight.adapters.fastdeploy_engine import (
     FastDeployHooks,
     RunnerEngine,
+    give_memory,
     named_layers,
     state_of,
 )
 from flyweight.adapters.fastdeploy_weights import (
+    NO_MEMORY,
     STRATEGIES,
     CheckedWeights,
     FastDeployOptions,
@@ -48,7 +50,7 @@ from flyweight.ports import Seat
 
 ModelWeightsStatus = LegacyStatus
 _BEAT_SECONDS = 1.0
-_REPLACED = "parameters were replaced after they were filled; update"
+_REPLACED = "parameters were replaced after they were filled, or lost their memory; update"
 
 
 class DynamicWeightManager:
@@ -95,7 +97,11 @@ class DynamicWeightManager:
                 options=self._options,
                 closing=closing,
             )
-            self._weights = CheckedWeights(STRATEGIES[self._strategy](self._site))
+            num_given = named("give_memory", lambda: give_memory(self.state_dict))
+            weights = STRATEGIES[self._strategy](self._site)
+            self._weights = CheckedWeights(weights, self.state_dict)
+            if num_given:
+                self._weights.forget(NO_MEMORY)  # nobody can vouch for what is in it
             self._engine = RunnerEngine(self.state_dict, self._hooks, has_experts=self._has_experts)
             with self._engine.stopped():  # nothing runs before there are weights
                 self._machine = self._made_machine(closing)
@@ -156,7 +162,7 @@ class DynamicWeightManager:
 
     @property
     def unmatched(self) -> list[str]:
-        """Tensors of the files that were loaded last which the models lack."""
+        """Tensors that the models lack, of the files or the publisher of the last update."""
         return list(self._site.unmatched)
 
     @property
@@ -277,10 +283,12 @@ class DynamicWeightManager:
     def _capture(self) -> None:
         """Look up the layers' tensors; if they are others, there is no version to serve."""
         found = state_of(self._layers)
-        known = self.state_dict
+        known, is_same = self.state_dict, self._weights.is_current()
         if found.keys() != known.keys() or any(found[name] is not known[name] for name in known):
             known.clear()
             known.update(found)  # in place: who fills it sees that it has changed
+            is_same = False
+        if not is_same:
             self._weights.forget(_REPLACED)
         if self._machine.version is not None and self._weights.version is None:
             self._machine.fail(LifecycleError(_REPLACED))

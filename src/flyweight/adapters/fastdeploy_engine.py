@@ -97,8 +97,12 @@ def _expert_buffers() -> Any:
 class RunnerEngine(EngineHooks):
     """FastDeploy's runner, as far as a machine must know it."""
 
-    def __init__(self, state: object, hooks: FastDeployHooks, *, has_experts: bool) -> None:
-        self._residence, self._hooks, self._has_experts = Residence(state), hooks, has_experts
+    def __init__(
+        self, state: Mapping[str, Any], hooks: FastDeployHooks, *, has_experts: bool
+    ) -> None:
+        self._state, self._hooks, self._has_experts = state, hooks, has_experts
+        self._to_release: dict[str, Any] = {}
+        self._residence = Residence(self._to_release)
         self._should_shut_groups = False
         self._are_experts_down = self._are_groups_down = False
         self._here = threading.local()
@@ -132,7 +136,11 @@ class RunnerEngine(EngineHooks):
         self._hooks.drop_cache()
 
     def release_weights(self) -> None:
-        self._residence.release()
+        self._to_release.update({n: each for n, each in self._state.items() if _has_memory(each)})
+        try:
+            self._residence.release()
+        finally:
+            self._to_release.clear()  # tensors that are replaced meanwhile must not live on by it
         self._hooks.empty_cache()
 
     def restore_weights(self) -> None:
@@ -196,3 +204,21 @@ def state_of(layers: Sequence[tuple[str, Any]]) -> dict[str, object]:
     if not state:
         raise SpecError("models have no parameters")
     return state
+
+
+def _has_memory(tensor: Any) -> bool:
+    return bool(tensor._is_initialized()) or not tensor.size or tensor.is_dist()
+
+
+def give_memory(state: Mapping[str, Any]) -> int:
+    """Give memory to tensors that have none, and return how many. What is in it is anything.
+
+    FastDeploy makes its models under `paddle.LazyGuard`, and others may have cleared them.
+    """
+    num_given = 0
+    for tensor in state.values():
+        if not _has_memory(tensor):
+            fresh = sys.modules["paddle"].empty(tensor.shape, tensor.dtype)
+            fresh._share_buffer_to(tensor)  # which is to keep it
+            num_given += 1
+    return num_given

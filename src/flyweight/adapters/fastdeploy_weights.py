@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
 
+from flyweight.adapters.fastdeploy_engine import give_memory
+from flyweight.adapters.identity import Identity
 from flyweight.errors import (
     FlyweightError,
     LifecycleError,
@@ -30,10 +32,11 @@ from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.steps import Weights
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.sync.replica import Replica
-from flyweight.sync.report import UpdateReport, check_seconds
+from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport, check_seconds
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import Extra, LoadReport
 
+NO_MEMORY = "parameters had no memory"
 _RSYNC_OPTIONS = ("address", "token", "store", "timeout_seconds")
 _LINE = re.compile(r"([^\s:#][^:#]*):(?:\s+(.*))?")
 
@@ -55,7 +58,7 @@ class FastDeployOptions:
     layout: ModelLayout | None = None
     """What this engine's tensors hold of the trainer's, under which names."""
     extra: Extra = "report"
-    """What becomes of tensors at rest that the models lack. A publisher's are always refused."""
+    """What becomes of tensors that a source has and the models lack."""
     partial_over: int | None = None
     """The version that parameters which files lack already hold; None: files must have all."""
     timeout_seconds: float = 60.0
@@ -119,24 +122,50 @@ class Site:
     closing: ExitStack
     """What is to be closed with the manager."""
     unmatched: list[str] = field(default_factory=list)
-    """Tensors at rest that the models lack, of the last load."""
+    """Tensors that the models lack, of the source that was taken from last."""
 
-    def replica(self) -> Replica:
-        options = self.options
+    def tell_unmatched(self, names: Sequence[str]) -> None:
+        """Keep which tensors the models lack, and tell listeners if there are some."""
+        self.unmatched[:] = sorted(names)
+        if names:
+            emit("weights.unmatched", count=len(names), names=listed(names))
+
+
+class PublishedWeights(Replica):
+    """A publisher's versions; tells what the models lack."""
+
+    def __init__(self, site: Site) -> None:
+        options = site.options
         if options.address is None:
             raise SpecError(
                 "no address of a publisher; set config.flyweight = {'address': 'unix:DIRECTORY'}"
             )
-        return self.closing.enter_context(
-            Replica(
-                self.state,
-                options.address,
-                name=f"fastdeploy rank {self.global_rank}",
-                layout=options.layout,
-                rank=None if options.layout is None else self.rank,
-                token=options.token,
-            )
+        super().__init__(
+            site.state,
+            options.address,
+            name=f"fastdeploy rank {site.global_rank}",
+            layout=options.layout,
+            rank=None if options.layout is None else site.rank,
+            extra=options.extra,
+            token=options.token,
         )
+        self._site = site
+
+    def update(
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        before: Callable[[int], None] = lambda version: None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> UpdateReport:
+        held = self.report
+        report = super().update(
+            version, timeout_seconds=timeout_seconds, before=before, is_over=is_over
+        )
+        if report is not held:  # else nothing was taken
+            self._site.tell_unmatched(self.unused)
+        return report
 
 
 class SnapshotWeights(StoredWeights):
@@ -172,17 +201,19 @@ class SnapshotWeights(StoredWeights):
 
     def _loaded(self, stored: Stored) -> LoadReport:
         report = super()._loaded(stored)
-        self._site.unmatched[:] = report.unused
-        if report.unused:
-            emit("weights.unmatched", count=len(report.unused), names=listed(report.unused))
+        self._site.tell_unmatched(report.unused)
         return report
 
 
 class CheckedWeights:
-    """A strategy's weights; holds it to `must_verify`, and counts the seconds that it took."""
+    """A strategy's weights; gives parameters memory to be filled, and looks whether they keep it.
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    Holds the strategy to `must_verify`, and counts the seconds that it took.
+    """
+
+    def __init__(self, weights: Weights, state: Mapping[str, object]) -> None:
+        self._weights, self._state = weights, state
+        self._identity: Identity | None = None
         self.must_verify = False
         self.seconds = 0.0
 
@@ -197,6 +228,10 @@ class CheckedWeights:
     @property
     def progress(self) -> float:
         return self._weights.progress
+
+    def is_current(self) -> bool:
+        """False if tensors that were filled are others by now, or lie elsewhere."""
+        return self._identity is None or self._identity.is_same()
 
     def update(
         self,
@@ -213,6 +248,8 @@ class CheckedWeights:
             begun.append(found)
 
         try:
+            if give_memory(self._state):
+                self.forget(NO_MEMORY)
             report = self._weights.update(
                 version, timeout_seconds=timeout_seconds, before=begin, is_over=is_over
             )
@@ -230,9 +267,11 @@ class CheckedWeights:
                 f"verify_checksum was asked for; publish with should_verify=True, or save it with "
                 f"flyweight"
             )
+        self._identity = Identity(self._state)
         return report
 
     def forget(self, reason: str) -> None:
+        self._identity = None
         self._weights.forget(reason)
 
     def rouse(self) -> None:
@@ -243,14 +282,14 @@ def _snapshot(site: Site) -> Weights:
     return SnapshotWeights(site, site.model_directory, may_be_legacy=True)
 
 
-def _publisher(site: Site) -> Weights:
-    return site.replica()
+def _publisher(site: Site) -> Replica:
+    return site.closing.enter_context(PublishedWeights(site))
 
 
 def _nearest(site: Site) -> Weights:
     path = site.model_directory if site.options.store is None else site.options.store
     stored = SnapshotWeights(site, path, may_be_legacy=False)
-    return stored if site.options.address is None else NearestWeights(site.replica(), stored)
+    return stored if site.options.address is None else NearestWeights(_publisher(site), stored)
 
 
 STRATEGIES: Mapping[str, Callable[[Site], Weights]] = {
@@ -306,15 +345,18 @@ def step_in(directory: str) -> str:
         ) from cause
     except (OSError, UnicodeDecodeError) as cause:
         raise VersionError(f"cannot read {str(file)!r}: {cause}; {remedy}") from cause
-    steps = []
+    steps, may_list = [], False
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line[0] in " #" or line.strip() in ("---", "..."):
+            continue
+        if may_list and line.startswith("- "):  # a list may stand under its key unindented
             continue
         match = _LINE.fullmatch(line.rstrip())
         if match is None:
             raise VersionError(
                 f"line {number} of {str(file)!r} is {line[:80]!r}, not 'key: value'; {remedy}"
             )
+        may_list = not (match[2] or "").partition("#")[0].strip()
         if match[1].strip("'\" ") == "step":
             steps.append((match[2] or "").partition(" #")[0].strip())
     if len(steps) != 1:
