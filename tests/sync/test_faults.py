@@ -447,6 +447,67 @@ def test_a_replica_that_lies_about_its_digests_is_not_committed(address):
             assert future.result(10).failed
 
 
+def alone_on_one_core():
+    """Share the same core with whoever calls this too."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def spin(pipe):
+    alone_on_one_core()
+    while True:
+        pass
+
+
+def replica_that_hears_late(address, pipe):
+    """The thread that reads its messages hardly ever gets to run."""
+    alone_on_one_core()
+    pipe.recv()
+    engine = weights(50)
+    with fw.Replica(engine, address) as replica:
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/comm") as file:
+                if file.read().startswith("ZMQbg/IO"):
+                    os.setpriority(os.PRIO_PROCESS, int(task), 19)
+        pipe.send(("told", "here"))
+        replica.update(timeout_seconds=20)
+        return replica.version, replica.state, holding(engine, (1,))
+
+
+def publisher_that_goes_with_its_last_word(address, pipe):
+    """Its replica stands still from before the commit until this process is gone."""
+    publisher = fw.Publisher(weights(1), address)
+    pipe.send(("told", "here"))
+    replica, send = pipe.recv(), Wire.send
+
+    def sending(self, message, to=b""):
+        if isinstance(message, messages.Commit):
+            os.kill(replica, signal.SIGSTOP)
+        send(self, message, to)
+
+    Wire.send = sending
+    publisher.publish(1, num_replicas=1, timeout_seconds=20)
+    time.sleep(0.2)  # let it go out
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_publisher_said_before_it_went_still_counts(tmp_path):
+    """The door tells of its end at once, its last messages may still be on their way."""
+    for number in range(5):
+        address = f"unix:{tmp_path}/p{number}"
+        with (
+            Child(replica_that_hears_late, address) as replica,
+            Child(publisher_that_goes_with_its_last_word, address) as publisher,
+            Child(spin),
+        ):
+            publisher.told()
+            replica.send("there is a publisher")
+            replica.told()
+            publisher.send(replica.pid)
+            assert publisher.join() == -signal.SIGKILL
+            replica.kill(signal.SIGCONT)
+            assert replica.result() == (1, "ready", 1)
+
+
 def publisher_that_lies(address, change, pipe):
     """A publisher whose first message of a round is changed on its way."""
     send = Wire.send

@@ -21,7 +21,8 @@ from flyweight.sync.messages import MAX_MESSAGE_BYTES, Message, encode
 from flyweight.transports.doorway import Line
 
 _CLOSE_SECONDS = 5.0
-_LINGER_MILLISECONDS = 200
+_LINGER_MILLISECONDS = 1000
+_LAST_WORDS_SECONDS = 1.0
 
 Hear = Callable[[bytes, bytes], None]
 """Takes the peer a frame is from (empty at a replica: there is only one) and the frame."""
@@ -58,6 +59,9 @@ class Wire:
         self._socket = self._context.socket(zmq.ROUTER if is_publisher else zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._ended: zmq.Socket[bytes] | None = None
+        if not is_publisher:
+            self._ended = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -126,6 +130,9 @@ class Wire:
         with self._lock:
             if not self._is_freed:
                 self._is_freed = True
+                if self._ended is not None:
+                    self._socket.disable_monitor()
+                    self._ended.close(0)
                 self._socket.close()
                 self._context.term()
                 self._wake.close()
@@ -162,11 +169,19 @@ class Wire:
             if line in ready and self._line is not None and not self._line.is_open:
                 poller.unregister(line)
                 line = -1
-                self._receive()  # it may have said why
+                self._hear_out()
                 self._hung_up()
             if monotonic() >= next_beat:
                 next_beat = monotonic() + self._beat_seconds
                 self._beat()
+
+    def _hear_out(self) -> None:
+        """Hear what the other side said before it went, of which its door tells sooner."""
+        assert self._ended is not None  # who has a line is no publisher
+        until, is_ended = monotonic() + _LAST_WORDS_SECONDS, False
+        while not is_ended and not self._is_over and monotonic() < until:
+            is_ended = bool(self._ended.poll(20))
+            self._receive()  # all that came before the end is there with it
 
     def _receive(self, *, should_wait: bool = True) -> None:
         """Hear what has come, one frame after the other, whichever thread it is that does."""
