@@ -2,7 +2,7 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 
@@ -880,27 +880,69 @@ class Board:
 class Pair:
     """Two ranks of one replica, in threads."""
 
-    def __init__(self, stack, address, threads):
+    def __init__(self, stack, address, threads, **options):
         self._threads, board = threads, Board()
         self.trainer = weights(0)
-        self.publisher = stack.enter_context(fw.Publisher(self.trainer, address, hold=True))
+        self.publisher = stack.enter_context(fw.Publisher(self.trainer, address, **options))
         self.models = [weights(0), weights(0)]
         self.engines = [FaultyEngine(model) for model in self.models]
         self.ranks = [Ranks(Seat(rank, 2, board, "pair")) for rank in range(2)]
-        self.machines = []
+        self.machines, self.replicas = [], []
         for model, engine, ranks in zip(self.models, self.engines, self.ranks, strict=True):
             replica = stack.enter_context(fw.Replica(model, address))
+            self.replicas.append(replica)
             self.machines.append(Machine(engine, replica, ranks))
-            stack.callback(ranks.close)
+        stack.callback(self.part)
+
+    def part(self):
+        """Have both ranks leave at once: each waits a while for the other to leave too."""
+        for future in [self._threads.submit(ranks.close) for ranks in self.ranks]:
+            future.result(10)
 
     def both(self, work):
         """Have both ranks do something at once; return what each raised."""
-        futures = [self._threads.submit(work, machine) for machine in self.machines]
-        return [future.exception(30) for future in futures]
+        return [future.exception(30) for future in [self.one(work, rank) for rank in range(2)]]
 
-    def publish(self, version):
+    def one(self, work, rank):
+        return self._threads.submit(work, self.machines[rank])
+
+    @contextmanager
+    def held(self, rank, step="drop_cache"):
+        """Have a step of one rank's engine last to the end of the block; yields whether it began."""
+        began, may_end = threading.Event(), threading.Event()
+
+        def hold(*args):
+            began.set()
+            assert may_end.wait(30)
+
+        setattr(self.engines[rank], step, hold)
+        try:
+            yield began
+        finally:
+            delattr(self.engines[rank], step)
+            may_end.set()
+
+    @contextmanager
+    def request(self, rank):
+        """A request that runs on one rank to the end of the block."""
+        began, may_end = threading.Event(), threading.Event()
+
+        def answer(_):
+            with self.engines[rank].request(5):
+                began.set()
+                assert may_end.wait(30)
+
+        future = self.one(answer, rank)
+        assert began.wait(10)
+        try:
+            yield
+        finally:
+            may_end.set()
+            future.result(10)
+
+    def publish(self, version, **options):
         assign(self.trainer, version)
-        self.publisher.publish(version)
+        self.publisher.publish(version, **options)
 
     def update(self, version):
         self.publish(version)
@@ -918,7 +960,7 @@ class Pair:
 @pytest.fixture
 def pair(address, threads):
     with ExitStack() as stack:
-        found = Pair(stack, address, threads)
+        found = Pair(stack, address, threads, hold=True)
         assert found.update(1) == [None, None]
         assert found.states == [State.SERVING, State.SERVING]
         yield found
@@ -928,6 +970,46 @@ def test_ranks_take_a_version_together(pair):
     assert pair.update(2) == [None, None]
     assert pair.versions == [2, 2]
     assert all(holds(model, 2) for model in pair.models)
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["there", "gone"])
+def test_a_rank_that_was_given_an_older_version_catches_up(address, threads, tmp_path, is_gone):
+    """One rank takes the newest snapshot just before the other takes what is published next."""
+    asked, has_begun, store = [], threading.Event(), tmp_path / "store"
+    fw.save(weights(2), store, version=2)
+    with ExitStack() as stack:
+        pair = Pair(stack, address, threads, store=store)
+        first, second = (replica.update for replica in pair.replicas)
+        publishing = []
+
+        def newer(version=None, **options):
+            asked.append((0, version))
+            if not publishing:
+                assert has_begun.wait(20)
+                publishing.append(threads.submit(pair.publish, 3, num_replicas=1))
+                version = 3
+            return first(version, **options)
+
+        def older(version=None, *, before, **options):
+            def begun(found):
+                has_begun.set()
+                before(found)
+
+            asked.append((1, version))
+            if version == 3:
+                last = 4 if is_gone else 3
+                fw.save(weights(last), store, version=last)
+            return second(version, before=begun, **options)
+
+        pair.replicas[0].update, pair.replicas[1].update = newer, older
+        assert pair.both(lambda machine: machine.update(timeout_seconds=20)) == [None, None]
+        publishing[0].result(20)
+        last = 4 if is_gone else 3
+        assert pair.versions == [last, last]
+        assert all(holds(model, last) for model in pair.models)
+        assert pair.states == [State.SERVING, State.SERVING]
+        ways = [(0, None), (1, None), (1, 3), *[(0, None), (1, None)][: 2 * is_gone]]
+        assert sorted(map(str, asked)) == sorted(map(str, ways))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -973,3 +1055,141 @@ def test_a_rank_that_refuses_to_resume_keeps_the_other_from_serving(pair):
     assert pair.update(2) == [None, None]
     assert pair.both(lambda machine: machine.resume(timeout_seconds=10)) == [None, None]
     assert pair.states == [State.SERVING, State.SERVING]
+
+
+# One rank at something that the others are not at.
+
+OPERATIONS = {
+    "pause": lambda machine: machine.pause(timeout_seconds=20),
+    "resume": lambda machine: machine.resume(timeout_seconds=20),
+    "clear": lambda machine: machine.clear(KV_CACHE, timeout_seconds=20),
+    "restore": lambda machine: machine.restore(timeout_seconds=20),
+    "update": lambda machine: machine.update(1, timeout_seconds=20),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("asked", OPERATIONS)
+def test_a_rank_that_is_at_something_else_refuses_for_all_at_once(pair, asked, rank):
+    """C24: not at a deadline; all say Busy, nothing has changed, and what it was at goes on."""
+    with pair.held(rank) as is_held:
+        lone = pair.one(lambda machine: machine.clear(timeout_seconds=20), rank)
+        assert is_held.wait(10)
+        started = time.monotonic()
+        raised = pair.both(OPERATIONS[asked])
+        assert time.monotonic() - started < 2
+        assert [type(each) for each in raised] == [Busy, Busy]
+        assert all(f"clear is running, {asked} was not begun" in str(each) for each in raised)
+        assert f"rank {rank}: Busy: " in str(raised[1 - rank])
+        assert pair.states[1 - rank] is State.SERVING
+        assert pair.versions == [1, 1]
+        assert all(holds(model, 1) for model in pair.models)
+    other = pair.one(lambda machine: machine.clear(timeout_seconds=20), 1 - rank)
+    assert [lone.exception(20), other.exception(20)] == [None, None]
+    assert pair.states == [State.CLEARED, State.CLEARED]
+    assert pair.both(lambda machine: machine.restore()) == [None, None]
+    assert pair.update(2) == [None, None]
+    assert pair.states == [State.SERVING, State.SERVING]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_the_others_at_something_else_refuses_for_all_at_once(pair, rank):
+    lone = pair.one(lambda machine: machine.clear(timeout_seconds=20), rank)
+    until(lambda: pair.states[rank] is State.PAUSED)  # and now it waits
+    started = time.monotonic()
+    raised = pair.both(OPERATIONS["pause"])
+    assert time.monotonic() - started < 2
+    assert [type(each) for each in raised] == [Busy, Busy]
+    assert pair.states[1 - rank] is State.SERVING
+    other = pair.one(lambda machine: machine.clear(timeout_seconds=20), 1 - rank)
+    assert [lone.exception(20), other.exception(20)] == [None, None]
+    assert pair.states == [State.CLEARED, State.CLEARED]
+
+
+def test_an_engine_that_must_stop_waits_for_what_one_rank_is_at_alone(pair):
+    """Nothing may be left serving because something else ran."""
+    with pair.held(1) as is_held:
+        lone = pair.one(lambda machine: machine.clear(timeout_seconds=20), 1)
+        assert is_held.wait(10)
+        retired = pair.one(lambda machine: machine.retire(LifecycleError("gone wrong")), 1)
+        other = pair.one(lambda machine: machine.clear(timeout_seconds=20), 0)
+        assert not wait([retired], 0.3).done
+    assert [each.exception(20) for each in (lone, other, retired)] == [None] * 3
+    assert pair.states == [State.CLEARED, State.FAILED]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_is_refused_for_all_at_once_where_another_waits_for_its_version(pair, rank):
+    lone = pair.one(lambda machine: machine.update(2, timeout_seconds=20), rank)
+    until(lambda: pair.machines[rank]._turn.what == "update")
+    started = time.monotonic()
+    raised = pair.both(OPERATIONS["update"])
+    assert time.monotonic() - started < 2
+    assert [type(each) for each in raised] == [Busy, Busy]
+    assert all("another update is running" in str(each) for each in raised)
+    assert (pair.states, pair.versions) == ([State.SERVING] * 2, [1, 1])
+    other = pair.one(lambda machine: machine.update(2, timeout_seconds=20), 1 - rank)
+    pair.publish(2)
+    assert [lone.exception(20), other.exception(20)] == [None, None]
+    assert (pair.states, pair.versions) == ([State.SERVING] * 2, [2, 2])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_in_a_round_that_nobody_asked_for_is_waited_for_and_then_all_refuse(pair, rank):
+    """The others hear of it when its time is over, and are not FAILED for having waited."""
+    never = threading.Event()
+
+    def follow(machine):
+        return machine.follow(timeout_seconds=20, is_over=never.is_set)
+
+    assert pair.both(lambda machine: machine.update(timeout_seconds=20)) == [None, None]  # no pin
+    with pair.request(rank):
+        pair.publish(2)  # before: it would wait for whoever asks already, and that for the request
+        round_ = pair.one(follow, rank)
+        until(lambda: pair.states[rank] is State.PAUSING)
+        started = time.monotonic()
+        raised = pair.both(lambda machine: machine.pause(timeout_seconds=0.6))
+        assert 0.5 < time.monotonic() - started < 2
+        assert [type(each) for each in raised] == [Busy, Busy]
+        assert all("update is running, pause was not begun" in str(each) for each in raised)
+        assert pair.states[1 - rank] is State.SERVING
+    other = pair.one(follow, 1 - rank)
+    assert [round_.result(20), other.result(20)] == [True, True]
+    assert (pair.states, pair.versions) == ([State.SERVING] * 2, [2, 2])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pause_that_one_rank_has_no_time_for_leaves_all_serving(pair, rank):
+    """C32: the rank that drained at once hears why, and does not take the other for lost."""
+    with pair.request(rank):
+        raised = pair.both(lambda machine: machine.pause(timeout_seconds=0.6))
+        assert isinstance(raised[rank], TransferTimeout)
+        assert "1 requests were still running" in str(raised[1 - rank])
+        assert pair.states == [State.SERVING, State.SERVING]
+    assert pair.both(lambda machine: machine.pause(timeout_seconds=20)) == [None, None]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_round_that_all_ranks_are_in_is_not_ended_by_what_they_refuse_meanwhile(pair, rank):
+    """One rank holds the version already and waits for the other, which is still copying."""
+    began, may_end = threading.Event(), threading.Event()
+    advance = pair.replicas[rank]._advance
+
+    def slow(nbytes):
+        began.set()
+        assert may_end.wait(30)
+        advance(nbytes)
+
+    pair.replicas[rank]._advance = slow
+    pair.publish(2)
+    updates = [pair.one(lambda machine: machine.update(2, timeout_seconds=20), n) for n in (0, 1)]
+    assert began.wait(10)
+    until(lambda: pair.states[1 - rank] is State.VERIFYING)
+    for seconds in (0.3, 0.1):
+        raised = pair.both(lambda machine: machine.pause(timeout_seconds=seconds))  # noqa: B023
+        assert [type(each) for each in raised] == [Busy, Busy]
+    only = pair.one(lambda machine: machine.pause(timeout_seconds=0.1), rank)
+    assert isinstance(only.exception(10), Busy)
+    may_end.set()
+    assert [update.exception(20) for update in updates] == [None, None]
+    assert (pair.states, pair.versions) == ([State.SERVING] * 2, [2, 2])

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from flyweight.errors import PeerRefused, StoreError
+from flyweight.host import exposure
 
 _MAX_BYTES = 256
 
@@ -32,13 +33,12 @@ def read(path: Path) -> str | None:
         raise StoreError(cause.errno, f"token file {str(path)!r}: {cause.strerror}") from cause
     try:
         found = os.fstat(file)
-        mode = stat.S_IMODE(found.st_mode)
         if not stat.S_ISREG(found.st_mode):
             raise PeerRefused(f"token file {str(path)!r} is no file")
-        if found.st_uid not in (os.geteuid(), 0) or mode & 0o077:
+        if whose := exposure(found):
             raise PeerRefused(
-                f"token file {str(path)!r} is of user {found.st_uid} with mode {mode:o}; it must "
-                f"be of user {os.geteuid()} with mode 600: chmod 600 it, or choose another"
+                f"token file {str(path)!r} {whose}; it must be of user {os.geteuid()} with mode "
+                f"600: chmod 600 it, or choose another"
             )
         text = os.read(file, _MAX_BYTES + 1).strip()
     finally:

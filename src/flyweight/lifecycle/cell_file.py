@@ -15,9 +15,11 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, monotonic_ns, sleep
+from uuid import UUID
 
 from flyweight.errors import LifecycleError, StoreError
+from flyweight.host import boot_id, exposure
 
 PROTOCOL = 1
 HEADER = struct.Struct("<8sIIQ16s")  # magic, protocol, ranks, epoch, the boot it is of
@@ -25,7 +27,10 @@ REPLACE_SECONDS, RETRY_SECONDS = 0.5, 0.01
 """For how long a lock may be that of a process which replaces the cell; how often to look."""
 _MAGIC = b"FLYWCELL"
 _TRIES = 1000
-_F_OFD_SETLK = 37  # Linux; not every build of Python names it
+_LIVES = 1 << 62
+"""Where the bytes begin that stand for lives; a file may be locked far beyond its end."""
+_LOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37  # Linux; not every build of Python names them
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,9 @@ class CellFile:
     def _check_cell(self, file: int) -> None:
         """Raise unless the file is a status cell, and only the user's."""
         found = os.fstat(file)
-        mode = stat.S_IMODE(found.st_mode)
-        if found.st_uid not in (os.geteuid(), 0) or mode & 0o077:
+        if whose := exposure(found):
             raise LifecycleError(
-                f"{str(self.path)!r} is of user {found.st_uid} with mode {mode:o}; a status cell "
-                f"is of user {os.geteuid()} with mode 600"
+                f"{str(self.path)!r} {whose}; a status cell is of user {os.geteuid()} with mode 600"
             )
         is_file = stat.S_ISREG(found.st_mode)
         if not is_file or os.pread(file, len(_MAGIC), 0) != _MAGIC:
@@ -159,19 +162,50 @@ class CellFile:
         return None
 
 
+def begun_life(lock: int) -> int:
+    """Return the number of a life that lasts as long as the open file, however that ends.
+
+    A lock on a claim's byte says that somebody has it, and not who: until a rank that has started
+    again says something, the last words of the one before it would be those of a living rank.
+    """
+    while not locked(lock, _LIVES + (number := monotonic_ns()), 1):
+        pass  # another rank began in the same nanosecond
+    return number
+
+
+def is_living(file: int, number: int) -> bool:
+    """True while the process lives that began a life of this number; neither waits nor locks.
+
+    The kernel answers for every process that it runs, whatever its number is, and to whom.
+    """
+    if not 0 < number < _LIVES:
+        return False
+    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LIVES + number, 1, 0)
+    try:
+        kind, _, _, nbytes, _ = _LOCK.unpack(fcntl.fcntl(file, _F_OFD_GETLK, asked))
+    except OSError as cause:
+        raise _not_locked(cause) from cause
+    # Who replaces a cell locks all of it, to no end: that is nobody's life.
+    return bool(kind != fcntl.F_UNLCK and nbytes == 1)
+
+
 def locked(file: int, offset: int, nbytes: int) -> bool:
     """Lock some bytes, all of them for 0; False if another open file has a lock there.
 
     The lock is the open file's, so a forked child that closes its copy does not end it.
     """
-    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, offset, nbytes, 0)
+    lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, nbytes, 0)
     try:
         fcntl.fcntl(file, _F_OFD_SETLK, lock)
     except OSError as cause:
         if cause.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        raise StoreError(cause.errno, f"cannot lock a status cell: {cause.strerror}") from cause
+        raise _not_locked(cause) from cause
     return True
+
+
+def _not_locked(cause: OSError) -> StoreError:
+    return StoreError(cause.errno, f"cannot lock a status cell: {cause.strerror}")
 
 
 def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
@@ -180,6 +214,6 @@ def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
 
 
 def _boot() -> bytes:
-    with suppress(OSError, ValueError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        return bytes.fromhex(file.read().strip().replace(b"-", b"").decode())
+    with suppress(ValueError):
+        return UUID(boot_id()).bytes
     return bytes(16)

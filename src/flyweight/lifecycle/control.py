@@ -1,8 +1,8 @@
 """Control: a replica from outside. Asks its ranks for something, and tells how they stand.
 
 What is told is put together from the ranks' own slots and from whether their processes
-live; nothing of it is kept here, so a controller that is killed and started again tells
-the same.
+live, which the kernel says; nothing of it is kept here, so a controller that is killed and
+started again tells the same.
 """
 
 from __future__ import annotations
@@ -250,10 +250,10 @@ class Control:
         began: float,
     ) -> None:
         """See an operation to its end: answered by all, a rank that died, or time over."""
-        pids = [None if slot is None else (slot.pid, slot.started) for slot in before]
+        lives = [None if slot is None else slot.started for slot in before]
 
         def is_over(slots: Sequence[Slot | None]) -> bool:
-            return any(_has_gone(*each) for each in zip(slots, pids, strict=True)) or all(
+            return any(_has_gone(*each) for each in zip(slots, lives, strict=True)) or all(
                 slot is not None and slot.done == request.number for slot in slots
             )
 
@@ -262,9 +262,9 @@ class Control:
             slots = self.cell.wait(
                 is_over, request.timeout_seconds + _GRACE_SECONDS, f"an answer to {operation.id}"
             )
-            for rank, (slot, pid) in enumerate(zip(slots, pids, strict=True)):
-                if _has_gone(slot, pid):
-                    told = "it never came" if slot is None or pid is None else _end_of(slot)
+            for rank, (slot, life) in enumerate(zip(slots, lives, strict=True)):
+                if _has_gone(slot, life):
+                    told = "it never came" if slot is None or life is None else _end_of(slot, life)
                     raise PeerLost(f"rank {rank} of replica {self.name!r} is gone: {told}")
             answers = [slot for slot in slots if slot is not None]
             version = answers[0].version
@@ -311,9 +311,9 @@ def _has_to_answer(slot: Slot | None, request: Request) -> bool:
     return slot is not None and slot.done != request.number and slot.is_alive
 
 
-def _has_gone(slot: Slot | None, pid: tuple[int, int] | None) -> bool:
+def _has_gone(slot: Slot | None, life: int | None) -> bool:
     """True if a process that was to answer is not there any more, or another came in its place."""
-    return slot is None or (slot.pid, slot.started) != pid or not slot.is_alive
+    return slot is None or slot.started != life or not slot.is_alive
 
 
 def _statuses(slots: Sequence[Slot | None]) -> tuple[RankStatus, ...]:
@@ -342,8 +342,10 @@ def _rank_status(rank: int, slot: Slot | None) -> RankStatus:
     )
 
 
-def _end_of(slot: Slot) -> str:
-    """Return how a rank that is there no more has ended."""
+def _end_of(slot: Slot, life: int | None = None) -> str:
+    """Return how a rank that is there no more has ended; `life` is the one that was to answer."""
+    if life is not None and slot.started != life:
+        return f"process {slot.pid} came in its place"
     if slot.is_listening:
         return f"process {slot.pid} died"
     return f"its worker in process {slot.pid} was closed{': ' if slot.reason else ''}{slot.reason}"

@@ -21,6 +21,7 @@ from time import monotonic, sleep
 from typing import Any, Protocol
 
 from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
+from flyweight.host import exposure
 from flyweight.lifecycle.cell_file import is_same_file
 from flyweight.sync.report import check_seconds
 
@@ -161,11 +162,9 @@ def _check_word(path: Path, found: os.stat_result) -> None:
             f"cell {str(path)!r} has {found.st_size} bytes, an int32 has {_NBYTES}; it is "
             f"something else"
         )
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid not in (os.geteuid(), 0) or mode & 0o022:
+    if whose := exposure(found, bits=0o022):
         raise LifecycleError(
-            f"cell {str(path)!r} is of user {found.st_uid} with mode {mode:o}; expected user "
-            f"{os.geteuid()} and mode 600"
+            f"cell {str(path)!r} {whose}; expected user {os.geteuid()} and mode 600"
         )
 
 

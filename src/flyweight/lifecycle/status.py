@@ -26,7 +26,7 @@ import msgspec
 from flyweight.errors import LifecycleError, SpecError, TransferTimeout
 from flyweight.forks import leave_behind
 from flyweight.lifecycle import futex
-from flyweight.lifecycle.cell_file import HEADER, CellFile
+from flyweight.lifecycle.cell_file import HEADER, CellFile, begun_life, is_living
 from flyweight.lifecycle.states import Signal, State, Tag
 
 MAX_RANKS = 4096
@@ -59,12 +59,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether to serve afterwards; after a pause, if it served before."""
 
 
-class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a rank says of itself."""
+class Slot(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What a rank says of itself, and whether it is there to say it."""
 
     pid: int = 0
+    """For people: in another PID namespace it is somebody else's, and so it is once it ended."""
     started: int = 0
-    """When its process began, in ticks: a pid alone may be another's by now."""
+    """When the rank was claimed, in nanoseconds: the number of its life, which the cell enters."""
     state: State = State.CLEARED
     absent: tuple[Tag, ...] = (Tag.WEIGHTS,)
     version: int | None = None
@@ -92,11 +95,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     round_seconds: float = 0.0
     pause_seconds: float = 0.0
     num_rounds: int = 0
-
-    @property
-    def is_alive(self) -> bool:
-        """True while somebody is there to do what is asked."""
-        return self.is_listening and self.pid > 0 and started_at(self.pid) == self.started
+    is_alive: bool = False
+    """True while somebody is there to do what is asked. Never written: who reads looks it up."""
 
 
 RecordT = TypeVar("RecordT", Request, Slot)
@@ -186,6 +186,7 @@ class Cell:
         self._place = CellFile(self.path, num_ranks, _size(num_ranks))
         self._lock = threading.Lock()
         self._claims: list[int] = []
+        self._lives: dict[int, int] = {}
         self._file = self._place.opened()
         try:
             self._memory = mmap.mmap(self._file, self._place.nbytes)
@@ -230,11 +231,13 @@ class Cell:
                 f"{self._claimant(rank)}; stop that one, or use another cell"
             )
         self._claims.append(file)
+        if rank is not None:
+            self._lives[rank] = begun_life(file)
         self.check_current()
 
     def _claimant(self, rank: int | None) -> str:
         slot = None if rank is None else self.slot(rank)
-        return "" if slot is None else f", process {slot.pid}"
+        return f", process {slot.pid}" if slot is not None and slot.is_alive else ""
 
     # Reading and writing.
 
@@ -268,7 +271,11 @@ class Cell:
     def slot(self, rank: int) -> Slot | None:
         """Return what a rank says of itself, or None if it never came."""
         self._check_open()
-        return self._slots[rank].read()[0]
+        slot = self._slots[rank].read()[0]
+        if slot is None:
+            return None
+        is_alive = slot.is_listening and is_living(self._file, slot.started)
+        return msgspec.structs.replace(slot, is_alive=is_alive)
 
     def slots(self) -> list[Slot | None]:
         return [self.slot(rank) for rank in range(self.num_ranks)]
@@ -277,7 +284,8 @@ class Cell:
         """Show a rank's slot. For that rank only."""
         self._check_open()
         with self._lock:
-            self._slots[rank].write(_shortened(slot))
+            life = self._lives.get(rank, slot.started)
+            self._slots[rank].write(_entered(slot, life))
         self._ring()
 
     def _ring(self) -> None:
@@ -365,9 +373,10 @@ def _size(num_ranks: int) -> int:
     return _REQUEST + (1 + num_ranks) * _SLOT_BYTES
 
 
-def _shortened(slot: Slot) -> Slot:
-    """Return the slot with words that fit."""
-    return msgspec.structs.replace(slot, answer=_cut(slot.answer), reason=_cut(slot.reason))
+def _entered(slot: Slot, life: int) -> Slot:
+    """Return the slot as it is written: of a life, with words that fit."""
+    answer, reason = _cut(slot.answer), _cut(slot.reason)
+    return msgspec.structs.replace(slot, started=life, answer=answer, reason=reason, is_alive=False)
 
 
 def _cut(text: str) -> str:

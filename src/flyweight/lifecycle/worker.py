@@ -17,7 +17,7 @@ from flyweight.events import emit
 from flyweight.lifecycle.machine import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
-from flyweight.lifecycle.status import Cell, Request, Slot, started_at
+from flyweight.lifecycle.status import Cell, Request, Slot
 from flyweight.lifecycle.steps import Weights
 from flyweight.ports import Engine, Seat
 
@@ -51,7 +51,7 @@ class Worker:
         """
         seat = self._seat(rank, num_ranks, process_group)
         self._engine, self._rank, self._should_follow = engine, rank, should_follow
-        self._pid, self._started = os.getpid(), started_at(os.getpid())
+        self._pid = os.getpid()
         self._telling = threading.Lock()
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -230,7 +230,6 @@ class Worker:
                 self._rank,
                 Slot(
                     pid=self._pid,
-                    started=self._started,
                     state=machine.state,
                     absent=tuple(sorted(machine.condition.absent)),
                     # While it is written there is none.

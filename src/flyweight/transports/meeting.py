@@ -20,10 +20,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 from time import monotonic, sleep
 
 from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError
+from flyweight.host import boot_id
 from flyweight.ports import Bulletin, Seat
 from flyweight.transports.group import PATIENCE, TIMEOUT_SECONDS, Group
 from flyweight.transports.link import fault_frame
@@ -254,11 +254,9 @@ class _Hosting:
 
 def where() -> str:
     """Return what tells one network from another, and this host's name: containers may share it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        network = "unknown"
+    network, boot = "unknown", boot_id()
+    with suppress(OSError):
+        network = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}" if boot else network
     return f"{network} {socket.gethostname()}"
 
 

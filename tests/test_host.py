@@ -1,0 +1,52 @@
+"""Which boot this is, and whose files are exposed: all modes, all owners."""
+
+import os
+import uuid
+
+import pytest
+
+from flyweight.host import boot_id, exposure
+
+
+def found(mode, user):
+    return os.stat_result((0o100000 | mode, 1, 1, 1, user, user, 0, 0, 0, 0))
+
+
+def test_a_boot_has_one_name_for_all_processes_of_a_machine():
+    name = boot_id()
+    assert str(uuid.UUID(name)) == name
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, boot_id().encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        assert file.read() == name
+    os.wait()
+
+
+@pytest.mark.parametrize("bits", [0o077, 0o022])
+def test_a_file_is_exposed_if_others_have_one_of_the_bits(bits):
+    for mode in range(0o1000):
+        told = exposure(found(mode, os.geteuid()), bits=bits)
+        assert bool(told) == bool(mode & bits)
+        assert told in ("", f"is of user {os.geteuid()} with mode {mode:o}")
+
+
+def test_a_file_of_another_user_is_exposed_whatever_its_mode():
+    other = os.geteuid() + 12345
+    for mode in range(0o1000):
+        assert exposure(found(mode, other)) == f"is of user {other} with mode {mode:o}"
+
+
+def test_a_file_of_root_is_as_private_as_our_own():
+    assert exposure(found(0o600, 0)) == ""
+    assert exposure(found(0o640, 0)) == "is of user 0 with mode 640"
+
+
+def test_a_file_that_is_really_there_is_looked_at(tmp_path):
+    path = tmp_path / "file"
+    path.touch(0o600)
+    assert exposure(path.stat()) == ""
+    path.chmod(0o604)
+    assert exposure(path.stat()) == f"is of user {os.geteuid()} with mode 604"
