@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from flyweight.host import boot_id, exposure
+from flyweight.host import boot_id, exposure, is_running
 
 
 def found(mode, user):
@@ -23,6 +23,21 @@ def test_a_boot_has_one_name_for_all_processes_of_a_machine():
     with os.fdopen(read) as file:
         assert file.read() == name
     os.wait()
+
+
+def test_a_process_runs_until_it_has_ended_whether_anybody_asked_how_or_not():
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    assert is_running(pid)
+    os.close(write)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert not is_running(pid), "it is a zombie"
+    os.waitpid(pid, 0)
+    assert not is_running(pid)
 
 
 @pytest.mark.parametrize("bits", [0o077, 0o022])

@@ -21,6 +21,16 @@ def boot_id() -> str:
         return ""
 
 
+def is_running(pid: int) -> bool:
+    """True unless a process of this number has ended, or never was."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in (b"Z", b"X")
+
+
 def exposure(found: os.stat_result, *, bits: int = 0o077) -> str:
     """Return whose a file is, in words, if anybody but its user has it or one of some mode bits.
 

@@ -115,7 +115,7 @@ def told(*states):
     """A replica whose ranks are in these states, the worst first."""
     ranks = tuple(
         RankStatus(
-            rank=n, pid=1, is_alive=True, state=state, absent=("weights",), version=7, pinned=None,
+            rank=n, pid=1, life=1, is_alive=True, state=state, absent=("weights",), version=7, pinned=None,
             step="", percent=43.2, num_running=2, reason="", nbytes=0, round_seconds=0,
             pause_seconds=0, num_rounds=0,
         )

@@ -8,7 +8,7 @@ import pytest
 from flyweight.errors import SpecError
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State
-from flyweight.lifecycle.status import Cell, Slot, started_at
+from flyweight.lifecycle.status import Cell, Slot
 from flyweight.server import fleet as server_fleet
 from flyweight.server.course import Order
 from flyweight.server.fleet import MAX_ROUNDS, Fleet
@@ -19,15 +19,36 @@ class Ranks:
     """Two ranks that say what a test wants them to."""
 
     def __init__(self, path):
-        self.cell = Cell(path, 2)
-        for rank in range(2):
-            self.cell.claim(rank)
-        self.slots = [{}, {}]
+        self.path, self.slots = path, [{}, {}]
+        self.cells = [self._claimed(rank) for rank in range(2)]
+
+    def _claimed(self, rank):
+        cell = Cell(self.path, 2)
+        cell.claim(rank)
+        return cell
+
+    @property
+    def cell(self):
+        return self.cells[0]
+
+    def restart(self, rank):
+        """Be another life of a rank, with the same number."""
+        self.cells[rank].close()
+        self.cells[rank] = self._claimed(rank)
+        self.slots[rank] = {}
+        self.tell(rank)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        for cell in self.cells:
+            cell.close()
 
     def tell(self, rank, **fields):
         self.slots[rank] |= fields
-        slot = {"pid": os.getpid(), "started": started_at(os.getpid()), "absent": ()}
-        self.cell.tell(rank, Slot(**{**slot, "state": State.SERVING, **self.slots[rank]}))
+        slot = {"pid": os.getpid(), "absent": ()}
+        self.cells[rank].tell(rank, Slot(**{**slot, "state": State.SERVING, **self.slots[rank]}))
 
     def answer(self, *ranks):
         """Say that what was asked last is done."""
@@ -44,8 +65,7 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path):
-    ranks = Ranks(tmp_path / "policy.cell")
-    with ranks.cell:
+    with Ranks(tmp_path / "policy.cell") as ranks:
         yield ranks
 
 
@@ -86,10 +106,11 @@ def test_a_rank_that_started_again_counts_from_the_beginning(ranks, fleet):
     ranks.finish(0, version=1)
     ranks.finish(0, version=2)
     fleet.status()
-    ranks.tell(0, pid=os.getppid(), started=started_at(os.getppid()), num_rounds=0, version=None)
+    ranks.restart(0)
     fleet.status()
-    ranks.finish(0, version=3)
-    assert fleet.status()["rounds"][-1]["version"] == 3
+    for version in (3, 4):
+        ranks.finish(0, version)
+    assert [each["version"] for each in fleet.status()["rounds"]] == [2, 4]
 
 
 def test_the_journal_keeps_only_so_much(ranks, fleet):
@@ -177,7 +198,7 @@ def test_nothing_is_asked_of_anybody_while_a_rank_is_at_what_was_given_up(
         assert [each.ending for each in resuming.result(20)] == ["done"]
     finally:
         fleet.close()
-        other.cell.close()
+        other.__exit__()
 
 
 def test_a_watcher_that_does_not_come_back_does_not_keep_a_fleet_open(ranks, monkeypatch):

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from flyweight.errors import TransferTimeout
-from flyweight.lifecycle.status import started_at
+from flyweight.host import is_running
 
 Told = Mapping[str, Any]
 Inbox = SimpleQueue[tuple["Child", Told | None]]
@@ -129,7 +129,7 @@ class Child:
 
     def kill(self) -> None:
         """Send SIGKILL. Safe to repeat."""
-        if self.code is None and started_at(self.pid):
+        if self.code is None and is_running(self.pid):
             self._process.kill()
 
     def close(self) -> None:

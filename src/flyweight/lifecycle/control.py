@@ -48,6 +48,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     pid: int
+    life: int
+    """Another number for each start of the rank, whatever its pid is."""
     is_alive: bool
     state: str
     absent: tuple[str, ...]
@@ -326,6 +328,7 @@ def _rank_status(rank: int, slot: Slot | None) -> RankStatus:
     return RankStatus(
         rank=rank,
         pid=told.pid,
+        life=told.started,
         is_alive=is_alive,
         state=ABSENT if slot is None else told.state if is_alive else State.FAILED,
         absent=told.absent,

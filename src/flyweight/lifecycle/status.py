@@ -102,16 +102,6 @@ class Slot(
 RecordT = TypeVar("RecordT", Request, Slot)
 
 
-def started_at(pid: int) -> int:
-    """Return when a process began, in clock ticks since the machine did; 0 if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
 class _Words(Generic[RecordT]):
     """A counter and two records, of which it tells the one that holds."""
 

@@ -253,12 +253,12 @@ class Fleet:
     def _note_rounds(self, seen: _Seen, status: ReplicaStatus, *, is_first: bool) -> None:
         """Enter rounds that ranks have finished. Ranks that end one apart are in one entry."""
         for each in status.ranks:
-            pid, count = seen.counts.get(each.rank, (each.pid, 0))
+            life, count = seen.counts.get(each.rank, (each.life, 0))
             part = (each.nbytes, each.round_seconds, each.pause_seconds)
-            has_grown = each.num_rounds > (count if pid == each.pid else 0)
+            has_grown = each.num_rounds > (count if life == each.life else 0)
             if not each.is_alive:
                 continue
-            seen.counts[each.rank] = (each.pid, each.num_rounds)
+            seen.counts[each.rank] = (each.life, each.num_rounds)
             if not has_grown and each.rank not in seen.parts:
                 continue
             other = seen.round is None or seen.round.version != each.version

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from flyweight.errors import PeerLost, PeerRefused, SpecError, TransportError
 from flyweight.forks import leave_behind
+from flyweight.host import exposure
 from flyweight.transports.doorway import check_socket_path
 
 _MAX_TOKEN_BYTES = 256
@@ -78,14 +79,12 @@ class Address:
             found = os.stat(self.directory)
         except OSError as cause:
             raise PeerLost(f"no publisher is at {self}: {cause.strerror}") from cause
-        mode = stat.S_IMODE(found.st_mode)
         if not stat.S_ISDIR(found.st_mode):
             raise SpecError(f"{str(self.directory)!r} is a file, not a directory for sockets")
-        if found.st_uid not in (os.geteuid(), 0) or mode & 0o077:
+        if whose := exposure(found):
             raise SpecError(
-                f"directory {str(self.directory)!r} is of user {found.st_uid} with mode {mode:o}; "
-                f"sockets need one of user {os.geteuid()} with mode 700: choose another, or chmod "
-                f"700 it"
+                f"directory {str(self.directory)!r} {whose}; sockets need one of user "
+                f"{os.geteuid()} with mode 700: choose another, or chmod 700 it"
             )
 
 
