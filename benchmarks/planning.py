@@ -19,7 +19,7 @@ from pathlib import Path
 
 from measure import record
 
-from flyweight.plan.reshard import reshard
+from flyweight.plans.reshard import reshard
 from flyweight.spec.dtype import DTYPES
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import ModelLayout

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 LEVELS = (
-    "errors events forks host|spec|memory plan|digest ports cuda|stores formats adapters transports"
+    "errors events forks host|spec|memory plans|digest ports cuda|stores formats adapters transports"
     "|verbs|sync|lifecycle|engines|server|demo|cli"
 )
 LEVEL = {room: n for n, rooms in enumerate(LEVELS.split("|")) for room in rooms.split()}
-PURE = {"errors", "events", "forks", "host", "spec", "plan"}
+PURE = {"errors", "events", "forks", "host", "spec", "plans"}
 FRAMEWORKS = {"torch", "paddle", "triton", "vllm", "sglang"}
 KNOW_FRAMEWORKS = {"adapters", "engines", "demo"}
 # Files of adapters/ that know the life cycle as well, and so stand above it.
@@ -57,7 +57,7 @@ def test_a_file_imports_only_from_below(path):
     ("room", "text"),
     [
         ("spec", "import numpy"),
-        ("spec", "from flyweight.plan.reshard import reshard"),
+        ("spec", "from flyweight.plans.reshard import reshard"),
         ("formats", "from flyweight.stores.local import LocalStore"),
         ("stores", "def f():\n    import torch"),
         ("adapters", "from flyweight.lifecycle.machine import Machine"),

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import flyweight
 
 
@@ -36,3 +39,16 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_dir_lists_the_public_names():
     assert set(flyweight.__all__) <= set(dir(flyweight))
+
+
+def test_public_names_are_what_they_are_called_whatever_was_imported_before():
+    code = """
+import importlib, pkgutil, flyweight
+rooms = {each.name for each in pkgutil.iter_modules(flyweight.__path__)}
+assert not rooms & set(flyweight.__all__), rooms & set(flyweight.__all__)
+for room in sorted(rooms - {"__main__"}):
+    importlib.import_module(f"flyweight.{room}")
+for name, (module, attribute) in flyweight._PUBLIC.items():
+    assert getattr(flyweight, name) is getattr(importlib.import_module(module), attribute), name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyweight.errors import PlanError, SpecError
-from flyweight.plan.reshard import reshard
+from flyweight.plans.reshard import reshard
 from flyweight.spec.dtype import DTYPES
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import MAX_RANKS, ModelLayout

@@ -11,7 +11,7 @@ from flyweight.digest import Checksum
 from flyweight.errors import PlanError, SpecError
 from flyweight.formats.reader import Reader, Target
 from flyweight.memory import STAGING, Bytes, bytes_for, bytes_of, items_of
-from flyweight.plan.reshard import reshard
+from flyweight.plans.reshard import reshard
 from flyweight.ports import Store
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named

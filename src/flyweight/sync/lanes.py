@@ -16,7 +16,7 @@ from typing import Literal
 from flyweight import cuda
 from flyweight.errors import FlyweightError, PlanError, listed
 from flyweight.memory import Buffer
-from flyweight.plan.buckets import pack
+from flyweight.plans.buckets import pack
 from flyweight.sync.messages import Block, Bucket, Copy, Handle, Piece, Place
 from flyweight.sync.stock import ALIGN_BYTES, Packing, Stock
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport

@@ -20,8 +20,8 @@ from flyweight.digest import Digest, DigestKind
 from flyweight.errors import PlanError, TransferTimeout, listed
 from flyweight.formats.stored import Stored, same_bytes, whole_digest
 from flyweight.memory import Buffer
-from flyweight.plan.fit import check_fit
-from flyweight.plan.reshard import reshard
+from flyweight.plans.fit import check_fit
+from flyweight.plans.reshard import reshard
 from flyweight.ports import Source
 from flyweight.spec.box import Box, strides_of
 from flyweight.spec.layout import Shard

@@ -23,7 +23,7 @@ from flyweight.formats.reader import Reader, Target
 from flyweight.formats.snapshot import check_version
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
-from flyweight.plan.reshard import reshard
+from flyweight.plans.reshard import reshard
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Json, Leaf
 from flyweight.spec.model_layout import ModelLayout

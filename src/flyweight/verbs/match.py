@@ -13,7 +13,7 @@ from flyweight.adapters.model import Model
 from flyweight.errors import PlanError, listed
 from flyweight.formats import pdparams
 from flyweight.formats.stored import Stored, same_bytes
-from flyweight.plan.fit import check_fit
+from flyweight.plans.fit import check_fit
 from flyweight.spec.dtype import DType
 from flyweight.spec.manifest import TensorSpec
 from flyweight.transports.group import Group

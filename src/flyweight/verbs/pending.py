@@ -31,7 +31,7 @@ from flyweight.formats import snapshot
 from flyweight.formats.crew import default_threads
 from flyweight.formats.writer import seal, write
 from flyweight.memory import collector_paused
-from flyweight.plan.shares import Holding, share_out
+from flyweight.plans.shares import Holding, share_out
 from flyweight.ports import FilePlan, Format, Source
 from flyweight.spec.manifest import (
     CHUNK_BYTES,

@@ -12,7 +12,7 @@ from flyweight.formats.crew import default_threads
 from flyweight.formats.reader import WINDOW_BYTES
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
-from flyweight.plan.reshard import Plan, reshard
+from flyweight.plans.reshard import Plan, reshard
 from flyweight.ports import WINDOW_SLACK
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import TensorSpec

@@ -12,7 +12,7 @@ from dataclasses import replace
 from flyweight.adapters.process_group import default_seat, seat_of
 from flyweight.digest import Checksum
 from flyweight.errors import FormatError, PlanError, SpecError
-from flyweight.plan.shares import Holding
+from flyweight.plans.shares import Holding
 from flyweight.ports import Seat, Source
 from flyweight.spec.box import Box, stretch
 from flyweight.spec.manifest import Json, Manifest, Parcel, TensorSpec, check_name

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyweight.errors import PlanError
-from flyweight.plan.reshard import Copy, reshard
+from flyweight.plans.reshard import Copy, reshard
 from flyweight.spec.box import Box
 from flyweight.spec.layout import Layout, Shard
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch
-from flyweight.plan.shares import Holding, share_out
+from flyweight.plans.shares import Holding, share_out
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import DTYPES
 from flyweight.spec.layout import Layout

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyweight.errors import SpecError
-from flyweight.plan.buckets import pack
+from flyweight.plans.buckets import pack
 from flyweight.spec.box import strides_of
 
 SHAPES = st.lists(
