@@ -10,6 +10,7 @@ import pytest
 import flyweight as fw
 from flyweight.errors import PeerLost, PlanError, SpecError, TransferTimeout, TransportError
 from flyweight.events import listening
+from flyweight.sync.address import Address
 from flyweight.sync.conduct import Conductor
 from flyweight.sync.lanes import Ring
 from flyweight.sync.roll import Roll
@@ -378,6 +379,21 @@ def test_hundreds_of_shared_tensors_are_offered_in_no_time(address, threads):
     assert update.strategy == "mapped"
     assert time.monotonic() - started < 5
     assert all(torch.equal(engine[name], model[name]) for name in model)
+
+
+def test_a_token_that_was_read_just_before_another_publisher_came_is_read_again(
+    address, threads, monkeypatch
+):
+    with fw.Publisher(weights(1), address):
+        stale, token = [Address.parse(address).token()], Address.token
+    engine = weights(50)
+    with fw.Publisher(weights(2), address) as publisher:
+        monkeypatch.setattr(Address, "token", lambda self: stale.pop() if stale else token(self))
+        with fw.Replica(engine, address) as replica:
+            future = threads.submit(replica.update, timeout_seconds=10)
+            publisher.publish(2, num_replicas=1)
+            assert future.result(10).version == 2
+            assert holds(engine, 2)
 
 
 def test_a_publisher_that_is_gone_before_it_answers_is_lost_and_not_unwilling(address, threads):

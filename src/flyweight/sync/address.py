@@ -13,12 +13,14 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 
 from flyweight.errors import PeerLost, PeerRefused, SpecError, TransportError
 from flyweight.forks import leave_behind
 from flyweight.host import exposure
 from flyweight.transports.doorway import check_socket_path
 
+_TOKEN_TRIES, _TOKEN_SECONDS = 5, 0.01
 _MAX_TOKEN_BYTES = 256
 
 
@@ -59,16 +61,20 @@ class Address:
 
     def token(self) -> str:
         """Return the token of the publisher that is there."""
-        self.check_private()
-        try:
-            with open(self.token_file, "rb") as file:
-                text = file.read(_MAX_TOKEN_BYTES + 1)
-        except FileNotFoundError as cause:
-            if self.door.exists():
-                raise PeerRefused(f"{self} has a token of its own; pass it as token=") from cause
-            raise PeerLost(f"no publisher is at {self}") from cause
-        except OSError as cause:
-            raise PeerRefused(f"cannot read the token of {self}: {cause.strerror}") from cause
+        for _ in range(_TOKEN_TRIES):  # one may go, and another come, while we look
+            self.check_private()
+            try:
+                with open(self.token_file, "rb") as file:
+                    text = file.read(_MAX_TOKEN_BYTES + 1)
+                break
+            except FileNotFoundError as cause:
+                if not self.door.exists():
+                    raise PeerLost(f"no publisher is at {self}") from cause
+            except OSError as cause:
+                raise PeerRefused(f"cannot read the token of {self}: {cause.strerror}") from cause
+            sleep(_TOKEN_SECONDS)
+        else:
+            raise PeerRefused(f"{self} has a token of its own; pass it as token=")
         if not text or len(text) > _MAX_TOKEN_BYTES or not text.isascii():
             raise PeerRefused(f"{str(self.token_file)!r} holds no token")
         return text.decode("ascii")

@@ -17,6 +17,7 @@ from typing import TypeVar
 from flyweight.errors import (
     FlyweightError,
     PeerLost,
+    PeerRefused,
     TransferTimeout,
     TransportError,
 )
@@ -64,9 +65,14 @@ class Subscriber:
         """True once the publisher has said goodbye."""
         self.open_ask = 0
         """The ask that is waited for; a round that answers another one is declined."""
-        token = address.token() if token is None else token
+        known = address.token() if token is None else token
         with ExitStack() as stack:
-            self.line = Line(address.door, token=token)
+            try:
+                self.line = Line(address.door, token=known)
+            except PeerRefused as refused:
+                if token is None and address.token() != known:
+                    raise PeerLost(f"another publisher came to {address} just now") from refused
+                raise
             stack.callback(self.line.close)
             self._wire = Wire(
                 address.endpoint,
@@ -81,7 +87,7 @@ class Subscriber:
             )
             stack.callback(self._wire.close)
             self._wire.start()
-            self.send(Hello(token, name, os.getpid(), self.line.name, is_watcher))
+            self.send(Hello(known, name, os.getpid(), self.line.name, is_watcher))
             self._closing = stack.pop_all()
 
     def welcomed(self, deadline: float, is_over: Callable[[], bool]) -> Welcome:
@@ -194,7 +200,10 @@ class Subscriber:
                     self.has_parted = True
                     self._lose(PeerLost(f"the publisher at {self.address} went: {text}"))
                 case Refusal(kind=kind, text=text):
-                    self._lose(error_named(kind, text))
+                    # If who let us in is gone, it was another one that does not know us.
+                    is_same = self.line.is_open
+                    gone = PeerLost(f"the publisher at {self.address} is gone")
+                    self._lose(error_named(kind, text) if is_same else gone)
                 case Begin(ask=ask) if ask != self.open_ask:
                     self._decline(message)
                 case News():
