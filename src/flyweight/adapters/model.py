@@ -29,7 +29,7 @@ from flyweight.memory import (
     first_overlap,
     item_dtype,
 )
-from flyweight.spec.box import Box
+from flyweight.spec.box import Box, first_meeting
 from flyweight.spec.manifest import Manifest, TensorSpec
 
 
@@ -234,12 +234,30 @@ class Model:
                 f"{overlap[0]!r} and {overlap[1]!r} share some of their memory and are not the "
                 f"same tensor; filling one would change the other"
             )
+        if double := self._filled_twice():
+            raise SpecError(
+                f"{double[0]!r} and {double[1]!r} are in the same memory and are different parts "
+                f"of what is whole; filling one would change the other"
+            )
         fixed = [name for name, slot in self._slots.items() if not slot.hook.is_settable]
         if fixed:
             raise SpecError(
                 f"{len(fixed)} values hang in containers that cannot be changed, such as tuples: "
                 f"{listed(fixed)}"
             )
+
+    def _filled_twice(self) -> tuple[str, str] | None:
+        """Return two names, no tie, that some of one tensor's memory stands for."""
+        held: dict[tuple[object, ...], list[tuple[str, Box]]] = {}
+        for name, blocks in self._blocks.items():
+            for block in blocks:
+                if block.place.num_elements:
+                    held.setdefault(block.tensor.memory_key, []).append((name, block.place))
+        for each in held.values():
+            if len(each) > 1 and (meeting := first_meeting([place for _, place in each])):
+                names = [name for name, place in each if place in meeting]
+                return names[0], names[-1]
+        return None
 
     def touched(self) -> None:
         """Tell torch that its tensors were written; other frameworks need not know."""

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 
-from flyweight import cuda
 from flyweight.errors import FlyweightError, PeerLost
 from flyweight.sync.edition import Edition, Options
 from flyweight.sync.lanes import MAPPED, Ring, homes_of, told
 from flyweight.sync.messages import Begin
 from flyweight.sync.roll import Agreement, Peer, Roll
 from flyweight.sync.rounds import Part, Round
-from flyweight.sync.stock import Stock
 from flyweight.sync.wire import spin_of
 
 
@@ -65,7 +63,6 @@ class Conductor:
             should_verify=self._options.should_verify,
             digests=edition.digests,
             has_readers=any(MAPPED in lanes.values() for lanes in all_lanes),
-            is_digest_first=_is_shared(edition.stock, peers),
             admit=admit,
             on_release=on_release,
             spin=lambda is_done: self._roll.spin(is_done, spin_of(bool(edition.stock.devices))),
@@ -153,9 +150,3 @@ class Conductor:
 def _agreement(peer: Peer) -> Agreement:
     assert peer.agreement is not None  # nobody asks before it has one
     return peer.agreement
-
-
-def _is_shared(stock: Stock, peers: Sequence[Peer]) -> bool:
-    """True if a replica's tensors are on a device that has some of the stock."""
-    ours = {cuda.uuid(device) for device in stock.devices}
-    return any(ours & _agreement(peer).places for peer in peers)

@@ -53,6 +53,8 @@ class Edition:
     values: Mapping[str, Leaf]
     digests: dict[Region, int] | None = None
     """Of what outlives the publisher they are told at once, and kept; of others, None."""
+    digest_seconds: float = 0.0
+    """What it took to see that nothing changed while it was made."""
     is_gone: bool = False
     """True once something else is about to take its place in memory."""
 

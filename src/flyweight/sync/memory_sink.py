@@ -6,6 +6,7 @@ publisher's memory are no longer the same ones.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic, perf_counter
 
@@ -53,7 +54,10 @@ class MemorySink:
         self._prepared: tuple[Intake, int] | None = None
         self._mapped = Moves((), self._copiers)
         self._buckets: dict[int, Moves] = {}
-        self._on_devices: list[int] = []
+        self._last: list[int] = []
+        """The copies that are digested after all is copied."""
+        self._has_doubles = False
+        """True if some memory is filled by two tensors of the publisher, which must be equal."""
         self._small = SmallRegions({})
         self._added: list[int] = []
         """The bytes of each copy that is digested piece by piece as it comes, else 0."""
@@ -109,6 +113,12 @@ class MemorySink:
     def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken:
         self._prepare(intake)
         kind = checked_kind(self, begin)
+        if self._has_doubles and not begin.should_verify:
+            raise PlanError(
+                "tensors that are one here are several at the publisher, and nothing is verified: "
+                "whether they are equal is not known; publish with should_verify=True, or tie them "
+                "there too"
+            )
         digests = [
             Digest(nbytes, kind) if nbytes and begin.should_verify else None
             for nbytes in self._added
@@ -138,15 +148,15 @@ class MemorySink:
             found[number] = value
         if regions is not None:
             values = regions.digests(kind, feed.deadline)
-            for number, value in zip(self._on_devices, values, strict=True):
+            for number, value in zip(self._last, values, strict=True):
                 found[number] = value
         verified = perf_counter() - copied + spent
         return Taken(tuple(found), copied - started - spent, verified)
 
     def _live_regions(self, intake: Intake) -> Regions | None:
-        """Return what on devices is digested after it was copied."""
-        if self._regions is None and self._on_devices:
-            self._regions = Regions([self._region(intake.copies[n]) for n in self._on_devices])
+        """Return what is digested after all was copied."""
+        if self._regions is None and self._last:
+            self._regions = Regions([self._region(intake.copies[n]) for n in self._last])
         return self._regions
 
     def _buffer(self, sink: int) -> Buffer:
@@ -188,12 +198,20 @@ class MemorySink:
             n: Moves(each, self._copiers, is_bucket=True) for n, each in by_bucket.items()
         }
         regions = [self._region(copy) for copy in intake.copies]
-        self._on_devices = [n for n, each in enumerate(regions) if each.device is not None]
-        on_host = {n: each for n, each in enumerate(regions) if each.device is None}
-        self._small = SmallRegions({n: each for n, each in on_host.items() if is_small(each)})
+        times = Counter(map(id, self._blocks))
+        doubles = [times[id(self._blocks[copy.sink])] > 1 for copy in intake.copies]
+        self._has_doubles = any(doubles)
+        # What another copy may write again must not be digested before that.
+        is_last = [
+            each.device is not None or (is_double and not is_small(each))
+            for each, is_double in zip(regions, doubles, strict=True)
+        ]
+        self._last = [n for n, each in enumerate(is_last) if each]
+        self._small = SmallRegions(
+            {n: each for n, each in enumerate(regions) if not is_last[n] and is_small(each)}
+        )
         self._added = [
-            each.nbytes if n in on_host and not is_small(each) else 0
-            for n, each in enumerate(regions)
+            0 if is_last[n] or is_small(each) else each.nbytes for n, each in enumerate(regions)
         ]
         self._regions = None
         self._prepared = key
@@ -233,7 +251,14 @@ class MemorySink:
 
     def finish(self, values: Mapping[str, Leaf]) -> None:
         assert self._model is not None
+        is_same = self.is_current()
         self._model.finish(Manifest({}, values=values))
+        before = self._identity
+        if before is not None and values and not before.is_same():
+            after = Identity(self._thing)
+            self._identity = after if after.has_tensors_of(before) else before
+        if values and is_same:  # they hang anew, and nothing else does
+            self._identity = Identity(self._thing)
 
     def close(self) -> None:
         self._prepared = None

@@ -18,6 +18,7 @@ from flyweight import cuda
 from flyweight.adapters.adapt import adapt
 from flyweight.adapters.identity import Identity
 from flyweight.errors import (
+    DigestMismatch,
     FlyweightError,
     PeerLost,
     PlanError,
@@ -25,6 +26,7 @@ from flyweight.errors import (
     TransferTimeout,
     TransportError,
     VersionError,
+    listed,
 )
 from flyweight.events import emit
 from flyweight.formats.snapshot import check_version
@@ -365,10 +367,10 @@ class Publisher:
                 )
                 self._on.version = version
                 self._on.tell(rounds[-1].number, version, "publishing", rounds[-1].parts, 0.0)
-                self._conductor.run(rounds[-1])
+                self._run(rounds[-1], None if held is None else version, parent)
         self._on.version = version
         parts = [part for each in rounds for part in each.parts]
-        digest_seconds = sum(each.digest_seconds for each in rounds)
+        digest_seconds = sum(each.digest_seconds for each in (*rounds, *([held] if held else [])))
         report = report_of(version, parts, failed, perf_counter() - started, digest_seconds)
         self._on.tell(self._conductor.last, version, "idle", parts, report.seconds)
         emit(
@@ -381,6 +383,15 @@ class Publisher:
             strategy="+".join(sorted({each.strategy for each in report.replicas})),
         )
         return report
+
+    def _run(self, round_: Round, held: int | None, parent: int | None) -> None:
+        """Run a round; one that ends by an error of ours, with nobody served, published nothing."""
+        try:
+            self._conductor.run(round_)
+        except BaseException:
+            if held is None and not any(part.is_committed for part in round_.parts):
+                self._on.version = parent
+            raise
 
     def _is_near(self, live: Edition, peer: Peer) -> bool:
         """True if a replica reads all of the model where it lies, on a device."""
@@ -396,14 +407,38 @@ class Publisher:
 
     def _refill(self, version: int, parent: int | None, timeout: float) -> Edition:
         """Put the model into the copy that is held, once nobody reads that any more."""
-        deadline = monotonic() + timeout
+        deadline, stock = monotonic() + timeout, self._stock
+        wholes = stock.wholes() if self._options.should_verify else []
+        started = perf_counter()
+        before = stock.digests(wholes, deadline)
+        spent = perf_counter() - started
         self._late.clear(version, timeout)
         held, offers = self._hold()
         held.refill(deadline)
-        values = self._stock.manifest.values
-        edition = Edition(version, parent, held.stock, offers, "held", values, {})
+        started = perf_counter()
+        # On a device the model is looked at once more: the copy's digest would take much longer.
+        after = (held.stock if stock.is_on_host else stock).digests(wholes, deadline)
+        spent += perf_counter() - started
+        if after != before:
+            changed = {each.block for each in wholes if after[each] != before[each]}
+            names = sorted({stock.blocks[number].name for number in changed})
+            raise DigestMismatch(
+                f"{len(names)} tensors changed while version {version} was copied: "
+                f"{listed(names)}; a trainer steps after publish, or after wait_copied"
+            )
+        edition = Edition(
+            version,
+            parent,
+            held.stock,
+            offers,
+            "held",
+            stock.manifest.values,
+            after if stock.is_on_host else {},
+            spent,
+        )
         with self._on.changed:
             self._late.standing, self._on.version = edition, version
+            self._late.give_back(())  # who asked meanwhile need not wait for those who take part
         return edition
 
     def _asked(self, peer: Peer) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
@@ -35,8 +34,6 @@ from flyweight.sync.messages import (
     error_named,
 )
 from flyweight.sync.stock import Packing, Region, Stock
-
-_LONG_BYTES = 32 << 20
 
 
 @dataclass(eq=False)
@@ -81,7 +78,6 @@ class Round:
         should_verify: bool,
         digests: Mapping[Region, int] | None,
         has_readers: bool,
-        is_digest_first: bool,
         admit: Callable[[Round], bool],
         on_release: Callable[[], None],
         spin: Callable[[Callable[[], bool]], object],
@@ -89,13 +85,13 @@ class Round:
     ) -> None:
         """Begin by `admit`, which may refuse; call `on_release` once nothing reads the stock.
 
-        `spin` is called before a wait. Digests are first where both sides share a device: they
-        would only take turns on it, and the replica, which stands still, would wait for both.
+        `spin` is called before a wait. Digests are made first: what changes afterwards and before
+        it was copied is found out, and the replicas do not stand still meanwhile.
         """
         self.number, self.stock, self.parts = number, stock, list(parts)
         self._packings, self._should_verify, self._admit = packings, should_verify, admit
         self._known, self._timeout_seconds = digests, timeout_seconds
-        self._has_readers, self._is_digest_first = has_readers, is_digest_first
+        self._has_readers = has_readers
         self._by_peer = {part.peer: part for part in parts}
         self._changed = threading.Condition()
         self._on_release, self._spin = on_release, spin
@@ -145,15 +141,10 @@ class Round:
         """Bring every part to its end, each by itself."""
         self._started = perf_counter()
         try:
-            if self._is_digest_first:
-                self._expected = self._digests()
+            self._expected = self._digests()
             if not self._admit(self):
                 return
-            if self._expected is None and self._is_long:
-                self._pour_and_digest()
-            else:
-                self._pour()
-                self._expected = self._digests() if self._expected is None else self._expected
+            self._pour()
             if not self._has_readers:
                 self._on_release()
             self._wait(lambda part: part.is_copied, "copied the weights")
@@ -223,17 +214,6 @@ class Round:
                 lambda part: before not in part.buckets or before in part.emptied,
                 f"emptied bucket {before}",
             )
-
-    @property
-    def _is_long(self) -> bool:
-        """True if it is worth a thread to digest while buckets are poured."""
-        return bool(self._packings) and sum(part.nbytes for part in self.parts) > _LONG_BYTES
-
-    def _pour_and_digest(self) -> None:
-        with ThreadPoolExecutor(1, "flyweight-digest") as pool:
-            digests = pool.submit(self._digests)
-            self._pour()
-            self._expected = digests.result()
 
     def _digests(self) -> Mapping[Region, int]:
         if not self._should_verify:

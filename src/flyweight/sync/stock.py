@@ -123,6 +123,12 @@ class Stock:
         """True if all of it lies in memory of the host."""
         return all(b.buffer is not None and b.buffer.device is None for b in self.blocks)
 
+    def wholes(self) -> list[Region]:
+        """Return every block as a region, digested as is quickest where it lies."""
+        kind: DigestKind = "xxh3" if self.is_on_host else "words"
+        shapes = [block.items.shape for block in self.blocks]
+        return [Region(n, (0,) * len(shape), shape, kind) for n, shape in enumerate(shapes)]
+
     def is_like(self, other: Stock) -> bool:
         """True if what was agreed for one holds for the other."""
         return (
@@ -320,6 +326,7 @@ class Held:
 
     def take_from(self, stock: Stock) -> None:
         """Take the next version from tensors that have moved."""
+        self.stock.source = stock.source  # it would keep the old ones
         self._packing.close()
         self._packing = stock.packing(self._bucket, self.segment)
 
