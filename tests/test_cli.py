@@ -41,6 +41,14 @@ def answer(*words, code=0):
     return json.loads(done.stdout)
 
 
+def test_what_looks_like_an_emoji_is_printed_as_it_is(tmp_path):
+    fw.save({"w:x:": np.ones(3)}, tmp_path / "run:x:1", version=1)
+    done = flyweight("inspect", tmp_path / "run:x:1")
+    assert str(tmp_path / "run:x:1") in done.stdout
+    assert "w:x:" in done.stdout
+    assert "gone:x:1" in flyweight("inspect", tmp_path / "gone:x:1").stderr
+
+
 def test_inspect_shows_tensors_files_and_versions(run):
     done = flyweight("inspect", run)
     assert done.returncode == 0

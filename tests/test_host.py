@@ -1,11 +1,13 @@
-"""Which boot this is, and whose files are exposed: all modes, all owners."""
+"""Which boot this is, how many files there may be, whose are exposed: all modes, all owners."""
 
 import os
+import resource
 import uuid
 
 import pytest
 
-from flyweight.host import boot_id, exposure, is_running
+from flyweight.host import boot_id, exposure, has_room, is_running, opened, raise_file_limit
+from live import Child
 
 
 def found(mode, user):
@@ -65,3 +67,26 @@ def test_a_file_that_is_really_there_is_looked_at(tmp_path):
     assert exposure(path.stat()) == ""
     path.chmod(0o604)
     assert exposure(path.stat()) == f"is of user {os.geteuid()} with mode 604"
+
+
+def limited(more, pipe):
+    """How many more files are said to fit, how many do, and whether the limit can be raised yet."""
+    soft = max(map(int, os.listdir("/proc/self/fd"))) + 100
+    hard = soft + more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    room = max(number for number in range(hard + 1) if has_room(number))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    files = []
+    try:
+        while True:
+            files.append(opened(os.devnull, os.O_RDONLY))
+    except OSError:
+        return room, len(files), raise_file_limit()
+
+
+@pytest.mark.parametrize("more", [0, 100])
+def test_there_is_room_for_as_many_files_as_can_be_opened_up_to_the_hard_limit(more):
+    with Child(limited, more) as child:
+        room, num_opened, is_raised = child.result()
+    assert room == num_opened >= 90 + more
+    assert not is_raised

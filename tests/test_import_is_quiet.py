@@ -2,6 +2,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 
 def modules_after(code):
     script = f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
@@ -29,3 +31,25 @@ def test_saving_and_loading_numpy_arrays_imports_no_framework(tmp_path):
         f"fw.load({str(tmp_path)!r}, into={{'a': np.zeros(3)}})"
     )
     assert not modules_after(code) & {"torch", "paddle"}
+
+
+WHILE_IMPORTING = """
+import sys, threading
+import numpy as np, flyweight as fw
+thread = threading.Thread(target=__import__, args=(sys.argv[1],))
+thread.start()
+count = 0
+while thread.is_alive():
+    fw.save({"a": np.ones(3)}, sys.argv[2])
+    fw.save_state_dict({"a": np.ones(3)}, sys.argv[2])
+    count += 1
+print(count, "saves")
+"""
+
+
+@pytest.mark.parametrize("framework", ["torch.distributed.tensor", "paddle"])
+def test_saves_go_on_while_another_thread_imports(framework, tmp_path):
+    words = [sys.executable, "-c", WHILE_IMPORTING, framework, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 0

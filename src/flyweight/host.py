@@ -1,4 +1,4 @@
-"""Host: which machine this is, since when it runs, and which of its files are only their user's.
+"""Host: which machine this is, how many files it lets us open, and which are only their user's.
 
 Containers of one machine share its boot, and so its clock, its locks and its memory; what is
 named or locked here means nothing under another boot.
@@ -6,10 +6,13 @@ named or locked here means nothing under another boot.
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import stat
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_OPEN_FILES = "/proc/self/fd"
 
 
 def boot_id() -> str:
@@ -29,6 +32,51 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return state not in (b"Z", b"X")
+
+
+def opened(path: str | os.PathLike[str], flags: int) -> int:
+    """Return a descriptor; the limit on this process's files is raised if that is in the way."""
+    try:
+        return os.open(path, flags)
+    except OSError as cause:
+        if cause.errno != errno.EMFILE or not raise_file_limit():
+            raise
+        return os.open(path, flags)
+
+
+def raise_file_limit() -> bool:
+    """Let this process have as many files open as it may; False if it might already."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return False
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):  # the system's own limit was lowered since
+        return False
+    return True
+
+
+def has_room(num_files: int) -> bool:
+    """True if this process may open so many more files, its limit raised as far as that goes.
+
+    They are counted: to open them for a trial would take them from other threads meanwhile.
+    """
+    raise_file_limit()
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        # Numbers from before a limit was lowered do not count, nor does the listing's own.
+        num_open = sum(int(name) < limit for name in os.listdir(_OPEN_FILES)) - 1
+    except OSError as cause:
+        if cause.errno in (errno.EMFILE, errno.ENFILE):
+            return False
+        raise
+    return num_open + num_files <= limit
+
+
+def reason(cause: OSError) -> str:
+    """Return what the operating system says, and what helps if it is its limit on files."""
+    hint = "; raise the limit, ulimit -n" if cause.errno == errno.EMFILE else ""
+    return f"{cause.strerror or cause}{hint}"
 
 
 def exposure(found: os.stat_result, *, bits: int = 0o077) -> str:

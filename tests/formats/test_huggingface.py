@@ -81,6 +81,32 @@ def test_a_missing_file_is_named(tmp_path):
         fw.open(tmp_path)
 
 
+def test_two_checkpoints_in_one_directory_are_told_apart_by_path_only(tmp_path):
+    tensors = checkpoint(tmp_path)
+    single = {name: torch.ones_like(t) for name, t in tensors.items()}
+    save_file(single, tmp_path / "model.safetensors")
+    with pytest.raises(
+        FormatError, match=r"'model\.safetensors' and '.*index\.json', which does not name it.*path"
+    ):
+        fw.open(tmp_path)
+    for file, expected in [
+        ("model.safetensors", single),
+        ("model.safetensors.index.json", tensors),
+    ]:
+        target = {name: torch.zeros_like(t) for name, t in tensors.items()}
+        fw.load(tmp_path / file, into=target)
+        assert all(torch.equal(target[n], expected[n]) for n in tensors)
+
+
+def test_an_index_may_name_the_single_file(tmp_path):
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    save_file({"b": torch.ones(3)}, tmp_path / "more.safetensors")
+    index = {"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with fw.open(tmp_path) as source:
+        assert source.manifest.tensors.keys() == {"a", "b"}
+
+
 def test_a_name_in_two_files_is_refused(tmp_path):
     checkpoint(tmp_path)
     save_file({"layer.1.weight": torch.zeros(2)}, tmp_path / "model-00001-of-00002.safetensors")

@@ -215,6 +215,13 @@ def test_c1_the_first_place_that_answers_wins(places):
     assert found_value(places) == 9
 
 
+def test_c1_parts_in_the_shared_directory_do_not_count(places):
+    model, shared = places
+    for file in sorted(model.iterdir()):
+        file.rename(shared / file.name) if ".part" in file.name else file.unlink()
+    assert found_value(places) == 9
+
+
 def test_c6_nothing_found_lists_every_candidate(places, tmp_path):
     model, shared = tmp_path / "nothing", tmp_path / "gone"
     model.mkdir()
@@ -490,6 +497,60 @@ def test_a_legacy_save_that_dies_between_its_files_leaves_nothing_that_mixes(tmp
     with pytest.raises(fw.FlyweightError):
         fw.load(tmp_path, into=target, rank=0, legacy_id=0)
     assert not any(t.any() for t in target.values())
+
+
+@pytest.mark.parametrize(
+    ("number", "num_tensors", "num_others"),
+    [(0, 4, 0), (1, 3, 1), (2, 3, 2), (2, 1, 2)],
+)
+def test_parts_that_are_saved_anew_while_they_are_opened_are_refused(
+    tmp_path, monkeypatch, number, num_tensors, num_others
+):
+    def save(value, count):
+        tensors = {f"w{n}": torch.full((8,), value) for n in range(count)}
+        fw.save_legacy(tensors, tmp_path, rank=0, legacy_id=0, part_bytes=64)
+
+    save(1, 3)
+    real, place = os.open, str(tmp_path / LegacyNames(0, 0).part(number))
+
+    def after_another_save(path, *args, **options):
+        if os.fspath(path) == place:
+            monkeypatch.undo()
+            save(2, num_tensors)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", after_another_save)
+    target = {f"w{n}": torch.zeros(8, dtype=torch.int64) for n in range(3)}
+    refusal = (
+        "cannot open" if number >= num_tensors else f"saved anew .*{num_others} of 3 are others"
+    )
+    with pytest.raises(fw.FlyweightError, match=refusal):
+        fw.load(tmp_path, into=target, rank=0, legacy_id=0)
+    assert not any(t.any() for t in target.values())
+    with fw.open(tmp_path, rank=0, legacy_id=0) as source:
+        assert len(source.manifest.tensors) == num_tensors
+
+
+@pytest.mark.parametrize("num_tensors", [1, 2, 4])
+def test_a_legacy_save_removes_what_another_saved_meanwhile(tmp_path, monkeypatch, num_tensors):
+    def save(value, count):
+        tensors = {f"w{n}": torch.full((8,), value) for n in range(count)}
+        fw.save_legacy(tensors, tmp_path, rank=0, legacy_id=0, part_bytes=64)
+
+    save(1, 2)
+    real = os.posix_fallocate
+
+    def after_another_save(*args):
+        monkeypatch.undo()
+        save(2, 4)
+        real(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", after_another_save)
+    save(3, num_tensors)
+    target = {f"w{n}": torch.zeros(8, dtype=torch.int64) for n in range(num_tensors)}
+    fw.load(tmp_path, into=target, rank=0, legacy_id=0)
+    assert all((t == 3).all() for t in target.values())
+    assert len(os.listdir(tmp_path)) == num_tensors
 
 
 def test_a_legacy_save_that_is_refused_leaves_nothing(tmp_path):

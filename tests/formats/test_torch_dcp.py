@@ -403,6 +403,25 @@ def test_the_state_of_an_optimizer_comes_back_to_torch_by_way_of_a_snapshot(tmp_
     assert fw.diff(tmp_path / "run", tmp_path / "again").is_same
 
 
+@pytest.mark.parametrize("num_chars", [65_536, 65_537, 1_000_000])
+def test_long_text_comes_and_goes(tmp_path, num_chars):
+    state = {
+        "w": torch.ones(2),
+        "text": "x" * num_chars,
+        "nested": {"texts": ["é" * num_chars, ""]},
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    fw.convert(tmp_path / "theirs", tmp_path / "run", to="snapshot")
+    fw.convert(tmp_path / "run", tmp_path / "ours", to="dcp")
+    for place in (tmp_path / "theirs", tmp_path / "ours"):
+        target = {"w": torch.zeros(2), "text": "", "nested": {"texts": ["", "?"]}}
+        fw.load(place, into=target)
+        assert (target["text"], target["nested"]) == (state["text"], state["nested"])
+    theirs = {"text": "", "w": torch.zeros(2)}
+    dcp.load(theirs, checkpoint_id=tmp_path / "ours")
+    assert theirs["text"] == state["text"]
+
+
 def test_names_that_lists_and_tensors_share_are_refused_before_a_version_is_there(tmp_path):
     dcp.save({"a": [1, 2], "a.0": torch.ones(2)}, checkpoint_id=tmp_path / "ck")
     with pytest.raises(FormatError, match="uses 1 names twice: 'a.0'"):

@@ -98,6 +98,18 @@ def test_publish_and_watch_take_a_token_from_a_private_file(run, address, tmp_pa
             assert replica.update(timeout_seconds=10).version == 4
 
 
+def test_watch_says_how_a_command_is_given_the_token(address, tmp_path):
+    wrong = tmp_path / "wrong"
+    wrong.write_text("wrong")
+    wrong.chmod(0o600)
+    watch = [*COMMAND, "watch", address, "--once", "--timeout", "1"]
+    with fw.Publisher(weights(1), address, token="right"):
+        for words in (watch, [*watch, "--token-file", str(wrong)]):
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 7
+            assert "--token-file" in done.stderr
+
+
 def test_watch_tells_of_versions_and_replicas_as_they_happen(address):
     model, engine = weights(1), weights(50)
     with fw.Publisher(model, address) as publisher:

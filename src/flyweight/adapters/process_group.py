@@ -71,13 +71,18 @@ class _PaddleBulletin(_Bulletin):
         return bytes(data).decode() if data else None
 
 
+# While another thread imports one of them, it is not there.
+
+
 def _torch_distributed() -> Any:
-    module = sys.modules.get("torch.distributed")
-    return module if module is not None and module.is_available() else None
+    module: Any = sys.modules.get("torch.distributed")
+    return module if hasattr(module, "is_initialized") and module.is_available() else None
 
 
 def _paddle_distributed() -> Any:
-    return sys.modules.get("paddle.distributed")
+    module = sys.modules.get("paddle.distributed")
+    needed = ("communication", "get_group", "get_rank", "get_world_size", "is_initialized")
+    return module if all(hasattr(module, name) for name in needed) else None
 
 
 def default_seat() -> Seat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -107,10 +108,7 @@ def watch(
     *, address: str, once: bool, timeout_seconds: float, token_file: Path | None, as_json: bool
 ) -> None:
     """Show versions, replicas and speed at ADDRESS as they happen."""
-    token = None if token_file is None else tokens.read(token_file)
-    if token is None and token_file is not None:
-        raise PeerRefused(f"there is no token file {str(token_file)!r}; see publish --token-file")
-    news = watch_publisher(address, token=token, timeout_seconds=timeout_seconds)
+    news = _news(address, token_file, timeout_seconds)
     if as_json or once or not out.is_terminal:
         last = None
         for each in news:
@@ -127,6 +125,18 @@ def watch(
     with Live(console=out, transient=False) as live:
         for each in news:
             live.update(_view(each))
+
+
+def _news(address: str, token_file: Path | None, timeout_seconds: float) -> Iterator[News]:
+    token = None if token_file is None else tokens.read(token_file)
+    if token is None and token_file is not None:
+        raise PeerRefused(f"there is no token file {str(token_file)!r}; see publish --token-file")
+    try:
+        yield from watch_publisher(address, token=token, timeout_seconds=timeout_seconds)
+    except PeerRefused as error:
+        if token_file is not None:
+            error.note(f"the token is that of --token-file {str(token_file)!r}")
+        raise
 
 
 def _view(news: News) -> Group:

@@ -46,7 +46,8 @@ def _console(*, stderr: bool) -> Console:
     # Where nobody looks, nothing is cut off at a width nobody has.
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else 10_000
-    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=width)
+    # Paths and names may hold what looks like the name of an emoji (run:x:1).
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=width, emoji=False)
 
 
 out, err = _console(stderr=False), _console(stderr=True)

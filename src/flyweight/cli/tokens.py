@@ -24,9 +24,20 @@ def token_file(directory: Path, port: int) -> Path:
 
 
 def read(path: Path) -> str | None:
-    """Return the token in a file, or None if there is no file; raise if others can read it."""
+    """Return the token in a file, or None if there is no file; raise if others can read it.
+
+    It may be a link, as mounted secrets are, of whoever could have put the file itself there.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if not path.is_symlink():
+            flags |= os.O_NOFOLLOW
+        elif whose := exposure(path.lstat(), bits=0):
+            raise PeerRefused(
+                f"token file {str(path)!r} is a link that {whose}; it must be of user "
+                f"{os.geteuid()} or root, or be the file itself"
+            )
+        file = os.open(path, flags)
     except FileNotFoundError:
         return None
     except OSError as cause:
@@ -56,22 +67,32 @@ def checked(text: str, place: str) -> str:
 
 
 def read_or_make(path: Path) -> str:
-    """Return the token in a file, of a server before this one if there was any; or a new one."""
+    """Return the token in a file, of a server before this one if there was any; or a new one.
+
+    Of several that make one at once, the first one's holds for all.
+    """
     found = read(path)
     if found is not None:
         return found
     token = secrets.token_hex(16)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        draft.unlink(missing_ok=True)
-        file = os.open(draft, flags, 0o600)
+        file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             os.write(file, token.encode("ascii"))
+            os.link(draft, path)  # which a name that is taken refuses
         finally:
             os.close(file)
-        draft.rename(path)
+            draft.unlink(missing_ok=True)
+    except FileExistsError as cause:
+        found = read(path)
+        if found is None:
+            raise PeerRefused(
+                f"token file {str(path)!r} is a link to a file that is not there; make that file, "
+                f"or remove the link"
+            ) from cause
+        return found
     except OSError as cause:
         raise StoreError(
             cause.errno, f"cannot write token file {str(path)!r}: {cause.strerror}"

@@ -34,6 +34,17 @@ def open_huggingface(store: Store) -> Stored:
         if SINGLE not in names:
             raise SnapshotNotFound(f"{store.place!r} has neither {SINGLE!r} nor {INDEX!r}")
         return open_files(store, [SINGLE], format="huggingface")
+    if SINGLE in names and SINGLE not in read_index(store).values():
+        raise FormatError(
+            f"{store.place!r} has {SINGLE!r} and {INDEX!r}, which does not name it: two "
+            f"checkpoints; open one by its path"
+        )
+    return open_index(store)
+
+
+def open_index(store: Store) -> Stored:
+    """Open the checkpoint that the index tells of, whatever else is in the directory."""
+    names = store.names()
     files = sorted({check_file_name(file) for file in read_index(store).values()})
     if missing := [file for file in files if file not in names]:
         raise SnapshotIncomplete(

@@ -18,7 +18,7 @@ from flyweight.errors import FormatError
 from flyweight.ports import Store
 
 MAX_INLINE_BYTES = 64 << 10
-"""Longer byte and text strings stay in the file, as spans."""
+"""Longer text stays in the file, as a span; byte strings always do."""
 MAX_OPCODES = 50_000_000
 _BLOCK_BYTES = 1 << 20
 
@@ -74,14 +74,19 @@ def read_pickle(
     *,
     stretch: Span | None = None,
     has_objects: bool = False,
+    max_text_bytes: int = MAX_INLINE_BYTES,
 ) -> object:
     """Return what the pickle describes: plain values, containers, `Made` records and spans.
 
     It is the whole file, or a stretch of it. Pickles of arrays alone have no objects that are
-    made without a call, keys of a dict or kept elsewhere; those of checkpoints may.
+    made without a call, keys of a dict or kept elsewhere; those of checkpoints may. Text may be
+    an array's bytes; where it never is, `max_text_bytes` lets more of it be read.
     """
     stretch = stretch or Span(0, store.size(file))
-    return _Machine(store, file, allowed, stretch, has_objects=has_objects).run()
+    machine = _Machine(
+        store, file, allowed, stretch, has_objects=has_objects, max_text_bytes=max_text_bytes
+    )
+    return machine.run()
 
 
 class _Machine:
@@ -93,9 +98,10 @@ class _Machine:
         stretch: Span,
         *,
         has_objects: bool,
+        max_text_bytes: int,
     ) -> None:
         self._store, self._file, self._allowed = store, file, allowed
-        self._has_objects = has_objects
+        self._has_objects, self._max_text_bytes = has_objects, max_text_bytes
         self._at, self._size = stretch.offset, stretch.offset + stretch.nbytes
         self._block, self._block_at = b"", 0
         self._stack: list[object] = []
@@ -177,7 +183,7 @@ class _Machine:
 
     def text(self, kind: str) -> None:
         nbytes = self._number(kind)
-        if nbytes > MAX_INLINE_BYTES:
+        if nbytes > self._max_text_bytes:
             self._span(nbytes, is_text=True)
             return
         try:

@@ -7,7 +7,7 @@ list again and again. So nothing here walks or prints more of a value than it mu
 from __future__ import annotations
 
 from flyweight.errors import FormatError
-from flyweight.formats.pickles import Global, Made
+from flyweight.formats.pickles import Global, Made, Span
 from flyweight.spec.manifest import MAX_DIMS, Leaf, check_name
 
 MAX_METADATA_BYTES = 1 << 30
@@ -25,6 +25,8 @@ def told(value: object) -> str:
         return str(value.what)[:200]
     if isinstance(value, Global):
         return str(value)[:200]
+    if isinstance(value, Span):
+        return f"{value.nbytes} bytes of {'text' if value.is_text else 'data'}"
     if isinstance(value, (tuple, list)) and len(value) <= 8 and all(_is_plain(v) for v in value):
         return str(value)[:200]
     return f"a {type(value).__name__}"

@@ -13,7 +13,7 @@ from math import prod
 from flyweight.errors import FormatError, SpecError
 from flyweight.formats import pickle_code as code
 from flyweight.formats.pickles import Global, Made, Persistent, Span, read_pickle
-from flyweight.formats.records import Records, told
+from flyweight.formats.records import MAX_METADATA_BYTES, Records, told
 from flyweight.formats.zips import Archive, lay_out
 from flyweight.ports import Store
 from flyweight.spec.box import Box, strides_of
@@ -70,7 +70,14 @@ class TorchItem:
             if text != b"little":
                 raise FormatError(f"{file!r} in {store.place!r} has byte order {text!r}")
         pickle = self._archive.span(self._entries["data.pkl"])
-        self.root = read_pickle(store, file, _ALLOWED, stretch=pickle, has_objects=True)
+        self.root = read_pickle(
+            store,
+            file,
+            _ALLOWED,
+            stretch=pickle,
+            has_objects=True,
+            max_text_bytes=MAX_METADATA_BYTES,  # a tensor's bytes stand in a storage beside it
+        )
 
     def storage(self, key: str) -> Span | None:
         """Return where the bytes of a storage stand in the file; None if it is not there."""

@@ -16,9 +16,9 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -34,6 +34,8 @@ _BOUNCE_BYTES = 4 << 20
 _CACHE_PAGE = max(PAGE, mmap.PAGESIZE)
 _HIDDEN = re.compile(r"\.(draft|trash)-.+-[0-9a-f]{8}-[0-9a-f]{16}")
 _FOREIGN_SECONDS = 24 * 3600
+_TURN_SECONDS = 30.0  # a turn is some unlinks, links and a sync: milliseconds
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 
 
 class LocalDraft:
@@ -44,7 +46,9 @@ class LocalDraft:
     processes may write files of their own into it as members, of the draft of that `name`; they
     flush, and only the one who made the draft commits.
     Into (`into=True`): the files appear one by one in a directory, after the files in `stale`
-    are gone; a name that is taken then is refused.
+    are gone; if a name is taken by another, nothing goes and nothing appears. Writers of one
+    directory take turns at that, and `stale` is walked in the turn: what lists names only then
+    finds what the last writer left.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class LocalDraft:
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as cause:
-                    if cause.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                    if cause.errno not in _NO_LOCKS:
                         raise
                 if work.exists():
                     return work, fd
@@ -207,12 +211,17 @@ class LocalDraft:
         self.flush()
         try:
             if self._into:
-                # First all that is old goes, so that no reader ever finds old and new together.
-                for name in self.stale:
-                    (self._parent / name).unlink(missing_ok=True)
-                sync_directory(self._parent)
-                for name in self._fds:
-                    _appear(self._work / name, self._parent / name)
+                with _turn(self._parent):
+                    stale = set(self.stale)
+                    fresh = self._fds.keys() - stale
+                    if any(os.path.lexists(self._parent / name) for name in fresh):
+                        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+                    # First all that is old goes, so that no reader ever finds old and new together.
+                    for name in stale:
+                        (self._parent / name).unlink(missing_ok=True)
+                    sync_directory(self._parent)
+                    for name in self._fds:
+                        _appear(self._work / name, self._parent / name)
             else:
                 os.rename(self._work, self._place)  # refuses a place that is not empty
             sync_directory(self._parent)
@@ -283,6 +292,35 @@ def _load_sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 _sync_file_range = _load_sync_file_range()
+
+
+@contextmanager
+def _turn(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock: of all writers into it one takes away and puts in at a time.
+
+    A file system without locks does without.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _TURN_SECONDS
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as cause:
+                if time.monotonic() > deadline:
+                    text = f"another save has had its lock for {_TURN_SECONDS:g} s; save again"
+                    raise TimeoutError(errno.ETIMEDOUT, text) from cause
+                time.sleep(0.01)
+            except OSError as cause:
+                if cause.errno not in _NO_LOCKS:
+                    raise
+                break
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile would keep it
+        os.close(fd)
 
 
 def _appear(hidden: Path, place: Path) -> None:

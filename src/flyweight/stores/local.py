@@ -13,7 +13,6 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from flyweight.errors import FormatError, SpecError, StoreError
+from flyweight.host import opened
 from flyweight.memory import Bytes, bytes_of, page_memory
 from flyweight.ports import WINDOW_SLACK
 
@@ -51,15 +51,7 @@ def as_path(path: object) -> Path:
 def _opened(path: Path) -> int:
     """Return a descriptor; a checkpoint may have more files than a process may usually open."""
     # Without O_NONBLOCK, a pipe of that name would keep us waiting for its writer.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        return os.open(path, flags)
-    except OSError as cause:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if cause.errno != errno.EMFILE or soft >= hard:
-            raise
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        return os.open(path, flags)
+    return opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class _File:
@@ -87,6 +79,13 @@ class _File:
             if fd >= 0:
                 os.close(fd)
         self.fd = self._direct_fd = -1
+
+    def is_in_place(self) -> bool:
+        """True if the path still leads to this file."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
+        except OSError:
+            return False
 
     def is_cached(self, offset: int, nbytes: int) -> bool:
         """True if the window's first, middle and last byte can be had without the disk."""
@@ -246,6 +245,11 @@ class LocalStore:
 
     def read_into(self, name: str, offset: int, goals: Sequence[Bytes]) -> None:
         self._file(name).read_into(offset, goals)
+
+    def replaced(self) -> list[str]:
+        """Return the names that do not lead any more to the files that are open here."""
+        with self._lock:
+            return sorted(name for name, file in self._files.items() if not file.is_in_place())
 
     def ways(self, name: str) -> dict[str, bool]:
         """Try which ways of reading work for a file of at least a page."""

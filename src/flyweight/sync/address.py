@@ -74,7 +74,9 @@ class Address:
                 raise PeerRefused(f"cannot read the token of {self}: {cause.strerror}") from cause
             sleep(_TOKEN_SECONDS)
         else:
-            raise PeerRefused(f"{self} has a token of its own; pass it as token=")
+            raise PeerRefused(
+                f"{self} has a token of its own; pass it as token=, to a command as --token-file"
+            )
         if not text or len(text) > _MAX_TOKEN_BYTES or not text.isascii():
             raise PeerRefused(f"{str(self.token_file)!r} holds no token")
         return text.decode("ascii")

@@ -147,7 +147,7 @@ def _open_file(place: Path, store_at: StoreAt) -> Stored:
     if place.name == snapshot.MANIFEST:
         return snapshot.open_snapshot(store)
     if place.name == huggingface.INDEX:
-        return huggingface.open_huggingface(store)
+        return huggingface.open_index(store)
     if place.name == torch_dcp.METADATA:
         return torch_dcp.open_dcp(store)
     if place.name.endswith(".metadata"):
@@ -187,13 +187,21 @@ def _open_run(
 
 
 def _open_legacy(place: Path, shared: Path, names: legacy.LegacyNames, store_at: StoreAt) -> Stored:
-    found = legacy.find_legacy(
-        store_at(place) if place.is_dir() else None,
-        store_at(shared) if shared.is_dir() else None,
-        names,
-        looked_at=(str(place), str(shared)),
-    )
-    return pdparams.open_pdparams(*found)
+    model, other = (store_at(each) if each.is_dir() else None for each in (place, shared))
+    looked_at = (str(place), str(shared))
+    store, files = legacy.find_legacy(model, other, names, looked_at=looked_at)
+    stored = pdparams.open_pdparams(store, files)
+    # The old layout has no commit. But a save removes every old part before its first new one
+    # appears, so parts that all are in place after the last was opened are of one save; and it is
+    # all of them if none comes after the last. They count from 0 or from 1.
+    replaced = [name for each in (model, other) if each is not None for name in each.replaced()]
+    more = {names.part(len(files)), names.part(len(files) + 1)} - set(files)
+    if replaced or (store is model and more & set(store.names())):
+        raise SnapshotIncomplete(
+            f"the files of rank {names.rank}, id {names.legacy_id} in {store.place!r} were saved "
+            f"anew while they were opened ({len(replaced)} of {len(files)} are others); open again"
+        )
+    return stored
 
 
 def _nothing(place: Path, names: Sequence[str]) -> SnapshotNotFound | SnapshotIncomplete:

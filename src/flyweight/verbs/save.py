@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
@@ -310,12 +310,15 @@ def save_legacy(
     )
     format.layout(manifest)  # refuses what it cannot hold before anything is made
     directory = as_path(directory)
-    present = LocalStore(directory).names() if directory.is_dir() else []
-    stale = [*names.parts(present).values(), *({names.single} & set(present))]
+
+    def stale() -> Iterator[str]:
+        """Yield the files of an earlier save; at the commit, since another may have come first."""
+        present = LocalStore(directory).names()
+        yield from (*names.parts(present).values(), *({names.single} & set(present)))
 
     def begin() -> LocalDraft:
         draft = LocalDraft(directory, into=True)
-        draft.stale = stale
+        draft.stale = stale()
         return draft
 
     return save_files(source, manifest, format, begin, memory_bytes=memory_bytes, num_threads=None)

@@ -1,0 +1,69 @@
+"""Token files: made once, whoever comes first, and read only where nobody else can."""
+
+import os
+from threading import Barrier
+
+import pytest
+
+from flyweight.cli import tokens
+from flyweight.errors import PeerRefused, StoreError
+
+
+def private(path, text="secret", mode=0o600):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_servers_that_start_at_once_agree_on_one_token(tmp_path, threads):
+    for number in range(50):
+        path, barrier = tmp_path / f"{number}" / "token", Barrier(4)
+
+        def start(path=path, barrier=barrier):
+            barrier.wait(timeout=20)
+            return tokens.read_or_make(path)
+
+        starts = [threads.submit(start) for _ in range(4)]
+        assert {each.result(timeout=20) for each in starts} == {path.read_text()}
+        assert os.listdir(path.parent) == ["token"]  # no drafts
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_token_that_is_there_stays(tmp_path):
+    path = private(tmp_path / "token")
+    assert tokens.read_or_make(path) == tokens.read(path) == "secret"
+
+
+def test_a_token_file_may_be_a_link_as_mounted_secrets_are(tmp_path):
+    private(tmp_path / "..2024" / "token", mode=0o400)
+    (tmp_path / "..data").symlink_to("..2024")
+    (tmp_path / "token").symlink_to("..data/token")
+    assert tokens.read_or_make(tmp_path / "token") == tokens.read(tmp_path / "token") == "secret"
+
+
+def test_a_link_to_what_others_can_read_is_refused(tmp_path):
+    (tmp_path / "token").symlink_to(private(tmp_path / "loose", mode=0o644))
+    with pytest.raises(PeerRefused, match="with mode 644; it must be of user"):
+        tokens.read(tmp_path / "token")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link of another user's")
+def test_a_link_that_another_user_made_is_refused(tmp_path):
+    (tmp_path / "token").symlink_to(private(tmp_path / "mine"))
+    os.chown(tmp_path / "token", 12345, -1, follow_symlinks=False)
+    with pytest.raises(PeerRefused, match="is a link that is of user 12345"):
+        tokens.read(tmp_path / "token")
+
+
+def test_a_link_to_nothing_is_refused_in_words(tmp_path):
+    (tmp_path / "token").symlink_to(tmp_path / "gone")
+    with pytest.raises(PeerRefused, match="is a link to a file that is not there; make that file"):
+        tokens.read_or_make(tmp_path / "token")
+    assert os.listdir(tmp_path) == ["token"]
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="token file"):
+        tokens.read_or_make(tmp_path / "file" / "token")
