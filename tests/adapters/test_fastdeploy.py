@@ -182,6 +182,12 @@ def test_options_that_mean_nothing_are_refused(tmp_path):
         SpecError, match="config.flyweight has 'adress'; it may have address, token"
     ):
         DynamicWeightManager(config(tmp_path, adress="unix:x"), Net(), 0)
+    told = config(tmp_path)
+    told.flyweight = SimpleNamespace(adress="unix:x", timeout_seconds=3)
+    with pytest.raises(SpecError, match="config.flyweight has 'adress'"):
+        DynamicWeightManager(told, Net(), 0)
+    told.flyweight = SimpleNamespace(timeout_seconds=3)
+    assert FastDeployOptions.of(told).timeout_seconds == 3
     told = config(tmp_path, "rsync")
     told.load_config.rsync_config = {"etcd_server": "10.0.0.1"}
     with pytest.raises(
@@ -560,6 +566,31 @@ def test_parameters_that_others_cleared_are_not_served_until_they_are_filled_aga
 
 
 @FROM_BOTH
+@pytest.mark.parametrize("is_cleared_first", [True, False])
+def test_a_dist_parameter_that_was_cleared_is_not_served(
+    source, open_manager, strategy, is_cleared_first
+):  # C14, C15
+    target, where = Net(), source(strategy)
+    mesh = paddle.distributed.ProcessMesh([0], dim_names=["x"])
+    shard = [paddle.distributed.Shard(0)]
+    target.up.weight = paddle.distributed.shard_tensor(target.up.weight, mesh, shard)
+    refusal = r"dist tensor has no memory(.|\n)*tensor 'up.weight'"
+    if is_cleared_first:
+        target.up.weight._clear_data()
+        with pytest.raises(SpecError, match=refusal):
+            open_manager(where, target)
+        return
+    manager = open_manager(where, target)
+    assert holds(target, 1)
+    target.up.weight._clear_data()
+    with pytest.raises(LifecycleError, match="or lost their memory; update"):
+        manager.finalize_update()
+    with pytest.raises(SpecError, match=refusal):
+        manager.update_parameters()
+    assert (manager.version, manager.health) == (None, "failed")
+
+
+@FROM_BOTH
 def test_parameters_that_were_given_other_memory_are_not_served(
     source, open_manager, strategy
 ):  # C17
@@ -774,6 +805,107 @@ def test_parameters_that_were_replaced_are_not_served_if_the_update_does_not_com
     assert (manager.version, holds(target, 1)) == (1, True)
 
 
+@pytest.mark.parametrize("is_served", [True, False])
+def test_memory_that_comes_back_at_the_same_address_is_not_served(
+    tmp_path, open_manager, is_served
+):  # C17
+    fw.save(Net(1), tmp_path, version=1)
+    target = Net()
+    manager = open_manager(config(tmp_path), target)
+    if not is_served:
+        manager.update_parameters()
+    target.head._clear_data()
+    paddle.zeros([4, 8])._share_buffer_to(target.head)  # the allocator has just the place for it
+    with pytest.raises(LifecycleError, match="parameters were replaced after they were filled"):
+        manager.finalize_update()
+    assert manager.health == "failed"
+    manager.update_parameters()
+    manager.finalize_update()
+    assert holds(target, 1)
+
+
+def test_parameters_replaced_while_they_are_filled_are_not_served(tmp_path, open_manager):  # C17
+    fw.save(Net(1), tmp_path, version=1)
+    target = Net()
+    manager = open_manager(config(tmp_path), target)
+    fw.save(Net(2), tmp_path, version=2)
+
+    def swap(event):
+        if event.kind == "load.done":
+            target.up.weight = target.create_parameter([4, 8])
+
+    with listening(swap), pytest.raises(LifecycleError, match="parameters were replaced"):
+        manager.update_parameters()
+    assert (manager.version, manager.health) == (None, "failed")
+    manager.update_parameters()
+    manager.finalize_update()
+    assert holds(target, 2)
+
+
+def asked(control, signal, **options):
+    return control.wait(control.start(signal, timeout_seconds=20, **options), 20)
+
+
+def still_hooks():
+    hooks = Hooks()
+    hooks.pause = lambda deadline: None
+    return hooks
+
+
+@FROM_BOTH
+def test_parameters_replaced_before_an_update_by_a_cell_are_those_it_fills(
+    source, tmp_path, open_manager, strategy
+):  # C17
+    target = Net()
+    manager = open_manager(source(strategy, cell=tmp_path / "cell"), target, hooks=still_hooks())
+    with Control(tmp_path / "cell") as control:
+        target.up.weight = target.up.create_parameter([4, 8])
+        assert asked(control, Signal.UPDATE).ending == "done"
+        assert (control.status().state, manager.version) == (State.SERVING, 1)
+        assert holds(target, 1)
+        target.head._clear_data()
+        assert asked(control, Signal.UPDATE).ending == "done"
+        assert holds(target, 1)
+
+
+def test_parameters_replaced_while_it_stood_still_are_not_served_by_a_cell(
+    tmp_path, open_manager
+):  # C17
+    fw.save(Net(1), tmp_path, version=1)
+    target, told = Net(), config(tmp_path, cell=tmp_path / "cell")
+    manager = open_manager(told, target, hooks=still_hooks())
+    with Control(tmp_path / "cell") as control:
+        asked(control, Signal.PAUSE)
+        target.up.weight = target.up.create_parameter([4, 8])
+        ended = asked(control, Signal.RESUME)
+        assert ended.ending == "failed"
+        assert "parameters were replaced after they were filled" in ended.reason
+        assert manager.health == "paused"
+        assert asked(control, Signal.UPDATE, should_resume=True).ending == "done"
+        assert (manager.health, holds(target, 1)) == ("serving", True)
+
+
+def test_an_old_call_in_a_round_of_a_cell_does_not_fail_it(tmp_path, open_manager):  # C17, C24
+    fw.save(Net(1), tmp_path, version=1)
+    target, told = Net(), config(tmp_path, cell=tmp_path / "cell")
+    manager = open_manager(told, target, hooks=still_hooks())
+    fw.save(Net(2), tmp_path, version=2)
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    def wait(event):
+        if event.kind == "progress" and not is_reading.is_set():
+            is_reading.set()
+            assert may_end.wait(20)
+
+    with Control(tmp_path / "cell") as control, listening(wait):
+        operation = control.start(Signal.UPDATE, timeout_seconds=20)
+        assert is_reading.wait(20)
+        threading.Timer(0.3, may_end.set).start()  # when the old call has looked, and waits
+        manager.finalize_update()
+        assert control.wait(operation, 20).ending == "done"
+    assert (manager.version, manager.health, holds(target, 2)) == (2, "serving", True)
+
+
 # C18: a version by its number.
 
 
@@ -807,6 +939,18 @@ def test_a_version_is_taken_from_the_store_or_from_its_publisher(
     with pytest.raises(VersionError, match="version 5 is not one of the 3 versions"):
         manager.update_weights_by_rdma(5)
     assert (manager.version, manager.health) == (7, "serving")
+
+
+def test_old_files_are_not_asked_for_by_a_number(tmp_path, open_manager):  # C18
+    fw.save_legacy(Net(1), tmp_path, rank=0, legacy_id=0)
+    target = Net()
+    manager = open_manager(config(tmp_path), target)
+    fw.save_legacy(Net(2), tmp_path, rank=0, legacy_id=0)
+    with pytest.raises(VersionError, match="version 0 is not one of the 0 versions"):
+        manager.update_weights_by_rdma("0")  # else it would be told that it has the new ones
+    assert (manager.version, manager.health, holds(target, 1)) == (0, "serving", True)
+    manager.update_parameters()
+    assert holds(target, 2)
 
 
 def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path, open_manager):  # C18

@@ -79,3 +79,38 @@ def test_a_model_that_holds_itself_is_refused():
     model["self"] = model
     with pytest.raises(fw.FlyweightError, match="nests more than 64 deep"):
         Identity(model)
+
+
+def test_buffers_that_are_not_saved_may_come_and_go():
+    torch, paddle = pytest.importorskip("torch"), pytest.importorskip("paddle")
+    module, layer = torch.nn.BatchNorm1d(3), paddle.nn.BatchNorm1D(3)
+    kinds = [(module, torch.ones, "persistent"), (layer, paddle.ones, "persistable")]
+    for model, ones, saved in kinds:
+        model.register_buffer("cache", ones([2]), **{saved: False})
+        identity = Identity(model)
+        model.register_buffer("cache", ones([4]), **{saved: False})
+        assert identity.is_same()
+        model.register_buffer("more", ones([4]), **{saved: False})
+        assert identity.is_same()
+        del model.cache
+        assert identity.is_same()
+        model.register_buffer("kept", ones([4]), **{saved: True})
+        assert not identity.is_same()
+
+
+def test_tensors_are_the_same_whatever_values_are_beside_them():
+    tensor = np.zeros(3)
+    model = {"a": tensor, "b": (np.ones(2), 5000), "step": 5000}
+    before = Identity(model)
+    model.update(b=(model["b"][0], 6000), step=6000)
+    assert not before.is_same()
+    assert Identity(model).has_tensors_of(before)
+    for change in (
+        lambda: model.update(a=np.zeros(3)),
+        lambda: model.update(b=(np.ones(2), 6000)),
+        lambda: model.update(c=model.pop("a")),
+        lambda: model.pop("c"),
+    ):
+        before = Identity(model)
+        change()
+        assert not Identity(model).has_tensors_of(before)

@@ -1,7 +1,9 @@
 import paddle
 import pytest
+from paddle import distributed as dist
 
 import flyweight as fw
+from flyweight.adapters import paddle_layer
 from flyweight.adapters.adapt import adapt
 from flyweight.errors import SpecError
 
@@ -81,3 +83,42 @@ def test_a_parameter_whose_memory_was_given_back_is_refused():
     layer.weight._clear_data()
     with pytest.raises(SpecError, match="paddle tensor has no memory"):
         adapt(layer)
+
+
+def dist_tensor(*shape, rank=0):
+    mesh = dist.ProcessMesh([rank], dim_names=["x"])
+    return dist.shard_tensor(paddle.ones(shape), mesh, [dist.Shard(0)])
+
+
+def test_a_dist_tensor_whose_memory_was_given_back_is_refused_by_name(tmp_path, address):
+    state = {"a": paddle.ones([2]), "b": dist_tensor(4, 4)}
+    fw.save(state, tmp_path / "run", version=1)
+    state["b"]._clear_data()
+    refusal = r"dist tensor has no memory for its 16 elements; initialise(.|\n)*tensor 'b'"
+    with pytest.raises(SpecError, match=refusal):
+        fw.save(state, tmp_path / "run", version=2)
+    with pytest.raises(SpecError, match=refusal):
+        fw.load(tmp_path / "run", into=state, extra="report")
+    with pytest.raises(SpecError, match=refusal):
+        fw.Publisher(state, address)
+    assert fw.versions(tmp_path / "run") == [1]
+
+
+def test_dist_tensors_that_have_nothing_here_are_left_to_others():
+    state = {"a": paddle.ones([2]), "empty": dist_tensor(0, 4), "elsewhere": dist_tensor(4, rank=1)}
+    assert not state["empty"]._is_initialized()
+    assert not state["elsewhere"]._is_initialized()
+    assert adapt(state).manifest.names == ["a"]
+
+
+@pytest.mark.parametrize("is_cleared", [True, False])
+def test_memory_is_held_while_it_is_pointed_to(is_cleared):
+    parameter = paddle.full([64, 64], 3.0)
+    tensor = paddle_layer.tensor_of(parameter)
+    if is_cleared:
+        parameter._clear_data()
+    else:
+        paddle.zeros([64, 64])._share_buffer_to(parameter)
+    others = [paddle.zeros([64, 64]) for _ in range(20)]
+    assert all(other.data_ptr() != tensor.buffer.address for other in others)
+    assert (tensor.buffer.items().view("<f4") == 3).all()

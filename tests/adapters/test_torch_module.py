@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import flyweight as fw
+from flyweight.adapters import torch_module
 from flyweight.adapters.adapt import adapt
 from flyweight.errors import PlanError, SpecError
 from flyweight.spec.dtype import BY_TORCH
@@ -266,3 +267,12 @@ def test_an_optimizers_state_dict_survives_in_place(tmp_path):
     assert target["step"] == 3
     ours = other_optimizer.state_dict()["state"][0]["exp_avg"]
     assert torch.equal(ours, optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_memory_is_held_while_it_is_pointed_to():
+    parameter = torch.nn.Parameter(torch.full((64, 64), 3.0), requires_grad=False)
+    tensor = torch_module.tensor_of(parameter)
+    parameter.data = torch.zeros(64, 64)
+    others = [torch.zeros(64, 64) for _ in range(20)]
+    assert all(other.data_ptr() != tensor.buffer.address for other in others)
+    assert (tensor.buffer.items().view("<f4") == 3).all()

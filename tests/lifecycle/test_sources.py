@@ -9,14 +9,23 @@ import safetensors.numpy
 import torch
 
 import flyweight as fw
+from conftest import flip
 from flyweight.adapters.fastdeploy_weights import FastDeployOptions, Site, SnapshotWeights
-from flyweight.errors import ShapeMismatch, TransferTimeout
+from flyweight.errors import (
+    ChecksumMismatch,
+    PlanError,
+    ShapeMismatch,
+    TransferTimeout,
+    VersionError,
+)
+from flyweight.events import listening
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.machine import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.states import State
 from flyweight.ports import Seat
+from live import until
 
 WAY = {"timeout_seconds": 0.6, "before": lambda version: None, "is_over": lambda: False}
 
@@ -165,6 +174,128 @@ def test_a_version_that_is_held_is_not_read_again_unless_it_is_another(tmp_path,
     fw.save(model(5), tmp_path / "run", version=1)  # another run, of the same numbers
     weights.update(1, **way)
     assert (begun, target["w"][0, 0]) == ([1, 1], 5)
+
+
+def test_a_tensor_replaced_while_it_is_read_is_not_held(tmp_path):
+    fw.save(model(1), tmp_path, version=1)
+    target = model()
+    weights = StoredWeights(target, tmp_path, partial_over=1)
+
+    def swap(event):
+        if event.kind == "load.done":
+            target.update(model(7))
+
+    with listening(swap), pytest.raises(VersionError, match="were replaced, or have moved, while"):
+        weights.update(**WAY)
+    assert weights.version is None
+    weights.update(**WAY)
+    assert (weights.version, target["w"][0, 0]) == (1, 1)
+
+
+def test_values_that_are_read_beside_tensors_do_not_make_them_others(tmp_path):
+    fw.save({**model(1), "step": 5000}, tmp_path, version=1)
+    target = {**model(), "step": 0}
+    weights = StoredWeights(target, tmp_path)
+    weights.update(**WAY)
+    assert (weights.version, target["step"]) == (1, 5000)
+
+
+def test_a_tensor_replaced_while_a_machine_follows_is_not_served(address, threads):
+    target, source = model(), model(1)
+    with (
+        fw.Publisher(source, address, hold=True) as publisher,
+        fw.Replica(target, address) as replica,
+    ):
+        publisher.publish(1)
+        machine = Machine(ModelEngine(target), replica)
+        machine.update(timeout_seconds=10)
+        way = {"timeout_seconds": 20, "is_over": lambda: False}
+        future = threads.submit(machine.follow, **way)
+        until(lambda: any(peer.ask for peer in publisher._on.peers.values()))
+        target.update(model(7))
+        source["w"][...] = 2
+        publisher.publish(2)
+        with pytest.raises(VersionError, match="were replaced, or have moved, before version 2"):
+            future.result(20)
+        assert (machine.state, machine.version) == (State.FAILED, None)
+        assert machine.follow(**way)
+        assert (machine.state, machine.version) == (State.SERVING, 2)
+        assert (target["w"] == 2).all()
+
+
+def test_a_machine_does_not_serve_what_its_update_found_replaced(tmp_path):
+    fw.save(model(1), tmp_path, version=1)
+    target = model()
+    machine = Machine(ModelEngine(target), StoredWeights(target, tmp_path))
+    machine.update()
+    target.update(model(7))
+    with pytest.raises(VersionError, match="version 9 is not one of"):
+        machine.update(9)
+    assert (machine.state, machine.version) == (State.FAILED, None)
+    machine.update()
+    assert (machine.state, target["w"][0, 0]) == (State.SERVING, 1)
+
+
+# Parts, laid over a version that the caller vouches for.
+
+
+def pair(value):
+    return {"a": np.full(1 << 18, value, np.float32), "b": np.full(64, value, np.float32)}
+
+
+def part(name, value):
+    return {name: pair(value)[name]}
+
+
+def test_tensors_that_a_load_tore_are_not_vouched_for(tmp_path):
+    fw.save(pair(1), tmp_path, version=1)
+    target = pair(0)
+    weights = StoredWeights(target, tmp_path, partial_over=1)
+    weights.update(**WAY)
+    fw.save(pair(2), tmp_path, version=2)
+    (data,) = (tmp_path / "v0000000002").glob("*.safetensors")
+    flip(data, 1 << 19)
+    with pytest.raises(ChecksumMismatch):
+        weights.update(**WAY)
+    fw.save(part("b", 3), tmp_path, version=3)
+    with pytest.raises(PlanError, match="target wants 1 tensors .* lacks: 'a'"):
+        weights.update(**WAY)
+    assert weights.version is None
+    weights.update(1, **WAY)  # all of it is what is vouched for
+    weights.update(3, **WAY)
+    assert (weights.version, target["a"][0], target["b"][0]) == (3, 1, 3)
+
+
+def test_a_part_is_not_laid_over_another_version_than_the_one_vouched_for(tmp_path):
+    fw.save(pair(2), tmp_path, version=2)
+    fw.save(part("b", 3), tmp_path, version=3)
+    target = pair(1)
+    weights = StoredWeights(target, tmp_path, partial_over=1)
+    weights.update(2, **WAY)
+    with pytest.raises(PlanError, match="target wants 1 tensors .* lacks: 'a'"):
+        weights.update(3, **WAY)
+    assert (weights.version, target["b"][0]) == (2, 2)
+
+
+def test_parts_follow_each_other_unless_one_would_keep_what_another_filled(tmp_path):
+    for version, name in ((2, "b"), (3, "b"), (4, "a")):
+        fw.save(part(name, version), tmp_path, version=version)
+    target = pair(1)
+    weights = StoredWeights(target, tmp_path, partial_over=1)
+    weights.update(2, **WAY)
+    weights.update(3, **WAY)
+    with pytest.raises(PlanError, match="lacks 1 tensors that no longer hold version 1.*'b'"):
+        weights.update(4, **WAY)
+    assert (weights.version, target["a"][0], target["b"][0]) == (3, 1, 3)
+
+
+def test_files_without_a_version_are_not_answered_by_one_that_they_never_had(tmp_path):
+    put(tmp_path / "run", 1)
+    weights = StoredWeights(model(), tmp_path / "run")
+    weights.update(**WAY)
+    put(tmp_path / "run", 2)
+    with pytest.raises(VersionError):
+        weights.update(0, **WAY)
 
 
 # The nearest of both.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from errno import ENOENT
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -26,6 +27,7 @@ from flyweight.adapters.fastdeploy_engine import (
 )
 from flyweight.adapters.fastdeploy_weights import (
     NO_MEMORY,
+    REPLACED,
     STRATEGIES,
     CheckedWeights,
     FastDeployOptions,
@@ -50,7 +52,6 @@ from flyweight.ports import Seat
 
 ModelWeightsStatus = LegacyStatus
 _BEAT_SECONDS = 1.0
-_REPLACED = "parameters were replaced after they were filled, or lost their memory; update"
 
 
 class DynamicWeightManager:
@@ -99,10 +100,16 @@ class DynamicWeightManager:
             )
             num_given = named("give_memory", lambda: give_memory(self.state_dict))
             weights = STRATEGIES[self._strategy](self._site)
-            self._weights = CheckedWeights(weights, self.state_dict)
+            find = partial(state_of, self._layers)
+            self._weights = CheckedWeights(weights, self.state_dict, find)
             if num_given:
                 self._weights.forget(NO_MEMORY)  # nobody can vouch for what is in it
-            self._engine = RunnerEngine(self.state_dict, self._hooks, has_experts=self._has_experts)
+            self._engine = RunnerEngine(
+                self.state_dict,
+                self._hooks,
+                has_experts=self._has_experts,
+                check_filled=self._weights.check_filled,
+            )
             with self._engine.stopped():  # nothing runs before there are weights
                 self._machine = self._made_machine(closing)
             self.update_parameters()
@@ -280,24 +287,16 @@ class DynamicWeightManager:
 
     # Steps.
 
-    def _capture(self) -> None:
-        """Look up the layers' tensors; if they are others, there is no version to serve."""
-        found = state_of(self._layers)
-        known, is_same = self.state_dict, self._weights.is_current()
-        if found.keys() != known.keys() or any(found[name] is not known[name] for name in known):
-            known.clear()
-            known.update(found)  # in place: who fills it sees that it has changed
-            is_same = False
-        if not is_same:
-            self._weights.forget(_REPLACED)
-        if self._machine.version is not None and self._weights.version is None:
-            self._machine.fail(LifecycleError(_REPLACED))
+    def _is_replaced(self) -> bool:
+        """True if there is a version to serve, and the layers' tensors are not what it filled."""
+        return self._machine.version is not None and not self._weights.is_filled()
 
     def _check_filled(self) -> None:
-        had_version = self._machine.version is not None
-        self._capture()
-        if had_version and self._machine.version is None:
-            raise LifecycleError(_REPLACED)
+        """Raise, with nothing left to serve, if the layers' tensors are not those filled."""
+        replaced = LifecycleError(REPLACED)
+        # In a round that something else runs it may only look so.
+        if self._is_replaced() and self._machine.fail(replaced, if_so=self._is_replaced):
+            raise replaced
 
     def _version_to_load(self) -> int | None:
         """Return the version that was asked for last, for a strategy that goes by versions."""
@@ -312,7 +311,6 @@ class DynamicWeightManager:
             raise SpecError(
                 f"load_strategy was {self._strategy!r} and is {now!r}; make another manager"
             )
-        self._capture()
         self._machine.update(version, timeout_seconds=self._options.timeout_seconds)
 
     def _clear(self) -> None:

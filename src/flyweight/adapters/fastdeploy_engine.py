@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,8 +98,15 @@ class RunnerEngine(EngineHooks):
     """FastDeploy's runner, as far as a machine must know it."""
 
     def __init__(
-        self, state: Mapping[str, Any], hooks: FastDeployHooks, *, has_experts: bool
+        self,
+        state: Mapping[str, Any],
+        hooks: FastDeployHooks,
+        *,
+        has_experts: bool,
+        check_filled: Callable[[], None],
     ) -> None:
+        """Drive `hooks`; what `check_filled` raises is not served."""
+        self._check_filled = check_filled
         self._state, self._hooks, self._has_experts = state, hooks, has_experts
         self._to_release: dict[str, Any] = {}
         self._residence = Residence(self._to_release)
@@ -130,6 +137,7 @@ class RunnerEngine(EngineHooks):
             self._hooks.pause(deadline)
 
     def resume(self, version: int | None) -> None:
+        self._check_filled()
         self._hooks.resume(version)
 
     def drop_cache(self) -> None:
@@ -207,6 +215,8 @@ def state_of(layers: Sequence[tuple[str, Any]]) -> dict[str, object]:
 
 
 def _has_memory(tensor: Any) -> bool:
+    # A dist tensor counts as if it had: to share a buffer with one ends the process. One that has
+    # lost its memory is refused by name where it is to be filled.
     return bool(tensor._is_initialized()) or not tensor.size or tensor.is_dist()
 
 

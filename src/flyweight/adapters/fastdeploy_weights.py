@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from time import perf_counter
 
 from flyweight.adapters.fastdeploy_engine import give_memory
 from flyweight.adapters.identity import Identity
+from flyweight.adapters.paddle_layer import memory_of
 from flyweight.errors import (
     FlyweightError,
     LifecycleError,
@@ -37,6 +38,7 @@ from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import Extra, LoadReport
 
 NO_MEMORY = "parameters had no memory"
+REPLACED = "parameters were replaced after they were filled, or lost their memory; update"
 _RSYNC_OPTIONS = ("address", "token", "store", "timeout_seconds")
 _LINE = re.compile(r"([^\s:#][^:#]*):(?:\s+(.*))?")
 
@@ -77,6 +79,8 @@ class FastDeployOptions:
         if told is None or isinstance(told, cls):
             return cls() if told is None else told
         if not isinstance(told, Mapping):
+            own = [name for name in getattr(told, "__dict__", ()) if not name.startswith("_")]
+            _check_keys("config.flyweight", own, names)
             told = {name: getattr(told, name) for name in names if hasattr(told, name)}
         _check_keys("config.flyweight", told, names)
         return cls(**told)
@@ -92,7 +96,7 @@ class FastDeployOptions:
         return replace(self, **told)
 
 
-def _check_keys(what: str, told: Mapping[str, object], known: Sequence[str]) -> None:
+def _check_keys(what: str, told: Iterable[object], known: Sequence[str]) -> None:
     if unknown := [str(each) for each in told if each not in known]:
         raise SpecError(f"{what} has {listed(unknown)}; it may have {', '.join(known)}")
 
@@ -156,7 +160,7 @@ class PublishedWeights(Replica):
         version: int | None = None,
         *,
         timeout_seconds: float = TIMEOUT_SECONDS,
-        before: Callable[[int], None] = lambda version: None,
+        before: Callable[[int], None] | None = None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> UpdateReport:
         held = self.report
@@ -208,12 +212,21 @@ class SnapshotWeights(StoredWeights):
 class CheckedWeights:
     """A strategy's weights; gives parameters memory to be filled, and looks whether they keep it.
 
-    Holds the strategy to `must_verify`, and counts the seconds that it took.
+    Holds the strategy to `must_verify`, and counts the seconds that it took. Memory that was
+    filled is held until the next update: given out again, it would look as it did.
     """
 
-    def __init__(self, weights: Weights, state: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        state: dict[str, object],
+        find: Callable[[], Mapping[str, object]] | None = None,
+    ) -> None:
+        """Fill what is in `state`, which each update makes what `find` returns by then."""
         self._weights, self._state = weights, state
+        self._find = find
         self._identity: Identity | None = None
+        self._memory: list[object] = []
         self.must_verify = False
         self.seconds = 0.0
 
@@ -229,9 +242,34 @@ class CheckedWeights:
     def progress(self) -> float:
         return self._weights.progress
 
-    def is_current(self) -> bool:
+    def is_filled(self) -> bool:
+        """True if the tensors that the models have by now hold a version."""
+        return self.version is not None and self._is_current()
+
+    def check_filled(self) -> None:
+        """Raise unless they are: what is asked before they are served."""
+        if not self.is_filled():
+            raise LifecycleError(REPLACED)
+
+    def _is_current(self) -> bool:
         """False if tensors that were filled are others by now, or lie elsewhere."""
-        return self._identity is None or self._identity.is_same()
+        is_found = self._find is None or _are_same(self._find(), self._state)
+        return is_found and (self._identity is None or self._identity.is_same())
+
+    def _look(self) -> None:
+        """Have the tensors that the models have by now; if they are others, nothing is held."""
+        if self._is_current():
+            return
+        self.forget(REPLACED)
+        if self._find is not None:
+            found = self._find()
+            self._state.clear()
+            self._state.update(found)  # in place: who fills it sees that it has changed
+
+    def _hold(self) -> None:
+        """From now on these tensors are to be filled, and the memory that they have."""
+        self._identity = Identity(self._state)
+        self._memory = [memory_of(each) for each in self._state.values()]
 
     def update(
         self,
@@ -248,8 +286,10 @@ class CheckedWeights:
             begun.append(found)
 
         try:
+            self._look()
             if give_memory(self._state):
                 self.forget(NO_MEMORY)
+            self._hold()
             report = self._weights.update(
                 version, timeout_seconds=timeout_seconds, before=begin, is_over=is_over
             )
@@ -267,15 +307,21 @@ class CheckedWeights:
                 f"verify_checksum was asked for; publish with should_verify=True, or save it with "
                 f"flyweight"
             )
-        self._identity = Identity(self._state)
+        if not self._is_current():
+            self.forget(REPLACED)
+            raise LifecycleError(REPLACED)
         return report
 
     def forget(self, reason: str) -> None:
-        self._identity = None
+        self._identity, self._memory = None, []
         self._weights.forget(reason)
 
     def rouse(self) -> None:
         self._weights.rouse()
+
+
+def _are_same(found: Mapping[str, object], known: Mapping[str, object]) -> bool:
+    return found.keys() == known.keys() and all(found[name] is known[name] for name in known)
 
 
 def _snapshot(site: Site) -> Weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,15 +18,21 @@ _PARTS: tuple[Callable[[object], Sequence[Mapping[str, object]] | None], ...] = 
 )
 
 
+_UNSAVED = ("_non_persistent_buffers_set", "_non_persistable_buffer_names_set")
+"""Where torch's modules and Paddle's layers keep the names of buffers that they do not save."""
+_VALUES = (bool, int, float, str, type(None), np.generic)
+
+
 class Identity:
     """What tells whether a model still is the one that was adapted, quickly enough for each round.
 
     It is, as long as every container has the same leaves and every tensor its elements at the
-    same place. Holds the leaves, so that no other object can take the place of one in memory.
+    same place; buffers that a module does not save are its own business. Holds the leaves, so
+    that no other object can take the place of one in memory.
     """
 
     def __init__(self, thing: object) -> None:
-        self._containers: list[tuple[Any, int]] = []
+        self._containers: list[tuple[Any, int, Collection[str]]] = []
         self._leaves: list[tuple[Any, Any, Any]] = []
         self._tensors: list[tuple[Any, int, object, object]] = []
         self._strides: list[tuple[Callable[[], object], object]] = []
@@ -34,17 +40,22 @@ class Identity:
         self._wrapped: list[tuple[Any, tuple[object, ...]]] = []
         self._add(thing, 0)
 
-    def _add(self, thing: Any, depth: int) -> None:
+    def _add(self, thing: Any, depth: int, unsaved: Collection[str] = ()) -> None:
         if depth > MAX_NESTING:
             raise SpecError(f"the model nests more than {MAX_NESTING} deep, or holds itself")
         parts = next((p for of in _PARTS if (p := of(thing)) is not None), None)
         if parts is not None:  # a module is its dicts of parameters, buffers and modules
-            for part in parts:
-                self._add(part, depth)
+            parameters, buffers, modules = parts
+            found = (getattr(thing, name, None) for name in _UNSAVED)
+            self._add(parameters, depth)
+            self._add(buffers, depth, next((each for each in found if each is not None), ()))
+            self._add(modules, depth)
             return
         items = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
-        self._containers.append((thing, len(thing)))
+        self._containers.append((thing, _num_saved(thing, unsaved), unsaved))
         for key, leaf in items:
+            if key in unsaved:
+                continue
             self._leaves.append((thing, key, leaf))
             if is_model(leaf):
                 self._add(leaf, depth + 1)
@@ -58,8 +69,9 @@ class Identity:
 
     def is_same(self) -> bool:
         """True if nothing was put in the place of anything else, and nothing has moved."""
-        for container, size in self._containers:
-            if len(container) != size:
+        for container, size, unsaved in self._containers:
+            # If there are as many as before, none came that those below do not miss.
+            if len(container) != size and _num_saved(container, unsaved) != size:
                 return False
         try:
             for container, key, leaf in self._leaves:
@@ -75,6 +87,28 @@ class Identity:
             and all(array.__array_interface__ == told for array, told in self._arrays)
             and all(_local_memory(leaf) == memory for leaf, memory in self._wrapped)
         )
+
+    def has_tensors_of(self, other: Identity) -> bool:
+        """True if both saw the same tensors at the same places, whatever values are beside them."""
+        return self._places() == other._places()
+
+    def _places(self) -> list[object]:
+        return [
+            [
+                (key, id(leaf))
+                for _, key, leaf in self._leaves
+                if not isinstance(leaf, _VALUES) and not is_model(leaf)
+            ],
+            [each[1:] for each in self._tensors],
+            [strides for _, strides in self._strides],
+            [told for _, told in self._arrays],
+            [memory for _, memory in self._wrapped],
+        ]
+
+
+def _num_saved(container: Collection[object], unsaved: Collection[str]) -> int:
+    # Listed first: a request that runs in another thread may add one.
+    return sum(key not in unsaved for key in list(container)) if unsaved else len(container)
 
 
 def _no_stride() -> None:

@@ -20,8 +20,9 @@ from flyweight.spec.manifest import TensorSpec
 
 
 def _paddle() -> Any:
+    """Return paddle, or None if it is not there; while another thread imports it, it is not."""
     paddle = sys.modules.get("paddle")
-    return paddle if paddle is not None and hasattr(paddle, "Tensor") else None
+    return paddle if hasattr(paddle, "Tensor") and hasattr(paddle, "nn") else None
 
 
 def is_layer(thing: object) -> TypeGuard[Any]:
@@ -52,7 +53,7 @@ def cut_of(leaf: object) -> Cut | None:
     mesh, shape = tensor.process_mesh, tuple(tensor.shape)
     sizes, ranks = list(mesh.shape), list(mesh.process_ids)
     rank = paddle.distributed.get_rank()
-    if rank not in ranks or not tensor._is_initialized():
+    if rank not in ranks:
         return Cut(None, shape, ())
     place = coordinate(ranks.index(rank), sizes)
     cuts = []
@@ -66,7 +67,15 @@ def cut_of(leaf: object) -> Cut | None:
             turns = getattr(placement, "get_split_factor", lambda: 1)()
             cuts.append((int(order[1]) if order else 0, (dim, sizes[axis], place[axis], turns)))
     ordered = [cut for _, cut in sorted(cuts, key=lambda each: each[0])]
-    return Cut(tensor._local_value(), shape, cut_blocks(shape, ordered))
+    blocks = cut_blocks(shape, ordered)
+    if tensor._is_initialized():
+        return Cut(tensor._local_value(), shape, blocks)
+    if held := sum(box.num_elements for box, _ in blocks):
+        raise SpecError(
+            f"paddle dist tensor has no memory for its {held} elements; initialise the layer, or "
+            f"shard the tensor again"
+        )
+    return Cut(None, shape, ())  # nothing of it is here, and what is empty is never initialised
 
 
 def tensor_of(leaf: object) -> HostTensor | None:
@@ -89,4 +98,18 @@ def tensor_of(leaf: object) -> HostTensor | None:
     width = spec.item_bytes
     strides = tuple(width * stride for stride in tensor.strides)
     address = tensor.data_ptr() if spec.nbytes else 0
-    return HostTensor(spec, Buffer(address, spec.shape, strides, width, tensor))
+    return HostTensor(spec, Buffer(address, spec.shape, strides, width, memory_of(tensor)))
+
+
+def memory_of(tensor: Any) -> object:
+    """Return what keeps a tensor's memory alive, whatever becomes of the tensor.
+
+    The tensor itself does not once it is cleared or shown other memory, and then neither does
+    what `detach` returned before.
+    """
+    if not tensor._is_initialized():
+        return tensor
+    dense = (tensor._local_value() if tensor.is_dist() else tensor).get_tensor()
+    memory = type(dense)()
+    memory._share_data_with(dense)
+    return memory

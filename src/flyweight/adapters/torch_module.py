@@ -25,7 +25,9 @@ _PINNED_SHELF_BYTES = 128 << 20  # pinning is slow and pinned memory scarce: kee
 
 
 def _torch() -> Any:
-    return sys.modules.get("torch")
+    """Return torch, or None if it is not there; while another thread imports it, it is not."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "Tensor") and hasattr(torch, "nn") else None
 
 
 def is_module(thing: object) -> TypeGuard[Any]:
@@ -85,13 +87,14 @@ def tensor_of(leaf: object) -> HostTensor | DeviceTensor | None:
         return DeviceTensor(spec, tensor.detach())
     width = spec.item_bytes
     strides = tuple([width * stride for stride in tensor.stride()])
-    return TorchTensor(spec, Buffer(tensor.data_ptr(), items, strides, width, tensor))
+    # Not the tensor itself: it lets go of its memory when its `data` is set to another.
+    return TorchTensor(spec, Buffer(tensor.data_ptr(), items, strides, width, tensor.detach()))
 
 
 def cut_of(leaf: object) -> Cut | None:
     """Return what of the whole a DTensor's local tensor holds, as FSDP2 and TP leave it."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is None or not isinstance(leaf, tensors.DTensor):
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None or not isinstance(leaf, kind):
         return None
     tensor: Any = leaf
     local = tensor.to_local() if not tensor.requires_grad else tensor.detach().to_local()

@@ -18,6 +18,7 @@ from flyweight.errors import (
     SpecError,
     TransferTimeout,
     VersionError,
+    listed,
 )
 from flyweight.events import Event, listening
 from flyweight.formats.stored import Stored
@@ -49,6 +50,8 @@ class StoredWeights:
         self._model, self._path = model, path
         self._layout, self._rank, self._extra = layout, rank, extra
         self._vouched = self._partial_over = partial_over
+        self._written: frozenset[str] = frozenset()
+        """What parts have filled since then, and no longer holds the version vouched for."""
         self._version: int | None = None
         self._number: int | None = None
         """What the files say of the version; they may say nothing."""
@@ -102,22 +105,31 @@ class StoredWeights:
                 stored = stack.enter_context(self._opened(version))
                 session = self._session_of(stored)
             except FlyweightError:
-                if version is not None and version == held and self._report is not None:
+                is_held = self._number is not None and version == held
+                if is_held and version is not None and self._report is not None:
                     return self._report  # whatever became of its files
                 raise
             number = stored.manifest.version
             is_held = held is not None and (number, session) == (self._number, self._session)
-            if is_held and version is not None and self._report is not None:
-                return self._report
-            if is_held and number is not None:
+            if is_held and number is not None:  # files without one may be others by now
+                if version is not None and self._report is not None:
+                    return self._report
                 raise self._nothing_newer()
             if not stored.manifest.names:
                 raise SpecError(f"{stored.store.place!r} holds no tensors")
             found = 0 if number is None else number
             before(found)
+            target = Identity(self._model)
             report = self._loaded(stored)
-        self._version, self._number, self._session = found, number, session
-        self._identity = Identity(self._model)
+        filled = Identity(self._model)
+        if not filled.has_tensors_of(target):
+            self.forget("its tensors were replaced meanwhile")
+            raise VersionError(
+                f"tensors of the model were replaced, or have moved, while version {found} was "
+                f"read into them; update again"
+            )
+        self._identity, self._number, self._session = filled, number, session
+        self._version = found
         self._report = UpdateReport(
             found, None, report.nbytes, perf_counter() - started, 0.0, report.seconds, 0.0,
             "files", "snapshot", "checksums" if report.checked_bytes else "nothing",
@@ -125,7 +137,14 @@ class StoredWeights:
         return self._report
 
     def _loaded(self, stored: Stored) -> LoadReport:
+        names, over = frozenset(stored.manifest.names), self._partial_over
+        if over is not None and (gone := self._written - names):
+            raise PlanError(
+                f"{stored.store.place!r} lacks {len(gone)} tensors that no longer hold version "
+                f"{over}, since other parts filled them: {listed(gone)}"
+            )
         held, self._version, self.progress = self._version, None, 0.0
+        self._partial_over = None  # what fails half-way leaves tensors that nobody vouches for
         try:
             with listening(self._advance):
                 report = load(
@@ -134,12 +153,14 @@ class StoredWeights:
                     layout=self._layout,
                     rank=self._rank,
                     extra=self._extra,
-                    partial_over=self._partial_over,
+                    partial_over=over,
                 )
         except (PlanError, SpecError):  # names, dtypes and shapes are matched before a write
-            self._version = held
+            self._version, self._partial_over = held, over
             raise
-        self._partial_over = self._vouched
+        is_whole = self._vouched is not None and stored.manifest.version == self._vouched
+        self._partial_over = self._vouched if is_whole or report.kept else None
+        self._written = frozenset() if is_whole else names.difference(report.unused)
         return report
 
     def _has_newer(self) -> bool:

@@ -251,14 +251,11 @@ class MemorySink:
 
     def finish(self, values: Mapping[str, Leaf]) -> None:
         assert self._model is not None
-        is_same = self.is_current()
         self._model.finish(Manifest({}, values=values))
         before = self._identity
-        if before is not None and values and not before.is_same():
-            after = Identity(self._thing)
+        if values and before is not None and not before.is_same():
+            after = Identity(self._thing)  # they hang anew, and nothing else may
             self._identity = after if after.has_tensors_of(before) else before
-        if values and is_same:  # they hang anew, and nothing else does
-            self._identity = Identity(self._thing)
 
     def close(self) -> None:
         self._prepared = None

@@ -54,6 +54,11 @@ State = Literal["empty", "ready", "updating", "failed"]
 _RETRY_SECONDS = 0.02
 _CONNECT_SECONDS = 10.0
 _PROGRESS_SECONDS = 10.0
+_REPLACED = "tensors of the model were replaced, or have moved,"
+
+
+def _moved(version: int) -> VersionError:
+    return VersionError(f"{_REPLACED} since version {version} was taken; update again")
 
 
 class Replica:
@@ -111,17 +116,26 @@ class Replica:
 
     @property
     def version(self) -> int | None:
-        """The version that is held, whole; None before the first, and after a failure."""
-        return self._version
+        """The version that is held, whole; None before the first, and after a failure.
+
+        None as well once the tensors that held it are others, or have moved.
+        """
+        return None if self._has_moved else self._version
 
     @property
     def state(self) -> State:
-        return self._state
+        return "empty" if self._has_moved else self._state
 
     @property
     def failure(self) -> FlyweightError | None:
         """Why the weights are not whole."""
-        return self._failure
+        version = self._version
+        return _moved(version) if version is not None and self._has_moved else self._failure
+
+    @property
+    def _has_moved(self) -> bool:
+        """True if tensors that hold a version are no longer those of the model."""
+        return self._version is not None and not self._taker.is_current()
 
     @property
     def report(self) -> UpdateReport | None:
@@ -151,11 +165,11 @@ class Replica:
 
     def check_servable(self) -> None:
         """Raise unless a whole version is held: what an engine asks before it serves."""
-        self._look()
-        if self._version is None or self._state != "ready":
-            why = "it never took one" if self._failure is None else f"it failed: {self._failure}"
+        state, failure = self.state, self.failure
+        if self.version is None or state != "ready":
+            why = "it never took one" if failure is None else str(failure)
             raise VersionError(
-                f"replica {self.name!r} is {self._state} and holds no whole version: {why}"
+                f"replica {self.name!r} is {state} and holds no whole version: {why}"
             )
 
     def _check_open(self) -> None:
@@ -167,16 +181,17 @@ class Replica:
             raise TransportError(f"replica {self.name!r} is closed")
 
     def _look(self) -> None:
-        """See whether the tensors that hold the version are still those of the model."""
-        if self._version is not None and not self._taker.is_current():
-            self._version, self._state = None, "empty"
+        """Hold nothing if the tensors that hold the version are no longer those of the model."""
+        version = self._version
+        if version is not None and self._has_moved:
+            self.forget(str(_moved(version)))
 
     def update(
         self,
         version: int | None = None,
         *,
         timeout_seconds: float = TIMEOUT_SECONDS,
-        before: Callable[[int], None] = lambda version: None,
+        before: Callable[[int], None] | None = None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> UpdateReport:
         """Take a version over, or the next one that is not held yet; wait for it if need be.
@@ -186,6 +201,10 @@ class Replica:
         version stays. Waits up to `timeout_seconds` for the version, or until `is_over` and
         `rouse`; and as long, but 10 s at least, for each sign of progress while it comes: to give
         up then leaves weights that are not whole.
+
+        Tensors that were replaced meanwhile are not written: without `before` the version is
+        asked for anew, for those that are there by then; with it, since others may stand still for
+        this round, VersionError is raised, and the next update takes it.
         """
         wanted = None if version is None else check_version(version)
         timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
@@ -210,7 +229,7 @@ class Replica:
                 )
             except TransferTimeout:
                 # Nobody published; or a round failed, of which the caller must know.
-                if timeout_seconds is not None or self._failure is not None or not self._is_open:
+                if timeout_seconds is not None or self._state == "failed" or not self._is_open:
                     raise
 
     def rouse(self) -> None:
@@ -229,7 +248,7 @@ class Replica:
         self,
         version: int | None,
         timeout_seconds: float,
-        before: Callable[[int], None],
+        before: Callable[[int], None] | None,
         is_over: Callable[[], bool],
     ) -> UpdateReport:
         started, deadline = perf_counter(), monotonic() + timeout_seconds
@@ -242,14 +261,18 @@ class Replica:
             self._taker.settle(deadline)
             try:
                 begin = self._begun(link, version, have, deadline, is_over)
-            except PeerLost:
-                if monotonic() > deadline or not self._is_open:
+            except (PeerLost, TransferTimeout) as error:
+                # It was silent, or has gone; if it is still there, nobody has published in time.
+                is_lost = isinstance(error, PeerLost) or link.subscriber.is_lost
+                if not is_lost or monotonic() > deadline or not self._is_open:
                     raise
                 self._drop()  # a publisher that comes back is as good
                 continue
             waited = perf_counter() - started
             progress = max(timeout_seconds, _PROGRESS_SECONDS)
-            return self._take(link, begin, progress, waited, before)
+            report = self._take(link, begin, progress, waited, before)
+            if report is not None:
+                return report
 
     # The connection.
 
@@ -270,12 +293,18 @@ class Replica:
                 sleep(_RETRY_SECONDS)
 
     def _connect(self, deadline: float, is_over: Callable[[], bool]) -> Link:
-        subscriber = self._joining = Subscriber(self._address, self._token, self.name)
+        def is_ended() -> bool:
+            return is_over() or not self._is_open
+
+        subscriber = self._joining = Subscriber(
+            self._address, self._token, self.name, deadline=deadline, is_over=is_ended
+        )
         try:
-            welcome = subscriber.welcomed(deadline, is_over)
+            welcome = subscriber.welcomed(deadline, is_ended)
             tensors = {each.name: each.spec() for each in welcome.tensors}
+            self._look()  # what is wanted from now on may be other tensors
             want = self._taker.want(tensors, welcome.tied)
-            agreed = subscriber.agree(want, deadline, is_over)
+            agreed = subscriber.agree(want, deadline, is_ended)
             transports = Transports(
                 SharedMemoryTransport(line=subscriber.line),
                 CudaIpcTransport(line=subscriber.line),
@@ -332,8 +361,9 @@ class Replica:
         begin: Begin,
         timeout_seconds: float,
         waited: float,
-        before: Callable[[int], None],
-    ) -> UpdateReport:
+        before: Callable[[int], None] | None,
+    ) -> UpdateReport | None:
+        """Take part in a round to its end; None if it was declined and is to be asked for anew."""
         started = perf_counter()
         spin_seconds = spin_of(self._taker.has_devices)
         feed = RoundFeed(
@@ -350,14 +380,23 @@ class Replica:
             link.intake.open(begin)
             self._to_come = sum(link.intake.nbytes(copy) for copy in link.intake.copies)
             self._come = 0
-            before(begin.version)
+            if before is not None:
+                before(begin.version)
             feed.check_alive()  # whoever stood still for it may have taken long
+            if not self._taker.is_current():
+                replaced = VersionError(f"{_REPLACED} before version {begin.version} came")
+                if before is not None:
+                    raise replaced
+                link.subscriber.send(Fault(begin.round, "VersionError", str(replaced), False))
+                return None
             taken = self._taker.take(link.intake, begin, feed)
             link.subscriber.send(
                 Done(begin.round, taken.digests, taken.copy_seconds, taken.verify_seconds)
             )
             self._taker.touched()
             self._await_commit(link, begin, taken, feed)
+            if not self._taker.is_current():
+                raise VersionError(f"{_REPLACED} while version {begin.version} came")
             self._taker.finish(begin.values)
         except HandleGone as error:
             reason = feed.abort() or error  # a publisher that gives up takes its memory with it
@@ -435,7 +474,7 @@ class Replica:
                 + (
                     "the weights are not whole, take a whole update before serving"
                     if is_touched
-                    else f"it still holds version {self._version}"
+                    else f"it still holds version {self.version}"
                 )
             )
         emit("update.failed", version=begin.version, name=self.name, error=str(error))
@@ -445,6 +484,7 @@ class Replica:
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
+        self.rouse()
         link = self._link
         if link is not None:
             link.subscriber.close()  # whoever is in an update hears of it
