@@ -7,6 +7,7 @@ death from everybody who would notice it; threads do not come along at all.
 from __future__ import annotations
 
 import os
+import threading
 from typing import Protocol
 from weakref import WeakSet
 
@@ -18,6 +19,8 @@ class Inherited(Protocol):
         """Close this process's end of it, or forget it, without a word to anybody else."""
 
 
+unforked = threading.RLock()
+"""Held, no child is forked: for what is open already, and not yet known to be left behind."""
 _inherited: WeakSet[Inherited] = WeakSet()
 
 
@@ -27,8 +30,11 @@ def leave_behind(thing: Inherited) -> None:
 
 
 def _let_go() -> None:
+    unforked.release()
     for thing in list(_inherited):
         thing.let_go()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(
+    before=unforked.acquire, after_in_parent=unforked.release, after_in_child=_let_go
+)

@@ -462,6 +462,21 @@ def test_requests_that_run_are_aborted_before_the_pause_if_asked(serving):
     assert told == ["abort_requests", "pause"]
 
 
+def test_a_pause_that_should_resume_goes_on_as_before(serving):
+    machine = serving.machine
+    told = serving.done(lambda: machine.pause(should_abort=True, should_resume=True))
+    assert told == ["abort_requests", "pause", "resume 1"]
+    assert serving.serves(1)
+    machine.clear(KV_CACHE)
+    machine.pause(should_resume=True)
+    assert (machine.state, machine.is_paused_by_hand) == (State.CLEARED, False)
+    machine.restore()
+    assert serving.serves(1)
+    machine.pause()
+    machine.pause(should_resume=True)
+    assert (machine.state, machine.is_paused_by_hand) == (State.PAUSED, True)
+
+
 def test_pausing_is_not_paused_and_a_second_pause_meanwhile_is_busy(serving, threads):
     """C32: the old way said 'already paused' while requests ran on."""
     machine = serving.machine
@@ -800,6 +815,29 @@ def test_a_pause_waits_for_a_round_that_nobody_asked_for(followed, threads):
     assert followed.machine.version == 2
 
 
+def test_a_round_that_has_no_turn_leaves_what_runs_alone(serving, threads, monkeypatch):
+    """An engine that stands still for a clear is not told to go on beside it."""
+    monkeypatch.setattr("flyweight.lifecycle.machine.ROUND_SECONDS", 0.1)
+    serving.machine.update(timeout_seconds=20)  # no pin
+    began, may_end = threading.Event(), threading.Event()
+
+    def hold():
+        began.set()
+        assert may_end.wait(30)
+
+    serving.engine.drop_cache = hold
+    clear = threads.submit(serving.machine.clear, KV_CACHE)
+    assert began.wait(10)
+    serving.publish(2)
+    with pytest.raises(Busy, match="clear is running, update was not begun"):
+        serving.machine.follow(timeout_seconds=20, is_over=lambda: False)
+    assert serving.machine.state is State.PAUSED
+    assert serving.is_shut()
+    may_end.set()
+    clear.result(20)
+    assert serving.machine.state is State.CLEARED
+
+
 def test_a_closed_worker_leaves_no_thread_and_no_file(address, tmp_path):
     before = resources()
     with ExitStack() as stack:
@@ -1059,51 +1097,122 @@ def test_a_rank_that_refuses_to_resume_keeps_the_other_from_serving(pair):
 
 # One rank at something that the others are not at.
 
-OPERATIONS = {
-    "pause": lambda machine: machine.pause(timeout_seconds=20),
-    "resume": lambda machine: machine.resume(timeout_seconds=20),
-    "clear": lambda machine: machine.clear(KV_CACHE, timeout_seconds=20),
-    "restore": lambda machine: machine.restore(timeout_seconds=20),
-    "update": lambda machine: machine.update(1, timeout_seconds=20),
-}
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_second_pause_that_is_asked_of_one_rank_alone_does_not_end_the_first(pair, rank):
+    """It is Busy by itself: what it said would be taken for a word on the one that runs."""
+    with pair.held(rank, "pause") as is_held:
+        first = [pair.one(lambda machine: machine.pause(timeout_seconds=20), n) for n in (0, 1)]
+        assert is_held.wait(10)
+        second = pair.one(lambda machine: machine.pause(timeout_seconds=0.3), rank)
+        assert isinstance(second.exception(10), Busy)
+    assert [each.exception(20) for each in first] == [None, None]
+    assert pair.states == [State.PAUSED, State.PAUSED]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("asked", OPERATIONS)
-def test_a_rank_that_is_at_something_else_refuses_for_all_at_once(pair, asked, rank):
-    """C24: not at a deadline; all say Busy, nothing has changed, and what it was at goes on."""
-    with pair.held(rank) as is_held:
-        lone = pair.one(lambda machine: machine.clear(timeout_seconds=20), rank)
-        assert is_held.wait(10)
-        started = time.monotonic()
-        raised = pair.both(OPERATIONS[asked])
-        assert time.monotonic() - started < 2
-        assert [type(each) for each in raised] == [Busy, Busy]
-        assert all(f"clear is running, {asked} was not begun" in str(each) for each in raised)
-        assert f"rank {rank}: Busy: " in str(raised[1 - rank])
-        assert pair.states[1 - rank] is State.SERVING
-        assert pair.versions == [1, 1]
-        assert all(holds(model, 1) for model in pair.models)
-    other = pair.one(lambda machine: machine.clear(timeout_seconds=20), 1 - rank)
-    assert [lone.exception(20), other.exception(20)] == [None, None]
-    assert pair.states == [State.CLEARED, State.CLEARED]
-    assert pair.both(lambda machine: machine.restore()) == [None, None]
-    assert pair.update(2) == [None, None]
+@pytest.mark.parametrize("other", ["clear", "resume"])
+def test_ranks_that_were_asked_for_different_things_stop_by_one_verdict(pair, other, rank):
+    """C32: when the time of the first is over; nothing has changed, on any."""
+    one = pair.one(lambda machine: machine.pause(timeout_seconds=0.5), rank)
+    two = pair.one(lambda machine: getattr(machine, other)(timeout_seconds=20), 1 - rank)
+    raised = [one.exception(10), two.exception(10)]
+    assert all("the ranks were asked for different things" in str(each) for each in raised)
+    assert (pair.states, pair.versions) == ([State.SERVING] * 2, [1, 1])
+    assert pair.both(lambda machine: machine.pause(timeout_seconds=20)) == [None, None]
+
+
+def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads):
+    """Of one rank alone, some time ago; a third hears of it from the first."""
+    board = Board()
+    ranks = [Ranks(Seat(rank, 3, board, "three")) for rank in range(3)]
+
+    def all_prepared():
+        futures = [threads.submit(each.prepared, None, time.monotonic() + 20) for each in ranks]
+        return [future.result(30) for future in futures]
+
+    assert all(verdict.is_agreed for verdict in all_prepared())
+    assert ranks[1].agreed(1, "", None, time.monotonic() + 0.1, what="resume").is_lost
+    until(lambda: all(each._group.has_parted for each in (ranks[0], ranks[2])))
+    assert all(verdict.is_agreed for verdict in all_prepared())
+    for parting in [threads.submit(each.close) for each in ranks]:
+        parting.result(10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hears_nobody_ends_within_what_its_controller_waits(pair, rank):
+    """It does not wait for the others to leave as well, who know nothing of it."""
+    started = time.monotonic()
+    verdict = pair.ranks[rank].prepared(None, started + 0.1)
+    assert verdict.is_lost
+    assert time.monotonic() - started < 2.4
+
+
+def test_a_restore_that_one_rank_is_not_at_brings_nothing_back(pair):
+    assert pair.both(lambda machine: machine.clear(KV_CACHE)) == [None, None]
+    calls = len(pair.engines[0].calls)
+    lone = pair.one(lambda machine: machine.restore(timeout_seconds=0.1), 0)
+    assert "the ranks did not decide" in str(lone.exception(20))
+    assert "restore_cache" not in pair.engines[0].calls[calls:]
+    assert Tag.KV_CACHE in pair.machines[0].condition.absent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_cache_that_one_rank_lacks_keeps_the_other_from_serving(pair, rank):
+    assert pair.both(lambda machine: machine.clear(KV_CACHE)) == [None, None]
+    pair.engines[rank].faults = {"restore_cache": MemoryError("on purpose")}
+    raised = pair.both(lambda machine: machine.restore(timeout_seconds=20))
+    assert all("restore_cache failed: MemoryError" in str(each) for each in raised)
+    assert State.SERVING not in pair.states
+    pair.engines[rank].faults = {}
+    assert pair.both(lambda machine: machine.restore(timeout_seconds=20)) == [None, None]
+    assert pair.states == [State.SERVING, State.SERVING]
+
+
+def test_a_pause_that_should_resume_brings_ranks_that_stand_apart_together(pair):
+    pair.engines[1].faults = {"resume": RuntimeError("on purpose")}
+    assert isinstance(pair.update(2)[1], LifecycleError)
+    assert pair.states == [State.SERVING, State.PAUSED]
+    pair.engines[1].faults = {}
+    aborted = pair.both(lambda machine: machine.pause(should_abort=True, should_resume=True))
+    assert aborted == [None, None]
+    assert pair.states == [State.SERVING, State.SERVING]
+
+
+def test_a_pause_that_should_resume_stays_on_all_ranks_where_one_was_paused_by_hand(pair):
+    pair.machines[1].is_paused_by_hand = True  # as a worker does that takes over
+    paused = pair.both(lambda machine: machine.pause(should_abort=True, should_resume=True))
+    assert paused == [None, None]
+    assert pair.states == [State.PAUSED, State.PAUSED]
+    assert all(machine.is_paused_by_hand for machine in pair.machines)
+    assert pair.both(lambda machine: machine.resume()) == [None, None]
     assert pair.states == [State.SERVING, State.SERVING]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_waits_for_the_others_at_something_else_refuses_for_all_at_once(pair, rank):
-    lone = pair.one(lambda machine: machine.clear(timeout_seconds=20), rank)
-    until(lambda: pair.states[rank] is State.PAUSED)  # and now it waits
-    started = time.monotonic()
-    raised = pair.both(OPERATIONS["pause"])
-    assert time.monotonic() - started < 2
-    assert [type(each) for each in raised] == [Busy, Busy]
-    assert pair.states[1 - rank] is State.SERVING
-    other = pair.one(lambda machine: machine.clear(timeout_seconds=20), 1 - rank)
-    assert [lone.exception(20), other.exception(20)] == [None, None]
-    assert pair.states == [State.CLEARED, State.CLEARED]
+def test_a_round_that_one_rank_has_no_turn_for_ends_on_the_other_too(pair, rank, monkeypatch):
+    """The pause that has the turn there drains for long; the other rank joins it afterwards."""
+    for module in ("machine", "rounds"):
+        monkeypatch.setattr(f"flyweight.lifecycle.{module}.ROUND_SECONDS", 0.5)
+
+    def follow(machine):
+        return machine.follow(timeout_seconds=20, is_over=lambda: False)
+
+    assert pair.both(lambda machine: machine.update(timeout_seconds=20)) == [None, None]  # no pin
+    with pair.request(rank):
+        pauses = [pair.one(lambda machine: machine.pause(timeout_seconds=20), rank)]
+        until(lambda: pair.states[rank] is State.PAUSING)
+        pair.publish(2)
+        raised = pair.both(follow)
+        assert [type(each) for each in raised] == [
+            (Busy, LifecycleError)[rank],
+            (LifecycleError, Busy)[rank],
+        ]
+        assert all("pause is running, update was not begun" in str(each) for each in raised)
+        assert pair.states[1 - rank] is State.SERVING
+        pauses.append(pair.one(lambda machine: machine.pause(timeout_seconds=20), 1 - rank))
+    assert [each.exception(20) for each in pauses] == [None, None]
+    assert (pair.states, pair.versions) == ([State.PAUSED] * 2, [1, 1])
 
 
 def test_an_engine_that_must_stop_waits_for_what_one_rank_is_at_alone(pair):
@@ -1116,46 +1225,6 @@ def test_an_engine_that_must_stop_waits_for_what_one_rank_is_at_alone(pair):
         assert not wait([retired], 0.3).done
     assert [each.exception(20) for each in (lone, other, retired)] == [None] * 3
     assert pair.states == [State.CLEARED, State.FAILED]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_update_is_refused_for_all_at_once_where_another_waits_for_its_version(pair, rank):
-    lone = pair.one(lambda machine: machine.update(2, timeout_seconds=20), rank)
-    until(lambda: pair.machines[rank]._turn.what == "update")
-    started = time.monotonic()
-    raised = pair.both(OPERATIONS["update"])
-    assert time.monotonic() - started < 2
-    assert [type(each) for each in raised] == [Busy, Busy]
-    assert all("another update is running" in str(each) for each in raised)
-    assert (pair.states, pair.versions) == ([State.SERVING] * 2, [1, 1])
-    other = pair.one(lambda machine: machine.update(2, timeout_seconds=20), 1 - rank)
-    pair.publish(2)
-    assert [lone.exception(20), other.exception(20)] == [None, None]
-    assert (pair.states, pair.versions) == ([State.SERVING] * 2, [2, 2])
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_in_a_round_that_nobody_asked_for_is_waited_for_and_then_all_refuse(pair, rank):
-    """The others hear of it when its time is over, and are not FAILED for having waited."""
-    never = threading.Event()
-
-    def follow(machine):
-        return machine.follow(timeout_seconds=20, is_over=never.is_set)
-
-    assert pair.both(lambda machine: machine.update(timeout_seconds=20)) == [None, None]  # no pin
-    with pair.request(rank):
-        pair.publish(2)  # before: it would wait for whoever asks already, and that for the request
-        round_ = pair.one(follow, rank)
-        until(lambda: pair.states[rank] is State.PAUSING)
-        started = time.monotonic()
-        raised = pair.both(lambda machine: machine.pause(timeout_seconds=0.6))
-        assert 0.5 < time.monotonic() - started < 2
-        assert [type(each) for each in raised] == [Busy, Busy]
-        assert all("update is running, pause was not begun" in str(each) for each in raised)
-        assert pair.states[1 - rank] is State.SERVING
-    other = pair.one(follow, 1 - rank)
-    assert [round_.result(20), other.result(20)] == [True, True]
-    assert (pair.states, pair.versions) == ([State.SERVING] * 2, [2, 2])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

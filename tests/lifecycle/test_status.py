@@ -10,12 +10,14 @@ import struct
 import threading
 import time
 import zlib
+from concurrent.futures import wait
 
 import msgspec
 import pytest
 
 import flyweight as fw
 from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
+from flyweight.forks import unforked
 from flyweight.lifecycle.cell_file import HEADER, PROTOCOL, CellFile, locked
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.engine import ModelEngine
@@ -328,9 +330,28 @@ def claiming_with_a_child(path, pipe):
     pipe.recv()
 
 
-def test_a_claim_is_not_inherited_by_a_forked_child_that_outlives_its_parent(path):
+def waiting_for_a_claim_with_a_child(path, pipe):
+    """The child is forked while another still has the claim."""
+    before, cell = Cell(path, 2), Cell(path, 2)
+    before.claim(0)
+    num_files = len(os.listdir("/proc/self/fd"))
+    claiming = threading.Thread(target=cell.claim, args=(0,))
+    claiming.start()
+    until(lambda: len(os.listdir("/proc/self/fd")) > num_files)
+    pid = os.fork()
+    if pid == 0:
+        signals.pause()
+    before.close()
+    claiming.join(10)
+    cell.tell(0, Slot(pid=os.getpid()))
+    pipe.send(pid)
+    pipe.recv()
+
+
+@pytest.mark.parametrize("claiming", [claiming_with_a_child, waiting_for_a_claim_with_a_child])
+def test_a_claim_is_not_inherited_by_a_forked_child_that_outlives_its_parent(path, claiming):
     """C25: it would keep the rank's successor out for as long as the child lives."""
-    with Child(claiming_with_a_child, path) as first, Cell(path, 2) as cell:
+    with Child(claiming, path) as first, Cell(path, 2) as cell:
         orphan = first.told()
         try:
             first.kill()
@@ -340,6 +361,37 @@ def test_a_claim_is_not_inherited_by_a_forked_child_that_outlives_its_parent(pat
             os.kill(orphan, 0)  # it lives
         finally:
             os.kill(orphan, signals.SIGKILL)
+
+
+def test_a_rank_that_ends_a_little_after_its_time_is_told_with_its_own_reason(path):
+    """It listens on for the others' last words, and says then what became of it."""
+    with Cell(path) as rank, Control(path) as control:
+        rank.claim(0)
+        rank.tell(0, Slot(pid=os.getpid()))
+        operation = control.start(Signal.PAUSE, timeout_seconds=0.1)
+        late = Slot(
+            pid=os.getpid(), taken=1, done=1, error="LifecycleError", answer="rank 1 was silent"
+        )
+        timer = threading.Timer(2.6, rank.tell, (0, late))
+        timer.start()
+        ended = control.wait(operation, 20)
+        timer.join()
+        assert (ended.error, ended.reason) == ("LifecycleError", "rank 0: rank 1 was silent")
+
+
+def test_no_child_is_forked_before_a_file_that_was_opened_is_known(threads):
+    """`os.open` lets other threads run when the file is open, and before it says which it is."""
+
+    def fork():
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        return os.waitpid(pid, 0)[1]
+
+    with unforked:
+        forking = threads.submit(fork)
+        assert not wait([forking], 0.2).done
+    assert forking.result(10) == 0
 
 
 def test_a_claim_is_not_ended_by_a_forked_child_that_ends(path):

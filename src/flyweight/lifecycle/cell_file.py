@@ -148,18 +148,17 @@ class CellFile:
         except FileNotFoundError:
             return False
 
-    def claimed(self, file: int, number: int) -> int | None:
-        """Lock one byte of an open cell and return the lock, a file; None if another has it."""
-        lock = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+    def claimed(self, lock: int, number: int) -> bool:
+        """Lock one byte of a cell, by a file that is open for that only; False if another has it.
+
+        The lock is the open file's: a forked child must let go of it from the first.
+        """
         deadline = monotonic() + REPLACE_SECONDS
-        while not (is_locked := locked(lock, number, 1)) and self.leads_to(file):
+        while not (is_locked := locked(lock, number, 1)) and self.leads_to(lock):
             if monotonic() > deadline:
                 break
             sleep(RETRY_SECONDS)  # who wants to replace the cell locks all of it for a moment
-        if is_locked:
-            return lock
-        os.close(lock)
-        return None
+        return is_locked
 
 
 def begun_life(lock: int) -> int:

@@ -25,8 +25,12 @@ from flyweight.sync.report import check_seconds
 
 ABSENT = "ABSENT"
 """The state of a replica none of whose ranks has come yet."""
-_GRACE_SECONDS = 2.0
-"""What ranks get beyond the time they were given, to say how it ended."""
+_GRACE_SECONDS, _GRACE_SHARE = 4.0, 0.1
+"""What ranks get beyond the time they were given, to say how it ended, and what more of that time.
+
+They listen 1.5 s for the last words of others, are a tenth of their time late in noticing that
+there are none, tell each other so for 1 s at most, and stop an engine that is FAILED within 1 s.
+"""
 _WORST_FIRST = (
     State.FAILED,
     State.CLEARED,
@@ -261,9 +265,8 @@ class Control:
 
         error, reason, version = "", "", None
         try:
-            slots = self.cell.wait(
-                is_over, request.timeout_seconds + _GRACE_SECONDS, f"an answer to {operation.id}"
-            )
+            limit = (1 + _GRACE_SHARE) * request.timeout_seconds + _GRACE_SECONDS
+            slots = self.cell.wait(is_over, limit, f"an answer to {operation.id}")
             for rank, (slot, life) in enumerate(zip(slots, lives, strict=True)):
                 if _has_gone(slot, life):
                     told = "it never came" if slot is None or life is None else _end_of(slot, life)

@@ -8,19 +8,20 @@ an update does.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
 
 from flyweight.errors import Busy, FlyweightError, LifecycleError
-from flyweight.lifecycle.ranks import YIELD_SECONDS, Ranks
+from flyweight.lifecycle.ranks import YIELD_SECONDS, Ranks, Verdict
 from flyweight.lifecycle.rounds import Round, Rounds
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
 from flyweight.lifecycle.steps import ROUND_SECONDS, Weights
-from flyweight.lifecycle.turns import Turn
 from flyweight.ports import Engine
 from flyweight.sync.report import UpdateReport, check_seconds
 
+_LEAST_SECONDS = 0.001
 _PASSING = (State.PAUSING, State.CLEARING, State.UPDATING, State.VERIFYING)
 
 
@@ -43,7 +44,9 @@ class Machine(Rounds):
         ranks = Ranks() if ranks is None else ranks
         super().__init__(engine, weights, ranks, should_serve=should_serve, observe=observe)
         self.is_paused_by_hand = False
-        self._turn, self._source = Turn(), Turn()
+        self._turn, self._source = threading.Lock(), threading.Lock()
+        self._turn_of = ""
+        """The operation that has its turn, or had it last."""
         self._asks: set[object] = set()
 
     @property
@@ -54,26 +57,39 @@ class Machine(Rounds):
 
     # What is asked from outside.
 
-    def pause(self, *, should_abort: bool = False, timeout_seconds: float = 60.0) -> None:
-        """Stand still: no request runs and none starts, once this returns."""
+    def pause(
+        self,
+        *,
+        should_abort: bool = False,
+        should_resume: bool = False,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        """Stand still: no request runs and none starts, once this returns.
+
+        With `should_resume` it then goes on as before, unless a rank was paused by hand: that
+        is so for all ranks.
+        """
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        with self._turn_for("pause", deadline, others_wait_for="pause"):
-            self._all_still("pause", deadline, should_abort=should_abort)
-            self._is_meant_to_serve, self.is_paused_by_hand = False, True
+        with self._turn_for("pause", deadline):
+            verdict = self._all_still("pause", deadline, should_abort=should_abort)
+            if should_resume and not verdict.was_paused:
+                self._resume_if_meant()
+            else:
+                self._is_meant_to_serve, self.is_paused_by_hand = False, True
 
     def resume(self, *, timeout_seconds: float = 60.0) -> None:
         """Serve, on all ranks or on none."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        with self._turn_for("resume", deadline, others_wait_for="resume", is_first=False):
+        with self._turn_for("resume", deadline):
             refusal = self._refusal(Signal.RESUME)
             verdict = self._ranks.agreed(self.version, "", refusal, deadline, what="resume")
-            while verdict.is_mixed and monotonic() < deadline:  # a rank that follows gives way
+            while verdict.is_mixed and not verdict.is_over:  # a rank that follows gives way
                 sleep(YIELD_SECONDS)
                 verdict = self._ranks.agreed(self.version, "", refusal, deadline, what="resume")
             if refusal is not None:
                 raise refusal
             if not verdict.is_agreed:
-                raise verdict.refusal
+                raise LifecycleError(verdict.text)
             self._is_meant_to_serve, self.is_paused_by_hand = True, False
             if self.state is not State.SERVING:
                 self._resume()
@@ -87,7 +103,7 @@ class Machine(Rounds):
     ) -> None:
         """Give memory back, of each tag that still has some. An engine that serves is paused."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        with self._turn_for("clear", deadline, others_wait_for="clear"):
+        with self._turn_for("clear", deadline):
             if not tags:
                 return
             todo = [tag for tag in Tag if tag in tags and tag not in self._released]
@@ -107,7 +123,8 @@ class Machine(Rounds):
     def restore(self, *, timeout_seconds: float = 60.0) -> None:
         """Have the cache's memory again. Weights come back by an update."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        with self._turn_for("restore", deadline, others_wait_for="restore"):
+        with self._turn_for("restore", deadline):
+            self._hear_all(None, deadline, "restore")
             error: FlyweightError | None = None
             try:
                 if Tag.KV_CACHE in self._released:
@@ -116,7 +133,7 @@ class Machine(Rounds):
                     self._signal(Signal.RESTORE, self.condition.absent - {Tag.KV_CACHE})
             except FlyweightError as failure:
                 error = failure
-            self._hear_all(error, deadline, "restore")
+            self._hear_all(error, deadline, "serve with what was restored")
             self._resume_if_meant()
 
     def update(
@@ -133,10 +150,8 @@ class Machine(Rounds):
         version was held already and is being served.
         """
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        round_ = Round(version, may_drain, deadline, is_asked=True)
-        turn = self._turn_for("update", deadline, others_wait_for=round_.purpose)
-        with self._asking(deadline, round_.purpose), turn:
-            return self._update(round_)
+        with self._asking(deadline), self._turn_for("update", deadline):
+            return self._update(Round(version, may_drain, deadline, is_asked=True))
 
     def follow(self, *, timeout_seconds: float, is_over: Callable[[], bool]) -> bool:
         """Wait for the next version as one nobody asked for, and take it; False if none came.
@@ -150,7 +165,7 @@ class Machine(Rounds):
 
         while self._asks and not is_over():  # first those who asked
             sleep(YIELD_SECONDS)
-        if not self._source.take("follow", deadline, is_asked=False):
+        if not self._source.acquire(timeout=timeout_seconds):
             return False
         try:
             if not self.may_follow:
@@ -158,19 +173,24 @@ class Machine(Rounds):
             with ExitStack() as turn:
 
                 def enter() -> None:
-                    until = monotonic() + ROUND_SECONDS
-                    turn.enter_context(self._turn_for("update", until, is_asked=False))
+                    turn.enter_context(self._turn_for("update", monotonic() + ROUND_SECONDS))
 
                 round_ = Round(self.pinned, True, deadline, is_asked=False)
                 report = self._update(round_, enter=enter, is_over=stops)
             return report is not None
         finally:
-            self._source.give()
+            self._source.release()
 
-    def fail(self, error: FlyweightError) -> None:
-        """Serve nothing until a whole update succeeds: something happened that this did not see."""
-        with self._turn_for("fail", monotonic() + ROUND_SECONDS, is_asked=False):
-            self._fail(error)
+    def fail(self, error: FlyweightError, *, if_so: Callable[[], bool] = lambda: True) -> bool:
+        """Serve nothing until a whole update succeeds: something happened that this did not see.
+
+        Unless `if_so`, asked when nothing else runs, says otherwise; returns what it says.
+        """
+        with self._turn_for("fail", monotonic() + ROUND_SECONDS):
+            is_so = if_so()
+            if is_so:
+                self._fail(error)
+            return is_so
 
     def retire(self, error: FlyweightError) -> None:
         """Serve nothing any more, unless it is asked for: nobody else could stop this engine."""
@@ -185,7 +205,7 @@ class Machine(Rounds):
         may_drain: bool = True,
         should_abort: bool = False,
         should_drop: bool = False,
-    ) -> None:
+    ) -> Verdict:
         """Stand still, on all ranks or on none; an engine that served goes on if one cannot."""
         error: FlyweightError | None = None
         try:
@@ -197,7 +217,7 @@ class Machine(Rounds):
         except FlyweightError as failure:
             error = failure
         try:
-            self._hear_all(error, deadline, what)
+            return self._hear_all(error, deadline, what, was_paused=self.is_paused_by_hand)
         except FlyweightError:
             self._resume_if_meant()
             raise
@@ -205,57 +225,33 @@ class Machine(Rounds):
     # Turns.
 
     @contextmanager
-    def _turn_for(
-        self,
-        what: str,
-        deadline: float,
-        *,
-        is_asked: bool = True,
-        others_wait_for: str = "",
-        is_first: bool = True,
-    ) -> Iterator[None]:
-        """Be the one operation that runs; waits for a round that nobody asked for.
-
-        If there is no turn, ranks that wait for this one in `others_wait_for` are told so.
-        """
-        turn = self._turn
-        if not turn.take(what, deadline, is_asked=is_asked, gives_up=self._is_apart):
-            busy = Busy(f"{turn.what} is running, {what} was not begun; wait until it ends")
-            if others_wait_for:
-                self._ranks.refuse(busy, deadline, what=others_wait_for, is_first=is_first)
-            raise busy
+    def _turn_for(self, what: str, deadline: float) -> Iterator[None]:
+        """Be the one operation that runs; waits for what runs until the deadline."""
+        if not self._turn.acquire(timeout=max(deadline - monotonic(), _LEAST_SECONDS)):
+            raise Busy(f"{self._turn_of} is running, {what} was not begun; wait until it ends")
         try:
+            self._turn_of = what
             yield
         finally:
             try:
                 if self.state in _PASSING:  # interrupted: nothing may stay so for ever
                     self._fail(LifecycleError(f"{what} was ended in state {self.state}"))
             finally:
-                self._ranks.loosen()
-                turn.give()
+                self._turn.release()
                 self._observe()
 
     @contextmanager
-    def _asking(self, deadline: float, others_wait_for: str) -> Iterator[None]:
+    def _asking(self, deadline: float) -> Iterator[None]:
         """Have the source of weights, which who follows gives up for whoever asks."""
-        ask, source = object(), self._source
+        ask = object()
         self._asks.add(ask)
         self._weights.rouse()
         try:
-            if not source.take("update", deadline, is_asked=True, gives_up=self._is_apart):
-                busy = Busy("another update is running; wait until it ends")
-                self._ranks.refuse(busy, deadline, what=others_wait_for)
-                raise busy
+            if not self._source.acquire(timeout=max(deadline - monotonic(), _LEAST_SECONDS)):
+                raise Busy("another update is running; wait until it ends")
         finally:
             self._asks.discard(ask)
         try:
             yield
         finally:
-            source.give()
-
-    def _is_apart(self) -> bool:
-        """True if what runs may be something that the other ranks are not at.
-
-        It cannot end before they join it, who may be waiting for this rank at something else.
-        """
-        return self._ranks.seat.num_ranks > 1 and not self._ranks.is_bound
+            self._source.release()

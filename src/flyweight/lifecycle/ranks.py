@@ -2,8 +2,8 @@
 
 Each says what it holds or why it does not, the first one decides, and all hear the same
 verdict. A rank that dies, or says nothing, ends it for all: whoever does not hear a
-verdict takes it that there is none. A rank that does not begin says so too (`refuse`), from a
-thread beside the one whose operation runs; only in a round that all are in it must not.
+verdict takes it that there is none. What is asked for is repeated until all ranks are at it;
+the first whose time is over says that this is its last word, and all stop by that verdict.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
-from flyweight.errors import Busy, FlyweightError, LifecycleError, TransportError
+from flyweight.errors import Busy, FlyweightError, TransportError
 from flyweight.ports import Seat
 from flyweight.spec.manifest import Json
 from flyweight.transports.group import PATIENCE, Group
@@ -38,16 +38,13 @@ class Verdict:
     """True if a rank died or said nothing: what it does is not known."""
     is_mixed: bool = False
     """True if the ranks were asked for different things."""
-    is_busy: bool = False
-    """True if a rank did not begin, since it is at something else."""
+    is_over: bool = False
+    """True if so, and one of them will not repeat what it was asked for: its time is over."""
+    was_paused: bool = False
+    """True if one of them was paused by hand before."""
     catch_up: int | None = None
     """The version that those who are behind should take first."""
     text: str = ""
-
-    @property
-    def refusal(self) -> LifecycleError:
-        """What to raise where it was not agreed."""
-        return Busy(self.text) if self.is_busy else LifecycleError(self.text)
 
 
 class Ranks:
@@ -56,13 +53,7 @@ class Ranks:
     def __init__(self, seat: Seat | None = None) -> None:
         self.seat = Seat(0, 1) if seat is None else seat
         self._group: Group | None = None
-        self._alone = threading.Lock()
-        self._is_bound = False
-
-    @property
-    def is_bound(self) -> bool:
-        """True in a round that all ranks are prepared for, and have not decided the end of."""
-        return self._is_bound
+        self._speaking = threading.Lock()
 
     def prepared(
         self,
@@ -70,13 +61,16 @@ class Ranks:
         deadline: float,
         *,
         what: str = "update",
-        is_round: bool = False,
+        is_asked: bool = True,
+        was_paused: bool = False,
     ) -> Verdict:
         """Return whether all ranks are ready for the same thing; every rank must call this.
 
-        In a round `agreed` follows if they are, and until then nobody else may speak for a rank.
+        Where it `is_asked` for, ranks that were asked for different things repeat it until then.
         """
-        return self._decide(_said(what, error), deadline, binds=is_round)
+        is_last = is_asked and monotonic() >= deadline
+        mine = _said(what, error, is_last=is_last)
+        return self._decide({**mine, "was_paused": was_paused}, deadline)
 
     def agreed(
         self,
@@ -93,48 +87,27 @@ class Ranks:
         `is_as_before` says that this rank still holds what was committed last.
         """
         held: dict[str, Json] = {"version": version, "session": session}
-        mine = _said(what, error, is_first=False)
+        mine = _said(what, error, is_first=False, is_last=monotonic() >= deadline)
         return self._decide({**mine, **held, "is_as_before": is_as_before}, deadline)
 
-    def refuse(self, busy: Busy, deadline: float, *, what: str, is_first: bool = True) -> None:
-        """Have ranks that wait for this one to take part hear at once that it does not.
+    def excuse(self, busy: Busy, deadline: float, *, what: str) -> None:
+        """Say that this rank takes no part in a round, beside the operation that keeps it from it.
 
-        For any thread. Ranks that are in a round together refuse each by itself: what one of
-        them said meanwhile would be taken for its word on the round.
+        For who follows only, in a thread of its own: while it has the source of weights, that
+        operation is no update, whose words these could be taken for. Nothing is said while that
+        operation speaks: the others hear what it is for.
         """
-        if self.seat.num_ranks == 1:
-            return
-        mine = _said(what, busy, is_first=is_first)
-        mine |= {"version": None, "session": "", "is_as_before": True}
-        while self._decide(mine, deadline, is_beside=True).is_mixed and monotonic() < deadline:
-            sleep(YIELD_SECONDS)  # for the thread whose operation runs to speak as well
+        if self.seat.num_ranks > 1 and self._speaking.acquire(blocking=False):
+            try:
+                self._heard(_said(what, busy), deadline)
+            finally:
+                self._speaking.release()
 
-    def loosen(self) -> None:
-        """Be in no round any more, however it ended."""
-        self._is_bound = False
-
-    def _decide(
-        self,
-        mine: dict[str, Json],
-        deadline: float,
-        *,
-        binds: bool = False,
-        is_beside: bool = False,
-    ) -> Verdict:
+    def _decide(self, mine: dict[str, Json], deadline: float) -> Verdict:
         if self.seat.num_ranks == 1:
             return _decided([mine])
-        # One thread at a time: the others take what a rank says next for its answer to them.
-        if not self._alone.acquire(timeout=max(deadline - monotonic(), _LEAST_SECONDS)):
-            return Verdict(is_mixed=True, is_kept=True, text="this rank is at something else")
-        try:
-            if is_beside and self._is_bound:
-                return Verdict(is_kept=True)
-            verdict = self._heard(mine, deadline)
-            if not is_beside:
-                self._is_bound = (binds and verdict.is_agreed) or verdict.catch_up is not None
-            return verdict
-        finally:
-            self._alone.release()
+        with self._speaking:
+            return self._heard(mine, deadline)
 
     def _heard(self, mine: dict[str, Json], deadline: float) -> Verdict:
         try:
@@ -168,17 +141,25 @@ class Ranks:
 
     def close(self) -> None:
         """Part from the others, who hear of it when they wait for this rank. Safe to repeat."""
-        self._part()
+        parting = self._part()
+        if parting is not None:
+            parting.join()
 
-    def _part(self) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.part()
+    def _part(self) -> threading.Thread | None:
+        """Leave the group, in a thread of its own: it waits a while for the others to leave."""
+        if self._group is None:
+            return None
+        group, self._group = self._group, None
+        parting = threading.Thread(target=group.part, name="flyweight-parting", daemon=True)
+        parting.start()
+        return parting
 
 
-def _said(what: str, error: FlyweightError | None, *, is_first: bool = True) -> dict[str, Json]:
+def _said(
+    what: str, error: FlyweightError | None, *, is_first: bool = True, is_last: bool = False
+) -> dict[str, Json]:
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    return {"what": what, "is_first": is_first, "error": text, "is_busy": isinstance(error, Busy)}
+    return {"what": what, "is_first": is_first, "is_last": is_last, "error": text}
 
 
 def _decided(said: Sequence[Any]) -> Verdict:
@@ -188,16 +169,16 @@ def _decided(said: Sequence[Any]) -> Verdict:
         words = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(asked))
         is_early = all(each["is_first"] for each in said)
         text = f"the ranks were asked for different things: {words}"
-        return Verdict(is_mixed=True, is_kept=is_early, text=text)
+        is_over = any(each["is_last"] for each in said)
+        return Verdict(is_mixed=True, is_kept=is_early, is_over=is_over, text=text)
     errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(said) if each["error"]]
-    is_busy = next((bool(each["is_busy"]) for each in said if each["error"]), False)
     if said[0]["is_first"]:
+        was_paused = any(each.get("was_paused", False) for each in said)
         text = errors[0] if errors else ""
-        return Verdict(is_agreed=not errors, is_kept=True, is_busy=is_busy, text=text)
+        return Verdict(is_agreed=not errors, is_kept=True, was_paused=was_paused, text=text)
     versions, sessions = ([each[name] for each in said] for name in ("version", "session"))
     if errors:
-        is_kept = all(each["is_as_before"] for each in said)
-        return Verdict(is_kept=is_kept, is_busy=is_busy, text=errors[0])
+        return Verdict(is_kept=all(each["is_as_before"] for each in said), text=errors[0])
     if None in versions:
         return Verdict(text=f"rank {versions.index(None)} holds no whole version")
     if len(set(versions)) > 1:

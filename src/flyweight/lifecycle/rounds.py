@@ -16,7 +16,7 @@ from functools import partial
 from math import inf
 from time import monotonic, perf_counter, sleep
 
-from flyweight.errors import FlyweightError, LifecycleError, TransferTimeout, VersionError
+from flyweight.errors import Busy, FlyweightError, LifecycleError, TransferTimeout, VersionError
 from flyweight.lifecycle.ranks import YIELD_SECONDS, Ranks, Verdict
 from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.lifecycle.steps import ROUND_SECONDS, Steps, Weights, named
@@ -41,6 +41,8 @@ class Round:
     is_prepared: bool = False
     is_written: bool = False
     """Whether this rank holds something by it that it did not hold before."""
+    held: int | None = None
+    """The version that this rank held when it said so last."""
     stood: float = 0.0
     """Since when requests stand still for it."""
 
@@ -101,8 +103,9 @@ class Rounds(Steps):
                 round_.deadline = monotonic() + ROUND_SECONDS
             try:
                 enter()
-            except FlyweightError as busy:
-                self._prepare(round_, busy)
+            except Busy as busy:
+                self._ranks.excuse(busy, round_.deadline, what=round_.purpose)
+                raise
             self._prepare(round_, None)
             self.step = "update"
             self._signal(Signal.UPDATE)
@@ -140,6 +143,10 @@ class Rounds(Steps):
                 self._end(round_, report, error)
             elif error is not None:
                 raise error
+        except FlyweightError as failure:
+            if self.version is not None and self._weights.version is None:
+                self._fail(failure)  # its tensors were replaced, as was found in looking
+            raise
         finally:
             self.step = ""
             if was_away and self.state is State.CLEARED and Tag.WEIGHTS in self.condition.absent:
@@ -166,9 +173,7 @@ class Rounds(Steps):
                 self._call("drop_cache", self._engine.drop_cache)
             except FlyweightError as failure:
                 error = failure
-        self._hear_all(
-            error, round_.deadline, round_.purpose, is_round=True, is_asked=round_.is_asked
-        )
+        self._hear_all(error, round_.deadline, round_.purpose, is_asked=round_.is_asked)
         round_.is_prepared = True
 
     def _end(
@@ -184,7 +189,7 @@ class Rounds(Steps):
             if round_.is_asked:
                 self.pinned = round_.wanted
             if self.state is not State.SERVING:
-                self.version, self.failure = self._weights.version, None
+                self.version, self.failure = round_.held, None
                 self._session = self._weights.session
                 self.report = report if report is not None else self.report
                 self._signal(Signal.COMMITTED, self.condition.absent - {Tag.WEIGHTS})
@@ -207,12 +212,13 @@ class Rounds(Steps):
                 self._signal(Signal.UPDATE)
 
         for attempt in range(_CATCH_UPS):
+            round_.held = self._weights.version
             verdict = self._ranks.agreed(
-                self._weights.version,
+                round_.held,
                 self._weights.session,
                 error,
                 round_.deadline,
-                is_as_before=self._is_as_before and not round_.is_written,
+                is_as_before=not round_.is_written and self._is_as_before,
             )
             if verdict.catch_up is None or error is not None:
                 return verdict
@@ -245,21 +251,30 @@ class Rounds(Steps):
         deadline: float,
         what: str,
         *,
-        is_round: bool = False,
         is_asked: bool = True,
-    ) -> None:
+        was_paused: bool = False,
+    ) -> Verdict:
         """Return once all ranks are ready for the same thing; raise if one is not."""
-        verdict = self._ranks.prepared(error, deadline, what=what, is_round=is_round)
-        while verdict.is_mixed and is_asked and monotonic() < deadline:
+        say = partial(
+            self._ranks.prepared,
+            error,
+            deadline,
+            what=what,
+            is_asked=is_asked,
+            was_paused=was_paused,
+        )
+        verdict = say()
+        while verdict.is_mixed and is_asked and not verdict.is_over:
             # Another rank follows, and gives way; then it is asked for the same.
             sleep(YIELD_SECONDS)
-            verdict = self._ranks.prepared(error, deadline, what=what, is_round=is_round)
+            verdict = say()
         if verdict.is_lost:
             self._fail(LifecycleError(verdict.text))
         if error is not None:
             raise error
         if not verdict.is_agreed:
-            raise verdict.refusal
+            raise LifecycleError(verdict.text)
+        return verdict
 
     @property
     def _is_as_before(self) -> bool:

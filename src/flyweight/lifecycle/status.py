@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from flyweight.errors import LifecycleError, SpecError, TransferTimeout
-from flyweight.forks import leave_behind
+from flyweight.forks import leave_behind, unforked
 from flyweight.lifecycle import futex
 from flyweight.lifecycle.cell_file import HEADER, CellFile, begun_life, is_living
 from flyweight.lifecycle.states import Signal, State, Tag
@@ -56,7 +56,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     deadline: float = inf
     """When it is too late to begin, by the machine's monotonic clock, which is one for all."""
     should_resume: bool = False
-    """Whether to serve afterwards; after a pause, if it served before."""
+    """Whether to serve afterwards; after a pause, to go on as before."""
 
 
 class Slot(
@@ -213,14 +213,17 @@ class Cell:
         offset, who = (1 + rank, f"rank {rank}") if rank is not None else (0, "the controller")
         if rank is not None and not 0 <= rank < self.num_ranks:
             raise SpecError(f"rank is {rank}, the cell has ranks 0 to {self.num_ranks - 1}")
-        file = self._place.claimed(self._file, offset)
-        if file is None:
+        with unforked:
+            file = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
+            self._claims.append(file)
+        if not self._place.claimed(file, offset):
+            self._claims.remove(file)
+            os.close(file)
             self.check_current()
             raise LifecycleError(
                 f"status cell {str(self.path)!r} has {who} already"
                 f"{self._claimant(rank)}; stop that one, or use another cell"
             )
-        self._claims.append(file)
         if rank is not None:
             self._lives[rank] = begun_life(file)
         self.check_current()

@@ -159,10 +159,13 @@ class Worker:
 
     def _do(self, request: Request) -> None:
         machine, tags = self.machine, frozenset(request.tags) or ALL_TAGS
-        was_serving = machine.state is State.SERVING
         match request.signal:
             case Signal.PAUSE:
-                machine.pause(should_abort=request.should_abort, timeout_seconds=_left(request))
+                machine.pause(
+                    should_abort=request.should_abort,
+                    should_resume=request.should_resume,
+                    timeout_seconds=_left(request),
+                )
             case Signal.RESUME:
                 machine.resume(timeout_seconds=_left(request))
             case Signal.CLEAR:
@@ -182,7 +185,7 @@ class Worker:
                     machine.restore(timeout_seconds=_left(request))
             case _:
                 raise LifecycleError(f"signal {request.signal} is not asked from outside")
-        if request.should_resume and (was_serving or request.signal is not Signal.PAUSE):
+        if request.should_resume and request.signal is not Signal.PAUSE:
             machine.resume(timeout_seconds=_left(request))
 
     def _follow(self) -> None:

@@ -79,8 +79,9 @@ class Group:
 
     @property
     def has_parted(self) -> bool:
-        """True once another rank has left on purpose: it lives, and can be met again."""
-        return any(link.is_done for link in self._links.values())
+        """True once another rank left on purpose or gave one up: it lives, and can be met again."""
+        is_given_up = isinstance(self._fault, TransferTimeout)
+        return is_given_up or any(link.is_done for link in self._links.values())
 
     def part(self) -> None:
         """Leave on purpose: the others hear that this rank lives on."""
