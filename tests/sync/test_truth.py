@@ -174,6 +174,35 @@ def test_who_asks_while_the_held_copy_is_made_does_not_wait_for_a_slow_one(
         assert not published.result(10).failed
 
 
+def test_ranks_that_wait_for_each_other_all_get_what_is_held_before_the_next_takes_its_place(
+    address, threads
+):
+    """One has begun and waits for the other to; the trainer publishes; then the other asks."""
+    model, engines = weights(1), [weights(50), weights(51)]
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def wait(version):
+        has_begun.set()
+        assert may_go_on.wait(20)
+
+    with (
+        fw.Publisher(model, address, hold=True) as publisher,
+        fw.Replica(engines[0], address) as first,
+        fw.Replica(engines[1], address) as second,
+    ):
+        publisher.publish(1)
+        waiting = threads.submit(first.update, timeout_seconds=20, before=wait)
+        assert has_begun.wait(10)
+        publishing = threads.submit(publisher.publish, 2)
+        until(lambda: publisher._publishing.locked())
+        other = second.update(timeout_seconds=10, before=lambda version: may_go_on.set())
+        assert (other.version, waiting.result(10).version) == (1, 1)
+        assert publishing.result(10).version == 2
+        for engine, replica in zip(engines, (first, second), strict=True):
+            assert replica.update(timeout_seconds=10).version == 2
+            assert holds(engine, 1), "of the tensors nothing was changed"
+
+
 def test_a_publish_that_nobody_got_by_an_error_of_ours_does_not_use_its_number_up(
     address, threads, monkeypatch
 ):

@@ -2,10 +2,13 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import stat
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -143,6 +146,17 @@ def test_a_stopped_door_is_given_up_in_time(tmp_path):
         line.close()
 
 
+def test_a_line_to_a_stopped_door_is_given_up_in_time(tmp_path):
+    with Child(serve, tmp_path / "door") as child:
+        child.told()
+        child.stop()
+        for seconds, is_over in ((0.2, lambda: False), (5.0, lambda: True)):
+            started = time.monotonic()
+            with pytest.raises(TransferTimeout, match="did not answer in 0"):
+                Line(tmp_path / "door", token="secret", timeout_seconds=seconds, is_over=is_over)
+            assert time.monotonic() - started < 2
+
+
 def sleep_on(pipe):
     signal.pause()
 
@@ -152,6 +166,65 @@ def test_a_forked_child_does_not_keep_a_line_open(door, tmp_path, hung_up):
     with Child(sleep_on):
         line.close()
         until(lambda: hung_up == [line.name], 2)
+
+
+def come_up(pipe):
+    return "up"
+
+
+def test_a_child_forked_while_a_file_is_handed_over_comes_up(door, tmp_path):
+    door.put(memory(b"x"))
+    with door._lock, Child(come_up) as child:  # as its thread has it then
+        assert child.result(5) == "up"
+    Line(tmp_path / "door", token="secret").close()
+
+
+def look(line, pipe):
+    return line.is_open
+
+
+def test_a_child_forked_while_a_file_is_fetched_sees_a_closed_line(door, tmp_path):
+    line = Line(tmp_path / "door", token="secret")
+    with line._lock, Child(look, line) as child:
+        assert child.result(5) is False
+    assert line.is_open
+    line.close()
+
+
+def full_door(path, pipe):
+    door = Door(path, token="secret")
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 100
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    files = []
+    with suppress(OSError):
+        while True:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+    for _ in range(50):
+        os.close(files.pop())
+    pipe.send(("ready", None))
+    pipe.recv()
+    for each in files:
+        os.close(each)
+    pipe.send(("free", None))
+    pipe.recv()
+    door.close()
+
+
+def test_newcomers_who_may_all_need_another_file_are_turned_away_before_there_are_none(tmp_path):
+    with Child(full_door, tmp_path / "door") as child:
+        child.told()
+        lines = []
+        with pytest.raises(PeerLost, match="no files left for us; raise its limit, ulimit -n"):
+            while True:
+                lines.append(Line(tmp_path / "door", token="secret"))
+        assert 5 <= len(lines) <= 12  # each takes one of 50, and might take another
+        child.send("free them")
+        child.told()
+        lines.append(Line(tmp_path / "door", token="secret"))
+        child.send("close")
+        child.result()
+        for each in lines:
+            each.close()
 
 
 def test_many_threads_fetch_at_once(door, tmp_path):

@@ -5,6 +5,7 @@ import mmap
 import os
 import resource
 import signal
+from contextlib import suppress
 from multiprocessing import shared_memory
 
 import numpy as np
@@ -59,6 +60,40 @@ def test_memory_that_torch_shares_is_shown_where_it_lies(offering, reading):
     assert (seen == view).all()
     tensor += 5
     assert (seen == view).all()
+
+
+def test_what_cannot_be_shown_as_a_whole_is_not_shown_in_part(offering):
+    torch = pytest.importorskip("torch")
+    tensors = [torch.zeros(1000).share_memory_() for _ in range(5)]
+    buffers = [Buffer(each.data_ptr(), (1000,), (4,), 4, each) for each in tensors]
+    known = offering.offer(buffers[0])
+    before = resources()
+    with pytest.raises(TransportError, match="shared memory whose file this process has open"):
+        offering.show([*buffers, Buffer.of(np.zeros(1000, np.uint8))])
+    assert resources() == before
+    assert offering.open(known).address == buffers[0].address
+
+
+def without_files(offering, pipe):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    files = []
+    with suppress(OSError):
+        while True:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+    told = []
+    for look in (offering.shown, offering.show):
+        try:
+            look([])
+        except TransportError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_process_without_files_is_told_what_helps(offering):
+    with Child(without_files, offering) as child:
+        first, second = child.result()
+    assert first == second
+    assert "cannot tell what memory is shared: Too many open files; raise the limit" in first
 
 
 def test_memory_of_multiprocessing_is_shown_where_it_lies(offering, reading):

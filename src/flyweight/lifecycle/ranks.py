@@ -23,6 +23,7 @@ from flyweight.transports.meeting import meet
 YIELD_SECONDS = 0.001
 """How long to wait for one who gives way, before looking again."""
 _LEAST_SECONDS = 0.1
+_PARTING_SECONDS = 5.0
 _LATE_SECONDS = 0.75
 """What the first rank listens beyond the deadline: whoever does not succeed says so then."""
 
@@ -143,7 +144,7 @@ class Ranks:
         """Part from the others, who hear of it when they wait for this rank. Safe to repeat."""
         parting = self._part()
         if parting is not None:
-            parting.join()
+            parting.join(_PARTING_SECONDS)
 
     def _part(self) -> threading.Thread | None:
         """Leave the group, in a thread of its own: it waits a while for the others to leave."""

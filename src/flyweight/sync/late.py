@@ -76,10 +76,12 @@ class Late:
         no version, and its digests will say so.
         """
         with self._roll.changed:
-            old, self.standing = self.standing, None
+            old = self.standing
+            # Meanwhile others may begin: a reader may be a rank that waits for another rank to.
+            self._roll.changed.wait_for(lambda: not self._readers_of(old), timeout / 2)
+            self.standing = None
             if old is not None:
                 old.is_gone = True  # from now on nobody begins to read it
-            self._roll.changed.wait_for(lambda: not self._readers_of(old), timeout / 2)
             readers = self._readers_of(old)
         for round_ in readers:
             round_.cut(TransferTimeout(f"version {version} takes the place of what it reads"))
@@ -95,7 +97,13 @@ class Late:
             target=self._late_round, args=(peer, edition), name="flyweight-late", daemon=True
         )
         self._rounds[thread] = edition, None
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as cause:  # the system gives no more of them
+            del self._rounds[thread]
+            text = f"no thread is left to the publisher: {cause}; raise the limit, ulimit -u"
+            self._roll.fail(peer, PeerFailed(text))
+            self._roll.take_back(peer)
 
     def _late_round(self, peer: Peer, edition: Edition | None) -> None:
         """Run a round for one replica, from what is held or from the newest snapshot."""
@@ -181,6 +189,8 @@ class Late:
 
     def join(self, deadline: float) -> bool:
         """Wait for the rounds that run; return whether all are over."""
-        for thread in list(self._rounds):
+        with self._roll.changed:  # one that is not started yet cannot be waited for
+            threads = list(self._rounds)
+        for thread in threads:
             thread.join(max(deadline - monotonic(), 0))
         return not self._rounds

@@ -331,8 +331,10 @@ class Publisher:
         try:
             lease.end(lambda: self._rounds(lease, peers, timeout))
         finally:
-            self._late.give_back(peers)
-            self._publishing.release()
+            try:
+                self._late.give_back(peers)
+            finally:
+                self._publishing.release()
 
     def _rounds(self, lease: Lease, peers: list[Peer], timeout: float) -> PublishReport:
         version, parent, started = lease.version, self._on.version, perf_counter()
@@ -370,7 +372,8 @@ class Publisher:
                 self._run(rounds[-1], None if held is None else version, parent)
         self._on.version = version
         parts = [part for each in rounds for part in each.parts]
-        digest_seconds = sum(each.digest_seconds for each in (*rounds, *([held] if held else [])))
+        digest_seconds = sum(each.digest_seconds for each in rounds)
+        digest_seconds += 0.0 if held is None else held.digest_seconds
         report = report_of(version, parts, failed, perf_counter() - started, digest_seconds)
         self._on.tell(self._conductor.last, version, "idle", parts, report.seconds)
         emit(

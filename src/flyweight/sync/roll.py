@@ -9,9 +9,10 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from queue import SimpleQueue
 from time import monotonic
 
 from flyweight.digest import DigestKind
@@ -23,6 +24,7 @@ from flyweight.errors import (
     TransferTimeout,
 )
 from flyweight.events import emit
+from flyweight.forks import leave_behind
 from flyweight.sync.address import Claim
 from flyweight.sync.lanes import HOST, Offers
 from flyweight.sync.messages import (
@@ -50,12 +52,13 @@ from flyweight.sync.messages import (
 )
 from flyweight.sync.rounds import Part, Round
 from flyweight.sync.stock import Region, Stock
-from flyweight.sync.wire import Wire
+from flyweight.sync.wire import BEATS, Wire
 from flyweight.transports.doorway import Door
 
 _MAX_AGREEMENTS = 15
-_BEATS = 5
-"""How often a side tells that it lives before the other would give it up."""
+_WATCHER_SECONDS = 5.0
+"""How long a watcher, who is not told what silence is allowed, may be silent at least."""
+_LISTENER_SECONDS = 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,28 +145,42 @@ class Roll:
         self.is_broken = False
         self._watchers: dict[bytes, float] = {}
         self._agreements: dict[Want, Agreement] = {}
-        self._announcer = ThreadPoolExecutor(1, "flyweight-events")
+        self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # A daemon: a listener that never returns must not keep the process from its end.
+        self._announcer = threading.Thread(
+            target=self._announce_all, name="flyweight-events", daemon=True
+        )
         self._news = News(None, 0, "idle", 0, 0.0, "", ())
         self._wire = Wire(
             claim.address.endpoint,
             is_publisher=True,
             hear=self._hear,
             beat=self._beat,
-            beat_seconds=silence_seconds / _BEATS,
+            beat_seconds=silence_seconds / BEATS,
             unreachable=self._unreachable,
             broken=self._break,
         )
+        leave_behind(self)
+
+    def let_go(self) -> None:
+        """Have no lock, in a forked child, of whose holder did not come along."""
+        self.changed = threading.Condition(threading.RLock())
 
     def start(self, version: int | None) -> None:
         """Answer from now on; `version` is there already."""
         self.version = version
         self._news = News(version, 0, "idle", 0, 0.0, "", ())
-        self._announcer.submit(int)  # its thread is there from the start
+        self._announcer.start()
         self._wire.start()
 
     def announce(self, kind: str, **fields: int | float | str | None) -> None:
         """Emit in a thread of its own: what a listener raises must not end the wire's."""
-        self._announcer.submit(emit, kind, **fields)
+        self._events.put(partial(emit, kind, **fields))
+
+    def _announce_all(self) -> None:
+        while (event := self._events.get()) is not None:
+            with suppress(Exception):  # whatever a listener raises is its own
+                event()
 
     def send(self, peer: bytes, message: Message) -> None:
         self._wire.send(message, peer)
@@ -237,7 +254,9 @@ class Roll:
                 self.send(id, Bye("the publisher was closed"))
             self.peers.clear()
         self._wire.close()
-        self._announcer.shutdown(wait=True, cancel_futures=False)
+        self._events.put(None)
+        if self._announcer.ident is not None:
+            self._announcer.join(_LISTENER_SECONDS)
 
     # What replicas say.
 
@@ -365,16 +384,16 @@ class Roll:
 
     def _beat(self) -> None:
         with self.changed:
-            now = monotonic()
+            now, awake = monotonic(), self._wire.awake_since
             for peer in list(self.peers.values()):
-                if now - peer.heard > self._silence_seconds:
+                if now - max(peer.heard, awake) > self._silence_seconds:
                     text = f"replica {peer.name!r} was silent for {self._silence_seconds:g} s"
                     self.send(peer.id, Bye(text))
                     self._lose(peer.id, TransferTimeout(text))
                 else:
                     self.send(peer.id, Tick())
             for id, heard in list(self._watchers.items()):
-                if now - heard > self._silence_seconds:
+                if now - max(heard, awake) > max(self._silence_seconds, _WATCHER_SECONDS):
                     del self._watchers[id]
             self._pass_on_news()
 

@@ -21,6 +21,7 @@ from flyweight.errors import (
     TransferTimeout,
     TransportError,
 )
+from flyweight.forks import leave_behind
 from flyweight.sync.address import Address
 from flyweight.sync.messages import (
     Abort,
@@ -40,10 +41,11 @@ from flyweight.sync.messages import (
     decode_from_publisher,
     error_named,
 )
-from flyweight.sync.wire import Wire
-from flyweight.transports.doorway import Line
+from flyweight.sync.wire import BEATS, Wire
+from flyweight.transports.doorway import ANSWER_SECONDS, Line, check_files
 
-_BEAT_SECONDS = 1.0
+BEAT_SECONDS = 1.0
+_MIN_ANSWER_SECONDS = 0.1
 
 MessageT = TypeVar("MessageT", bound=FromPublisher)
 
@@ -52,9 +54,20 @@ class Subscriber:
     """One connection; when it is lost, its owner makes another."""
 
     def __init__(
-        self, address: Address, token: str | None, name: str, *, is_watcher: bool = False
+        self,
+        address: Address,
+        token: str | None,
+        name: str,
+        *,
+        is_watcher: bool = False,
+        deadline: float = float("inf"),
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Connect to the publisher that is there by now, or raise PeerLost."""
+        """Connect to the publisher that is there by now, or raise PeerLost.
+
+        One that does not answer is waited for until the deadline, some seconds at most.
+        """
+        check_files()
         self.address = address
         self._changed = threading.Condition()
         self._inbox: deque[FromPublisher] = deque()
@@ -68,7 +81,10 @@ class Subscriber:
         known = address.token() if token is None else token
         with ExitStack() as stack:
             try:
-                self.line = Line(address.door, token=known)
+                seconds = max(min(ANSWER_SECONDS, deadline - monotonic()), _MIN_ANSWER_SECONDS)
+                self.line = Line(
+                    address.door, token=known, timeout_seconds=seconds, is_over=is_over
+                )
             except PeerRefused as refused:
                 if token is None and address.token() != known:
                     raise PeerLost(f"another publisher came to {address} just now") from refused
@@ -79,7 +95,7 @@ class Subscriber:
                 is_publisher=False,
                 hear=self._hear,
                 beat=self._beat,
-                beat_seconds=_BEAT_SECONDS,
+                beat_seconds=BEAT_SECONDS,
                 unreachable=lambda peer: self._lose(PeerLost(f"{address} takes no messages")),
                 line=self.line,
                 hung_up=lambda: self._lose(PeerLost(f"the publisher at {address} is gone")),
@@ -89,11 +105,17 @@ class Subscriber:
             self._wire.start()
             self.send(Hello(known, name, os.getpid(), self.line.name, is_watcher))
             self._closing = stack.pop_all()
+        leave_behind(self)
+
+    def let_go(self) -> None:
+        """Have no lock, in a forked child, of whose holder did not come along."""
+        self._changed = threading.Condition()
 
     def welcomed(self, deadline: float, is_over: Callable[[], bool]) -> Welcome:
         """Return what the publisher has."""
         welcome = self.take(Welcome, deadline, "a welcome", is_over=is_over)
         self._silence_seconds = welcome.silence_seconds
+        self._wire.beat_every(min(BEAT_SECONDS, welcome.silence_seconds / BEATS))
         return welcome
 
     def agree(self, want: Want, deadline: float, is_over: Callable[[], bool]) -> Agreed:
@@ -215,7 +237,7 @@ class Subscriber:
 
     def _beat(self) -> None:
         self.send(Tick())
-        if monotonic() - self._heard > self._silence_seconds:
+        if monotonic() - max(self._heard, self._wire.awake_since) > self._silence_seconds:
             self._lose(
                 TransferTimeout(
                     f"the publisher at {self.address} was silent for {self._silence_seconds:g} s"

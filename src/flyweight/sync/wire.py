@@ -18,8 +18,11 @@ import zmq
 from flyweight.errors import TransportError
 from flyweight.forks import leave_behind
 from flyweight.sync.messages import MAX_MESSAGE_BYTES, Message, encode
-from flyweight.transports.doorway import Line
+from flyweight.transports.doorway import Line, check_files
 
+BEATS = 5
+"""How often a side tells that it lives before the other would give it up."""
+_MIN_BEAT_SECONDS = 0.01
 _CLOSE_SECONDS = 5.0
 _LINGER_MILLISECONDS = 1000
 _LAST_WORDS_SECONDS = 1.0
@@ -50,11 +53,15 @@ class Wire:
         broken: Callable[[], None] = lambda: None,
     ) -> None:
         """`broken` is called when the thread ends by an error, after which nothing is heard."""
-        self._hear, self._beat, self._beat_seconds = hear, beat, beat_seconds
+        self._hear, self._beat = hear, beat
+        self._beat_seconds = max(beat_seconds, _MIN_BEAT_SECONDS)
+        self.awake_since = monotonic()
+        """Since when nothing has kept this process from listening: no silence is older."""
         self._unreachable, self._is_publisher = unreachable, is_publisher
         self._line, self._hung_up, self._broken = line, hung_up, broken
         self._lock, self._hearing = threading.Lock(), threading.Lock()
         self._is_over = self._is_freed = False
+        check_files()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER if is_publisher else zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MILLISECONDS)
@@ -80,6 +87,11 @@ class Wire:
     def start(self) -> None:
         """Begin to hear; whoever made the wire is ready for it now."""
         self._thread.start()
+
+    def beat_every(self, seconds: float) -> None:
+        """Beat so often from now on."""
+        self._beat_seconds = max(seconds, _MIN_BEAT_SECONDS)
+        self.nudge()
 
     def send(self, message: Message, to: bytes = b"") -> None:
         """Send a message at once, from any thread; never blocks."""
@@ -159,10 +171,11 @@ class Wire:
         line = -1 if self._line is None else self._line.fileno()
         if line >= 0:
             poller.register(line, select.POLLIN)
-        next_beat = monotonic() + self._beat_seconds
+        last_beat = monotonic()
         while not self._is_over:
             self._receive()
-            ready = dict(poller.poll(max(1000 * (next_beat - monotonic()), 0)))
+            until_beat = last_beat + self._beat_seconds - monotonic()
+            ready = dict(poller.poll(max(1000 * until_beat, 0)))
             if self._woken.fileno() in ready:
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
@@ -171,8 +184,12 @@ class Wire:
                 line = -1
                 self._hear_out()
                 self._hung_up()
-            if monotonic() >= next_beat:
-                next_beat = monotonic() + self._beat_seconds
+            now = monotonic()
+            if now >= last_beat + self._beat_seconds:
+                if now > last_beat + 2 * self._beat_seconds:  # stopped, or with much else to do
+                    self.awake_since = now
+                last_beat = now
+                self._receive()  # what has come is no silence
                 self._beat()
 
     def _hear_out(self) -> None:

@@ -16,6 +16,7 @@ import selectors
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,12 +26,16 @@ import msgspec
 
 from flyweight.errors import HandleGone, PeerLost, PeerRefused, TransferTimeout, TransportError
 from flyweight.forks import leave_behind
+from flyweight.host import has_room, raise_file_limit
 
 MAX_PATH_BYTES = 107
 """What a Unix socket's address can hold."""
 MAX_LINES = 4096
+SPARE_FILES = 32
+"""What must be left: libzmq takes a dozen for a connection, and without ends the whole process."""
+ANSWER_SECONDS = 5.0
 _MAX_MESSAGE_BYTES = 1024
-_ANSWER_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
 _FULL_SECONDS = 0.1
 
 
@@ -61,6 +66,15 @@ def check_socket_path(path: Path) -> Path:
     return path
 
 
+def check_files() -> None:
+    """Raise unless this process has files left for a connection."""
+    if not has_room(SPARE_FILES):
+        raise TransportError(
+            f"fewer than {SPARE_FILES} files are left to this process, which a connection needs; "
+            f"raise the limit, ulimit -n"
+        )
+
+
 class Door:
     """Hands files to lines that know the token and are of the same user."""
 
@@ -71,7 +85,9 @@ class Door:
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()
         self._lines: dict[socket.socket, str | None] = {}
+        self._newcomers: deque[float] = deque()
         self._is_over = False
+        check_files()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind(os.fspath(path))
@@ -110,16 +126,20 @@ class Door:
             return
         self._is_over = True
         self._wake.send(b".")
-        self._keeper.join(_ANSWER_SECONDS)
+        self._keeper.join(ANSWER_SECONDS)
         with suppress(FileNotFoundError):
             if self._path.stat().st_ino == self._inode:  # and not another door by now
                 self._path.unlink()
-        self.let_go()
+        self._shut()
         for each in (self._wake, self._woken):
             each.close()
 
     def let_go(self) -> None:
-        """Close all files and connections of this process, as a forked child must, too."""
+        """Close all files and connections in a forked child, whose parent keeps its own."""
+        self._lock = threading.Lock()  # who held it did not come along
+        self._shut()
+
+    def _shut(self) -> None:
         for each in (*self._lines, self._listener):
             each.close()
         self._selector.close()
@@ -141,7 +161,8 @@ class Door:
             try:
                 peer, _ = self._listener.accept()
             except OSError as cause:
-                if cause.errno in (errno.EMFILE, errno.ENFILE):
+                is_full = cause.errno in (errno.EMFILE, errno.ENFILE)
+                if is_full and not raise_file_limit():
                     sleep(_FULL_SECONDS)  # it stays at the door until a file is free
                 return
             _, uid, _ = struct.unpack(
@@ -172,6 +193,9 @@ class Door:
                     if not secrets.compare_digest(token.encode(), self._token.encode()):
                         peer.send(b"token")
                         return False
+                    if not self._has_room():
+                        peer.send(b"full")
+                        return False
                     self._lines[peer] = line
                     peer.send(b"welcome")
                 case Wanted(key) if self._lines[peer] is not None:
@@ -180,6 +204,16 @@ class Door:
                     return False
         except OSError:  # gone, or it takes no answers
             return False
+        return True
+
+    def _has_room(self) -> bool:
+        """True if a newcomer, and each that came just now, may take another file elsewhere."""
+        now = monotonic()
+        while self._newcomers and now - self._newcomers[0] > ANSWER_SECONDS:
+            self._newcomers.popleft()
+        if not has_room(SPARE_FILES + len(self._newcomers)):
+            return False
+        self._newcomers.append(now)
         return True
 
     def _hand_over(self, peer: socket.socket, key: str) -> None:
@@ -201,19 +235,29 @@ class Door:
 class Line:
     """A connection to a door, open as long as both processes live."""
 
-    def __init__(self, path: Path, *, token: str, timeout_seconds: float = _ANSWER_SECONDS) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        token: str,
+        timeout_seconds: float = ANSWER_SECONDS,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Connect, or raise TransferTimeout in time, and soon once `is_over`."""
         self.name = secrets.token_hex(8)
         self._path, self._lock = check_socket_path(path), threading.Lock()
+        started = monotonic()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(timeout_seconds)
+        self._socket.setblocking(False)
         try:
             self._socket.connect(os.fspath(path))
             self._socket.send(msgspec.json.encode(Greeting(token, self.name)))
+            self._await_answer(started + timeout_seconds, is_over)
             answer = self._socket.recv(_MAX_MESSAGE_BYTES)
         except TimeoutError as cause:
             self._socket.close()
             raise TransferTimeout(
-                f"the door at {str(path)!r} did not answer in {timeout_seconds:g} s"
+                f"the door at {str(path)!r} did not answer in {monotonic() - started:.3g} s"
             ) from cause
         except OSError as cause:
             self._socket.close()
@@ -221,10 +265,23 @@ class Line:
         if not answer:
             self._socket.close()
             raise PeerLost(f"who was at the door {str(path)!r} has gone")
+        if answer == b"full":
+            self._socket.close()
+            raise PeerLost(
+                f"who is at the door {str(path)!r} has no files left for us; raise its limit, "
+                f"ulimit -n"
+            )
         if answer != b"welcome":
             self._socket.close()
             raise PeerRefused(f"the door at {str(path)!r} does not know our token")
         leave_behind(self)
+
+    def _await_answer(self, deadline: float, is_over: Callable[[], bool]) -> None:
+        looker = select.poll()
+        looker.register(self._socket, select.POLLIN)
+        while not looker.poll(1000 * max(min(deadline - monotonic(), _LOOK_SECONDS), 0)):
+            if monotonic() >= deadline or is_over():
+                raise TimeoutError
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -239,7 +296,7 @@ class Line:
             looker.register(self._socket, select.POLLIN)
             return not looker.poll(0)
 
-    def fetch(self, key: str, *, timeout_seconds: float = _ANSWER_SECONDS) -> int:
+    def fetch(self, key: str, *, timeout_seconds: float = ANSWER_SECONDS) -> int:
         """Return a file of this process's own; raise HandleGone if nothing has that key."""
         deadline = monotonic() + timeout_seconds
         with self._lock:
@@ -271,4 +328,5 @@ class Line:
         self._socket.close()
 
     def let_go(self) -> None:
+        self._lock = threading.Lock()  # who held it did not come along
         self._socket.close()

@@ -17,14 +17,16 @@ import secrets
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from flyweight.errors import HandleGone, TransportError
+from flyweight.host import has_room, opened, reason
 from flyweight.memory import Buffer, Bytes, available_bytes, bytes_of, without_fork
-from flyweight.transports.doorway import Door, Line
+from flyweight.transports.doorway import SPARE_FILES, Door, Line
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1, and not in Python's list
@@ -94,7 +96,7 @@ class SharedMemoryTransport:
         except (OSError, ValueError, OverflowError) as cause:
             if fd >= 0:
                 os.close(fd)
-            why = cause.strerror if isinstance(cause, OSError) else cause
+            why = reason(cause) if isinstance(cause, OSError) else cause
             raise TransportError(f"no {nbytes} bytes of shared memory: {why}") from cause
         without_fork(data)
         self._add(fd, Buffer.of(data).address, max(nbytes, 1), 0, is_ours=True)
@@ -126,10 +128,11 @@ class SharedMemoryTransport:
             return self._offered(segment, low, high, copy.owner)
 
     def show(self, buffers: Sequence[Buffer]) -> list[SharedMemoryHandle]:
-        """Offer memory where it lies, and raise TransportError for what nobody else can map."""
+        """Offer memory where it lies; raise TransportError, and offer none of it, if that fails."""
         handles: list[SharedMemoryHandle] = []
-        with self._lock:
+        with self._lock, ExitStack() as stack:
             scan = _Scan()
+            self._check_files(buffers, scan)
             for buffer in buffers:
                 _check_host(buffer)
                 low, high = buffer.span if buffer.nbytes else (buffer.address, buffer.address)
@@ -139,8 +142,23 @@ class SharedMemoryTransport:
                         f"{buffer.nbytes} bytes at {low:#x} are not, or no longer, shared memory "
                         f"whose file this process has open"
                     )
+                known = len(self._offers)
                 handles.append(self._offered(segment, low, high, buffer.owner))
+                if len(self._offers) > known:
+                    stack.callback(self.release, handles[-1])
+            stack.pop_all()
         return handles
+
+    def _check_files(self, buffers: Sequence[Buffer], scan: _Scan) -> None:
+        """Raise if to show buffers would leave this process without files."""
+        spans = [buffer.span for buffer in buffers if buffer.nbytes]
+        new = {scan.at(*each) for each in spans if not self._segment_at(each[0], each[1] - each[0])}
+        num_files = len(new - {None})
+        if num_files and not has_room(num_files + SPARE_FILES):
+            raise TransportError(
+                f"{num_files} segments of shared memory need a file each, and {SPARE_FILES} must "
+                f"be left; raise the limit, ulimit -n, or publish with strategy='host'"
+            )
 
     def _offered(self, segment: _Segment, low: int, high: int, owner: object) -> SharedMemoryHandle:
         handle = SharedMemoryHandle(
@@ -173,9 +191,9 @@ class SharedMemoryTransport:
     def _add(self, fd: int, start: int, nbytes: int, file_offset: int, *, is_ours: bool) -> None:
         """Keep a file for readers: a new description of it, that cannot be written through."""
         try:
-            readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            readable = opened(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as cause:
-            raise TransportError(f"cannot open a segment for readers: {cause.strerror}") from cause
+            raise TransportError(f"cannot open a segment for readers: {reason(cause)}") from cause
         finally:
             if is_ours:
                 os.close(fd)
@@ -246,7 +264,8 @@ class SharedMemoryTransport:
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             data = bytes_of(mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ))
         except (OSError, ValueError) as cause:
-            raise TransportError(f"cannot map segment {handle.key!r}: {cause}") from cause
+            why = reason(cause) if isinstance(cause, OSError) else cause
+            raise TransportError(f"cannot map segment {handle.key!r}: {why}") from cause
         finally:
             os.close(fd)
         without_fork(data)
@@ -283,9 +302,13 @@ class _Scan:
     """What of this process's memory is a file's that it has open, as of now."""
 
     def __init__(self) -> None:
-        self._files = dict(_open_files())
+        try:
+            self._files = dict(_open_files())
+            mappings = list(_shared_mappings())
+        except OSError as cause:
+            raise TransportError(f"cannot tell what memory is shared: {reason(cause)}") from cause
         self._mappings = sorted(
-            (each for each in _shared_mappings() if (each.device, each.inode) in self._files),
+            (each for each in mappings if (each.device, each.inode) in self._files),
             key=lambda each: each.start,
         )
         self._starts = [each.start for each in self._mappings]
