@@ -382,9 +382,9 @@ class Roll:
             self._pass_on_news()
             self.changed.notify_all()
 
-    def _beat(self) -> None:
+    def _beat(self, now: float) -> None:
         with self.changed:
-            now, awake = monotonic(), self._wire.awake_since
+            awake = self._wire.awake_since
             for peer in list(self.peers.values()):
                 if now - max(peer.heard, awake) > self._silence_seconds:
                     text = f"replica {peer.name!r} was silent for {self._silence_seconds:g} s"

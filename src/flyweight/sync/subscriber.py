@@ -235,9 +235,9 @@ class Subscriber:
                     self._inbox.append(message)
             self._changed.notify_all()
 
-    def _beat(self) -> None:
+    def _beat(self, now: float) -> None:
         self.send(Tick())
-        if monotonic() - max(self._heard, self._wire.awake_since) > self._silence_seconds:
+        if now - max(self._heard, self._wire.awake_since) > self._silence_seconds:
             self._lose(
                 TransferTimeout(
                     f"the publisher at {self.address} was silent for {self._silence_seconds:g} s"

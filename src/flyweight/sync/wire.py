@@ -45,14 +45,17 @@ class Wire:
         *,
         is_publisher: bool,
         hear: Hear,
-        beat: Callable[[], None],
+        beat: Callable[[float], None],
         beat_seconds: float,
         unreachable: Callable[[bytes], None] = lambda peer: None,
         line: Line | None = None,
         hung_up: Callable[[], None] = lambda: None,
         broken: Callable[[], None] = lambda: None,
     ) -> None:
-        """`broken` is called when the thread ends by an error, after which nothing is heard."""
+        """`broken` is called when the thread ends by an error, after which nothing is heard.
+
+        `beat` is told the time up to which silence counts: a stop right after is not the peer's.
+        """
         self._hear, self._beat = hear, beat
         self._beat_seconds = max(beat_seconds, _MIN_BEAT_SECONDS)
         self.awake_since = monotonic()
@@ -190,7 +193,7 @@ class Wire:
                     self.awake_since = now
                 last_beat = now
                 self._receive()  # what has come is no silence
-                self._beat()
+                self._beat(now)
 
     def _hear_out(self) -> None:
         """Hear what the other side said before it went, of which its door tells sooner."""
