@@ -45,3 +45,16 @@ class MemoryStore:
 
     def close(self):
         pass
+
+
+class Board:
+    """A bulletin board in one process."""
+
+    def __init__(self):
+        self._texts = {}
+
+    def post(self, key, text, deadline):
+        self._texts[key] = text
+
+    def look(self, key, deadline):
+        return self._texts.get(key)

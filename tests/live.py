@@ -9,6 +9,8 @@ import traceback
 
 import numpy as np
 
+from flyweight.host import state_of
+
 FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -50,7 +52,7 @@ class Child:
     def stop(self):
         """Have it stand still, and return once it does: a signal takes its time."""
         self.kill(signal.SIGSTOP)
-        until(lambda: _state_of(self.pid) == "T")
+        until(lambda: state_of(self.pid) == "T")
 
     def __enter__(self):
         return self
@@ -62,11 +64,6 @@ class Child:
             self.join()
         self.process.close()
         self._ours.close()
-
-
-def _state_of(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
 
 
 def _child(pipe, function, args):

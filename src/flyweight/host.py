@@ -24,14 +24,18 @@ def boot_id() -> str:
         return ""
 
 
+def state_of(pid: int) -> str:
+    """Return the letter that the kernel has for what a process does; nothing if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def is_running(pid: int) -> bool:
     """True unless a process of this number has ended, or never was."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in (b"Z", b"X")
+    return state_of(pid) not in ("", "Z", "X")
 
 
 def opened(path: str | os.PathLike[str], flags: int) -> int:

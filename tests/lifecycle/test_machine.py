@@ -11,6 +11,7 @@ import pytest
 
 import flyweight as fw
 from conftest import flip
+from fakes import Board
 from flyweight.errors import (
     Busy,
     ChecksumMismatch,
@@ -900,19 +901,6 @@ def test_an_engine_that_follows_a_store_never_goes_back(tmp_path):
 
 
 # Several ranks.
-
-
-class Board:
-    """A bulletin board in one process."""
-
-    def __init__(self):
-        self._texts = {}
-
-    def post(self, key, text, deadline):
-        self._texts[key] = text
-
-    def look(self, key, deadline):
-        return self._texts.get(key)
 
 
 class Pair:

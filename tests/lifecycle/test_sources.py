@@ -10,6 +10,7 @@ import torch
 
 import flyweight as fw
 from conftest import flip
+from fakes import Board
 from flyweight.adapters.fastdeploy_weights import FastDeployOptions, Site, SnapshotWeights
 from flyweight.errors import (
     ChecksumMismatch,
@@ -28,19 +29,6 @@ from flyweight.ports import Seat
 from live import until
 
 WAY = {"timeout_seconds": 0.6, "before": lambda version: None, "is_over": lambda: False}
-
-
-class Board:
-    """A bulletin board in one process."""
-
-    def __init__(self):
-        self._texts = {}
-
-    def post(self, key, text, deadline):
-        self._texts[key] = text
-
-    def look(self, key, deadline):
-        return self._texts.get(key)
 
 
 def model(value=0, shape=(64, 64)):

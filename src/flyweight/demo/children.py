@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from flyweight.errors import TransferTimeout
-from flyweight.host import is_running
+from flyweight.host import is_running, state_of
 
 Told = Mapping[str, Any]
 Inbox = SimpleQueue[tuple["Child", Told | None]]
@@ -115,14 +115,10 @@ class Child:
         """Have the process stand still, and return once it does."""
         os.kill(self.pid, signal.SIGSTOP)
         deadline = monotonic() + _STOP_SECONDS
-        while not self._has_stopped():
+        while state_of(self.pid) != "T":
             if monotonic() > deadline:
                 raise TransferTimeout(f"{self.name} did not stop in {_STOP_SECONDS:g} s")
             sleep(0.0005)
-
-    def _has_stopped(self) -> bool:
-        with open(f"/proc/{self.pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"T"
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -369,7 +369,7 @@ class Publisher:
                 )
                 self._on.version = version
                 self._on.tell(rounds[-1].number, version, "publishing", rounds[-1].parts, 0.0)
-                self._run(rounds[-1], None if held is None else version, parent)
+                self._run(rounds[-1], parent, is_held=held is not None)
         self._on.version = version
         parts = [part for each in rounds for part in each.parts]
         digest_seconds = sum(each.digest_seconds for each in rounds)
@@ -387,12 +387,12 @@ class Publisher:
         )
         return report
 
-    def _run(self, round_: Round, held: int | None, parent: int | None) -> None:
+    def _run(self, round_: Round, parent: int | None, *, is_held: bool) -> None:
         """Run a round; one that ends by an error of ours, with nobody served, published nothing."""
         try:
             self._conductor.run(round_)
         except BaseException:
-            if held is None and not any(part.is_committed for part in round_.parts):
+            if not is_held and not any(part.is_committed for part in round_.parts):
                 self._on.version = parent
             raise
 
