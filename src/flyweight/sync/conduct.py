@@ -77,7 +77,7 @@ class Conductor:
         if edition.digests is None or not self._options.should_verify:
             return 0.0
         agreed = [(each, each.digest_kind(edition.stock)) for each in map(_agreement, peers)]
-        regions = dict.fromkeys(region for each, kind in agreed for region in each.regions[kind])
+        regions = dict.fromkeys(region for each, kind in agreed for region in each.regions(kind))
         new = [region for region in regions if region not in edition.digests]
         started = perf_counter()
         edition.digests.update(edition.stock.digests(new, monotonic() + timeout))
@@ -92,7 +92,7 @@ class Conductor:
             peer.sent = lists
             peer.lists += 1
         kind = agreement.digest_kind(edition.stock)
-        regions, digests = agreement.regions[kind], None
+        regions, digests = agreement.regions(kind), None
         if edition.digests is not None and self._options.should_verify:
             digests = tuple(edition.digests[region] for region in regions)
         places = None

@@ -411,7 +411,7 @@ class Publisher:
     def _refill(self, version: int, parent: int | None, timeout: float) -> Edition:
         """Put the model into the copy that is held, once nobody reads that any more."""
         deadline, stock = monotonic() + timeout, self._stock
-        wholes = stock.wholes() if self._options.should_verify else []
+        wholes = stock.wholes if self._options.should_verify else []
         started = perf_counter()
         before = stock.digests(wholes, deadline)
         spent = perf_counter() - started

@@ -82,14 +82,17 @@ class Agreement:
         """
         return "xxh3" if stock.is_on_host and self.places <= {HOST} else "words"
 
+    def regions(self, kind: DigestKind) -> tuple[Region, ...]:
+        """Return what each copy reads, to be digested that way."""
+        if kind not in self._regions:
+            self._regions[kind] = tuple(
+                Region(copy.source, copy.source_offset, copy.shape, kind) for copy in self.copies
+            )
+        return self._regions[kind]
+
     @cached_property
-    def regions(self) -> dict[DigestKind, tuple[Region, ...]]:
-        """What each copy reads, for each way to digest it."""
-        kinds: tuple[DigestKind, ...] = ("words", "xxh3")
-        return {
-            kind: tuple(Region(c.source, c.source_offset, c.shape, kind) for c in self.copies)
-            for kind in kinds
-        }
+    def _regions(self) -> dict[DigestKind, tuple[Region, ...]]:
+        return {}
 
 
 @dataclass(eq=False)

@@ -123,8 +123,9 @@ class Stock:
         """True if all of it lies in memory of the host."""
         return all(b.buffer is not None and b.buffer.device is None for b in self.blocks)
 
+    @cached_property
     def wholes(self) -> list[Region]:
-        """Return every block as a region, digested as is quickest where it lies."""
+        """Every block as a region, digested as is quickest where it lies."""
         kind: DigestKind = "xxh3" if self.is_on_host else "words"
         shapes = [block.items.shape for block in self.blocks]
         return [Region(n, (0,) * len(shape), shape, kind) for n, shape in enumerate(shapes)]
