@@ -32,7 +32,7 @@ from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.legacy_cells import KV_CACHE, MODEL_WEIGHTS, LegacyCell
 from flyweight.lifecycle.sources import StoredWeights
 from flyweight.lifecycle.states import Signal, State, Tag
-from live import SPAWN, Child
+from live import SPAWN, Child, until
 
 NORMAL, UPDATING, CLEARING, CLEARED = ModelWeightsStatus
 
@@ -596,7 +596,6 @@ def test_parameters_that_were_given_other_memory_are_not_served(
 ):  # C17
     target = Net()
     manager = open_manager(source(strategy), target)
-    manager.update_parameters()
     Net(2).head._share_buffer_to(target.head)
     with pytest.raises(LifecycleError, match="parameters were replaced after they were filled"):
         manager.finalize_update()
@@ -813,6 +812,7 @@ def test_memory_that_comes_back_at_the_same_address_is_not_served(
     target = Net()
     manager = open_manager(config(tmp_path), target)
     if not is_served:
+        fw.save(Net(1), tmp_path, version=2)
         manager.update_parameters()
     target.head._clear_data()
     paddle.zeros([4, 8])._share_buffer_to(target.head)  # the allocator has just the place for it
@@ -1123,7 +1123,8 @@ def test_the_worker_loop_drives_the_manager(tmp_path, open_manager, cell, pid): 
         fw.save(Net(3, size=9), tmp_path, version=3)
         with pytest.raises(ShapeMismatch):
             asked(UPDATING, block=True)
-        assert (cell.status, manager.version) == (NORMAL, 2)  # the old version is whole
+        # The old version is whole, but NORMAL would tell the caller that the new one is served.
+        assert (cell.status, manager.version, manager.health) == (CLEARED, 2, "paused")
         asked(CLEARING)
         with pytest.raises(ShapeMismatch):
             asked(UPDATING, block=True)
@@ -1131,6 +1132,50 @@ def test_the_worker_loop_drives_the_manager(tmp_path, open_manager, cell, pid): 
         fw.save(Net(4), tmp_path, version=4)
         asked(UPDATING, block=True)
         assert (cell.status, holds(target, 4)) == (NORMAL, True)
+
+
+def test_an_update_that_brings_nothing_is_not_normal(address, tmp_path, open_manager, cell, pid):
+    """C24: a trainer that waits for NORMAL must not take the old policy for its new one."""
+    trainer, target = Net(1), Net()
+    with fw.Publisher(trainer, address, hold=True) as publisher:
+        publisher.publish(1)
+        told = config(tmp_path, "ipc", address=address, timeout_seconds=1.5)
+        manager = open_manager(told, target)
+        runner = Runner(manager)
+
+        def asked():
+            cell.ask(UPDATING)
+            DynamicWeightManager.check_model_weights_status(cell, None, runner, pid, False)
+
+        with pytest.raises(TransferTimeout, match="a version after 1"):
+            asked()
+        assert (cell.status, manager.version, manager.health) == (CLEARED, 1, "paused")
+        trainer.set_state_dict(Net(2).state_dict())
+        publisher.publish(2)
+        asked()
+        assert (cell.status, manager.version, manager.health) == (NORMAL, 2, "serving")
+        assert holds(target, 2)
+    with pytest.raises(TransferTimeout, match="no publisher came in time"):
+        asked()
+    assert (cell.status, manager.version, manager.health) == (CLEARED, 2, "paused")
+
+
+def test_an_update_that_waits_is_normal_once_the_version_is_there(
+    address, tmp_path, open_manager, cell, pid, threads
+):
+    trainer, target = Net(1), Net()
+    with fw.Publisher(trainer, address, hold=True) as publisher:
+        publisher.publish(1)
+        manager = open_manager(config(tmp_path, "ipc", address=address), target)
+        cell.ask(UPDATING)
+        check = DynamicWeightManager.check_model_weights_status
+        updating = threads.submit(check, cell, None, Runner(manager), pid, False)
+        until(lambda: manager.health == "paused")
+        assert cell.status is UPDATING
+        trainer.set_state_dict(Net(2).state_dict())
+        publisher.publish(2)
+        updating.result(20)
+        assert (cell.status, manager.version, holds(target, 2)) == (NORMAL, 2, True)
 
 
 def test_a_late_clear_does_not_replace_a_request_to_update(

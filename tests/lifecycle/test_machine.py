@@ -264,11 +264,16 @@ def test_an_update_that_finds_nothing_leaves_the_old_version_served_and_stops_no
     assert serving.serves(1)
 
 
-def test_the_newest_that_is_held_and_served_already_is_not_taken_again(serving):
-    told = serving.done(lambda: serving.machine.update(timeout_seconds=5))
-    assert told == []
-    assert serving.machine.state is State.SERVING
-    assert serving.machine.num_rounds == 1
+def test_an_update_that_brings_nothing_new_fails_and_the_engine_serves_on(serving):
+    """C24: a caller that waits for the next policy must not take the old one for it."""
+
+    def update():
+        with pytest.raises(TransferTimeout, match="a version after 1 from"):
+            serving.machine.update(timeout_seconds=0.5)
+
+    assert serving.done(update) == []
+    assert (serving.machine.state, serving.machine.num_rounds) == (State.SERVING, 1)
+    assert serving.serves(1)
 
 
 def snapshots(tmp_path):
@@ -770,11 +775,13 @@ def test_an_explicit_update_has_the_source_while_a_follower_waits(followed):
     publish_to_one(followed, 1)
     until(lambda: followed.machine.state is State.SERVING)
     started = time.monotonic()
-    assert followed.machine.update(1, timeout_seconds=20).version == 1  # is not made to wait
-    followed.machine.update(timeout_seconds=20)
+    assert followed.machine.update(timeout_seconds=20).version == 1  # it came by following
+    assert followed.machine.update(1, timeout_seconds=20).version == 1
     assert time.monotonic() - started < 10
-    publish_to_one(followed, 2)
-    until(lambda: followed.machine.version == 2)
+    followed.publish(2)
+    assert followed.machine.update(timeout_seconds=20).version == 2  # and nothing is pinned
+    publish_to_one(followed, 3)
+    until(lambda: followed.machine.version == 3)
 
 
 def test_a_cleared_engine_is_not_filled_by_versions_that_come(followed):
@@ -819,6 +826,7 @@ def test_a_pause_waits_for_a_round_that_nobody_asked_for(followed, threads):
 def test_a_round_that_has_no_turn_leaves_what_runs_alone(serving, threads, monkeypatch):
     """An engine that stands still for a clear is not told to go on beside it."""
     monkeypatch.setattr("flyweight.lifecycle.machine.ROUND_SECONDS", 0.1)
+    serving.publish(2)
     serving.machine.update(timeout_seconds=20)  # no pin
     began, may_end = threading.Event(), threading.Event()
 
@@ -829,7 +837,7 @@ def test_a_round_that_has_no_turn_leaves_what_runs_alone(serving, threads, monke
     serving.engine.drop_cache = hold
     clear = threads.submit(serving.machine.clear, KV_CACHE)
     assert began.wait(10)
-    serving.publish(2)
+    serving.publish(3)
     with pytest.raises(Busy, match="clear is running, update was not begun"):
         serving.machine.follow(timeout_seconds=20, is_over=lambda: False)
     assert serving.machine.state is State.PAUSED
@@ -1186,11 +1194,12 @@ def test_a_round_that_one_rank_has_no_turn_for_ends_on_the_other_too(pair, rank,
     def follow(machine):
         return machine.follow(timeout_seconds=20, is_over=lambda: False)
 
-    assert pair.both(lambda machine: machine.update(timeout_seconds=20)) == [None, None]  # no pin
+    pair.publish(2)
+    pair.both(lambda machine: machine.update(timeout_seconds=20))  # no pin
     with pair.request(rank):
         pauses = [pair.one(lambda machine: machine.pause(timeout_seconds=20), rank)]
         until(lambda: pair.states[rank] is State.PAUSING)
-        pair.publish(2)
+        pair.publish(3)
         raised = pair.both(follow)
         assert [type(each) for each in raised] == [
             (Busy, LifecycleError)[rank],
@@ -1200,7 +1209,7 @@ def test_a_round_that_one_rank_has_no_turn_for_ends_on_the_other_too(pair, rank,
         assert pair.states[1 - rank] is State.SERVING
         pauses.append(pair.one(lambda machine: machine.pause(timeout_seconds=20), 1 - rank))
     assert [each.exception(20) for each in pauses] == [None, None]
-    assert (pair.states, pair.versions) == ([State.PAUSED] * 2, [1, 1])
+    assert (pair.states, pair.versions) == ([State.PAUSED] * 2, [2, 2])
 
 
 def test_an_engine_that_must_stop_waits_for_what_one_rank_is_at_alone(pair):

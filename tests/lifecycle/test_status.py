@@ -104,7 +104,10 @@ MISFITS = {
     "cut inside its header": (lambda path: resized(path, 20), "has 20 bytes"),
     "cut": (lambda path: resized(path, 5000), "has 5000 bytes"),
     "too long": (lambda path: resized(path, 1 << 20), "has 1048576 bytes"),
-    "another protocol": (lambda path: reheaded(path, protocol=PROTOCOL + 1), "has protocol 2"),
+    "another protocol": (
+        lambda path: reheaded(path, protocol=PROTOCOL + 1),
+        f"has protocol {PROTOCOL + 1}",
+    ),
     "other ranks": (lambda path: reheaded(path, num_ranks=5), "is for 5 ranks, expected 2"),
     "another boot": (lambda path: reheaded(path, boot=bytes(16)), "from before this machine's"),
 }
@@ -494,8 +497,8 @@ def test_words_that_are_no_text_are_told_all_the_same(path):
 def test_the_largest_slot_fits(path):
     most = 2**63 - 1
     slot = Slot(
-        pid=most, started=most, state=State.VERIFYING, absent=tuple(Tag), version=most, taken=most,
-        done=most, error="E" * 60, answer="€" * 233, reason="€" * 233, is_listening=False,
+        pid=most, started=most, state=State.VERIFYING, absent=tuple(Tag), version=most, pinned=most,
+        taken=most, went_back_from=most, num_went_back=most, is_paused_by_hand=True, done=most, error="E" * 60, answer="€" * 233, reason="€" * 233, is_listening=False,
         step="release_experts", percent=99.99, num_running=most, nbytes=most, round_seconds=1e300,
         pause_seconds=1e300, num_rounds=most,
     )  # fmt: skip

@@ -250,12 +250,13 @@ def test_the_old_routes_answer_with_the_codes_of_old(site, draining):
     site.engine.tell("finish")
     assert clearing.result(20)[0] == 200
     site.good("GET", "/update_model_weight")
-    site.engine.tell("request")
-    updating = draining("GET", "/update_model_weight")
+    updating = draining("GET", "/update_model_weight?timeout=5")  # it waits for a newer version
     assert site.ask("GET", "/update_model_weight")[0] == 400
     assert site.ask("GET", "/clear_load_weight")[0] == 403
-    site.engine.tell("finish")
-    assert updating.result(20)[0] == 200
+    code, told = updating.result(20)
+    assert (code, told["status"]) == (404, "error")
+    assert "a version after 3" in str(told["result"])
+    assert (site.state, site.replica()["version"]) == ("SERVING", 3)
 
 
 def test_a_head_of_an_old_route_does_nothing(site):

@@ -112,7 +112,7 @@ def test_update_and_roll_change_the_version_and_the_timeline(page):
     page.load().sees(".state", "SERVING")
     page.find(".number").send_keys("2")
     page.press(".roll")
-    page.sees(".version", "version 2, pinned")
+    page.sees(".version", "version 2, back from 3, pinned")
     assert page.site.replica()["version"] == 2
     page.sees("#rounds tbody tr", "engine-0")
     page.press(".update")

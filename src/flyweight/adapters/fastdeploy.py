@@ -336,10 +336,12 @@ class DynamicWeightManager:
     ) -> Iterator[None]:
         """Make one old call: beat meanwhile, and say in the old cell how it ended.
 
-        A failure has no number there. The cell then says what is true: NORMAL if the version from
-        before is served again, else CLEARED; the error says why.
+        A failure has no number there. An update that failed says CLEARED, and the engine stays
+        paused whatever it holds: whoever waits for NORMAL would take the old version for the new
+        one. After any other failure the cell says NORMAL if the version from before is served.
         """
-        was_serving = self._machine.state is State.SERVING
+        may_go_on = pid is None or request is not LegacyStatus.UPDATING
+        was_serving = may_go_on and self._machine.state is State.SERVING
         with ExitStack() as stack:
             cell = self._cell(pid)
             if cell is not None:
@@ -353,7 +355,7 @@ class DynamicWeightManager:
                     with suppress(FlyweightError):  # what is raised is the first error
                         self._machine.resume(timeout_seconds=self._options.timeout_seconds)
                 if cell is not None:
-                    is_served = self._machine.state is State.SERVING
+                    is_served = may_go_on and self._machine.state is State.SERVING
                     truth = LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED
                     legacy_cells.settle(cell, truth, of=request)
                 raise

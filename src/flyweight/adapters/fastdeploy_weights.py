@@ -162,10 +162,15 @@ class PublishedWeights(Replica):
         timeout_seconds: float = TIMEOUT_SECONDS,
         before: Callable[[int], None] | None = None,
         is_over: Callable[[], bool] = lambda: False,
+        may_keep: bool = False,
     ) -> UpdateReport:
         held = self.report
         report = super().update(
-            version, timeout_seconds=timeout_seconds, before=before, is_over=is_over
+            version,
+            timeout_seconds=timeout_seconds,
+            before=before,
+            is_over=is_over,
+            may_keep=may_keep,
         )
         if report is not held:  # else nothing was taken
             self._site.tell_unmatched(self.unused)
@@ -278,6 +283,7 @@ class CheckedWeights:
         timeout_seconds: float,
         before: Callable[[int], None],
         is_over: Callable[[], bool],
+        may_keep: bool = False,
     ) -> UpdateReport:
         started, begun = perf_counter(), []
 
@@ -291,7 +297,11 @@ class CheckedWeights:
                 self.forget(NO_MEMORY)
             self._hold()
             report = self._weights.update(
-                version, timeout_seconds=timeout_seconds, before=begin, is_over=is_over
+                version,
+                timeout_seconds=timeout_seconds,
+                before=begin,
+                is_over=is_over,
+                may_keep=may_keep,
             )
         except FlyweightError:
             raise

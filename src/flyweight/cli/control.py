@@ -216,7 +216,7 @@ def restore(*, tags: str, replica: str | None, timeout_seconds: float, **options
 
 
 @main.command()
-@click.option("--version", type=click.IntRange(0), help="Which; otherwise the newest.")
+@click.option("--version", type=click.IntRange(0), help="Which; otherwise wait for a newer one.")
 @when_serving_option
 @replica_option
 @timeout_option
@@ -229,7 +229,7 @@ def update(
     timeout_seconds: float,
     **options: Any,
 ) -> None:
-    """Have engines take a version over, the newest or the one asked for."""
+    """Have engines take a version over: a newer one than they hold, or the one asked for."""
     body: dict[str, object] = {"when_serving": when_serving}
     if version is not None:
         body["version"] = version

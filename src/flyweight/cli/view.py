@@ -32,7 +32,7 @@ def status_view(told: Mapping[str, Any]) -> Group:
                 str(rank["rank"]),
                 str(rank["pid"]) if rank["pid"] else "-",
                 _state(rank["state"]),
-                "-" if rank["version"] is None else str(rank["version"]),
+                _version(rank),
                 str(rank["num_running"]),
                 str(rank["num_rounds"]),
                 f"{rank['nbytes'] / 1e9 / max(rank['round_seconds'], 1e-9):.2f}",
@@ -63,6 +63,13 @@ def _rounds(rounds: Sequence[Mapping[str, Any]]) -> Table:
             f"{1000 * each['pause_seconds']:.1f}",
         )
     return table
+
+
+def _version(rank: Mapping[str, Any]) -> str:
+    if rank["version"] is None:
+        return "-"
+    back = rank["went_back_from"]
+    return str(rank["version"]) + ("" if back is None else f" [yellow](back from {back})[/]")
 
 
 def _state(state: str) -> str:

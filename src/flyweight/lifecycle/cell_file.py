@@ -21,7 +21,7 @@ from uuid import UUID
 from flyweight.errors import LifecycleError, StoreError
 from flyweight.host import boot_id, exposure
 
-PROTOCOL = 1
+PROTOCOL = 2
 HEADER = struct.Struct("<8sIIQ16s")  # magic, protocol, ranks, epoch, the boot it is of
 REPLACE_SECONDS, RETRY_SECONDS = 0.5, 0.01
 """For how long a lock may be that of a process which replaces the cell; how often to look."""

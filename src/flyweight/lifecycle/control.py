@@ -67,6 +67,9 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     round_seconds: float
     pause_seconds: float
     num_rounds: int
+    went_back_from: int | None = None
+    """The version before this one, if it was newer."""
+    num_went_back: int = 0
 
 
 class Operation(msgspec.Struct, kw_only=True):
@@ -345,6 +348,8 @@ def _rank_status(rank: int, slot: Slot | None) -> RankStatus:
         round_seconds=told.round_seconds,
         pause_seconds=told.pause_seconds,
         num_rounds=told.num_rounds,
+        went_back_from=told.went_back_from if is_alive else None,
+        num_went_back=told.num_went_back,
     )
 
 

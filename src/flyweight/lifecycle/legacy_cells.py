@@ -181,8 +181,8 @@ def status_of(cell: StatusWord) -> LegacyStatus:
 def settle(cell: StatusWord, result: LegacyStatus, *, of: LegacyStatus) -> bool:
     """Write how a request ended; False if the cell asks for something else by now.
 
-    A failure has no number of its own. What is written then is what is true of the weights:
-    NORMAL if they are served as before, CLEARED if there are none to serve.
+    A failure has no number of its own. CLEARED is written after an update that failed: NORMAL
+    would tell whoever asked for it that the new version is served.
     """
     if status_of(cell) in {*_REQUESTS} - {of}:
         return False

@@ -141,17 +141,25 @@ class Machine(Rounds):
         version: int | None = None,
         *,
         may_drain: bool = True,
+        is_restore: bool = False,
         timeout_seconds: float = 60.0,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> UpdateReport | None:
-        """Take a version over, or the newest; on all ranks or on none.
+        """Take a version over, or one that is newer than what is held; on all ranks or on none.
 
-        One that is asked for by its number stays until the newest is asked for again.
-        Requests stand still only while it is copied, not while it is waited for. None if the
-        version was held already and is being served.
+        Without a version this waits for a newer one until its deadline, and raises
+        TransferTimeout if none comes. Nothing is transferred if the version that is named is
+        held, or if one came by following since the last update was answered, or if a whole one
+        is held and not served; each time the source has to confirm it. With `is_restore` ranks
+        that hold a version keep it. `is_over`, and a `rouse` of the source, end the wait early.
+
+        A version that is asked for by its number stays until the newest is asked for again.
+        The engine pauses requests only while it is copied, not while it is waited for.
         """
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
+        round_ = Round(version, may_drain, deadline, is_asked=True, is_restore=is_restore)
         with self._asking(deadline), self._turn_for("update", deadline):
-            return self._update(Round(version, may_drain, deadline, is_asked=True))
+            return self._update(round_, is_over=is_over)
 
     def follow(self, *, timeout_seconds: float, is_over: Callable[[], bool]) -> bool:
         """Wait for the next version as one nobody asked for, and take it; False if none came.

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from time import monotonic, perf_counter, sleep
 
 from flyweight.errors import Busy, FlyweightError, LifecycleError, TransferTimeout, VersionError
@@ -24,8 +23,6 @@ from flyweight.ports import Engine
 from flyweight.sync.report import UpdateReport
 
 _CATCH_UPS = 4
-_NEWER_SECONDS = 0.5
-"""How long to ask for something newer than what is held, when the newest is asked for."""
 
 
 @dataclass
@@ -36,6 +33,8 @@ class Round:
     may_drain: bool
     deadline: float
     is_asked: bool
+    is_restore: bool = False
+    """Whether a rank that holds a version keeps it: only those that hold none take one."""
     is_begun: bool = False
     """Whether the other ranks have heard of it from this one."""
     is_prepared: bool = False
@@ -50,7 +49,8 @@ class Round:
     def purpose(self) -> str:
         """What it is for, in words that are the same on all ranks."""
         version = "the newest" if self.wanted is None else f"version {self.wanted}"
-        return f"{'update to' if self.is_asked else 'follow'} {version}"
+        verb = "restore" if self.is_restore else "update to" if self.is_asked else "follow"
+        return f"{verb} {version}"
 
 
 class Rounds(Steps):
@@ -73,6 +73,13 @@ class Rounds(Steps):
         self.num_rounds = 0
         self._session = ""
         """Of which publisher the version is that was committed."""
+        self.last_version: int | None = None
+        """The version that was committed last, whatever became of it."""
+        self.went_back_from: int | None = None
+        """The version before the one committed last, if that one is older."""
+        self.num_went_back = 0
+        self._answered: tuple[int | None, str] = None, ""
+        """The version that was committed when the last update was answered, and whose it was."""
         self.pinned: int | None = None
         """The version that was asked for by its number, and is not left for a newer one."""
 
@@ -110,26 +117,23 @@ class Rounds(Steps):
             self.step = "update"
             self._signal(Signal.UPDATE)
 
-        # The newest there is may be the one that is held.
-        is_enough = round_.is_asked and round_.wanted is None and self._weights.version is not None
-        until = min(round_.deadline, monotonic() + _NEWER_SECONDS if is_enough else inf)
         error: FlyweightError | None = None
         report: UpdateReport | None = None
         was_away = False
         try:
             was_away = round_.is_asked and self._restore_memory()
-            report = named(
-                "update",
-                lambda: self._weights.update(
-                    round_.wanted,
-                    timeout_seconds=max(until - monotonic(), 0.001),
-                    before=before,
-                    is_over=is_over,
-                ),
-            )
+            if not round_.is_restore or self._weights.version is None:
+                report = named(
+                    "update",
+                    lambda: self._weights.update(
+                        round_.wanted,
+                        timeout_seconds=max(round_.deadline - monotonic(), 0.001),
+                        before=before,
+                        is_over=is_over,
+                        may_keep=round_.is_asked and self._may_keep,
+                    ),
+                )
             round_.is_written = round_.is_begun
-        except TransferTimeout as failure:
-            error = None if is_enough and not round_.is_begun else failure
         except FlyweightError as failure:
             error = failure
         if not round_.is_asked and not round_.is_begun:
@@ -149,6 +153,8 @@ class Rounds(Steps):
             raise
         finally:
             self.step = ""
+            if round_.is_asked and not round_.is_restore:
+                self._answered = self.version, self._session
             if was_away and self.state is State.CLEARED and Tag.WEIGHTS in self.condition.absent:
                 self._release(Tag.WEIGHTS)  # nothing came: what is cleared takes no memory
             self._resume_if_meant()
@@ -191,6 +197,7 @@ class Rounds(Steps):
             if self.state is not State.SERVING:
                 self.version, self.failure = round_.held, None
                 self._session = self._weights.session
+                self._note_step_back(round_.held)
                 self.report = report if report is not None else self.report
                 self._signal(Signal.COMMITTED, self.condition.absent - {Tag.WEIGHTS})
             return
@@ -200,6 +207,13 @@ class Rounds(Steps):
         elif self.state in (State.UPDATING, State.VERIFYING):
             self._signal(Signal.KEPT)
         raise failure
+
+    def _note_step_back(self, version: int | None) -> None:
+        """Remember for status and metrics whether the version is older than the one before."""
+        last, self.last_version = self.last_version, version
+        is_older = last is not None and version is not None and version < last
+        self.went_back_from = last if is_older else None
+        self.num_went_back += is_older
 
     def _agree(self, round_: Round, error: FlyweightError | None) -> Verdict:
         """Compare versions with the other ranks; those that are behind catch up."""
@@ -275,6 +289,14 @@ class Rounds(Steps):
         if not verdict.is_agreed:
             raise LifecycleError(verdict.text)
         return verdict
+
+    @property
+    def _may_keep(self) -> bool:
+        """True if no update was answered with the version that is held, or none is committed.
+
+        Otherwise an update that brings nothing would report a version that its caller has had.
+        """
+        return self.version is None or (self.version, self._session) != self._answered
 
     @property
     def _is_as_before(self) -> bool:

@@ -88,27 +88,27 @@ class StoredWeights:
         timeout_seconds: float,
         before: Callable[[int], None],
         is_over: Callable[[], bool],
+        may_keep: bool = False,
     ) -> UpdateReport:
         """Load a version, or the newest; wait for one if the newest is held already.
 
-        What does not fit the model raises PlanError or SpecError, and what was held stays.
+        What is held is enough if it is the version that is named, or with `may_keep` the newest,
+        and its files still are what was loaded. What does not fit the model raises PlanError or
+        SpecError, and what was held stays.
         """
         deadline = monotonic() + timeout_seconds
         while version is None and not self._has_newer():
+            if may_keep and self._number == self.newest:
+                version = self._number
+                break
             if monotonic() > deadline or is_over():
                 raise self._nothing_newer()
             sleep(max(min(_LOOK_SECONDS, deadline - monotonic()), 0.0))
         started = perf_counter()
         with ExitStack() as stack:
             held = self.version
-            try:
-                stored = stack.enter_context(self._opened(version))
-                session = self._session_of(stored)
-            except FlyweightError:
-                is_held = self._number is not None and version == held
-                if is_held and version is not None and self._report is not None:
-                    return self._report  # whatever became of its files
-                raise
+            stored = stack.enter_context(self._opened(version))
+            session = self._session_of(stored)
             number = stored.manifest.version
             is_held = held is not None and (number, session) == (self._number, self._session)
             if is_held and number is not None:  # files without one may be others by now
@@ -234,11 +234,13 @@ class NearestWeights:
         timeout_seconds: float,
         before: Callable[[int], None],
         is_over: Callable[[], bool],
+        may_keep: bool = False,
     ) -> UpdateReport:
         """Take a version from the publisher if one is there soon, else from files, else wait.
 
         Without a number: the publisher's next, or, while no publisher can be reached, a snapshot
-        that is newer than what is held. A publisher that has nothing newer is waited for.
+        that is newer than what is held. A publisher that has nothing newer is waited for. With
+        `may_keep` what is held is enough if the side that it came from says that it is the newest.
         """
         deadline, self._is_reading = monotonic() + timeout_seconds, False
         patience = min(_PATIENCE_SECONDS, timeout_seconds)
@@ -251,18 +253,19 @@ class NearestWeights:
 
         while True:
             try:
-                return self._from_publisher(version, patience, begin, is_over)
+                return self._from_publisher(version, patience, begin, is_over, may_keep)
             except (PeerLost, TransferTimeout, VersionError) as error:
                 is_refused = missing is not None and isinstance(error, VersionError)
                 if begun or is_over() or is_refused:
                     raise  # a round that began and did not end well: whoever asked must know
                 failure, is_there = error, self._replica.is_connected
             held = self.version
-            is_asked = version is not None or held is None
+            may_keep_file = may_keep and self._stored.version is not None
+            is_asked = version is not None or held is None or may_keep_file
             if is_asked or (held is not None and not is_there and self._stored.newest > held):
                 left = max(deadline - monotonic(), 0.001)
                 try:
-                    return self._from_files(version, left, begin, is_over)
+                    return self._from_files(version, left, begin, is_over, may_keep)
                 except (FormatError, VersionError, TransferTimeout) as error:
                     if begun:
                         raise
@@ -280,10 +283,15 @@ class NearestWeights:
         timeout_seconds: float,
         before: Callable[[int], None],
         is_over: Callable[[], bool],
+        may_keep: bool,
     ) -> UpdateReport:
         try:
             return self._replica.update(
-                version, timeout_seconds=timeout_seconds, before=before, is_over=is_over
+                version,
+                timeout_seconds=timeout_seconds,
+                before=before,
+                is_over=is_over,
+                may_keep=may_keep,
             )
         finally:
             if self._replica.state != "empty":  # it was written over, well or not
@@ -295,6 +303,7 @@ class NearestWeights:
         timeout_seconds: float,
         before: Callable[[int], None],
         is_over: Callable[[], bool],
+        may_keep: bool,
     ) -> UpdateReport:
         def begin(found: int) -> None:
             before(found)
@@ -302,7 +311,11 @@ class NearestWeights:
 
         try:
             return self._stored.update(
-                version, timeout_seconds=timeout_seconds, before=begin, is_over=is_over
+                version,
+                timeout_seconds=timeout_seconds,
+                before=begin,
+                is_over=is_over,
+                may_keep=may_keep,
             )
         except (PlanError, SpecError):  # found before the first byte was written
             self._is_reading = False
@@ -310,6 +323,7 @@ class NearestWeights:
         finally:
             if self._is_reading:
                 self._replica.forget("a snapshot was loaded over it")
+                self._replica.last_version = self._stored.version
 
     def forget(self, reason: str) -> None:
         self._replica.forget(reason)

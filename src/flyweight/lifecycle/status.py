@@ -95,6 +95,10 @@ class Slot(
     round_seconds: float = 0.0
     pause_seconds: float = 0.0
     num_rounds: int = 0
+    went_back_from: int | None = None
+    """The version before, if it was newer than this one: a trainer has started again."""
+    num_went_back: int = 0
+    """How often that happened to this process."""
     is_alive: bool = False
     """True while somebody is there to do what is asked. Never written: who reads looks it up."""
 

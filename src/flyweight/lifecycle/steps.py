@@ -48,7 +48,13 @@ class Weights(Protocol):
         timeout_seconds: float,
         before: Callable[[int], None],
         is_over: Callable[[], bool],
-    ) -> UpdateReport: ...
+        may_keep: bool = False,
+    ) -> UpdateReport:
+        """Take a version over, or wait for the next one that is not held yet.
+
+        Transfers nothing if the version that is named is held already, or with `may_keep` the
+        newest; in both cases only after the source has confirmed it.
+        """
 
     def forget(self, reason: str) -> None: ...
 

@@ -75,6 +75,7 @@ class Worker:
             )
             if last is not None:
                 self.machine.pinned = last.pinned
+                self.machine.last_version = last.version
                 self.machine.is_paused_by_hand = last.is_paused_by_hand
             self.tell()
         except BaseException:
@@ -172,7 +173,10 @@ class Worker:
                 machine.clear(tags, may_drain=request.may_drain, timeout_seconds=_left(request))
             case Signal.UPDATE:
                 machine.update(
-                    request.version, may_drain=request.may_drain, timeout_seconds=_left(request)
+                    request.version,
+                    may_drain=request.may_drain,
+                    timeout_seconds=_left(request),
+                    is_over=self._is_over.is_set,
                 )
                 self._trouble = ""
             case Signal.RESTORE:
@@ -180,7 +184,12 @@ class Worker:
                 is_shared = self._ranks.seat.num_ranks > 1
                 if Tag.WEIGHTS in tags and (is_shared or Tag.WEIGHTS in machine.condition.absent):
                     wanted = machine.pinned if request.version is None else request.version
-                    machine.update(wanted, timeout_seconds=_left(request))
+                    machine.update(
+                        wanted,
+                        is_restore=True,
+                        timeout_seconds=_left(request),
+                        is_over=self._is_over.is_set,
+                    )
                 if Tag.KV_CACHE in tags:
                     machine.restore(timeout_seconds=_left(request))
             case _:
@@ -252,6 +261,8 @@ class Worker:
                     round_seconds=0.0 if report is None else report.seconds,
                     pause_seconds=machine.pause_seconds,
                     num_rounds=machine.num_rounds,
+                    went_back_from=machine.went_back_from,
+                    num_went_back=machine.num_went_back,
                 ),
             )
 

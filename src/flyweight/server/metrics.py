@@ -52,6 +52,11 @@ class FleetCollector(Collector):
         rounds = CounterMetricFamily(
             "flyweight_rounds", "Rounds that the rank has finished", labels=("replica", "rank")
         )
+        back = CounterMetricFamily(
+            "flyweight_went_back",
+            "Versions the rank took that were older than the one before",
+            labels=("replica", "rank"),
+        )
         running = _gauge("requests_running", "Requests that run on the rank", "rank")
         percent = _gauge("round_progress_ratio", "How much of a round has come, 0 to 1", "rank")
         nbytes = _gauge("round_bytes", "Bytes that the rank's last round moved", "rank")
@@ -62,13 +67,14 @@ class FleetCollector(Collector):
             up.add_metric(labels, float(rank.is_alive))
             if rank.is_alive:
                 rounds.add_metric(labels, rank.num_rounds)
+                back.add_metric(labels, rank.num_went_back)
                 running.add_metric(labels, rank.num_running)
                 percent.add_metric(labels, rank.percent / 100)
             if rank.is_alive and rank.num_rounds:
                 nbytes.add_metric(labels, rank.nbytes)
                 seconds.add_metric(labels, rank.round_seconds)
                 pause.add_metric(labels, rank.pause_seconds)
-        yield from (up, rounds, running, percent, nbytes, seconds, pause)
+        yield from (up, rounds, back, running, percent, nbytes, seconds, pause)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

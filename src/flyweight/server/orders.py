@@ -40,7 +40,7 @@ class WakeupOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class UpdateOptions(DrainOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Which; the newest if it is missing."""
+    """Which; a newer one than is held if it is missing."""
     verify_checksum: bool = True
 
 

@@ -47,6 +47,8 @@ def words(status: ReplicaStatus) -> str:
     if not is_well(status):
         return f"{status.state.lower()}: {status.reason}"
     version = "no version" if status.version is None else f"version {status.version}"
+    gone = [each.went_back_from for each in status.ranks if each.went_back_from is not None]
+    version += f", back from {gone[0]}" if gone else ""
     absent = sorted({tag for rank in status.ranks for tag in rank.absent})
     running = sum(rank.num_running for rank in status.ranks)
     count = sum(rank.state == status.state for rank in status.ranks)

@@ -52,7 +52,10 @@ class Late:
         if ask is None or not self._is_open:
             return
         last = self._roll.version
-        if standing is not None and ask.version in (None, standing.version):
+        newest = last if ask.version is None else ask.version
+        if ask.may_keep and ask.have is not None and ask.have == newest:
+            self._roll.confirm(peer, ask)
+        elif standing is not None and ask.version in (None, standing.version):
             if standing.version != ask.have:
                 self._serve_in_thread(peer, standing)
         elif self._options.store is not None and peer.searched != ask.ask:
@@ -173,6 +176,9 @@ class Late:
             if ask.version not in found:
                 return None
         elif ask.held is not None and ask.held >= found[-1]:
+            last = self._roll.version
+            if ask.may_keep and ask.have == max(found[-1], -1 if last is None else last):
+                self._roll.confirm(peer, ask)
             return None
         stored = stack.enter_context(open_source(store, version=ask.version))
         stock = Stock.at_rest(stored, self._stock(), self._copiers)

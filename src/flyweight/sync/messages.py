@@ -20,7 +20,7 @@ from flyweight.spec.manifest import MAX_DIMS, MAX_NAME_CHARS, Leaf, TensorSpec
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 256 << 20
 _MARK = b"fw"
 
@@ -159,6 +159,8 @@ class Ask(_Message, frozen=True):
     """What it holds whole, of this publisher."""
     held: int | None = None
     """What it holds whole, of whichever: a snapshot that is older is no news."""
+    may_keep: bool = False
+    """True if `have` is enough, once the publisher says that it is what is asked for."""
 
 
 class Denied(_Message, frozen=True):
@@ -167,6 +169,12 @@ class Denied(_Message, frozen=True):
     ask: int
     kind: str
     text: str
+
+
+class Kept(_Message, frozen=True):
+    """Publisher: the version that you have is the one you ask for; nothing has to be sent."""
+
+    ask: int
 
 
 class Withdraw(_Message, frozen=True):
@@ -296,6 +304,7 @@ FromPublisher = (
     | Agreed
     | Refusal
     | Denied
+    | Kept
     | Begin
     | Filled
     | Going

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from logging import getLogger
 from time import monotonic, perf_counter, sleep
 from typing import Literal
 
@@ -41,6 +42,7 @@ from flyweight.sync.messages import (
     Denied,
     Done,
     Fault,
+    Kept,
     error_named,
 )
 from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport, check_seconds
@@ -51,6 +53,7 @@ from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
 
 State = Literal["empty", "ready", "updating", "failed"]
+_log = getLogger("flyweight.sync")
 _RETRY_SECONDS = 0.02
 _CONNECT_SECONDS = 10.0
 _PROGRESS_SECONDS = 10.0
@@ -108,6 +111,8 @@ class Replica:
         self._state: State = "empty"
         self._failure: FlyweightError | None = None
         self._report: UpdateReport | None = None
+        self.last_version: int | None = None
+        """The version that was taken last, whatever became of it."""
         self._unused: tuple[str, ...] = ()
         self._come = self._to_come = 0
         self._is_open, self._pid = True, os.getpid()
@@ -193,8 +198,12 @@ class Replica:
         timeout_seconds: float = TIMEOUT_SECONDS,
         before: Callable[[int], None] | None = None,
         is_over: Callable[[], bool] = lambda: False,
+        may_keep: bool = False,
     ) -> UpdateReport:
         """Take a version over, or the next one that is not held yet; wait for it if need be.
+
+        Returns the last report if the version that is named is held already, or with `may_keep`
+        the newest; in both cases only after a living publisher has confirmed it.
 
         The engine must not use the weights from `before` on, which is called with the version
         when it is there and nothing was written yet; what it raises ends the update, and the old
@@ -212,7 +221,7 @@ class Replica:
         if not self._updating.acquire(blocking=False):
             raise TransportError(f"an update of replica {self.name!r} is under way")
         try:
-            return self._update(wanted, timeout_seconds, before, is_over)
+            return self._update(wanted, timeout_seconds, before, is_over, may_keep)
         finally:
             self._updating.release()
 
@@ -250,23 +259,30 @@ class Replica:
         timeout_seconds: float,
         before: Callable[[int], None] | None,
         is_over: Callable[[], bool],
+        may_keep: bool,
     ) -> UpdateReport:
         started, deadline = perf_counter(), monotonic() + timeout_seconds
         self._look()
         while True:
             link = self._linked(deadline, is_over)
             have = self._version if self._session == link.session else None
-            if version is not None and have == version and self._report is not None:
-                return self._report
+            self._ask += 1
+            is_enough = have is not None and (may_keep or have == version)
+            ask = Ask(self._ask, version, have, self._version, is_enough)
             self._taker.settle(deadline)
             try:
-                begin = self._begun(link, version, have, deadline, is_over)
+                begin = self._begun(link, ask, deadline, is_over)
             except (PeerLost, TransferTimeout) as error:
                 # It was silent, or has gone; if it is still there, nobody has published in time.
                 is_lost = isinstance(error, PeerLost) or link.subscriber.is_lost
                 if not is_lost or monotonic() > deadline or not self._is_open:
                     raise
                 self._drop()  # a publisher that comes back is as good
+                continue
+            if begin is None:
+                self._look()  # tensors may have been replaced while the answer was on its way
+                if self._version is not None and self._report is not None:
+                    return self._report
                 continue
             waited = perf_counter() - started
             progress = max(timeout_seconds, _PROGRESS_SECONDS)
@@ -326,31 +342,28 @@ class Replica:
             link.close()
 
     def _begun(
-        self,
-        link: Link,
-        version: int | None,
-        have: int | None,
-        deadline: float,
-        is_over: Callable[[], bool],
-    ) -> Begin:
-        """Ask, and return the beginning of the round that answers."""
-        self._ask += 1
+        self, link: Link, ask: Ask, deadline: float, is_over: Callable[[], bool]
+    ) -> Begin | None:
+        """Ask, and return the beginning of the round that answers; None if what is held will do."""
         subscriber = link.subscriber
-        subscriber.open_ask = self._ask
-        subscriber.send(Ask(self._ask, version, have, self._version))
-        what = "a version" if version is None else f"version {version}"
+        subscriber.open_ask = ask.ask
+        subscriber.send(ask)
+        newer = "a version" if ask.have is None else f"a version after {ask.have}"
+        what = newer if ask.version is None else f"version {ask.version}"
         try:
             while True:
                 message = subscriber.next(deadline, what, is_over=is_over)
                 match message:
-                    case Begin(ask=ask) if ask == self._ask:
+                    case Begin(ask=number) if number == ask.ask:
                         return message
-                    case Denied(ask=ask, kind=kind, text=text) if ask == self._ask:
+                    case Kept(ask=number) if number == ask.ask and ask.may_keep:
+                        return None
+                    case Denied(ask=number, kind=kind, text=text) if number == ask.ask:
                         raise error_named(kind, text)
                     case _:
                         continue  # the end of an earlier round
         except BaseException:
-            subscriber.withdraw(self._ask)
+            subscriber.withdraw(ask.ask)
             raise
 
     # The round.
@@ -421,6 +434,12 @@ class Replica:
         self._version, self._session = begin.version, link.session
         self._unused = link.unused
         self._state, self._failure = "ready", None
+        last, self.last_version = self.last_version, begin.version
+        if last is not None and begin.version < last:  # allowed: a trainer that started again
+            emit("update.went_back", version=begin.version, before=last, name=self.name)
+            _log.warning(
+                "replica %s went back from version %d to %d", self.name, last, begin.version
+            )
         emit(
             "update.done",
             version=begin.version,

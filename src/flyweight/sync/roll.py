@@ -40,6 +40,7 @@ from flyweight.sync.messages import (
     Fault,
     FromReplica,
     Hello,
+    Kept,
     Message,
     News,
     Refusal,
@@ -204,6 +205,13 @@ class Roll:
             f"does not hold it"
         )
         self.send(peer.id, Denied(ask.ask, "VersionError", text))
+
+    def confirm(self, peer: Peer, ask: Ask) -> None:
+        """Tell a replica that what it has is what it asks for."""
+        with self.changed:
+            if peer.ask is ask:
+                peer.ask, peer.state = None, "ready"
+                self.send(peer.id, Kept(ask.ask))
 
     def keep(self, peer: Peer) -> None:
         """Keep a replica that asks for a round."""

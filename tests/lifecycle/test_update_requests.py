@@ -1,0 +1,239 @@
+"""What an update request answers when there is nothing to transfer: never success by default."""
+
+import shutil
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+import flyweight as fw
+from flyweight.errors import TransferTimeout
+from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.sources import NearestWeights, StoredWeights
+from flyweight.lifecycle.states import Signal, State
+from live import Child, assign, holds, until, weights
+
+
+class Fleet:
+    """A trainer, an engine with its worker, and whoever sends it requests."""
+
+    def __init__(self, address, cell, model, source, worker):
+        self.trainer = weights(0)
+        self.publisher = fw.Publisher(self.trainer, address, hold=True)
+        self.model, self.source, self.worker = model, source, worker
+        self.control = Control(cell)
+
+    def publish(self, version):
+        assign(self.trainer, version)
+        self.publisher.publish(version)
+
+    def ask(self, version=None, seconds=20.0, signal=Signal.UPDATE):
+        operation = self.control.start(signal, version=version, timeout_seconds=seconds)
+        return self.control.wait(operation, seconds + 10)
+
+    @property
+    def rank(self):
+        return self.control.status().ranks[0]
+
+    def serves(self, version):
+        return (self.rank.state, self.rank.version) == (State.SERVING, version)
+
+    def took(self, version):
+        until(lambda: self.serves(version))
+
+
+@pytest.fixture
+def make(address, tmp_path):
+    """Makes an engine that follows, or does not, and the trainer that it follows."""
+    with ExitStack() as stack:
+
+        def made(*, should_follow, store=None):
+            model = weights(0)
+            replica = stack.enter_context(fw.Replica(model, address))
+            source = replica
+            if store is not None:
+                source = NearestWeights(replica, StoredWeights(model, store))
+            cell = tmp_path / "engine.cell"
+            worker = stack.enter_context(
+                fw.Worker(fw.ModelEngine(model), source, cell, should_follow=should_follow)
+            )
+            fleet = Fleet(address, cell, model, source, worker)
+            stack.enter_context(fleet.publisher)
+            stack.enter_context(fleet.control)
+            return fleet
+
+        yield made
+
+
+def test_a_version_that_came_by_following_answers_one_request_and_not_the_next(make):
+    fleet = make(should_follow=True)
+    fleet.publish(1)
+    fleet.took(1)
+    rounds = fleet.rank.num_rounds
+    assert fleet.ask().ending == "done"
+    assert fleet.rank.num_rounds == rounds  # nothing was transferred
+    started = time.monotonic()
+    ended = fleet.ask(seconds=1.5)
+    assert ended.ending == "failed"
+    assert "a version after 1" in ended.reason
+    assert time.monotonic() - started >= 1.4  # it waited for one
+    assert fleet.serves(1)
+    fleet.publish(2)
+    fleet.took(2)
+    assert fleet.ask().ending == "done"
+
+
+def test_a_request_that_waits_is_answered_by_the_version_that_comes(make, threads):
+    fleet = make(should_follow=False)
+    fleet.publish(1)
+    assert fleet.ask().ending == "done"
+    waiting = threads.submit(fleet.ask)
+    until(lambda: fleet.publisher.replicas and fleet.control.status().operation is not None)
+    assert not waiting.done()
+    assert fleet.serves(1)  # meanwhile the engine serves
+    fleet.publish(2)
+    assert waiting.result(20).ending == "done"
+    assert fleet.serves(2)
+    assert holds(fleet.model, 2)
+
+
+def test_a_version_that_is_named_and_held_is_confirmed_and_not_transferred(make):
+    fleet = make(should_follow=False)
+    fleet.publish(1)
+    assert fleet.ask(1).ending == "done"
+    rounds = fleet.rank.num_rounds
+    assert [fleet.ask(1).ending for _ in range(3)] == ["done"] * 3
+    assert fleet.rank.num_rounds == rounds
+    fleet.publish(2)
+    assert fleet.ask(1).ending == "done"  # the publisher is past it, and it was its version
+    assert fleet.serves(1)
+
+
+@pytest.mark.parametrize("version", [None, 1])
+def test_a_publisher_that_has_gone_confirms_nothing(make, version):
+    fleet = make(should_follow=True)
+    fleet.publish(1)
+    fleet.took(1)
+    fleet.publisher.close()
+    ended = fleet.ask(version, seconds=1.5)
+    assert ended.ending == "failed"
+    assert "no publisher came in time" in ended.reason
+    assert fleet.serves(1)
+
+
+def silent_trainer(address, pipe):
+    model = weights(1)
+    with fw.Publisher(model, address, hold=True, silence_seconds=60) as publisher:
+        publisher.publish(1)
+        pipe.send("published")
+        pipe.recv()
+
+
+@pytest.mark.parametrize("version", [None, 1])
+def test_a_publisher_that_is_silent_confirms_nothing(address, tmp_path, version):
+    model = weights(0)
+    with (
+        Child(silent_trainer, address) as trainer,
+        fw.Replica(model, address) as replica,
+        fw.Worker(fw.ModelEngine(model), replica, tmp_path / "cell"),
+        Control(tmp_path / "cell") as control,
+    ):
+        assert trainer.told() == "published"
+        until(lambda: control.status().version == 1)
+        trainer.stop()
+        operation = control.start(Signal.UPDATE, version=version, timeout_seconds=2)
+        ended = control.wait(operation, 10)
+        assert ended.ending == "failed"
+        assert "did not come in time" in ended.reason
+        assert control.status().version == 1
+
+
+def test_a_version_of_another_publisher_is_not_the_one_that_is_held(make, address):
+    """A trainer that was started again publishes its own version 1: it is transferred."""
+    fleet = make(should_follow=False)
+    fleet.publish(1)
+    assert fleet.ask(1).ending == "done"
+    fleet.publisher.close()
+    other = weights(7)
+    with fw.Publisher(other, address, hold=True) as publisher:
+        publisher.publish(1)
+        assert fleet.ask(1).ending == "done"
+        assert holds(fleet.model, 7)
+
+
+def test_the_store_confirms_what_came_from_it(make, tmp_path):
+    store = tmp_path / "store"
+    fw.save(weights(4), store, version=4)
+    fleet = make(should_follow=True, store=store)
+    fleet.publisher.close()
+    fleet.took(4)
+    rounds = fleet.rank.num_rounds
+    assert fleet.ask().ending == "done"
+    assert fleet.rank.num_rounds == rounds
+    assert fleet.ask(seconds=1.5).ending == "failed"
+    assert fleet.ask(4).ending == "done"
+    shutil.rmtree(store / "v0000000004")
+    assert fleet.ask(4, seconds=1.5).ending == "failed"
+    assert fleet.serves(4)
+
+
+def test_a_restore_keeps_what_is_held_and_needs_no_newer_version(make):
+    fleet = make(should_follow=False)
+    fleet.publish(1)
+    assert fleet.ask().ending == "done"
+    assert fleet.ask(signal=Signal.RESTORE).ending == "done"
+    assert fleet.ask(signal=Signal.CLEAR).ending == "done"
+    assert fleet.ask(signal=Signal.RESTORE).ending == "done"
+    assert fleet.serves(1)
+    assert holds(fleet.model, 1)
+
+
+def test_closing_a_worker_ends_a_request_that_waits(make):
+    fleet = make(should_follow=False)
+    fleet.publish(1)
+    assert fleet.ask().ending == "done"
+    fleet.control.start(Signal.UPDATE, timeout_seconds=60)
+    until(lambda: fleet.control.cell.slot(0).taken > fleet.control.cell.slot(0).done)
+    started = time.monotonic()
+    fleet.worker.close()
+    assert time.monotonic() - started < 5
+    assert not [t for t in threading.enumerate() if t.name == "flyweight-worker"]
+
+
+def test_a_replica_keeps_its_version_only_if_told_so(address):
+    trainer, model = weights(1), weights(0)
+    with fw.Publisher(trainer, address, hold=True) as publisher, fw.Replica(model, address) as it:
+        publisher.publish(1)
+        report = it.update(timeout_seconds=10)
+        assert it.update(may_keep=True, timeout_seconds=10) is report
+        with pytest.raises(TransferTimeout, match="a version after 1"):
+            it.update(timeout_seconds=0.3)
+        assign(trainer, 2)
+        publisher.publish(2)
+        assert it.update(may_keep=True, timeout_seconds=10).version == 2
+        assert holds(model, 2)
+
+
+def test_tensors_replaced_while_the_publisher_confirms_are_filled_again(address):
+    trainer, model = weights(1), weights(0)
+    with fw.Publisher(trainer, address, hold=True) as publisher, fw.Replica(model, address) as it:
+        publisher.publish(1)
+        it.update(timeout_seconds=10)
+        model.update(weights(5))
+        assert it.update(1, timeout_seconds=10).version == 1
+        assert holds(model, 1)
+
+
+def test_a_publisher_with_a_store_confirms_the_newest_of_both(address, tmp_path):
+    store, trainer, model = tmp_path / "store", weights(0), weights(0)
+    fw.save(weights(3), store, version=3)
+    with fw.Publisher(trainer, address, store=store) as publisher, fw.Replica(model, address) as it:
+        assert it.update(timeout_seconds=10).version == 3
+        assert it.update(may_keep=True, timeout_seconds=10).version == 3
+        assign(trainer, 4)
+        publisher.publish(4)  # nobody waits for it, and it is not held
+        with pytest.raises(TransferTimeout):
+            it.update(may_keep=True, timeout_seconds=0.5)
+        fw.save(weights(5), store, version=5)
+        assert it.update(may_keep=True, timeout_seconds=10).version == 5
