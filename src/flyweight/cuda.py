@@ -93,7 +93,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (c_void_p,),
     "cuCtxSynchronize": (),
-    "cuMemGetInfo_v2": (c_void_p, c_void_p),
     "cuMemAlloc_v2": (c_void_p, c_size_t),
     "cuMemFree_v2": (c_uint64,),
     "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
@@ -277,14 +276,6 @@ class _Waiter:
 
 
 _waiters: list[_Waiter] = []
-
-
-def free_bytes(device: int) -> int:
-    """Return how much memory of the device nobody has taken, in any process."""
-    free, total = c_size_t(), c_size_t()
-    with _current(device):
-        _call("cuMemGetInfo_v2", byref(free), byref(total))
-    return free.value
 
 
 # Memory of this process.

@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from device_memory import used_bytes  # noqa: E402
+
 import flyweight as fw  # noqa: E402
 from flyweight.errors import DigestMismatch, PeerLost, TransferTimeout  # noqa: E402
 
@@ -76,7 +78,7 @@ def engine(address, pipe, device, kind):
                     pipe.send((error, replica.state))
             elif command == "memory":
                 torch.cuda.synchronize()
-                pipe.send(torch.cuda.mem_get_info()[0])
+                pipe.send(used_bytes())
             elif command == "columns":
                 pipe.send(raw(target["w"].tensor))
             else:
