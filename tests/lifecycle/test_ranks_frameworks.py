@@ -313,6 +313,9 @@ def test_two_ranks_commit_together_or_not_at_all(framework, gone, tmp_path, thre
         assert (control.status().state, control.status().version) == (State.SERVING, 1)
         assert ask(tmp_path, "tell") == [{"serves": 1, "holds": 1}] * 2
 
+        # A restore finds both as they should be; it does not wait for a newer version.
+        assert asked(control, Signal.RESTORE).ending == "done"
+
         # One rank cannot even begin: both keep the old version, and serve it.
         publish(2)
         (tmp_path / "drop_cache.1").write_text("raise")

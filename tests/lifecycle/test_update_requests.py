@@ -1,6 +1,7 @@
 """What an update request answers when there is nothing to transfer: never success by default."""
 
 import shutil
+import signal
 import threading
 import time
 from contextlib import ExitStack
@@ -215,13 +216,17 @@ def test_a_replica_keeps_its_version_only_if_told_so(address):
         assert holds(model, 2)
 
 
-def test_tensors_replaced_while_the_publisher_confirms_are_filled_again(address):
-    trainer, model = weights(1), weights(0)
-    with fw.Publisher(trainer, address, hold=True) as publisher, fw.Replica(model, address) as it:
-        publisher.publish(1)
-        it.update(timeout_seconds=10)
+def test_tensors_replaced_while_the_publisher_confirms_are_filled_again(address, threads):
+    model = weights(0)
+    with Child(silent_trainer, address) as trainer, fw.Replica(model, address) as replica:
+        assert trainer.told() == "published"
+        replica.update(timeout_seconds=10)
+        trainer.stop()
+        updating = threads.submit(replica.update, 1, timeout_seconds=20)
+        until(lambda: replica._ask == 2)
         model.update(weights(5))
-        assert it.update(1, timeout_seconds=10).version == 1
+        trainer.kill(signal.SIGCONT)
+        assert updating.result(20).version == 1
         assert holds(model, 1)
 
 
