@@ -2,9 +2,10 @@
 
 import os
 import secrets
+import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import paddle
 import pytest
@@ -678,6 +679,84 @@ def test_the_calls_in_pieces_reach_the_engines_hooks(tmp_path, open_manager):  #
     hooks.did.clear()
     manager.clear_parameters()
     assert hooks.did == ["drop_cache", "clear_expert_buffer"]  # groups go only when that is asked
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """What the default hooks call: Paddle's groups and FastDeploy's expert buffers."""
+    calls = []
+
+    def note(name):
+        return lambda group=None: calls.append(name if group is None else f"{name} {group}")
+
+    manager = SimpleNamespace(
+        clear_buffer=note("clear_buffer"), recreate_buffer=note("recreate_buffer")
+    )
+    for parts in range(1, 6):
+        name = ".".join(["fastdeploy", "model_executor", "layers", "moe", "ep"][:parts])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["fastdeploy.model_executor.layers.moe.ep"].DeepEPBufferManager = manager
+    monkeypatch.setattr(paddle.distributed, "shutdown_process_group", note("shutdown"))
+    monkeypatch.setattr(paddle.distributed, "restart_process_group", note("restart"))
+    return calls
+
+
+def with_groups(told, *, tp, experts):
+    told.parallel_config.tensor_parallel_size = tp
+    told.parallel_config.enable_expert_parallel = experts
+    told.parallel_config.tp_group, told.parallel_config.ep_group = "tp", "ep"
+    return told
+
+
+def test_the_default_hooks_follow_the_old_order(tmp_path, open_manager, recorded):
+    """C15, C16: with expert and tensor parallelism, in whole calls and in pieces."""
+    fw.save(Net(1), tmp_path, version=1)
+    manager = open_manager(with_groups(config(tmp_path), tp=2, experts=True), Net())
+    assert recorded == []  # nothing happens on the first load
+    manager.clear_parameters(0, True)
+    assert recorded == ["clear_buffer", "shutdown ep", "shutdown tp", "shutdown"]
+    recorded.clear()
+    manager.update_parameters(0, True)
+    manager.finalize_update()
+    assert recorded == ["restart", "restart tp", "restart ep", "recreate_buffer"]
+    recorded.clear()
+    manager.clear_model_weight()
+    assert recorded == []  # the expert buffer stays
+    manager.clear_deepep_buffer()
+    manager.clear_communication_group()
+    assert recorded == ["clear_buffer", "shutdown ep", "shutdown tp"]
+    recorded.clear()
+    manager.restart_communication_group()
+    manager.recreate_deepep_buffer()
+    manager.reload_model_weights()
+    assert recorded == ["restart", "restart tp", "restart ep", "recreate_buffer"]
+    assert (manager.version, manager.health) == (1, "serving")
+    recorded.clear()
+    manager.clear_parameters()
+    assert recorded == ["clear_buffer"]
+    manager.clear_parameters(0, True)  # the weights are gone, the groups are not
+    assert recorded == ["clear_buffer", "shutdown ep", "shutdown tp", "shutdown"]
+
+
+def test_groups_that_are_not_in_use_are_left_alone(tmp_path, open_manager, recorded):
+    """C16: no expert parallelism, and one rank of tensor parallelism."""
+    fw.save(Net(1), tmp_path, version=1)
+    manager = open_manager(with_groups(config(tmp_path), tp=1, experts=False), Net())
+    manager.clear_parameters(0, True)
+    manager.update_parameters(0, True)
+    manager.clear_communication_group()
+    manager.clear_deepep_buffer()
+    assert recorded == ["shutdown", "restart"]
+
+
+def test_groups_that_the_runner_shut_down_are_restarted(tmp_path, open_manager, recorded):
+    """C16: the manager did not shut them down, and is asked to restart them."""
+    fw.save(Net(1), tmp_path, version=1)
+    manager = open_manager(with_groups(config(tmp_path), tp=1, experts=True), Net())
+    manager.restart_communication_group()
+    assert recorded == ["restart", "restart ep"]
+    manager.update_parameters(0, True)
+    assert recorded == ["restart", "restart ep"] * 2
 
 
 def test_a_hook_that_fails_is_named_and_can_be_tried_again(

@@ -221,6 +221,10 @@ def manage(rank, num_ranks, framework, directory):
                 "tell": told,
                 "update": lambda: tried(manager.update_parameters, manager.finalize_update),
                 "clear": lambda: tried(manager.clear_parameters),
+                "clear with groups": lambda: tried(lambda: manager.clear_parameters(0, True)),
+                "restart": lambda: tried(
+                    lambda: manager.update_parameters(0, True), manager.finalize_update
+                ),
             }
         )
 
@@ -389,6 +393,11 @@ def test_two_ranks_of_the_old_manager_commit_together_or_not_at_all(tmp_path, th
         assert all("drop_cache went wrong" in each["error"] for each in answers)
         (tmp_path / "drop_cache.1").unlink()
         assert ask(tmp_path, "tell") == [told("serving", 3, 3)] * 2
+
+        # C16: gloo's groups have no shutdown; a clear with groups passes them over.
+        answers = ask(tmp_path, "clear with groups")
+        assert [(each["health"], each["error"]) for each in answers] == [("cleared", "")] * 2
+        assert ask(tmp_path, "restart") == [told("serving", 3, 3)] * 2
 
         assert ask(tmp_path, "clear") == [told("cleared", None, None)] * 2
         assert ask(tmp_path, "update") == [told("serving", 3, 3)] * 2

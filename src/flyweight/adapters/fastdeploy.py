@@ -200,9 +200,9 @@ class DynamicWeightManager:
         """Give the weights' memory back, on all ranks, and say CLEARED. Safe to repeat."""
         with (
             self._call(pid, LegacyStatus.CLEARING, LegacyStatus.CLEARED),
-            self._engine.shutting_groups(shutdown_process_group),
+            self._engine.clearing(groups=shutdown_process_group),
         ):
-            self._together("clear", self._clear)
+            self._together("clear", self._clear_with_groups)
 
     def update_weights_by_rdma(
         self, version: int | str | None = None, verify_checksum: bool = False
@@ -240,28 +240,29 @@ class DynamicWeightManager:
     # The old calls, in pieces: for a runner that sleeps and wakes by itself.
 
     def clear_deepep_buffer(self) -> None:
-        named("clear_expert_buffer", self._engine.release_experts)
+        named("clear_expert_buffer", self._engine.clear_experts)
 
     def clear_model_weight(self) -> None:
-        with self._call(None, LegacyStatus.CLEARING):
+        """Give the weights' memory back; expert buffers and groups stay."""
+        with self._call(None, LegacyStatus.CLEARING), self._engine.clearing(experts=False):
             self._clear()
 
     def clear_communication_group(self) -> None:
         """Shut groups down once every rank has come to that."""
         self._together("shut groups down", lambda: None)
-        with self._engine.shutting_groups(True):
-            named("shut_groups_down", self._engine.release_groups)
+        named("shut_groups_down", self._engine.shut_groups_down)
 
     def restart_communication_group(self) -> None:
+        """Restart the groups that are shut down, by this manager or by the runner."""
         if not self.first_load:
-            named("restart_groups", self._engine.restore_groups)
+            named("restart_groups", self._engine.restart_groups)
 
     def recreate_deepep_buffer(self) -> None:
         """Have the buffers again, on all ranks."""
         if not self.first_load:
             self._together(
                 "recreate buffers",
-                lambda: named("recreate_expert_buffer", self._engine.restore_experts),
+                lambda: named("recreate_expert_buffer", self._engine.recreate_experts),
             )
 
     def reload_model_weights(self) -> None:
@@ -315,6 +316,11 @@ class DynamicWeightManager:
 
     def _clear(self) -> None:
         self._machine.clear({Tag.WEIGHTS}, timeout_seconds=self._options.timeout_seconds)
+
+    def _clear_with_groups(self) -> None:
+        self._clear()
+        # Weights that were cleared before without their groups.
+        named("shut_groups_down", self._engine.release_groups)
 
     def _together(self, what: str, step: Callable[[], None]) -> None:
         """Do a step on every rank, and raise on each if it failed on one."""

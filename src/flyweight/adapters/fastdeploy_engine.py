@@ -36,20 +36,31 @@ class FastDeployHooks:
         _expert_buffers().recreate_buffer()
 
     def shut_groups_down(self) -> None:
-        """End NCCL's communicators; gloo's have no end but the process's."""
-        distributed = sys.modules["paddle.distributed"]
+        """Shut down the groups of expert and tensor parallelism that are in use."""
         for group in self._groups():
-            distributed.shutdown_process_group(group)
+            sys.modules["paddle.distributed"].shutdown_process_group(group)
+
+    def shut_all_groups_down(self) -> None:
+        """Shut down every group but Paddle's default one: the last step of a clear with groups."""
+        distributed = sys.modules["paddle.distributed"]
+        with _only_groups_that_end():
+            distributed.shutdown_process_group()
 
     def restart_groups(self) -> None:
+        """Restart every group that is shut down, whoever shut it down."""
         distributed = sys.modules["paddle.distributed"]
-        for group in (None, *self._groups()):
+        distributed.restart_process_group()
+        for group in reversed(self._groups()):
             distributed.restart_process_group(group)
 
     def _groups(self) -> list[object]:
-        names = ("ep_group", "tp_group")
-        found = (getattr(self._parallel, name, None) for name in names)
-        return [group for group in found if group is not None]
+        parallel = self._parallel
+        used = {
+            "ep_group": bool(getattr(parallel, "enable_expert_parallel", False)),
+            "tp_group": getattr(parallel, "tensor_parallel_size", 1) > 1,
+        }
+        found = (getattr(parallel, name, None) for name, is_used in used.items() if is_used)
+        return [group for group in found if group is not None and _can_end(group)]
 
     def empty_cache(self) -> None:
         """Return what the device's allocator keeps for itself."""
@@ -90,6 +101,25 @@ class FastDeployHooks:
         """Have the key-value cache's memory again."""
 
 
+def _can_end(group: Any) -> bool:
+    """False for gloo's groups: they cannot be shut down."""
+    process_group = getattr(group, "process_group", None)
+    return process_group is None or hasattr(process_group, "shutdown")
+
+
+@contextmanager
+def _only_groups_that_end() -> Iterator[None]:
+    """Inside, Paddle does not know gloo's groups, on which its sweep over all groups would fail."""
+    groups = sys.modules["paddle.distributed.collective"]._get_group_map_by_name()
+    others = {name: group for name, group in groups.items() if not _can_end(group)}
+    for name in others:
+        del groups[name]
+    try:
+        yield
+    finally:
+        groups.update(others)
+
+
 def _expert_buffers() -> Any:
     return importlib.import_module("fastdeploy.model_executor.layers.moe.ep").DeepEPBufferManager
 
@@ -110,7 +140,7 @@ class RunnerEngine(EngineHooks):
         self._state, self._hooks, self._has_experts = state, hooks, has_experts
         self._to_release: dict[str, Any] = {}
         self._residence = Residence(self._to_release)
-        self._should_shut_groups = False
+        self._takes_groups, self._takes_experts = False, True
         self._are_experts_down = self._are_groups_down = False
         self._here = threading.local()
 
@@ -124,13 +154,13 @@ class RunnerEngine(EngineHooks):
             self._here.is_stopped = False
 
     @contextmanager
-    def shutting_groups(self, should_shut: bool) -> Iterator[None]:
-        """Inside, weights that go take the process groups with them, if that is so."""
-        self._should_shut_groups = should_shut
+    def clearing(self, *, experts: bool = True, groups: bool = False) -> Iterator[None]:
+        """Inside, weights that are released take expert buffers and process groups with them."""
+        self._takes_experts, self._takes_groups = experts, groups
         try:
             yield
         finally:
-            self._should_shut_groups = False
+            self._takes_experts, self._takes_groups = True, False
 
     def pause(self, deadline: float) -> None:
         if not getattr(self._here, "is_stopped", False):
@@ -164,24 +194,41 @@ class RunnerEngine(EngineHooks):
         self._hooks.restore_cache()
 
     def release_experts(self) -> None:
+        if self._takes_experts:
+            self.clear_experts()
+
+    def restore_experts(self) -> None:
+        if self._are_experts_down:
+            self.recreate_experts()
+
+    def release_groups(self) -> None:
+        if self._takes_groups and not self._are_groups_down:
+            self.shut_groups_down()
+            self._hooks.shut_all_groups_down()
+
+    def restore_groups(self) -> None:
+        if self._are_groups_down:
+            self.restart_groups()
+
+    # What a runner asks for by name is done whatever this engine remembers.
+
+    def clear_experts(self) -> None:
         if self._has_experts and not self._are_experts_down:
             self._hooks.clear_expert_buffer()
             self._are_experts_down = True
 
-    def restore_experts(self) -> None:
-        if self._are_experts_down:
+    def recreate_experts(self) -> None:
+        if self._has_experts:
             self._hooks.recreate_expert_buffer()
-            self._are_experts_down = False
+        self._are_experts_down = False
 
-    def release_groups(self) -> None:
-        if self._should_shut_groups and not self._are_groups_down:
-            self._hooks.shut_groups_down()
-            self._are_groups_down = True
+    def shut_groups_down(self) -> None:
+        self._hooks.shut_groups_down()
+        self._are_groups_down = True
 
-    def restore_groups(self) -> None:
-        if self._are_groups_down:
-            self._hooks.restart_groups()
-            self._are_groups_down = False
+    def restart_groups(self) -> None:
+        self._hooks.restart_groups()
+        self._are_groups_down = False
 
 
 def named_layers(models: object) -> list[tuple[str, Any]]:
