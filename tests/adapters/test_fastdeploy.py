@@ -20,6 +20,7 @@ from flyweight.errors import (
     ChecksumMismatch,
     DTypeMismatch,
     LifecycleError,
+    MissingDependency,
     PlanError,
     ShapeMismatch,
     SnapshotNotFound,
@@ -190,10 +191,8 @@ def test_options_that_mean_nothing_are_refused(tmp_path):
     told.flyweight = SimpleNamespace(timeout_seconds=3)
     assert FastDeployOptions.of(told).timeout_seconds == 3
     told = config(tmp_path, "rsync")
-    told.load_config.rsync_config = {"etcd_server": "10.0.0.1"}
-    with pytest.raises(
-        SpecError, match="rsync_config has 'etcd_server'; it may have address"
-    ):  # C18
+    told.load_config.rsync_config = "etcd_server=10.0.0.1"
+    with pytest.raises(SpecError, match="rsync_config is a str, not a dict"):  # C18
         DynamicWeightManager(told, Net(), 0)
     with pytest.raises(SpecError, match="no address of a publisher"):
         DynamicWeightManager(config(tmp_path, "ipc"), Net(), 0)
@@ -1061,23 +1060,54 @@ def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path, open_
         manager.update_weights_by_rdma(2, transfer_mode="gdr")
 
 
+def test_an_existing_rsync_config_is_taken_and_what_it_means_to_others_is_listed(
+    tmp_path, open_manager, caplog
+):
+    """C18: a deployment brings the config of FastDeploy's own transport along."""
+    fw.save(Net(7), tmp_path / "run", version=7)
+    (tmp_path / "version.yaml").write_text("step: 7")
+    told, events, target = config(tmp_path, "rsync"), [], Net()
+    told.load_config.rsync_config = {
+        "etcd_server": "10.0.0.1", "store": tmp_path / "run", "user": "me",
+    }  # fmt: skip
+    with listening(events.append):
+        open_manager(told, target)
+    assert holds(target, 7)
+    (event,) = (each for each in events if each.kind == "config.ignored")
+    assert event.fields == {
+        "where": "load_config.rsync_config", "names": "'etcd_server', 'user'",
+    }  # fmt: skip
+    (record,) = (each for each in caplog.records if each.name == "flyweight.fastdeploy")
+    assert (record.levelname, "'etcd_server', 'user'" in record.message) == ("WARNING", True)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (None, "there is no .*version.yaml"),
-        ("- 7\n", "line 1 of .* is '- 7', not 'key: value'"),
-        ("step: 7\n- 8\n", "line 2 of .* is '- 8', not 'key: value'"),
-        ("step:\n- 8\n", "step is '' in"),
-        ("7\n", "not 'key: value'"),
-        ("step\n", "not 'key: value'"),
-        ("", "has 0 lines of 'step'"),
-        ("model: a\n", "has 0 lines of 'step'"),
-        ("model:\n  step: 7\n", "has 0 lines of 'step'"),
-        ("step: 7\nstep: 8\n", "has 2 lines of 'step'"),
-        ("step:\n", "step is '' in"),
+        ("- 7\n", "holds a list, not a mapping"),
+        ("step: 7\n- 8\n", "is no YAML"),
+        ("step:\n- 8\n", r"step is \[8\] in"),
+        ("7\n", "holds a int, not a mapping"),
+        ("step\n", "holds a str, not a mapping"),
+        ("", "holds a NoneType, not a mapping"),
+        ("model: a\n", "has 0 values for 'step'"),
+        ("model:\n  step: 7\n", "has 0 values for 'step'"),
+        ("step: 7\nstep: 8\n", "has 2 values for 'step'"),
+        ("step:\n", "step is None in"),
         ("step: latest\n", "step is 'latest' in"),
-        ("step: '7\n", "expected a number"),
-        (b"step: \xff\n", "cannot read"),
+        ("step: 1.0\n", "step is 1.0 in"),
+        ("step: 'v1.0'\n", "step is 'v1.0' in"),
+        ("step: -7\n", "step is -7 in"),
+        ("step: true\n", "step is True in"),
+        ("step: 2024-01-05\n", r"step is datetime.date\(2024, 1, 5\) in"),
+        (f"step: 0x{'f' * 9000}\n", "step has 36000 bits"),
+        (f"step: {'9' * 9000}\n", "is no YAML"),
+        ("step: '7\n", "is no YAML"),
+        ("step: !!python/object/apply:os.getcwd []\n", "is no YAML"),
+        ("step: " + "[" * 30000, "is no YAML"),
+        ("step: 7\n#" + "x" * (1 << 16), "has more than 65536 bytes"),
+        (b"step: \xff\n", "is no YAML"),
     ],
 )
 def test_a_version_file_that_says_nothing_says_how_to_set_it(tmp_path, text, words):  # C18
@@ -1091,21 +1121,48 @@ def test_a_version_file_that_says_nothing_says_how_to_set_it(tmp_path, text, wor
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "told"),
     [
-        "step: 7",
-        "---\nstep: '7'\n",
-        '"step": "7" # x\nother: [1, 2]\n',
-        "models: # all\n- a: b\n- c\nstep: 7\n",
+        ("step: 7", "7"),
+        ("---\nstep: '7'\n", "7"),
+        ('"step": "7" # x\nother: [1, 2]\n', "7"),
+        ("models: # all\n- a: b\n- c\nstep: 7\n", "7"),
+        ("step: global_step_7\n", "global_step_7"),
+        ("{step: step-7, run: {step: 8}}", "step-7"),
+        ("step: >-\n  global_step_0007\n", "global_step_0007"),
     ],
 )
-def test_a_version_file_is_read(tmp_path, open_manager, text):  # C18
+def test_a_version_file_is_read(tmp_path, open_manager, text, told):  # C18
     fw.save(Net(7), tmp_path, version=7)
     (tmp_path / "version.yaml").write_text(text)
     manager = open_manager(config(tmp_path, "rsync"), Net())
-    assert (manager.version, manager.read_model_version_from_file()) == (7, "7")
+    assert (manager.version, manager.read_model_version_from_file()) == (7, told)
     with pytest.raises(VersionError, match="version is 'v1.0', expected a whole number"):
         manager.update_weights_by_rdma("v1.0")
+
+
+def test_a_version_may_be_text_and_results_repeat_it(tmp_path, open_manager):
+    """C18: the number that ends a text is the version's; a text without one is refused."""
+    for version in (5, 6):
+        fw.save(Net(version), tmp_path, version=version)
+    target = Net()
+    manager = open_manager(config(tmp_path), target)
+    for given, number in (("5", 5), ("step-6", 6), ("global_step_0005", 5), ("2024/step.6", 6)):
+        answer = manager.update_weights_by_rdma(given, verify_checksum=False)
+        assert (answer["version"], manager.version) == (given, number)
+        assert holds(target, number)
+    for given in ("latest", "6.0", "-6", -6, "step-6b", "9" * 19, "step-٦"):
+        with pytest.raises(VersionError, match="expected a whole number, or text that ends with"):
+            manager.update_weights_by_rdma(given)
+    assert (manager.version, manager.health) == (6, "serving")
+
+
+def test_a_version_file_without_pyyaml_names_the_extra(tmp_path, monkeypatch):
+    """C18: PyYAML is optional."""
+    (tmp_path / "version.yaml").write_text("step: 7")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'flyweight\[fastdeploy\]'"):
+        DynamicWeightManager(config(tmp_path, "rsync"), Net(), 0)
 
 
 # C19, C20: several models, other names.

@@ -366,14 +366,14 @@ def test_many_calls_at_once_end_one_by_one_or_are_told_who_runs(site, threads):
         ("/v1/sleep?tags=weights,all", None, "value 'all'"),
         ("/v1/sleep", {"tags": "weights"}, "expected `array`, got `str`"),
         ("/v1/sleep", {"tags": []}, "length >= 1"),
-        ("/v1/update_weights", {"version": "3"}, "expected `int | null`, got `str`"),
-        ("/v1/update_weights", {"version": True}, "expected `int | null`, got `bool`"),
+        ("/v1/update_weights", {"version": "latest"}, "'latest', expected a number"),
+        ("/v1/update_weights", {"version": ""}, "of length >= 1"),
+        ("/v1/update_weights", {"version": True}, "expected `int | str | null`, got `bool`"),
         ("/v1/update_weights", {"version": -1}, "`int` >= 0"),
-        ("/v1/update_weights", {"version": 1.5}, "expected `int | null`, got `float`"),
+        ("/v1/update_weights", {"version": 1.5}, "expected `int | str | null`, got `float`"),
         ("/v1/update_weights", b'{"version": 99999999999999999999999}', ""),
         ("/v1/update_weights", {"when_serving": "wait"}, "value 'wait'"),
         ("/v1/update_weights", {"verify_checksum": "no"}, "expected `bool`, got `str`"),
-        ("/v1/update_weights", {"verify_checksum": False}, "cannot be turned off"),
     ],
     ids=str,
 )  # fmt: skip
@@ -384,6 +384,19 @@ def test_what_cannot_be_understood_is_refused_in_words(site, path, body, says):
     assert says in told["result"]
     assert site.state == "SERVING"
     assert site.good("GET", "/status")["operations"] == operations
+
+
+def test_a_version_may_be_text_and_the_answer_repeats_it(site):
+    """C18, C31: as FastDeploy documents it, and without checksums being demanded."""
+    for body, number in (
+        ({"version": "2", "verify_checksum": False}, 2),
+        ({"version": "step-3"}, 3),
+        ({"version": "global_step_0002", "verify_checksum": True}, 2),
+        ({"version": 3, "verify_checksum": False}, 3),
+    ):
+        (answer,) = site.good("POST", "/v1/update_weights", body)["replicas"]
+        assert (answer["state"], answer["version"]) == ("SERVING", body["version"])
+        assert site.replica()["version"] == number
 
 
 @pytest.mark.parametrize("path", ["/status", "/versions", "/health", "/events", "/v1/is_paused"])

@@ -7,11 +7,12 @@ a version from the publisher if there is one, else from the store.
 
 from __future__ import annotations
 
+import importlib
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
+from logging import getLogger
 from pathlib import Path
 from time import perf_counter
 
@@ -21,13 +22,14 @@ from flyweight.adapters.paddle_layer import memory_of
 from flyweight.errors import (
     FlyweightError,
     LifecycleError,
+    MissingDependency,
     SpecError,
     VersionError,
     listed,
 )
 from flyweight.events import emit
 from flyweight.formats.legacy import SHARED_DIRECTORY
-from flyweight.formats.snapshot import check_version
+from flyweight.formats.snapshot import check_version, number_in
 from flyweight.formats.stored import Stored
 from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.steps import Weights
@@ -40,7 +42,8 @@ from flyweight.verbs.load import Extra, LoadReport
 NO_MEMORY = "parameters had no memory"
 REPLACED = "parameters were replaced after they were filled, or lost their memory; update"
 _RSYNC_OPTIONS = ("address", "token", "store", "timeout_seconds")
-_LINE = re.compile(r"([^\s:#][^:#]*):(?:\s+(.*))?")
+_MAX_YAML_BYTES = 1 << 16
+_log = getLogger("flyweight.fastdeploy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +89,20 @@ class FastDeployOptions:
         return cls(**told)
 
     def with_rsync(self, config: object) -> FastDeployOptions:
-        """Return these with what the old `rsync_config` says; unknown keys raise SpecError."""
+        """Return these with what the old `rsync_config` says.
+
+        Its other keys are for FastDeploy's own network transport: they are reported and ignored.
+        """
         told = getattr(read(config, "load_config"), "rsync_config", None)
         if told is None:
             return self
         if not isinstance(told, Mapping):
             raise SpecError(f"load_config.rsync_config is a {type(told).__name__}, not a dict")
-        _check_keys("load_config.rsync_config", told, _RSYNC_OPTIONS)
-        return replace(self, **told)
+        if unknown := [str(each) for each in told if each not in _RSYNC_OPTIONS]:
+            names = listed(unknown)
+            _log.warning("load_config.rsync_config has %s, which mean nothing here", names)
+            emit("config.ignored", where="load_config.rsync_config", names=names)
+        return replace(self, **{name: told[name] for name in _RSYNC_OPTIONS if name in told})
 
 
 def _check_keys(what: str, told: Iterable[object], known: Sequence[str]) -> None:
@@ -379,45 +388,60 @@ def gpu_id() -> int | str:
 
 
 def version_number(text: str) -> int:
-    """Return the version that a text names; ours are whole numbers."""
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise VersionError(f"version is {text!r}, expected a whole number")
-    return check_version(int(text))
+    """Return the number of the version that a text names: the one that ends it."""
+    number = number_in(text)
+    if number is None:
+        raise VersionError(
+            f"version is {text!r}, expected a whole number, or text that ends with one"
+        )
+    return check_version(number)
 
 
 def step_in(directory: str) -> str:
-    """Return the `step` of a directory's version.yaml.
-
-    Read without a YAML library, the same wherever it runs: a flat mapping, its other keys and
-    what is indented under them passed over.
-    """
+    """Return the `step` of a directory's version.yaml as text."""
     file = Path(directory) / "version.yaml"
     remedy = f"write 'step: NUMBER' to {str(file)!r}, or pass version="
     try:
-        text = file.read_text(encoding="utf-8")
+        with open(file, "rb") as opened:
+            data = opened.read(_MAX_YAML_BYTES + 1)
     except FileNotFoundError as cause:
         raise VersionError(
             f"no version was given, and there is no {str(file)!r}; {remedy}"
         ) from cause
-    except (OSError, UnicodeDecodeError) as cause:
+    except OSError as cause:
         raise VersionError(f"cannot read {str(file)!r}: {cause}; {remedy}") from cause
-    steps, may_list = [], False
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line[0] in " #" or line.strip() in ("---", "..."):
-            continue
-        if may_list and line.startswith("- "):  # a list may stand under its key unindented
-            continue
-        match = _LINE.fullmatch(line.rstrip())
-        if match is None:
-            raise VersionError(
-                f"line {number} of {str(file)!r} is {line[:80]!r}, not 'key: value'; {remedy}"
-            )
-        may_list = not (match[2] or "").partition("#")[0].strip()
-        if match[1].strip("'\" ") == "step":
-            steps.append((match[2] or "").partition(" #")[0].strip())
-    if len(steps) != 1:
-        raise VersionError(f"{str(file)!r} has {len(steps)} lines of 'step'; {remedy}")
-    step = re.fullmatch(r"([0-9]+)|'([0-9]+)'|\"([0-9]+)\"", steps[0])
-    if step is None:
-        raise VersionError(f"step is {steps[0]!r} in {str(file)!r}, expected a number; {remedy}")
-    return str(step[1] or step[2] or step[3])
+    if len(data) > _MAX_YAML_BYTES:
+        raise VersionError(f"{str(file)!r} has more than {_MAX_YAML_BYTES} bytes; {remedy}")
+    step = _step(data, str(file), remedy)
+    if type(step) not in (int, str) or number_in(str(step)) is None:
+        raise VersionError(
+            f"step is {step!r} in {str(file)!r}, expected a number, or text that ends with one; "
+            f"{remedy}"
+        )
+    return str(step)
+
+
+def _step(data: bytes, file: str, remedy: str) -> object:
+    """Return what a YAML mapping has as its one `step`."""
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as cause:
+        raise MissingDependency(
+            f"{file!r} is read by PyYAML; pip install 'flyweight[fastdeploy]', or pass version="
+        ) from cause
+    try:
+        root, found = yaml.compose(data, yaml.SafeLoader), yaml.safe_load(data)
+    except (yaml.YAMLError, ValueError, RecursionError) as cause:
+        raise VersionError(f"{file!r} is no YAML: {cause}; {remedy}") from cause
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise VersionError(f"{file!r} holds a {kind}, not a mapping; {remedy}")
+    # A library that reads YAML takes the last of two; which one was meant nobody knows.
+    num_steps = sum(key.value == "step" for key, _ in root.value)
+    if num_steps != 1:
+        raise VersionError(f"{file!r} has {num_steps} values for 'step'; {remedy}")
+    step = found["step"]
+    if isinstance(step, int) and step.bit_length() > 63:
+        bits = step.bit_length()
+        raise VersionError(f"step has {bits} bits in {file!r}, a version at most 63; {remedy}")
+    return step

@@ -35,6 +35,7 @@ MAX_MANIFEST_BYTES = 1 << 30
 _OPENING, _MIDDLE = b'{"manifest":', b',\n"xxh3_64":"'
 _ENVELOPE = re.compile(rb',\n"xxh3_64":"([0-9a-f]{16})"}\n')
 _ENVELOPE_BYTES = len(_MIDDLE) + 16 + len(b'"}\n')
+_NUMBER = re.compile(r"(?<![0-9])(?<![0-9]\.)[0-9]{1,18}\Z")
 _DIRECTORY = re.compile(r"v([0-9]{10,19})")
 
 
@@ -46,6 +47,15 @@ def check_version(version: object) -> int:
     if not 0 <= number < 2**63:
         raise SpecError(f"version {number} is not a whole number from 0 to 2**63-1")
     return number
+
+
+def number_in(text: str) -> int | None:
+    """Return the number that ends a version's text, 5 of 'step-5'; None if it ends without one.
+
+    A decimal ('1.0') and a negative number end without one.
+    """
+    found = _NUMBER.search(text)
+    return None if found is None or re.fullmatch(r"-[0-9]+", text) else int(found[0])
 
 
 def directory_name(version: int) -> str:

@@ -18,6 +18,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     signal: Signal
     version: int | None = None
+    version_text: str | None = None
+    """How the version was asked for, if it was asked for by a text."""
     tags: tuple[Tag, ...] = ()
     may_drain: bool = True
     should_abort: bool = False
@@ -43,7 +45,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The error's name; nothing if it is done."""
     reason: str
     state: str
-    version: int | None
+    version: int | str | None
+    """What the replica holds; the text by which it was asked for, if that is what it holds."""
     seconds: float
 
 
@@ -86,9 +89,14 @@ class Errand:
             error=error,
             reason=reason,
             state=now.state,
-            version=now.version,
+            version=self._version(now.version),
             seconds=0.0 if operation is None else operation.seconds,
         )
+
+    def _version(self, held: int | None) -> int | str | None:
+        order = self._order
+        is_it = order.version_text is not None and held == order.version
+        return order.version_text if is_it else held
 
     def _outcome(self) -> tuple[str, str]:
         if self._error is not None:

@@ -7,11 +7,13 @@ from typing import Annotated, Literal
 import msgspec
 
 from flyweight.errors import SpecError
+from flyweight.formats.snapshot import number_in
 from flyweight.lifecycle.control import ReplicaStatus
 from flyweight.lifecycle.states import Signal, Tag
 from flyweight.server.course import Course, Order
 
 _MAX_SECONDS = 86_400.0
+_MAX_TEXT = 200
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_MAX_SECONDS)]
 Tags = Annotated[tuple[Tag, ...], msgspec.Meta(min_length=1)]
@@ -39,9 +41,14 @@ class WakeupOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class UpdateOptions(DrainOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    version: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Which; a newer one than is held if it is missing."""
+    version: (
+        Annotated[int, msgspec.Meta(ge=0)]
+        | Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_TEXT)]
+        | None
+    ) = None
+    """Which, by its number or by a text that ends with it; one newer than is held without it."""
     verify_checksum: bool = True
+    """What has checksums is compared either way."""
 
 
 class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,14 +83,15 @@ def wakeup(options: WakeupOptions) -> Course:
 
 
 def update(options: UpdateOptions) -> Course:
-    if not options.verify_checksum:
-        raise SpecError(
-            "verify_checksum is false: verification cannot be turned off here; leave it out"
-        )
+    text = options.version if isinstance(options.version, str) else None
+    number = options.version if not isinstance(options.version, str) else number_in(options.version)
+    if text is not None and number is None:
+        raise SpecError(f"version is {text!r}, expected a number, or text that ends with one")
     return _always(
         Order(
             signal=Signal.UPDATE,
-            version=options.version,
+            version=number,
+            version_text=text,
             may_drain=options.when_serving == "drain",
             timeout_seconds=options.timeout,
         )
