@@ -4,6 +4,8 @@ import os
 import secrets
 import sys
 import threading
+import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -34,6 +36,7 @@ from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.legacy_cells import KV_CACHE, MODEL_WEIGHTS, LegacyCell
 from flyweight.lifecycle.sources import StoredWeights
 from flyweight.lifecycle.states import Signal, State, Tag
+from flyweight.lifecycle.status import Cell
 from live import SPAWN, Child, until
 
 NORMAL, UPDATING, CLEARING, CLEARED = ModelWeightsStatus
@@ -1314,6 +1317,92 @@ def test_an_update_that_waits_is_normal_once_the_version_is_there(
         assert (cell.status, manager.version, holds(target, 2)) == (NORMAL, 2, True)
 
 
+@pytest.mark.parametrize("passes", ["word", "cell"])
+def test_the_worker_loop_does_what_a_cell_of_ours_asks(tmp_path, open_manager, pid, passes):
+    """C22: the same loop with our cell; requests are stopped by the loop, not by hooks."""
+    fw.save(Net(1), tmp_path, version=1)
+    target, path = Net(), tmp_path / "cell"
+    manager = open_manager(config(tmp_path, cell=path), target)
+    runner = Runner(manager)
+    with Control(path) as control, Cell(path) as cell, LegacyCell.create(KV_CACHE, pid) as cache:
+        word = manager.model_weights_status
+        given = word if passes == "word" else cell
+
+        def done(signal, **options):
+            operation = control.start(signal, timeout_seconds=20, **options)
+            until(lambda: word.value[0] in (UPDATING, CLEARING), 20)
+            DynamicWeightManager.check_model_weights_status(given, cache, runner, pid, False)
+            return control.wait(operation, 20)
+
+        assert word.value[0] == NORMAL
+        assert done(Signal.CLEAR).ending == "done"
+        assert (word.value[0], cache.status, manager.health) == (CLEARED, CLEARING, "cleared")
+        assert control.status().ranks[0].absent == ("kv_cache", "weights")
+        for version in (2, 3):
+            fw.save(Net(version), tmp_path, version=version)
+        assert done(Signal.RESTORE, version=2).ending == "done"
+        assert (cache.status, manager.health, holds(target, 2)) == (UPDATING, "serving", True)
+        assert done(Signal.UPDATE).ending == "done"
+        assert (control.status().state, control.status().version) == (State.SERVING, 3)
+        assert (runner.num_cleared, holds(target, 3)) == (3, True)
+
+        # What fails is told to both: to the loop, and to whoever asked.
+        fw.save(Net(4, size=9), tmp_path, version=4)
+        operation = control.start(Signal.UPDATE, timeout_seconds=20)
+        until(lambda: word.value[0] == UPDATING, 20)
+        with pytest.raises(ShapeMismatch):
+            DynamicWeightManager.check_model_weights_status(given, cache, runner, pid, False)
+        ended = control.wait(operation, 20)
+        assert (ended.ending, ended.error) == ("failed", "ShapeMismatch")
+        assert (word.value[0], manager.version) == (NORMAL, 3)
+
+        runner.clear_requests = lambda: 1 / 0
+        operation = control.start(Signal.UPDATE, version=2, timeout_seconds=20)
+        until(lambda: word.value[0] == UPDATING, 20)
+        with pytest.raises(ZeroDivisionError):
+            DynamicWeightManager.check_model_weights_status(given, cache, runner, pid, False)
+        ended = control.wait(operation, 20)
+        assert (ended.ending, "ZeroDivisionError" in ended.reason) == ("failed", True)
+        assert (word.value[0], manager.version, holds(target, 3)) == (NORMAL, 3, True)
+
+        ended = control.wait(control.start(Signal.UPDATE, timeout_seconds=0.2), 20)
+        assert ended.error == "TransferTimeout"  # no loop came
+        assert "the worker loop did not answer UPDATE" in ended.reason
+        assert word.value[0] == NORMAL
+
+
+def test_a_blocked_worker_loop_stays_until_our_cell_has_brought_weights(
+    tmp_path, open_manager, pid, threads
+):
+    """C22: block, with our cell."""
+    fw.save(Net(1), tmp_path, version=1)
+    manager = open_manager(config(tmp_path, cell=tmp_path / "cell"), Net())
+    word, runner = manager.model_weights_status, Runner(manager)
+    with Control(tmp_path / "cell") as control:
+        operation = control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=20)
+        until(lambda: word.value[0] == CLEARING, 20)
+        loop = threads.submit(
+            DynamicWeightManager.check_model_weights_status, word, None, runner, pid, True
+        )
+        assert control.wait(operation, 20).ending == "done"
+        assert not loop.done()
+        assert asked(control, Signal.UPDATE).ending == "done"
+        loop.result(20)
+    assert (manager.health, runner.num_cleared) == ("serving", 2)
+
+
+def test_a_manager_without_a_cell_of_ours_has_no_word_of_it(tmp_path, open_manager):
+    fw.save(Net(1), tmp_path, version=1)
+    manager = open_manager(config(tmp_path), Net())
+    with pytest.raises(SpecError, match="no status cell of ours; set config.flyweight"):
+        manager.model_weights_status
+    with (
+        Cell(tmp_path / "cell") as cell,
+        pytest.raises(SpecError, match="pass the manager's model_weights_status"),
+    ):
+        DynamicWeightManager.check_model_weights_status(cell, None, object(), 1, False)
+
+
 def test_a_late_clear_does_not_replace_a_request_to_update(
     tmp_path, open_manager, cell, pid
 ):  # C23
@@ -1361,6 +1450,49 @@ def test_health_is_told_throughout_an_update(tmp_path, open_manager):  # C26
     assert beaten.is_set()
     assert {"updating, 0 %", "verifying"} <= set(said)
     assert any(each.startswith("updating, 100") for each in said)
+
+
+@pytest.mark.parametrize("name", ["local_engine_worker_queue_port", "engine_pid"])
+def test_the_live_signal_of_fastdeploy_goes_on_during_an_update(tmp_path, open_manager, pid, name):
+    """C26: a health check counts a worker as dead whose word is 30 s old; this is the default."""
+    fw.save(Net(1), tmp_path, version=1)
+    old = int(time.time()) - 1000
+    signal = SharedMemory(f"worker_healthy_live_signal.{pid}", create=True, size=8)
+    try:
+        words = signal.buf.cast("i")
+        words[0] = words[1] = old
+
+        class Slow(FastDeployHooks):
+            def drop_cache(self):
+                until(lambda: words[1] != old, 20)  # as long as a large model takes
+
+        told = config(tmp_path)
+        told.parallel_config.tensor_parallel_rank = 1
+        setattr(told.parallel_config, name, pid)
+        open_manager(told, Net(), hooks=Slow(told.parallel_config))
+        assert (words[0], abs(words[1] - time.time()) < 30) == (old, True)
+        words.release()
+    finally:
+        signal.close()
+        signal.unlink()
+
+
+def test_a_beat_that_fails_does_not_end_the_beats(tmp_path, open_manager):
+    """C26"""
+    fw.save(Net(1), tmp_path, version=1)
+    beats = []
+
+    class Failing(FastDeployHooks):
+        def beat(self, percent):
+            beats.append(percent)
+            raise RuntimeError("on purpose")
+
+        def drop_cache(self):
+            until(lambda: len(beats) > 1, 20)
+
+    told = config(tmp_path)
+    manager = open_manager(told, Net(), hooks=Failing(told.parallel_config))
+    assert manager.health == "serving"
 
 
 def test_a_cell_of_ours_shows_the_engine_and_may_ask_where_hooks_can_pause(

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from errno import ENOENT
 from functools import partial
+from logging import getLogger
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -42,7 +43,7 @@ from flyweight.adapters.process_group import default_seat, seat_of
 from flyweight.errors import FlyweightError, LifecycleError, SpecError, StoreError
 from flyweight.events import emit
 from flyweight.lifecycle import legacy_cells
-from flyweight.lifecycle.legacy_cells import LegacyCell, LegacyStatus
+from flyweight.lifecycle.legacy_cells import LegacyCell, LegacyStatus, LoopWord
 from flyweight.lifecycle.machine import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import State, Tag
@@ -52,6 +53,7 @@ from flyweight.ports import Seat
 
 ModelWeightsStatus = LegacyStatus
 _BEAT_SECONDS = 1.0
+_log = getLogger("flyweight.fastdeploy")
 
 
 class DynamicWeightManager:
@@ -84,6 +86,7 @@ class DynamicWeightManager:
         self.meta_src_id = gpu_id()
         self.first_load = True
         self._asked: str | None = None
+        self._word: LoopWord | None = None
         self._options = FastDeployOptions.of(fd_config) if options is None else options
         if self._strategy == "rsync":
             self._options = self._options.with_rsync(fd_config)
@@ -130,6 +133,8 @@ class DynamicWeightManager:
             ranks = Ranks(seat)
             closing.callback(ranks.close)
             return Machine(self._engine, self._weights, ranks, should_serve=False)
+        # The loop's word says what is true; a worker that has ended must not be waited for.
+        word = self._word = LoopWord(lambda: _state_of(worker))
         worker = Worker(
             self._engine,
             self._weights,
@@ -139,6 +144,7 @@ class DynamicWeightManager:
             process_group=group,
             should_follow=False,
             should_serve=False,
+            carry_out=word.carry_out,
         )
         closing.enter_context(worker)
         return worker.machine
@@ -178,6 +184,17 @@ class DynamicWeightManager:
         state = self._machine.state.lower()
         is_updating = self._machine.state is State.UPDATING
         return f"{state}, {self._machine.percent:.0f} %" if is_updating else state
+
+    @property
+    def model_weights_status(self) -> LoopWord:
+        """The status cell of `config.flyweight`, for the worker loop to look at.
+
+        Once it was taken, requests of the cell that change weights wait for the loop.
+        """
+        if self._word is None:
+            raise SpecError("no status cell of ours; set config.flyweight = {'cell': PATH}")
+        self._word.is_watched = True
+        return self._word
 
     # The old calls.
 
@@ -301,6 +318,8 @@ class DynamicWeightManager:
 
     def _version_to_load(self) -> int | None:
         """Return the version that was asked for last, for a strategy that goes by versions."""
+        if self._word is not None and self._word.version is not None:
+            return self._word.version
         if self._strategy != "rsync":
             return None
         text = self.read_model_version_from_file() if self._asked is None else self._asked
@@ -344,9 +363,11 @@ class DynamicWeightManager:
 
         A failure has no number there. An update that failed says CLEARED, and the engine stays
         paused whatever it holds: whoever waits for NORMAL would take the old version for the new
-        one. After any other failure the cell says NORMAL if the version from before is served.
+        one. After any other failure, and where a cell of ours tells failures by name, the version
+        from before is served again.
         """
-        may_go_on = pid is None or request is not LegacyStatus.UPDATING
+        is_told_apart = pid is None or (self._word is not None and self._word.is_asked)
+        may_go_on = is_told_apart or request is not LegacyStatus.UPDATING
         was_serving = may_go_on and self._machine.state is State.SERVING
         with ExitStack() as stack:
             cell = self._cell(pid)
@@ -356,17 +377,24 @@ class DynamicWeightManager:
             stack.enter_context(self._engine.stopped())
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
+                if self._word is not None:
+                    self._word.fail(error)
                 if was_serving and self._machine.state is State.PAUSED:
                     with suppress(FlyweightError):  # what is raised is the first error
                         self._machine.resume(timeout_seconds=self._options.timeout_seconds)
-                if cell is not None:
-                    is_served = may_go_on and self._machine.state is State.SERVING
-                    truth = LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED
-                    legacy_cells.settle(cell, truth, of=request)
+                is_served = may_go_on and self._machine.state is State.SERVING
+                truth = LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED
+                self._settle(cell, truth, request)
                 raise
-            if cell is not None and result is not None:
-                legacy_cells.settle(cell, result, of=request)
+            if result is not None:
+                self._settle(cell, result, request)
+
+    def _settle(self, cell: LegacyCell | None, result: LegacyStatus, request: LegacyStatus) -> None:
+        if cell is not None:
+            legacy_cells.settle(cell, result, of=request)
+        if self._word is not None and self._word.is_asked:
+            legacy_cells.settle(self._word, result, of=request)
 
     def _cell(self, pid: int | None) -> LegacyCell | None:
         """Return the old cell if this rank writes results; there is none for the default pid."""
@@ -375,7 +403,7 @@ class DynamicWeightManager:
         try:
             return LegacyCell(legacy_cells.MODEL_WEIGHTS, pid)
         except StoreError as error:
-            if error.errno == ENOENT and pid == 0:
+            if error.errno == ENOENT and (pid == 0 or self._word is not None):
                 return None
             raise
 
@@ -385,7 +413,10 @@ class DynamicWeightManager:
 
         def beat() -> None:
             while not is_over.wait(_BEAT_SECONDS):
-                self._hooks.beat(self._machine.percent)
+                try:
+                    self._hooks.beat(self._machine.percent)
+                except Exception:  # of an engine's own; the next beat may succeed
+                    _log.exception("the engine's beat failed")
 
         thread = threading.Thread(target=beat, name="flyweight-beat", daemon=True)
         thread.start()
@@ -394,6 +425,12 @@ class DynamicWeightManager:
         finally:
             is_over.set()
             thread.join(_BEAT_SECONDS)
+
+
+def _state_of(worker: Worker) -> State:
+    if worker.failure is not None:
+        raise worker.failure
+    return worker.machine.state
 
 
 def _whole(config: object, path: str) -> int:

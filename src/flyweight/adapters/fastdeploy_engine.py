@@ -16,6 +16,7 @@ from typing import Any
 from flyweight.adapters import paddle_layer
 from flyweight.adapters.residence import Residence
 from flyweight.errors import LifecycleError, SpecError, listed
+from flyweight.lifecycle.legacy_cells import tell_alive
 from flyweight.ports import EngineHooks
 
 
@@ -76,7 +77,13 @@ class FastDeployHooks:
         return f"{cuda.memory_allocated()} of {cuda.memory_reserved()} bytes in use"
 
     def beat(self, percent: float) -> None:
-        """Called every second while a call runs, for the engine's own health check."""
+        """Called every second while a call runs: keep FastDeploy's live signal going."""
+        parallel = self._parallel
+        rank = getattr(parallel, "tensor_parallel_rank", 0)
+        for name in ("local_engine_worker_queue_port", "engine_pid"):  # by its age
+            id = getattr(parallel, name, None)
+            if id is not None and tell_alive(id, rank):
+                return
 
     def pause(self, deadline: float) -> None:
         """Stop requests, for an update that is asked for through a status cell of ours."""

@@ -13,21 +13,34 @@ import os
 import re
 import secrets
 import stat
+import struct
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Any, Protocol
 
-from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
+import msgspec
+
+from flyweight.errors import (
+    FlyweightError,
+    LifecycleError,
+    SpecError,
+    StoreError,
+    TransferTimeout,
+)
 from flyweight.host import exposure
 from flyweight.lifecycle.cell_file import is_same_file
+from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
+from flyweight.lifecycle.status import Cell, Request
 from flyweight.sync.report import check_seconds
 
 MODEL_WEIGHTS = "model_weights_status"
 KV_CACHE = "kv_cache_status"
 PREFIX_TREE = "prefix_tree_status"
+LIVE_SIGNAL = "worker_healthy_live_signal"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where the old names are
 
 _NBYTES = 4
@@ -208,6 +221,119 @@ def _wait(
     return status
 
 
+def tell_alive(id: int | str, rank: int, *, directory: str = SHARED_MEMORY) -> bool:
+    """Write the time into a rank's word of FastDeploy's live signal; False if there is none.
+
+    The engine's health check counts a worker as dead once that word is 30 s old.
+    """
+    path = _path(LIVE_SIGNAL, id, directory)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        found = os.fstat(file)
+        is_signal = stat.S_ISREG(found.st_mode) and not exposure(found, bits=0o022)
+        if not is_signal or found.st_size < _NBYTES * (rank + 1):
+            return False
+        os.pwrite(file, struct.pack("<i", int(time())), _NBYTES * rank)
+        return True
+    finally:
+        os.close(file)
+
+
+class LoopWord:
+    """A status cell of ours, as the word that FastDeploy's worker loop looks at.
+
+    Each rank has its own. A request for weights waits here for the loop, which alone can stop
+    requests; other requests do not need it.
+    """
+
+    def __init__(self, state: Callable[[], State]) -> None:
+        """Say what `state` says while nothing is asked for."""
+        self._state, self._changed = state, threading.Condition()
+        self.is_watched = False
+        """Whether a worker loop looks at it."""
+        self._request: Request | None = None
+        self._error: FlyweightError | None = None
+
+    @property
+    def value(self) -> LoopWord:
+        return self
+
+    @property
+    def is_asked(self) -> bool:
+        """True while a request waits for the loop, or is being done by it."""
+        return self._request is not None
+
+    @property
+    def version(self) -> int | None:
+        """The version that is asked for at this moment, if it is asked for by its number."""
+        request = self._request
+        return None if request is None else request.version
+
+    def __getitem__(self, index: int) -> int:
+        request = self._request
+        if request is not None:
+            return _asked(request)
+        return LegacyStatus.NORMAL if self._state() is State.SERVING else LegacyStatus.CLEARED
+
+    def __setitem__(self, index: int, status: int) -> None:
+        """Tell how the request ended; it failed if that is not the state it asked for."""
+        with self._changed:
+            if self._request is None:
+                return
+            is_update = _asked(self._request) is LegacyStatus.UPDATING
+            is_done = status == (LegacyStatus.NORMAL if is_update else LegacyStatus.CLEARED)
+            if not is_done and self._error is None:
+                self._error = LifecycleError("the worker loop did not do it; see its log")
+            self._request = None
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Keep why the request is about to fail."""
+        with self._changed:
+            if self._request is not None and self._error is None:
+                told = error if isinstance(error, FlyweightError) else None
+                self._error = told or LifecycleError(f"{type(error).__name__}: {error}")
+
+    def carry_out(self, request: Request, do: Callable[[Request], None]) -> None:
+        """Have the loop do what changes weights, if there is one, and `do` the rest."""
+        tags = frozenset(request.tags) or ALL_TAGS
+        is_restore = request.signal is Signal.RESTORE
+        is_held = is_restore and self._state() is State.SERVING
+        is_weights = request.signal in (Signal.UPDATE, Signal.CLEAR, Signal.RESTORE)
+        if not self.is_watched or not is_weights or Tag.WEIGHTS not in tags or is_held:
+            do(request)
+            return
+        others = tuple(tags - {Tag.WEIGHTS}) if request.signal is not Signal.UPDATE else ()
+        rest = msgspec.structs.replace(request, tags=others, should_resume=False)
+        if others and is_restore:  # the engine serves with weights only once it has a cache
+            do(rest)
+        self._handed(request)
+        if others and not is_restore:
+            do(rest)
+
+    def _handed(self, request: Request) -> None:
+        with self._changed:
+            self._request, self._error = request, None
+            seconds = max(min(request.deadline - monotonic(), request.timeout_seconds), 0.0)
+            is_told = self._changed.wait_for(lambda: self._request is not request, seconds)
+            self._request, error = None, self._error
+        if not is_told:
+            raise TransferTimeout(
+                f"the worker loop did not answer {request.signal} in check_model_weights_status "
+                f"within {seconds:g} s"
+            )
+        if error is not None:
+            raise error
+
+
+def _asked(request: Request) -> LegacyStatus:
+    is_clear = request.signal is Signal.CLEAR
+    return LegacyStatus.CLEARING if is_clear else LegacyStatus.UPDATING
+
+
 class Runner(Protocol):
     """What FastDeploy's model runner does for its worker loop."""
 
@@ -219,7 +345,7 @@ class Runner(Protocol):
 
 
 def check_model_weights_status(
-    model_weights_status: StatusWord,
+    model_weights_status: StatusWord | Cell,
     kv_cache_status: StatusWord | None,
     model_runner: Runner,
     pid: int,
@@ -231,9 +357,10 @@ def check_model_weights_status(
 
     With `block` stay until it says NORMAL, as long as the cell is there. What the runner raises
     is raised, with the cell back at what is true, so that the next request is heard; the rank that
-    writes results is given `timeout_seconds` for each.
+    writes results is given `timeout_seconds` for each. The cell is an old one, or one of ours that
+    the runner's manager has as its `cell`.
     """
-    weights = model_weights_status
+    weights = _word(model_weights_status, model_runner)
     seconds = check_seconds("timeout_seconds", timeout_seconds)
     while (status := status_of(weights)) is not LegacyStatus.NORMAL:
         if status in _REQUESTS:
@@ -244,6 +371,19 @@ def check_model_weights_status(
             _wait(weights, lambda now: now is not LegacyStatus.CLEARED, None)
         else:
             return
+
+
+def _word(cell: StatusWord | Cell, runner: Runner) -> StatusWord:
+    if not isinstance(cell, Cell):
+        return cell
+    manager = getattr(runner, "dynamic_weight_manager", None)
+    if manager is None:
+        raise SpecError(
+            "a status cell of flyweight was passed, and the runner has no dynamic_weight_manager; "
+            "pass the manager's model_weights_status"
+        )
+    word: StatusWord = manager.model_weights_status
+    return word
 
 
 def _answer(
@@ -258,6 +398,7 @@ def _answer(
     """Have the runner do what is asked, and wait until the first rank has said so."""
     # One word, one writer: a late rank would ask again, or fail, for what is over already.
     is_first = getattr(getattr(runner, "parallel_config", None), "tensor_parallel_rank", 0) == 0
+    tells = is_first or isinstance(weights, LoopWord)  # of which each rank has its own
     cache_before = LegacyStatus.CLEARED
     if cache is not None and is_first:
         found = status_of(cache)
@@ -269,10 +410,12 @@ def _answer(
             runner.update_parameters(pid)
         else:
             runner.clear_parameters(pid)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(weights, LoopWord):
+            weights.fail(error)
         # A manager that failed has told what is true already. If it was never reached, nothing
         # is known to be whole, and CLEARED is what may not be served.
-        if is_first and status_of(weights) is request:
+        if tells and status_of(weights) is request:
             settle(weights, LegacyStatus.CLEARED, of=request)
         if is_first and cache is not None and status_of(cache) is request:
             settle(cache, cache_before, of=request)

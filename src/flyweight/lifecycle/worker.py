@@ -43,12 +43,14 @@ class Worker:
         process_group: object = None,
         should_follow: bool = True,
         should_serve: bool = True,
+        carry_out: Callable[[Request, Callable[[Request], None]], None] | None = None,
     ) -> None:
         """Attach to the cell, which is made if it is not there.
 
         With several ranks, `process_group` (torch's or Paddle's; the default group if None) is
-        how they find each other.
+        how they find each other. `carry_out` is given each request, and what would do it here.
         """
+        self._carry_out = carry_out
         seat = self._seat(rank, num_ranks, process_group)
         self._engine, self._rank, self._should_follow = engine, rank, should_follow
         self._pid = os.getpid()
@@ -152,7 +154,10 @@ class Worker:
         self._taken, self._error, self._answer = request.number, "", ""
         self.tell()
         try:
-            self._do(request)
+            if self._carry_out is None:
+                self._do(request)
+            else:
+                self._carry_out(request, self._do)
         except FlyweightError as error:
             self._error, self._answer = type(error).__name__, str(error)
         self._done = request.number
