@@ -615,12 +615,12 @@ def test_publishes_in_the_background_follow_each_other(address, threads):
 @pytest.mark.parametrize(
     "options", [{}, {"bucket_bytes": 4096, "depth": 1}, {"hold": True}], ids=str
 )
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("framework", ["numpy", "torch", "paddle"])
 def test_a_loader_gets_whole_tensors_in_order_that_it_may_keep(
     address, threads, framework, options
 ):
-    if framework == "torch":
-        pytest.importorskip("torch")
+    """C20, C28"""
+    pytest.importorskip(framework)
     model, kept = weights(1), {}
 
     def load(named):

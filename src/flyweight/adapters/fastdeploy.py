@@ -26,6 +26,7 @@ from flyweight.adapters.fastdeploy_engine import (
     named_layers,
     state_of,
 )
+from flyweight.adapters.fastdeploy_loading import ModelLoading
 from flyweight.adapters.fastdeploy_weights import (
     NO_MEMORY,
     REPLACED,
@@ -99,12 +100,13 @@ class DynamicWeightManager:
                 global_rank=distributed.get_rank(),
                 legacy_id=self.meta_src_id,
                 options=self._options,
+                loading=self._loading(),
                 closing=closing,
             )
             num_given = named("give_memory", lambda: give_memory(self.state_dict))
             weights = STRATEGIES[self._strategy](self._site)
             find = partial(state_of, self._layers)
-            self._weights = CheckedWeights(weights, self.state_dict, find)
+            self._weights = CheckedWeights(weights, self.state_dict, find, self._site.loading)
             if num_given:
                 self._weights.forget(NO_MEMORY)  # nobody can vouch for what is in it
             self._engine = RunnerEngine(
@@ -118,6 +120,20 @@ class DynamicWeightManager:
             self.update_parameters()
             self.finalize_update()
             self._closing = closing.pop_all()
+
+    def _loading(self) -> ModelLoading | None:
+        """Return the models' own loaders, if there are some and the options do not say no."""
+        options = self._options
+        is_wanted = options.load_weights and options.layout is None
+        if not is_wanted or not ModelLoading.is_wanted(self._layers):
+            return None
+        if options.partial_over is not None:
+            raise SpecError(
+                "partial_over is for parameters that are filled by name, and a model has a "
+                "load_weights of its own; set config.flyweight = {'load_weights': False}"
+            )
+        process = partial(self._hooks.process_after_loading, config=self.fd_config)
+        return ModelLoading(self._layers, process)
 
     def _made_machine(self, closing: ExitStack) -> Machine:
         group, size = self._group()

@@ -63,6 +63,22 @@ class FastDeployHooks:
         found = (getattr(parallel, name, None) for name, is_used in used.items() if is_used)
         return [group for group in found if group is not None and _can_end(group)]
 
+    def process_after_loading(self, model: Any, config: object) -> None:
+        """Process what a model's `load_weights` has loaded: quantize, transpose, fuse.
+
+        Inside FastDeploy its own function does; elsewhere what it calls on each layer is called.
+        """
+        if "fastdeploy" in sys.modules:
+            utils = importlib.import_module("fastdeploy.model_executor.utils")
+            utils.process_final_after_loading(model, config)
+            return
+        for layer in (*model.sublayers(), model):
+            method: Any = getattr(layer, "quant_method", None)
+            if hasattr(method, "process_weights_after_loading"):
+                method.process_weights_after_loading(layer)
+            elif hasattr(layer, "process_weights_after_loading"):
+                layer.process_weights_after_loading()
+
     def empty_cache(self) -> None:
         """Return what the device's allocator keeps for itself."""
         paddle = sys.modules["paddle"]

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from logging import getLogger
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from flyweight.adapters.fastdeploy_engine import give_memory
+from flyweight.adapters.fastdeploy_loading import ModelLoading
 from flyweight.adapters.identity import Identity
+from flyweight.adapters.loader import Loader
 from flyweight.adapters.paddle_layer import memory_of
 from flyweight.errors import (
     FlyweightError,
@@ -37,12 +41,14 @@ from flyweight.spec.model_layout import ModelLayout
 from flyweight.sync.replica import Replica
 from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport, check_seconds
 from flyweight.verbs.find import PathLike, open_source
-from flyweight.verbs.load import Extra, LoadReport
+from flyweight.verbs.load import Extra, LoadReport, load
 
 NO_MEMORY = "parameters had no memory"
 REPLACED = "parameters were replaced after they were filled, or lost their memory; update"
 _RSYNC_OPTIONS = ("address", "token", "store", "timeout_seconds")
 _MAX_YAML_BYTES = 1 << 16
+_STREAM_BYTES = 256 << 20
+"""How much is read from files at a time for a model's own loader."""
 _log = getLogger("flyweight.fastdeploy")
 
 
@@ -64,6 +70,8 @@ class FastDeployOptions:
     """What this engine's tensors hold of the trainer's, under which names."""
     extra: Extra = "report"
     """What becomes of tensors that a source has and the models lack."""
+    load_weights: bool = True
+    """Whether models that have a `load_weights` load by it; False: they are filled by name."""
     partial_over: int | None = None
     """The version that parameters which files lack already hold; None: files must have all."""
     timeout_seconds: float = 60.0
@@ -132,6 +140,8 @@ class Site:
     """By which old files are named."""
     legacy_id: int | str
     options: FastDeployOptions
+    loading: ModelLoading | None
+    """The models' own loaders; None if parameters are filled by name."""
     closing: ExitStack
     """What is to be closed with the manager."""
     unmatched: list[str] = field(default_factory=list)
@@ -153,13 +163,16 @@ class PublishedWeights(Replica):
             raise SpecError(
                 "no address of a publisher; set config.flyweight = {'address': 'unix:DIRECTORY'}"
             )
+        loading = site.loading
         super().__init__(
-            site.state,
+            site.state if loading is None else loading.load,
             options.address,
             name=f"fastdeploy rank {site.global_rank}",
             layout=options.layout,
             rank=None if options.layout is None else site.rank,
             extra=options.extra,
+            framework="paddle",
+            device=sys.modules["paddle"].get_device(),
             token=options.token,
         )
         self._site = site
@@ -182,7 +195,8 @@ class PublishedWeights(Replica):
             may_keep=may_keep,
         )
         if report is not held:  # else nothing was taken
-            self._site.tell_unmatched(self.unused)
+            loading = self._site.loading
+            self._site.tell_unmatched(self.unused if loading is None else loading.unmatched)
         return report
 
 
@@ -194,7 +208,7 @@ class SnapshotWeights(StoredWeights):
     def __init__(self, site: Site, path: PathLike, *, may_be_legacy: bool) -> None:
         options = site.options
         super().__init__(
-            site.state,
+            site.state if site.loading is None else {},
             path,
             layout=options.layout,
             rank=None if options.layout is None else site.rank,
@@ -218,9 +232,42 @@ class SnapshotWeights(StoredWeights):
         return super()._session_of(stored)
 
     def _loaded(self, stored: Stored) -> LoadReport:
-        report = super()._loaded(stored)
+        loading = self._site.loading
+        report = super()._loaded(stored) if loading is None else self._handed(stored, loading)
         self._site.tell_unmatched(report.unused)
         return report
+
+    def _handed(self, stored: Stored, loading: ModelLoading) -> LoadReport:
+        """Hand what rests in files to the models' own loaders, a few tensors at a time."""
+        started, reports = perf_counter(), list[LoadReport]()
+        loader = Loader(loading.load, "paddle", sys.modules["paddle"].get_device())
+        self._version, self.progress = None, 0.0
+        loading.load(self._stream(stored, loader, reports))
+        return replace(
+            reports[-1],
+            num_tensors=sum(each.num_tensors for each in reports),
+            nbytes=sum(each.nbytes for each in reports),
+            read_bytes=sum(each.read_bytes for each in reports),
+            checked_bytes=sum(each.checked_bytes for each in reports),
+            seconds=perf_counter() - started,
+            unused=loading.unmatched,
+        )
+
+    def _stream(
+        self, stored: Stored, loader: Loader, reports: list[LoadReport]
+    ) -> Iterator[tuple[str, Any]]:
+        left = list(stored.manifest.tensors.items())[::-1]
+        total = max(sum(spec.nbytes for _, spec in left), 1)
+        while left:
+            fresh: dict[str, Any] = {}
+            nbytes = 0
+            while left and (not fresh or nbytes + left[-1][1].nbytes <= _STREAM_BYTES):
+                name, spec = left.pop()
+                fresh[name], nbytes = loader.fresh(spec)[0], nbytes + spec.nbytes
+            reports.append(load(stored, into=fresh, extra="report"))
+            self.progress += nbytes / total
+            for name in list(fresh):
+                yield name, fresh.pop(name)
 
 
 class CheckedWeights:
@@ -235,10 +282,16 @@ class CheckedWeights:
         weights: Weights,
         state: dict[str, object],
         find: Callable[[], Mapping[str, object]] | None = None,
+        loading: ModelLoading | None = None,
     ) -> None:
-        """Fill what is in `state`, which each update makes what `find` returns by then."""
+        """Fill what is in `state`, which each update makes what `find` returns by then.
+
+        With `loading` models do so themselves, and may replace what is in `state` meanwhile.
+        """
         self._weights, self._state = weights, state
-        self._find = find
+        self._find, self._loading = find, loading
+        if loading is not None:
+            loading.on_begin = self._release
         self._identity: Identity | None = None
         self._memory: list[object] = []
         self.must_verify = False
@@ -275,10 +328,18 @@ class CheckedWeights:
         if self._is_current():
             return
         self.forget(REPLACED)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Have the tensors that the models have by now."""
         if self._find is not None:
             found = self._find()
             self._state.clear()
             self._state.update(found)  # in place: who fills it sees that it has changed
+
+    def _release(self) -> None:
+        """Hold no memory: what a loader replaces is to be free before the next comes."""
+        self._identity, self._memory = None, []
 
     def _hold(self) -> None:
         """From now on these tensors are to be filled, and the memory that they have."""
@@ -305,7 +366,7 @@ class CheckedWeights:
             if give_memory(self._state):
                 self.forget(NO_MEMORY)
             self._hold()
-            report = self._weights.update(
+            report = self._updated(
                 version,
                 timeout_seconds=timeout_seconds,
                 before=begin,
@@ -331,8 +392,26 @@ class CheckedWeights:
             raise LifecycleError(REPLACED)
         return report
 
+    def _updated(self, version: int | None, **options: Any) -> UpdateReport:
+        """Update the source, and have loaders process what they loaded; both or nothing."""
+        loading = self._loading
+        if loading is None:
+            return self._weights.update(version, **options)
+        loading.is_begun = False
+        try:
+            report = self._weights.update(version, **options)
+            if loading.is_begun:
+                loading.process()
+                self._adopt()
+                self._hold()
+        except BaseException as error:
+            if loading.is_begun:  # whatever the source thinks of it
+                self.forget(f"its models failed to load: {error}")
+            raise
+        return report
+
     def forget(self, reason: str) -> None:
-        self._identity, self._memory = None, []
+        self._release()
         self._weights.forget(reason)
 
     def rouse(self) -> None:

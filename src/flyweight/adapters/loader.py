@@ -1,4 +1,4 @@
-"""Loader: an engine's own function that takes named tensors, as vLLM's and SGLang's do."""
+"""Loader: an engine's own function that takes named tensors: vLLM's, SGLang's, FastDeploy's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, Literal
 import numpy as np
 
 from flyweight import cuda
-from flyweight.adapters import numpy_dict, torch_module
+from flyweight.adapters import numpy_dict, paddle_layer, torch_module
+from flyweight.adapters.model import Tensor
 from flyweight.errors import MissingDependency, SpecError
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import DTYPES
 from flyweight.spec.manifest import TensorSpec
 
-Framework = Literal["torch", "numpy"]
+Framework = Literal["torch", "paddle", "numpy"]
 Load = Callable[[Iterator[tuple[str, Any]]], object]
 
 
@@ -24,9 +25,15 @@ class Loader:
     """Makes tensors of a framework, and hands them to a function one by one."""
 
     def __init__(self, load: Load, framework: Framework, device: str) -> None:
-        self.load, self._framework, self._device = load, framework, device
-        if framework not in ("torch", "numpy"):
-            raise SpecError(f"framework is {framework!r}, not 'torch' or 'numpy'")
+        self.load, self._device = load, device
+        kinds: dict[str, tuple[Callable[[TensorSpec], Any], Callable[[object], Tensor | None]]] = {
+            "torch": (self._torch, torch_module.tensor_of),
+            "paddle": (self._paddle, paddle_layer.tensor_of),
+            "numpy": (self._numpy, numpy_dict.tensor_of),
+        }
+        if framework not in kinds:
+            raise SpecError(f"framework is {framework!r}, not 'torch', 'paddle' or 'numpy'")
+        self._make, self._tensor_of = kinds[framework]
         if framework == "numpy" and device != "cpu":
             raise SpecError(f"device is {device!r}; numpy arrays are on the 'cpu'")
         _, buffer = self.fresh(TensorSpec(DTYPES["u8"], (1,)))
@@ -34,14 +41,10 @@ class Loader:
 
     def fresh(self, spec: TensorSpec) -> tuple[Any, Buffer]:
         """Return a new tensor, and its memory to be filled."""
-        tensor = self._torch(spec) if self._framework == "torch" else self._numpy(spec)
-        found = (
-            torch_module.tensor_of(tensor)
-            if self._framework == "torch"
-            else numpy_dict.tensor_of(tensor)
-        )
+        tensor = self._make(spec)
+        found = self._tensor_of(tensor)
         assert found is not None
-        found.settle()  # memory that torch gives again may still be read on its stream
+        found.settle()  # memory that a framework gives again may still be read on its stream
         if found.buffer is None:
             raise SpecError(f"device {self._device!r} cannot be written in place")
         return tensor, found.buffer
@@ -56,6 +59,18 @@ class Loader:
             raise SpecError(f"torch has no dtype for {spec.dtype}")
         items = spec.stored(Box.whole(spec.shape))  # torch counts packed bytes, we count elements
         return torch.empty(items.shape, dtype=dtype, device=self._device)
+
+    def _paddle(self, spec: TensorSpec) -> Any:
+        try:
+            paddle = importlib.import_module("paddle")
+        except ImportError as cause:
+            raise MissingDependency(
+                "tensors of paddle need it; pip install paddlepaddle"
+            ) from cause
+        if spec.dtype.paddle is None:
+            raise SpecError(f"paddle has no dtype for {spec.dtype}")
+        tensor = paddle.empty(list(spec.shape), spec.dtype.paddle)
+        return tensor if paddle.get_device() == self._device else tensor.to(self._device)
 
     def _numpy(self, spec: TensorSpec) -> Any:
         try:
