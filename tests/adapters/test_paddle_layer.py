@@ -5,6 +5,7 @@ from paddle import distributed as dist
 import flyweight as fw
 from flyweight.adapters import paddle_layer
 from flyweight.adapters.adapt import adapt
+from flyweight.adapters.residence import Residence
 from flyweight.errors import SpecError
 
 
@@ -122,3 +123,95 @@ def test_memory_is_held_while_it_is_pointed_to(is_cleared):
     others = [paddle.zeros([64, 64]) for _ in range(20)]
     assert all(other.data_ptr() != tensor.buffer.address for other in others)
     assert (tensor.buffer.items().view("<f4") == 3).all()
+
+
+# On a GPU. Paddle says where a tensor is; the rest of it is real, in host memory.
+
+
+class Place:
+    def __init__(self, kind, number=0):
+        self._kind, self._number = kind, number
+
+    def __str__(self):
+        return f"Place({self._kind}:{self._number})"
+
+    def is_gpu_place(self):
+        return self._kind == "gpu"
+
+    def is_cpu_place(self):
+        return self._kind == "cpu"
+
+    def is_cuda_pinned_place(self):
+        return self._kind == "gpu_pinned"
+
+    def gpu_device_id(self):
+        return self._number
+
+
+@pytest.fixture
+def be_at(monkeypatch):
+    def at(kind, number=0):
+        monkeypatch.setattr(paddle.Tensor, "place", property(lambda tensor: Place(kind, number)))
+
+    return at
+
+
+def test_a_tensor_on_a_gpu_is_taken_by_its_device_address_and_strides(be_at):
+    """C11, C28: from there on torch's and Paddle's tensors go the same way."""
+    rows = paddle.arange(12, dtype="float32").reshape([3, 4])
+    turned = rows.astype("bfloat16").t()
+    be_at("gpu", 3)
+    for tensor, strides in ((rows, (16, 4)), (turned, (2, 8)), (paddle.zeros([]), ())):
+        found = paddle_layer.tensor_of(tensor)
+        assert (found.host, found.buffer.device) == (None, 3)
+        assert (found.buffer.address, found.buffer.strides) == (tensor.data_ptr(), strides)
+        assert found.buffer.shape == found.spec.shape == tuple(tensor.shape)
+        assert found.memory_key[0] == "cuda:3"
+    tied = adapt({"a": rows, "b": rows, "c": turned}).manifest
+    assert (list(tied.tensors), tied.tied) == (["a", "c"], {"b": "a"})
+    be_at("gpu_pinned")
+    assert paddle_layer.tensor_of(rows).host.address == rows.data_ptr()
+    be_at("xpu")
+    with pytest.raises(SpecError, match=r"paddle tensor on Place\(xpu:0\); tensors in host memory"):
+        adapt({"a": rows})
+
+
+def test_a_clear_frees_tensors_on_a_gpu_and_a_restore_gives_them_memory(be_at):
+    """C15: the tensors, their shapes and what they share stay; views of others are left alone."""
+    be_at("gpu")
+    layer = Net()
+    whole = paddle.arange(8)
+    other = paddle.zeros([11, 4])
+    layer.embed.weight._share_buffer_to(other)
+    model = {"net": layer, "again": other, "whole": whole, "part": whole[2:4]}
+    before = {name: (id(t), tuple(t.shape), t.dtype) for name, t in layer.state_dict().items()}
+    residence = Residence(model)
+    nbytes = sum(t.size * t.element_size() for t in layer.state_dict().values())
+    nbytes -= layer.tied.size * layer.tied.element_size()  # which is the embedding
+    assert residence.release() == nbytes
+    assert residence.release() == 0
+    tensors = [*layer.state_dict().values(), other]
+    assert not any(tensor._is_initialized() for tensor in tensors)
+    assert (whole.tolist(), model["part"].tolist()) == ([*range(8)], [2, 3])
+    residence.restore()
+    residence.restore()
+    assert all(tensor._is_initialized() for tensor in tensors)
+    assert {
+        name: (id(t), tuple(t.shape), t.dtype) for name, t in layer.state_dict().items()
+    } == before
+    assert other.data_ptr() == layer.embed.weight.data_ptr()  # shared as before
+    layer.embed.weight.copy_(paddle.ones([11, 4]), True)
+    assert (other == 1).all()
+    assert residence.release() == nbytes
+
+
+def test_nothing_keeps_the_memory_of_a_tensor_on_a_gpu_that_is_cleared(be_at):
+    """C15: to free it is the point; whoever wanted it looks again before it writes."""
+    be_at("gpu")
+    tensor = paddle.ones([4])
+    found = paddle_layer.tensor_of(tensor)
+    memory = paddle_layer.memory_of(tensor)
+    assert found.buffer.owner is tensor
+    tensor._clear_data()
+    assert memory._is_initialized()
+    assert not found.buffer.owner._is_initialized()

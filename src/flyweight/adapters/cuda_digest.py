@@ -96,7 +96,10 @@ class DeviceDigests:
         self._nbytes = np.array([buffer.nbytes for buffer in buffers], np.uint64)
         if self._device is None:
             return
-        self._torch: Any = importlib.import_module("torch")
+        try:
+            self._torch: Any = importlib.import_module("torch")
+        except ImportError as cause:
+            raise MissingDependency("digests on a GPU need torch; pip install torch") from cause
         place = f"cuda:{self._device}"
         columns = np.arange(2 * ROW_WORDS, dtype=np.uint64)
         tables = (splitmix(columns) | np.uint64(1)).view(np.int64)

@@ -197,7 +197,9 @@ class RunnerEngine(EngineHooks):
         self._hooks.drop_cache()
 
     def release_weights(self) -> None:
-        self._to_release.update({n: each for n, each in self._state.items() if _has_memory(each)})
+        self._to_release.update(
+            {n: each for n, each in self._state.items() if paddle_layer.has_memory(each)}
+        )
         try:
             self._residence.release()
         finally:
@@ -284,21 +286,9 @@ def state_of(layers: Sequence[tuple[str, Any]]) -> dict[str, object]:
     return state
 
 
-def _has_memory(tensor: Any) -> bool:
-    # A dist tensor counts as if it had: to share a buffer with one ends the process. One that has
-    # lost its memory is refused by name where it is to be filled.
-    return bool(tensor._is_initialized()) or not tensor.size or tensor.is_dist()
-
-
 def give_memory(state: Mapping[str, Any]) -> int:
     """Give memory to tensors that have none, and return how many. What is in it is anything.
 
     FastDeploy makes its models under `paddle.LazyGuard`, and others may have cleared them.
     """
-    num_given = 0
-    for tensor in state.values():
-        if not _has_memory(tensor):
-            fresh = sys.modules["paddle"].empty(tensor.shape, tensor.dtype)
-            fresh._share_buffer_to(tensor)  # which is to keep it
-            num_given += 1
-    return num_given
+    return sum(paddle_layer.give_memory([tensor]) for tensor in state.values())

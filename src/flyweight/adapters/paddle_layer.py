@@ -1,4 +1,4 @@
-"""Paddle layers and tensors, in host memory, by address.
+"""Paddle layers and tensors, in host memory or on a GPU, by address.
 
 paddle is never imported here: who passes a tensor has imported it.
 """
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+from flyweight.adapters.cuda_tensor import CudaTensor
 from flyweight.adapters.numpy_dict import HostTensor, check_live
 from flyweight.adapters.sharded import Cut, cut_blocks
 from flyweight.errors import SpecError
@@ -30,6 +31,11 @@ def is_layer(thing: object) -> TypeGuard[Any]:
     return paddle is not None and isinstance(thing, paddle.nn.Layer)
 
 
+def is_tensor(thing: object) -> TypeGuard[Any]:
+    paddle = _paddle()
+    return paddle is not None and isinstance(thing, paddle.Tensor)
+
+
 def parts_of(thing: object) -> Sequence[Mapping[str, object]] | None:
     """Return a layer's own dicts of what belongs to it; they are the layer's, not copies."""
     return (thing._parameters, thing._buffers, thing._sub_layers) if is_layer(thing) else None
@@ -46,10 +52,9 @@ def state_of(thing: object) -> Mapping[str, object] | None:
 
 def cut_of(leaf: object) -> Cut | None:
     """Return what of the whole a dist tensor's local value holds."""
-    paddle = _paddle()
-    if paddle is None or not isinstance(leaf, paddle.Tensor) or not leaf.is_dist():
+    if not is_tensor(leaf) or not leaf.is_dist():
         return None
-    tensor: Any = leaf
+    paddle, tensor = _paddle(), leaf
     mesh, shape = tensor.process_mesh, tuple(tensor.shape)
     sizes, ranks = list(mesh.shape), list(mesh.process_ids)
     rank = paddle.distributed.get_rank()
@@ -78,9 +83,8 @@ def cut_of(leaf: object) -> Cut | None:
     return Cut(None, shape, ())  # nothing of it is here, and what is empty is never initialised
 
 
-def tensor_of(leaf: object) -> HostTensor | None:
-    paddle = _paddle()
-    if paddle is None or not isinstance(leaf, paddle.Tensor):
+def tensor_of(leaf: object) -> HostTensor | CudaTensor | None:
+    if not is_tensor(leaf):
         return None
     tensor: Any = leaf
     name = str(tensor.dtype).removeprefix("paddle.")
@@ -93,12 +97,43 @@ def tensor_of(leaf: object) -> HostTensor | None:
         raise SpecError("paddle tensor has no memory; initialise the layer first")
     if tensor.is_dist():
         raise SpecError("paddle dist tensor; pass its local tensor")
-    if spec.nbytes and not tensor.place.is_cpu_place():
-        raise SpecError(f"paddle tensor on {tensor.place}; only tensors in host memory are moved")
+    device = device_of(tensor.place) if spec.nbytes else None
     width = spec.item_bytes
     strides = tuple(width * stride for stride in tensor.strides)
     address = tensor.data_ptr() if spec.nbytes else 0
-    return HostTensor(spec, Buffer(address, spec.shape, strides, width, memory_of(tensor)))
+    if device is None:
+        return HostTensor(spec, Buffer(address, spec.shape, strides, width, memory_of(tensor)))
+    # The tensor itself, not its memory: to clear a tensor must free memory on a GPU.
+    return CudaTensor(spec, Buffer(address, spec.shape, strides, width, tensor, device=device))
+
+
+def device_of(place: Any) -> int | None:
+    """Return the number of a place's CUDA device; None for memory that the CPU can reach."""
+    if place.is_gpu_place():
+        return int(place.gpu_device_id())
+    if place.is_cpu_place() or place.is_cuda_pinned_place():
+        return None
+    raise SpecError(f"paddle tensor on {place}; tensors in host memory and on CUDA GPUs are moved")
+
+
+def has_memory(tensor: Any) -> bool:
+    """False for a tensor that has elements and no memory for them."""
+    # A dist tensor counts as if it had: to share a buffer with one ends the process. One that has
+    # lost its memory is refused by name where it is to be filled.
+    return bool(tensor._is_initialized()) or not tensor.size or tensor.is_dist()
+
+
+def give_memory(tensors: Sequence[Any]) -> int:
+    """Give one memory to those of equal tensors that have none, and return how many.
+
+    What is in it is anything. Strides must be those of a tensor that was just made.
+    """
+    bare = [tensor for tensor in tensors if not has_memory(tensor)]
+    if bare:
+        fresh = sys.modules["paddle"].empty(bare[0].shape, bare[0].dtype)
+        for tensor in bare:
+            fresh._share_buffer_to(tensor)  # which is to keep it
+    return len(bare)
 
 
 def memory_of(tensor: Any) -> object:

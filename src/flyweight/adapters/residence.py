@@ -2,7 +2,8 @@
 
 On the host the pages go and the addresses stay: what is read there meanwhile is zeros, and
 every reference, view and stride holds, whatever framework it is of. On a GPU torch's storages
-are made empty and full again; a kernel that reads them meanwhile fails.
+are made empty and full again, and Paddle's tensors are cleared and given memory; a kernel that
+reads them meanwhile fails.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Residence:
     def __init__(self, thing: object) -> None:
         self._thing = thing
         self._storages: list[tuple[Any, int]] = []
+        self._cleared: list[list[Any]] = []
+        """Paddle's tensors on a GPU, those of one memory together."""
         self._is_home = True
 
     @property
@@ -49,6 +52,7 @@ class Residence:
             return 0
         spans: dict[tuple[int, int], str] = {}
         on_devices: dict[int, tuple[Any, set[tuple[int, int]]]] = {}
+        of_paddle: dict[tuple[int, int, int], list[Any]] = {}
         for name, leaf in _leaves(self._thing, ""):
             tensor = _tensor(leaf)
             if tensor is None or tensor.buffer is None or not tensor.spec.nbytes:
@@ -58,6 +62,9 @@ class Residence:
                 continue  # what is in its gaps is not its own
             if tensor.buffer.device is None:
                 spans[start, end] = name
+            elif paddle_layer.is_tensor(leaf):
+                if tensor.buffer.is_contiguous and not leaf.is_dist():
+                    of_paddle.setdefault((tensor.buffer.device, start, end), []).append(leaf)
             else:
                 storage = _local(leaf).untyped_storage()
                 on_devices.setdefault(storage._cdata, (storage, set()))[1].add((start, end))
@@ -81,17 +88,39 @@ class Residence:
         for storage, nbytes in self._storages:
             storage.resize_(0)
             given += nbytes
+        given += self._clear(of_paddle)
         if self._storages:
             sys.modules["torch"].cuda.empty_cache()  # the allocator would keep it for itself
         self._is_home = False
         return given
 
+    def _clear(self, found: Mapping[tuple[int, int, int], list[Any]]) -> int:
+        """Clear Paddle's tensors that share their memory whole or not at all; return its bytes."""
+        given, last = 0, (-1, 0)
+        groups: list[list[tuple[int, int, int]]] = []
+        for device, start, end in sorted(found):
+            if (device, start) >= last:
+                groups.append([])
+            groups[-1].append((device, start, end))
+            last = max(last, (device, end))
+        for group in groups:
+            tensors = [tensor for span in group for tensor in found[span]]
+            # Views of other tensors would not be views of them when they are restored.
+            if len(group) == 1 and len({tensor.dtype for tensor in tensors}) == 1:
+                for tensor in tensors:
+                    tensor._clear_data()
+                self._cleared.append(tensors)
+                given += group[0][2] - group[0][1]
+        return given
+
     def restore(self) -> None:
         """Have memory again, as much as before; what is in it is anything. Safe to repeat."""
+        for tensors in self._cleared:
+            paddle_layer.give_memory(tensors)
         for storage, nbytes in self._storages:
             if not storage.nbytes():
                 storage.resize_(nbytes)
-        self._storages, self._is_home = [], True
+        self._storages, self._cleared, self._is_home = [], [], True
 
 
 def _leaves(thing: Any, prefix: str) -> Iterator[tuple[str, Any]]:

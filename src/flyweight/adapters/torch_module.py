@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from flyweight.adapters.numpy_dict import HostTensor, check_live
 from flyweight.adapters.sharded import Cut, cut_blocks
-from flyweight.errors import SpecError
+from flyweight.errors import MissingDependency, SpecError
 from flyweight.memory import Buffer, Bytes, Staging
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import BY_TORCH, DType
@@ -274,7 +274,12 @@ class _Shown:
 
 def tensor_at(buffer: Buffer) -> Any:
     """Return a device's memory as a tensor of integers; what matters is only how wide they are."""
-    torch = importlib.import_module("torch")
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as cause:
+        raise MissingDependency(
+            "strided copies inside a GPU need torch; pip install torch"
+        ) from cause
     numbers = (buffer.address, buffer.item_bytes, *buffer.strides)
     width = next(width for width in (8, 4, 2, 1) if all(n % width == 0 for n in numbers))
     shape, strides = buffer.shape, buffer.strides
