@@ -393,3 +393,61 @@ def test_a_loader_can_be_passed_over(open_source, open_manager):
     assert (engine.attention.weight == 1).all()
     with pytest.raises(SpecError, match="partial_over is for parameters that are filled by name"):
         open_manager("ipc_snapshot", Engine(), partial_over=1)
+
+
+class InPlace(paddle.nn.Layer):
+    """Replaces nothing: nobody could see by its parameters that it has failed half-way."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = self.create_parameter([4])
+        self.num_processed, self.fault = 0, None
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "norm":
+                self.norm.set_value(tensor)
+        if self.fault == "load":
+            raise SpecError("a shape that describes nothing")
+
+    def process_weights_after_loading(self):
+        if self.fault == "process":
+            raise RuntimeError("on purpose")
+        self.norm.scale_(2)
+        self.num_processed += 1
+
+
+@STRATEGIES
+def test_a_version_whose_processing_failed_is_loaded_again(open_source, open_manager, strategy):
+    """C24, C28: it is not held, though all of it came."""
+    source, engine = open_source(), InPlace()
+    source.bring(1)
+    manager = open_manager(strategy, engine)
+    source.bring(2)
+    engine.fault = "process"
+    with pytest.raises(LifecycleError, match="RuntimeError: on purpose"):
+        manager.update_weights_by_rdma(2)
+    assert (manager.version, manager.health) == (None, "failed")
+    engine.fault = None
+    manager.update_weights_by_rdma(2)
+    manager.finalize_update()
+    assert (manager.version, engine.norm.tolist(), engine.num_processed) == (2, [4.0] * 4, 2)
+
+
+def test_files_that_a_loader_refuses_half_way_leave_nothing_of_the_publishers_version(
+    address, tmp_path, open_manager
+):
+    """C24, C28: to fill by name, the same error means that nothing was written."""
+    (tmp_path / "version.yaml").write_text("step: 1")
+    engine = InPlace()
+    with fw.Publisher(trained(1), address, hold=True) as publisher:
+        publisher.publish(1)
+        manager = open_manager("rsync", engine)
+    fw.save(trained(2), tmp_path, version=2)
+    engine.fault = "load"
+    with pytest.raises(SpecError, match="describes nothing"):
+        manager.update_weights_by_rdma(2)
+    assert (manager.version, manager.health) == (None, "failed")
+    engine.fault = None
+    manager.update_weights_by_rdma(2)
+    assert (manager.version, engine.norm.tolist()) == (2, [4.0] * 4)
