@@ -140,7 +140,7 @@ class Site:
     """By which old files are named."""
     legacy_id: int | str
     options: FastDeployOptions
-    loading: ModelLoading | None
+    loading: ModelLoading | None = None
     """The models' own loaders; None if parameters are filled by name."""
     closing: ExitStack
     """What is to be closed with the manager."""
