@@ -375,7 +375,7 @@ def test_a_trainer_that_comes_back_may_have_more_than_the_models_but_not_less(
             PlanError, match="2 tensors that the publisher lacks: 'head', 'up.bias'"
         ):
             manager.update_parameters(pid)
-    assert (cell.status, manager.version, manager.health) == (NORMAL, 1, "serving")
+    assert (cell.status, manager.version, manager.health) == (CLEARED, 1, "paused")
     assert holds(target, 1)
     assert manager.unmatched == ["ema", "value_head.w"]  # of what is served
 
@@ -757,6 +757,7 @@ def test_groups_that_the_runner_shut_down_are_restarted(tmp_path, open_manager, 
     manager = open_manager(with_groups(config(tmp_path), tp=1, experts=True), Net())
     manager.restart_communication_group()
     assert recorded == ["restart", "restart ep"]
+    fw.save(Net(2), tmp_path, version=2)
     manager.update_parameters(0, True)
     assert recorded == ["restart", "restart ep"] * 2
 

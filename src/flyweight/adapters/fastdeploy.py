@@ -377,13 +377,14 @@ class DynamicWeightManager:
     ) -> Iterator[None]:
         """Make one old call: beat meanwhile, and say in the old cell how it ended.
 
-        A failure has no number there. An update that failed says CLEARED, and the engine stays
-        paused whatever it holds: whoever waits for NORMAL would take the old version for the new
-        one. After any other failure, and where a cell of ours tells failures by name, the version
-        from before is served again.
+        A failure has no number there. An update that failed says CLEARED, and the engine of that
+        cell stays paused whatever it holds: whoever waits for NORMAL would take the old version
+        for the new one. After any other failure, and where nobody waits at an old cell, the
+        version from before is served again.
         """
-        is_told_apart = pid is None or (self._word is not None and self._word.is_asked)
-        may_go_on = is_told_apart or request is not LegacyStatus.UPDATING
+        is_ours = self._word is not None and self._word.is_asked
+        may_be_normal = is_ours or request is not LegacyStatus.UPDATING
+        may_go_on = may_be_normal or not pid  # the same on all ranks, though one has the cell
         was_serving = may_go_on and self._machine.state is State.SERVING
         with ExitStack() as stack:
             cell = self._cell(pid)
@@ -399,7 +400,7 @@ class DynamicWeightManager:
                 if was_serving and self._machine.state is State.PAUSED:
                     with suppress(FlyweightError):  # what is raised is the first error
                         self._machine.resume(timeout_seconds=self._options.timeout_seconds)
-                is_served = may_go_on and self._machine.state is State.SERVING
+                is_served = may_be_normal and self._machine.state is State.SERVING
                 truth = LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED
                 self._settle(cell, truth, request)
                 raise
