@@ -1,15 +1,116 @@
-"""ModelEngine: a plain model as an engine. Requests pass a gate that a pause closes."""
+"""ModelEngine: a plain model as an engine. Requests pass a gate that a pause closes.
+
+A request belongs to no thread: its block may begin in one thread, task or context and end in
+another. So requests are counted, and a context variable only says which one a new one is inside.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from contextvars import ContextVar
 from time import monotonic
 
 from flyweight.adapters.residence import Residence
 from flyweight.errors import LifecycleError, TransferTimeout
+from flyweight.forks import leave_behind
 from flyweight.ports import EngineHooks
+from flyweight.sync.report import check_seconds
+
+_innermost: ContextVar[EngineRequest | None] = ContextVar("flyweight_request", default=None)
+"""The request that began last in this context. It is never reset, since a block may end in another
+context: whoever looks here skips those that have ended."""
+
+
+class EngineRequest:
+    """One request to a ModelEngine, for one `with` or `async with` block.
+
+    It runs from the beginning of the block to its end, whoever ends it. Inside a block that is
+    open, it has the version of that one, and does not wait: a pause waits for both.
+    """
+
+    __slots__ = ("_engine", "_has_begun", "_is_open", "_outer", "_timeout_seconds", "_version")
+
+    def __init__(self, engine: ModelEngine, timeout_seconds: float) -> None:
+        self._engine: ModelEngine | None = engine
+        self._timeout_seconds = timeout_seconds
+        self._has_begun = self._is_open = False
+        self._outer: EngineRequest | None = None
+        self._version: int | None = None
+
+    def __enter__(self) -> int | None:
+        engine = self._begin()
+        with engine._changed:
+            if not self._pass(engine):
+                _check_no_event_loop()
+                if not engine._changed.wait_for(lambda: self._pass(engine), self._timeout_seconds):
+                    raise self._refusal()
+        return self._version
+
+    def __exit__(self, *raised: object) -> None:
+        self._end()
+
+    async def __aenter__(self) -> int | None:
+        engine, deadline = self._begin(), monotonic() + self._timeout_seconds
+        while True:
+            with engine._changed:
+                if self._pass(engine):
+                    return self._version
+                left = deadline - monotonic()
+                if left <= 0:
+                    raise self._refusal()
+                opened = asyncio.get_running_loop().create_future()
+                engine._waiting.add(opened)
+            try:
+                await asyncio.wait((opened,), timeout=left)
+            finally:
+                with engine._changed:
+                    engine._waiting.discard(opened)
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._end()
+
+    def _begin(self) -> ModelEngine:
+        engine = self._engine
+        if engine is not None:
+            with engine._changed:
+                if not self._has_begun:
+                    self._has_begun = True
+                    return engine
+        raise LifecycleError(
+            "this request was entered before, and is good for one block; call engine.request() for "
+            "another"
+        )
+
+    def _pass(self, engine: ModelEngine) -> bool:
+        """Run from now on, if the gate is open or a request around this one still runs."""
+        around = outer = _nearest_open(_innermost.get())
+        while outer is not None and outer._engine is not engine:
+            outer = _nearest_open(outer._outer)
+        if outer is None and not engine._is_open:
+            return False
+        self._version = engine.version if outer is None else outer._version
+        self._outer, self._is_open = around, True
+        engine._num_running += 1
+        _innermost.set(self)
+        return True
+
+    def _end(self) -> None:
+        engine = self._engine
+        if engine is None or not self._is_open:
+            return
+        with engine._changed:
+            self._is_open = False
+            engine._num_running -= 1
+            if not engine._num_running:
+                engine._changed.notify_all()
+        # The context that it began in still knows it, and cannot be changed from any other: it
+        # must keep neither the model nor a trail of requests that have ended.
+        self._engine, self._outer = None, _nearest_open(self._outer)
+
+    def _refusal(self) -> LifecycleError:
+        return LifecycleError(f"the engine took no requests for {self._timeout_seconds:g} s")
 
 
 class ModelEngine(EngineHooks):
@@ -20,33 +121,19 @@ class ModelEngine(EngineHooks):
         self._changed = threading.Condition()
         self._is_open = False
         self._num_running = 0
-        self._own = threading.local()
+        self._waiting: set[asyncio.Future[None]] = set()
         self.version: int | None = None
         """The version that requests are answered with."""
+        leave_behind(self)
 
-    @contextmanager
-    def request(self, timeout_seconds: float = 60.0) -> Iterator[int | None]:
-        """Answer a request inside the block, with the version that is yielded.
+    def request(self, timeout_seconds: float = 60.0) -> EngineRequest:
+        """Return a request to answer inside `with` or `async with`, which yield its version.
 
-        Waits while the engine stands still; raises LifecycleError if that takes longer. One
-        inside another of the same thread is part of that one.
+        Waits while the engine stands still; raises LifecycleError if that takes longer. `async
+        with` lets the event loop go on meanwhile; `with` on an event loop raises at once instead,
+        since it would stop the requests that the engine waits for.
         """
-        if getattr(self._own, "is_answering", False):
-            yield self.version
-            return
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._is_open, timeout_seconds):
-                raise LifecycleError(f"the engine took no requests for {timeout_seconds:g} s")
-            self._num_running += 1
-            version = self.version
-        self._own.is_answering = True
-        try:
-            yield version
-        finally:
-            self._own.is_answering = False
-            with self._changed:
-                self._num_running -= 1
-                self._changed.notify_all()
+        return EngineRequest(self, check_seconds("timeout_seconds", timeout_seconds))
 
     @property
     def num_running(self) -> int:
@@ -65,6 +152,9 @@ class ModelEngine(EngineHooks):
         with self._changed:
             self._is_open, self.version = True, version
             self._changed.notify_all()
+            for opened in self._waiting:
+                with suppress(RuntimeError):  # its event loop is closed, and nobody waits
+                    opened.get_loop().call_soon_threadsafe(_wake, opened)
 
     def drop_cache(self) -> None:
         """Nothing to forget: a plain model keeps nothing between requests."""
@@ -74,3 +164,32 @@ class ModelEngine(EngineHooks):
 
     def restore_weights(self) -> None:
         self._residence.restore()
+
+    def let_go(self) -> None:
+        """Replace the lock after a fork: the thread that held it does not exist in the child.
+
+        Requests that ran stay counted, since one of them may run on here.
+        """
+        self._changed, self._waiting = threading.Condition(), set()
+
+
+def _nearest_open(request: EngineRequest | None) -> EngineRequest | None:
+    while request is not None and not request._is_open:
+        request = request._outer
+    return request
+
+
+def _wake(opened: asyncio.Future[None]) -> None:
+    if not opened.done():
+        opened.set_result(None)
+
+
+def _check_no_event_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise LifecycleError(
+        "the engine takes no requests at the moment, and `with engine.request()` would block this "
+        "thread's event loop while it waits; use `async with engine.request()`"
+    )
