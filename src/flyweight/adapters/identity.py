@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -12,26 +13,23 @@ from flyweight.adapters import paddle_layer, sharded, torch_module
 from flyweight.adapters.tree import MAX_NESTING, is_model
 from flyweight.errors import SpecError
 
-_PARTS: tuple[Callable[[object], Sequence[Mapping[str, object]] | None], ...] = (
-    torch_module.parts_of,
-    paddle_layer.parts_of,
+_PARTS: tuple[tuple[Callable[[object], bool], attrgetter[tuple[Any, ...]]], ...] = (
+    (torch_module.is_module, torch_module.PARTS),
+    (paddle_layer.is_layer, paddle_layer.PARTS),
 )
-
-
-_UNSAVED = ("_non_persistent_buffers_set", "_non_persistable_buffer_names_set")
-"""Where torch's modules and Paddle's layers keep the names of buffers that they do not save."""
 _VALUES = (bool, int, float, str, type(None), np.generic)
 
 
 class Identity:
     """What tells whether a model still is the one that was adapted, quickly enough for each round.
 
-    It is, as long as every container has the same leaves and every tensor its elements at the
-    same place; buffers that a module does not save are its own business. Holds the leaves, so
-    that no other object can take the place of one in memory.
+    It is, as long as every module has the same containers, every container the same leaves, and
+    every tensor its elements at the same place; buffers that a module does not save are its own
+    business. Holds the leaves, so that no other object can take the place of one in memory.
     """
 
     def __init__(self, thing: object) -> None:
+        self._modules: list[tuple[attrgetter[tuple[Any, ...]], object, Any, Any, Any, Any]] = []
         self._containers: list[tuple[Any, int, Collection[str]]] = []
         self._leaves: list[tuple[Any, Any, Any]] = []
         self._tensors: list[tuple[Any, int, object, object]] = []
@@ -43,12 +41,12 @@ class Identity:
     def _add(self, thing: Any, depth: int, unsaved: Collection[str] = ()) -> None:
         if depth > MAX_NESTING:
             raise SpecError(f"the model nests more than {MAX_NESTING} deep, or holds itself")
-        parts = next((p for of in _PARTS if (p := of(thing)) is not None), None)
-        if parts is not None:  # a module is its dicts of parameters, buffers and modules
-            parameters, buffers, modules = parts
-            found = (getattr(thing, name, None) for name in _UNSAVED)
+        parts_of = next((parts_of for is_one, parts_of in _PARTS if is_one(thing)), None)
+        if parts_of is not None:  # a module is its dicts of parameters, buffers and modules
+            parameters, buffers, modules, names = parts_of(thing)
+            self._modules.append((parts_of, thing, parameters, buffers, modules, names))
             self._add(parameters, depth)
-            self._add(buffers, depth, next((each for each in found if each is not None), ()))
+            self._add(buffers, depth, names)
             self._add(modules, depth)
             return
         items = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
@@ -69,6 +67,13 @@ class Identity:
 
     def is_same(self) -> bool:
         """True if nothing was put in the place of anything else, and nothing has moved."""
+        try:
+            for parts_of, module, parameters, buffers, modules, names in self._modules:
+                a, b, c, d = parts_of(module)
+                if a is not parameters or b is not buffers or c is not modules or d is not names:
+                    return False
+        except AttributeError:  # one of them is gone
+            return False
         for container, size, unsaved in self._containers:
             # If there are as many as before, none came that those below do not miss.
             if len(container) != size and _num_saved(container, unsaved) != size:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 from flyweight.adapters.cuda_tensor import CudaTensor
@@ -36,9 +37,8 @@ def is_tensor(thing: object) -> TypeGuard[Any]:
     return paddle is not None and isinstance(thing, paddle.Tensor)
 
 
-def parts_of(thing: object) -> Sequence[Mapping[str, object]] | None:
-    """Return a layer's own dicts of what belongs to it; they are the layer's, not copies."""
-    return (thing._parameters, thing._buffers, thing._sub_layers) if is_layer(thing) else None
+PARTS = attrgetter("_parameters", "_buffers", "_sub_layers", "_non_persistable_buffer_names_set")
+"""Returns a layer's own dicts of what belongs to it, and the names of buffers it does not save."""
 
 
 def state_of(thing: object) -> Mapping[str, object] | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 from flyweight.adapters.numpy_dict import HostTensor, check_live
@@ -35,9 +36,8 @@ def is_module(thing: object) -> TypeGuard[Any]:
     return torch is not None and isinstance(thing, torch.nn.Module)
 
 
-def parts_of(thing: object) -> Sequence[Mapping[str, object]] | None:
-    """Return a module's own dicts of what belongs to it; they are the module's, not copies."""
-    return (thing._parameters, thing._buffers, thing._modules) if is_module(thing) else None
+PARTS = attrgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""Returns a module's own dicts of what belongs to it, and the names of buffers it does not save."""
 
 
 def state_of(thing: object) -> Mapping[str, object] | None:
