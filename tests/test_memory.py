@@ -3,7 +3,15 @@ import threading
 import numpy as np
 import pytest
 
-from flyweight.memory import Buffer, Staging, block_of, bytes_of, items_of, page_memory
+from flyweight.memory import (
+    Buffer,
+    Staging,
+    block_of,
+    bytes_of,
+    first_overlap,
+    items_of,
+    page_memory,
+)
 from flyweight.spec.box import Box
 
 
@@ -62,6 +70,38 @@ def test_items_and_bytes_are_views_of_each_other():
     items[1, 2] = 0
     assert data[20:].tolist() == [0, 0, 0, 0]
     assert len(bytes_of(b"")) == 0
+
+
+FAR = 0x7F00_0000_0000
+"""An address that nothing here lies at: whoever reads there ends the process."""
+
+
+def items_at(address, *, device, shape=(4, 6), strides=(24, 4)):
+    return Buffer(address, shape, strides, 4, None, device=device)
+
+
+@pytest.mark.parametrize("device", [None, 0, 1])
+def test_buffers_that_overlap_are_found_on_any_device_by_their_addresses(device):
+    first = items_at(FAR, device=device)
+    for other in (
+        items_at(FAR + 92, device=device),
+        items_at(FAR - 92, device=device),
+        items_at(FAR + 8, device=device, shape=(4,), strides=(24,)),
+    ):
+        assert sorted(first_overlap({"a": first, "b": other})) == ["a", "b"]
+    columns = {
+        "left": items_at(FAR, device=device, shape=(4, 3)),
+        "right": items_at(FAR + 12, device=device, shape=(4, 3)),
+        "next": items_at(FAR + 96, device=device),
+        "empty": items_at(FAR + 4, device=device, shape=(0, 6)),
+    }
+    assert first_overlap(columns) is None
+
+
+def test_the_same_address_is_other_memory_on_another_device():
+    buffers = {str(device): items_at(FAR, device=device) for device in (None, 0, 1)}
+    assert first_overlap(buffers) is None
+    assert first_overlap({**buffers, "more": items_at(FAR + 4, device=1)}) == ("1", "more")
 
 
 def test_page_memory_starts_on_a_page():

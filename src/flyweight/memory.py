@@ -150,19 +150,33 @@ _WORK: Any = 10**5  # steps that numpy may take to tell interleaved strides apar
 
 
 def first_overlap(buffers: Mapping[str, Buffer]) -> tuple[str, str] | None:
-    """Return two names whose buffers share a byte, or may do so for all that is easily told."""
-    spans = sorted((*b.span, name) for name, b in buffers.items() if b.nbytes)
-    live: list[tuple[int, str]] = []
-    for start, end, name in spans:
-        live = [(other_end, other) for other_end, other in live if other_end > start]
-        for _, other in live:
-            try:
-                if np.shares_memory(buffers[other].items(), buffers[name].items(), max_work=_WORK):
+    """Return two names whose buffers share a byte, or may do so for all that is easily told.
+
+    Each device has addresses of its own, as the host has.
+    """
+    by_device: dict[int | None, list[tuple[int, int, str]]] = {}
+    for name, buffer in buffers.items():
+        if buffer.nbytes:
+            by_device.setdefault(buffer.device, []).append((*buffer.span, name))
+    for spans in by_device.values():
+        live: list[tuple[int, str]] = []
+        for start, end, name in sorted(spans):
+            live = [(other_end, other) for other_end, other in live if other_end > start]
+            for _, other in live:
+                if _may_meet(buffers[other], buffers[name]):
                     return other, name
-            except np.exceptions.TooHardError:
-                return other, name
-        live.append((end, name))
+            live.append((end, name))
     return None
+
+
+def _may_meet(a: Buffer, b: Buffer) -> bool:
+    """True if two buffers of one device share a byte, or if that would take too long to tell."""
+    # numpy compares addresses and reads nothing, so those of a device will do.
+    first, second = (replace(each, device=None).items() for each in (a, b))
+    try:
+        return np.shares_memory(first, second, max_work=_WORK)
+    except np.exceptions.TooHardError:
+        return True
 
 
 def bytes_for(nbytes: int, into: Bytes | None) -> Bytes:

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 import flyweight as fw  # noqa: E402
 from flyweight.adapters.adapt import adapt  # noqa: E402
-from flyweight.errors import ChecksumMismatch  # noqa: E402
+from flyweight.errors import ChecksumMismatch, SpecError  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -171,6 +171,43 @@ def test_freed_memory_is_refused():
     weight.untyped_storage().resize_(0)
     with pytest.raises(fw.FlyweightError, match="memory was freed"):
         adapt({"w": weight})
+
+
+def overlapping():
+    """Targets of which filling one would change another, or itself."""
+    memory = torch.zeros(20, device="cuda")
+    square = torch.zeros(4, 6, device="cuda")
+    return [
+        ({"a": memory[:12], "b": memory[8:]}, "'a' and 'b' share some of their memory"),
+        ({"b": square, "a": square[:, 2:4]}, "'b' and 'a' share some of their memory"),
+        ({"w": torch.zeros(4, 1, device="cuda").expand(4, 3)}, "more than once by their strides"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_tensors_of_the_device_that_overlap_are_refused_as_targets(number, tmp_path, address):
+    target, told = overlapping()[number]
+    fw.save({name: torch.ones(each.shape) for name, each in target.items()}, tmp_path / "run")
+    with pytest.raises(SpecError, match=told):
+        fw.load(tmp_path / "run", into=target)
+    with pytest.raises(SpecError, match=told):
+        fw.Replica(target, address)
+    assert not any(bool(each.any()) for each in target.values())
+
+
+def test_tensors_of_the_device_that_lie_side_by_side_or_are_tied_are_filled(tmp_path):
+    memory, square = torch.zeros(20, device="cuda"), torch.zeros(4, 6, device="cuda")
+    target = {
+        "a": memory[:12],
+        "b": memory[12:],
+        "tied": memory[12:],
+        "left": square[:, :3],
+        "right": square[:, 3:],
+        "host": torch.zeros(20),
+    }
+    fw.save({name: torch.ones(each.shape) for name, each in target.items()}, tmp_path)
+    fw.load(tmp_path, into=target)
+    assert all(bool((each == 1).all()) for each in (memory, square, target["host"]))
 
 
 def test_numpy_dtypes_of_the_device_are_those_of_the_host():

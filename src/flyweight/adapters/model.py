@@ -48,6 +48,10 @@ class Tensor(Protocol):
         """Its memory, on the host or on a CUDA device; None on other devices."""
 
     @property
+    def memory(self) -> Buffer:
+        """Where its elements lie, on whatever device: to compare, not to read."""
+
+    @property
     def memory_key(self) -> tuple[object, ...]:
         """Equal for two tensors that are the same elements of the same memory."""
 
@@ -213,23 +217,23 @@ class Model:
 
     def check_writable(self) -> None:
         """Raise for what cannot be filled: frozen memory, overlapping tensors, tuples of values."""
-        hosts: dict[str, Buffer] = {}
+        buffers: dict[str, Buffer] = {}
         keys: set[tuple[object, ...]] = set()
         for name, tensor in self._tensors.items():
-            host, key = tensor.host, tensor.memory_key
-            if host is not None and (not host.nbytes or key not in keys):
+            buffer, key = tensor.memory, tensor.memory_key
+            if not buffer.nbytes or key not in keys:
                 keys.add(key)  # a second name for the same elements is a tie, no overlap
-                hosts[name] = host
-        frozen = [name for name, host in hosts.items() if not host.is_writable]
+                buffers[name] = buffer
+        frozen = [name for name, buffer in buffers.items() if not buffer.is_writable]
         if frozen:
             raise SpecError(f"{len(frozen)} tensors are read-only memory: {listed(frozen)}")
-        folded = [name for name, host in hosts.items() if host.is_folded]
+        folded = [name for name, buffer in buffers.items() if buffer.is_folded]
         if folded:
             raise SpecError(
                 f"{len(folded)} tensors show an element more than once by their strides: "
                 f"{listed(folded)}"
             )
-        if overlap := first_overlap(hosts):
+        if overlap := first_overlap(buffers):
             raise SpecError(
                 f"{overlap[0]!r} and {overlap[1]!r} share some of their memory and are not the "
                 f"same tensor; filling one would change the other"

@@ -27,6 +27,10 @@ class HostTensor:
         return self.host
 
     @property
+    def memory(self) -> Buffer:
+        return self.host
+
+    @property
     def memory_key(self) -> tuple[object, ...]:
         return (self.host.address, self.host.shape, self.host.strides, self.spec.dtype.name)
 

@@ -160,11 +160,13 @@ class DeviceTensor:
     def host(self) -> Buffer | None:
         return None
 
-    @cached_property
+    @property
     def buffer(self) -> Buffer | None:
+        return self.memory if self._is_cuda else None
+
+    @cached_property
+    def memory(self) -> Buffer:
         tensor, width = self.tensor, self.spec.item_bytes
-        if not self._is_cuda:
-            return None
         strides = tuple(width * stride for stride in tensor.stride())
         return Buffer(
             tensor.data_ptr(),
