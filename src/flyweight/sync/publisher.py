@@ -215,8 +215,9 @@ class Publisher:
         """Give the model as it is now to every replica that waits for it.
 
         Returns once each has it, or has come to another end that the report tells. `num_replicas`
-        waits until so many ask. In the background it returns at once with a lease: the model must
-        not change before `wait_copied`.
+        waits until so many ask. No thread may write the model from the call until it returns; in
+        the background it returns at once with a lease, and none may before `wait_copied`. Digests
+        find a write between a tensor's digest and its copy, not a step that is half-way through.
         """
         timeout = self._options.timeout_seconds
         if timeout_seconds is not None:
