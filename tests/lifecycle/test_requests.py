@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -131,7 +132,7 @@ def test_a_generator_that_moved_to_another_thread_leaves_nothing_in_the_first(en
         assert engine.num_running == 0
         engine.pause(time.monotonic())
         late = first.submit(lambda: list(stream(engine)))
-        with pytest.raises(TimeoutError):
+        with pytest.raises(FutureTimeout):
             late.result(0.05)
         engine.resume(2)
         assert late.result(LATE) == [2, 2, 2]
