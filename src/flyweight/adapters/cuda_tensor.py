@@ -25,6 +25,10 @@ class CudaTensor:
     buffer: Buffer
 
     @property
+    def memory(self) -> Buffer:
+        return self.buffer
+
+    @property
     def host(self) -> Buffer | None:
         return None
 
