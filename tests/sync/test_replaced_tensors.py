@@ -12,6 +12,7 @@ import flyweight as fw
 from flyweight.errors import VersionError
 from flyweight.lifecycle.machine import Machine
 from flyweight.lifecycle.sources import StoredWeights
+from live import until
 
 
 def torch_model(value):
@@ -97,6 +98,20 @@ def test_a_publish_gives_the_tensors_that_the_model_has_by_now(
             publisher.publish(version, num_replicas=1, timeout_seconds=20)
             update.result(30)
             assert holds(target, min(version, 2))
+
+
+@MODELS
+def test_tensors_replaced_while_a_publish_waits_for_replicas_are_published(make, address, threads):
+    trained, target = make(1), make(0)
+    with fw.Publisher(trained, address) as publisher:
+        publish = threads.submit(publisher.publish, 1, num_replicas=1, timeout_seconds=20)
+        until(publisher._publishing.locked)
+        other_dict_of_parameters(trained, make(9))
+        fill(trained, 2)
+        with fw.Replica(target, address) as replica:
+            replica.update(1, timeout_seconds=20)
+        publish.result(30)
+    assert holds(target, 2)
 
 
 @MODELS

@@ -230,8 +230,8 @@ class Publisher:
             raise TransferTimeout(f"the publish before is still under way after {timeout:g} s")
         try:
             self._check_next(version)
-            self._refresh()
             peers = self._gather(version, num_replicas, deadline)
+            self._refresh()  # afterwards: the model may change while replicas are waited for
             self._settle(deadline)
             if background:
                 threading.Thread(
