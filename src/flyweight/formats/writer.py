@@ -20,6 +20,8 @@ from flyweight.ports import Draft, FilePlan, Format, Source
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Manifest, TensorSpec
 
+Beside = Callable[[Bytes], None]
+"""Work of somebody else, which is given a chunk of staging."""
 _GATHER_BYTES = 1 << 20
 """Chunks below this size are gathered, up to a whole chunk's worth, and written as one."""
 
@@ -54,6 +56,10 @@ class _Chunk:
     nbytes: int
 
 
+_Batch = tuple[str, list[_Chunk]]
+"""A file, and chunks that are written to it by one call."""
+
+
 def write(
     source: Source,
     manifest: Manifest,
@@ -64,10 +70,12 @@ def write(
     memory_bytes: int,
     verb: str = "save",
     tick: Callable[[int], None] | None = None,
+    beside: Sequence[Beside] = (),
 ) -> tuple[Manifest, list[FilePlan]]:
     """Write `manifest`, whose bytes `source` has, and return it with extents; no commit yet.
 
-    The files that make it whole are not written: `seal` does that, in the end.
+    The files that make it whole are not written: `seal` does that, in the end. The jobs `beside`
+    are spread evenly over the writes, so that they run while other threads wait for the disk.
     """
     with collector_paused():
         plans = format.layout(manifest)
@@ -92,14 +100,18 @@ def write(
             f"{per_thread_bytes}"
         )
 
-    def work(batch: tuple[str, list[_Chunk]], staging: Bytes) -> int:
-        nbytes = _write_batch(source, draft, batch, staging)
+    def work(job: _Batch | Beside, staging: Bytes) -> int:
+        nbytes = 0
+        if callable(job):
+            job(staging)
+        else:
+            nbytes = _write_batch(source, draft, job, staging)
         if tick is not None:
             tick(nbytes)
         return nbytes
 
     work_through(
-        batches,
+        _spread(batches, beside),
         work,
         num_threads=min(check_threads(num_threads), memory_bytes // per_thread_bytes),
         staging=source.staging,
@@ -110,6 +122,13 @@ def write(
     with collector_paused():
         extents = [each.finished() for plan in plans for each in running[plan.name]]
     return replace(manifest, extents=extents), plans
+
+
+def _spread(batches: Sequence[_Batch], beside: Sequence[Beside]) -> list[_Batch | Beside]:
+    """Return both in their order, the shorter list evenly among the longer."""
+    both: tuple[Sequence[_Batch | Beside], ...] = (batches, beside)
+    jobs = [(number / len(each), job) for each in both for number, job in enumerate(each)]
+    return [job for _, job in sorted(jobs, key=lambda placed: placed[0])]
 
 
 def seal(whole: Manifest, plans: Sequence[FilePlan], format: Format, draft: Draft) -> None:
@@ -147,9 +166,7 @@ def _batches(running: Sequence[_Running], chunk_bytes: int) -> Iterator[list[_Ch
         yield batch
 
 
-def _write_batch(
-    source: Source, draft: Draft, job: tuple[str, list[_Chunk]], staging: Bytes
-) -> int:
+def _write_batch(source: Source, draft: Draft, job: _Batch, staging: Bytes) -> int:
     file, batch = job
     at = 0
     for chunk in batch:

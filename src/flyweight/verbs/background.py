@@ -19,10 +19,11 @@ from flyweight.adapters.model import Model
 from flyweight.errors import StoreError, TransferTimeout
 from flyweight.events import emit
 from flyweight.formats.crew import default_threads, work_through
+from flyweight.formats.writer import Beside
 from flyweight.memory import STAGING, Bytes, Staging, block_of, bytes_for, items_of
 from flyweight.ports import Source
 from flyweight.spec.box import Box
-from flyweight.spec.manifest import Manifest, Parcel
+from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Parcel
 from flyweight.transports.group import TIMEOUT_SECONDS
 from flyweight.verbs.pending import PendingSave, SaveReport, emit_done
 
@@ -144,7 +145,10 @@ def start_background(
     memory_bytes: int,
     num_threads: int | None,
 ) -> BackgroundSave:
-    """Copy the share, then write it in a thread that takes over what `stack` holds."""
+    """Copy the share, then write it in a thread that takes over what `stack` holds.
+
+    Replicas that other ranks write are digested here, as they are when the copies are made.
+    """
     global _running  # noqa: PLW0603
     started = perf_counter()
     parcels = list(pending.share)
@@ -204,16 +208,25 @@ def _shelf_for(source: Source) -> Staging:
 
 
 def _copy(source: Model, staged: Staged, pending: PendingSave, num_threads: int | None) -> None:
-    """Fill the staging: host tensors by several threads, a device's queued behind each other."""
+    """Fill the staging: host tensors by several threads, a device's queued behind each other.
+
+    The same threads digest the replicas that other ranks write.
+    """
     places = [place for places in staged.places.values() for place in places]
-    jobs = [
+    jobs: list[tuple[Parcel, Bytes, Box] | Beside] = [
         (parcel, data, items)
         for parcel, data in places
         if source.is_on_host(parcel.name)
         for items in parcel.spec.chunks(parcel.box, _COPY_BYTES)
     ]
 
-    def work(job: tuple[Parcel, Bytes, Box], staging: Bytes) -> int:
+    digests = pending.found.jobs(source)
+
+    def work(job: tuple[Parcel, Bytes, Box] | Beside, staging: Bytes) -> int:
+        pending.group.tick()
+        if callable(job):
+            job(staging)
+            return 0
         parcel, data, items = job
         spec, held = parcel.spec, parcel.spec.stored(parcel.box)
         ((start, length),) = items.runs(held.shape)
@@ -221,7 +234,6 @@ def _copy(source: Model, staged: Staged, pending: PendingSave, num_threads: int 
         found = source.read(parcel.name, spec.elements(items.moved(held.offset)), into=goal)
         if not np.may_share_memory(found, goal):
             np.copyto(goal, found)
-        pending.group.tick()
         return len(goal)
 
     for parcel, data in places:
@@ -229,11 +241,11 @@ def _copy(source: Model, staged: Staged, pending: PendingSave, num_threads: int 
             source.read(parcel.name, parcel.box, into=data, should_wait=False)
             pending.group.tick()
     work_through(
-        jobs,
+        [*jobs, *digests],
         work,
         num_threads=default_threads() if num_threads is None else num_threads,
-        staging=STAGING,
-        staging_bytes=0,
+        staging=source.staging if digests else STAGING,
+        staging_bytes=CHUNK_BYTES if digests else 0,
         verb="stage",
         total_bytes=sum(len(data) for _, data in places),
     )

@@ -29,7 +29,7 @@ from flyweight.errors import (
 from flyweight.events import emit
 from flyweight.formats import snapshot
 from flyweight.formats.crew import default_threads
-from flyweight.formats.writer import seal, write
+from flyweight.formats.writer import Beside, seal, write
 from flyweight.memory import collector_paused
 from flyweight.plans.shares import Holding, share_out
 from flyweight.ports import FilePlan, Format, Source
@@ -47,15 +47,20 @@ from flyweight.stores.draft import LocalDraft, check_hidden_name
 from flyweight.stores.local import as_path
 from flyweight.transports.group import Group
 from flyweight.verbs.find import PathLike, versions
+from flyweight.verbs.replicas import (
+    CheckReplicas,
+    ReplicaDigests,
+    check_same,
+    digests_of,
+    unwritten,
+)
 from flyweight.verbs.together import (
-    check_fingerprints,
     decode_holding,
     decode_parcels,
     decode_written,
     encode_holding,
     encode_parcels,
     encode_written,
-    fingerprint,
     holding_of,
 )
 
@@ -105,7 +110,9 @@ class PendingSave:
     """True if this rank is alone and holds whole tensors, so that its files are for others too."""
     replicas: Sequence[Sequence[Parcel]] = ()
     """At the coordinator, what each rank compares with others."""
-    prints: Sequence[int] = ()
+    check_replicas: CheckReplicas = "digest"
+    found: ReplicaDigests = field(default_factory=ReplicaDigests)
+    """What this rank finds of its replicas; its jobs are done before the commit."""
 
     def __enter__(self) -> PendingSave:
         return self
@@ -122,8 +129,12 @@ class PendingSave:
         started: float,
         verb: str = "save",
         progress: Callable[[int], None] | None = None,
+        beside: Sequence[Beside] = (),
     ) -> SaveReport:
-        """Write this rank's share, have the coordinator commit, and return when it has."""
+        """Write this rank's share, have the coordinator commit, and return when it has.
+
+        `beside` is other work, done by the same threads while some of them wait for the disk.
+        """
         group, draft = self.group, self.draft
 
         def tick(nbytes: int) -> None:
@@ -140,6 +151,7 @@ class PendingSave:
             memory_bytes=memory_bytes,
             verb=verb,
             tick=tick,
+            beside=beside,
         )
         try:
             if self.is_whole:
@@ -169,7 +181,10 @@ class PendingSave:
         group, draft = self.group, self.draft
         written = replace(written, parts=snapshot.parts_of(plans))
         draft.flush()
-        message: Json = {"written": encode_written(written), "prints": list(self.prints)}
+        message: Json = {
+            "written": encode_written(written),
+            "replicas": list(self.found.values()),
+        }
         draft.is_handed_over = True  # from here on the coordinator may commit at any moment
         answers = group.gather("written", message)
         if group.is_coordinator:
@@ -177,9 +192,10 @@ class PendingSave:
                 decode_written(each["written"] if isinstance(each, dict) else None)
                 for each in answers
             ]
-            check_fingerprints(
+            check_same(
                 self.replicas,
-                [each["prints"] if isinstance(each, dict) else None for each in answers],
+                [each.get("replicas") if isinstance(each, dict) else None for each in answers],
+                digests_of(shares) if self.check_replicas == "digest" else {},
             )
             whole = replace(
                 self.manifest,
@@ -200,15 +216,34 @@ class PendingSave:
 
 
 def begin_version(
-    source: Source, path: PathLike, *, version: int | None, part_bytes: int, group: Group
+    source: Source,
+    path: PathLike,
+    *,
+    version: int | None,
+    part_bytes: int,
+    group: Group,
+    check_replicas: CheckReplicas,
 ) -> PendingSave:
     """Have all ranks agree on what will be written, where and by whom; every rank must call."""
     with group.working():
-        return _begun(source, as_path(path), version, part_bytes, group)
+        return _begun(
+            source,
+            as_path(path),
+            version=version,
+            part_bytes=part_bytes,
+            group=group,
+            check_replicas=check_replicas,
+        )
 
 
 def _begun(
-    source: Source, root: Path, version: int | None, part_bytes: int, group: Group
+    source: Source,
+    root: Path,
+    *,
+    version: int | None,
+    part_bytes: int,
+    group: Group,
+    check_replicas: CheckReplicas,
 ) -> PendingSave:
     version = None if version is None else snapshot.check_version(version)
     with collector_paused():
@@ -220,6 +255,7 @@ def _begun(
     message: Json = {
         "run": root.name,
         "version": version,
+        "check": check_replicas,
         "holding": encode_holding(holding),
     }
     answers = group.gather("agree", message)
@@ -231,12 +267,13 @@ def _begun(
             case _:
                 raise FormatError(f"the coordinator orders {str(order)[:80]}")
         parcels = decode_parcels(share, holding.tensors)
-        prints = [fingerprint(source, each) for each in decode_parcels(same, holding.tensors)]
+        same = decode_parcels(same, holding.tensors)
+        found = ReplicaDigests.begun(same, source, check_replicas)
         directory = root / snapshot.directory_name(number)
         draft = LocalDraft(directory, member_of=check_hidden_name(name))
         manifest = Manifest(holding.tensors, version=number, chunk_bytes=CHUNK_BYTES)
         format = snapshot.share_format(group.rank, parcels, part_bytes)
-        return PendingSave(group, draft, manifest, format, parcels, prints=prints)
+        return PendingSave(group, draft, manifest, format, parcels, found=found)
     for rank, each in enumerate(answers):
         run = each.get("run") if isinstance(each, dict) else None
         if run != root.name:
@@ -245,6 +282,12 @@ def _begun(
         if theirs != version:
             raise VersionError(
                 f"rank {rank} saves version {theirs}, rank {group.rank} version {version}"
+            )
+        theirs = each.get("check") if isinstance(each, dict) else None
+        if theirs != check_replicas:
+            raise SpecError(
+                f"rank {rank} checks replicas by {theirs!r}, rank {group.rank} by "
+                f"{check_replicas!r}; check_replicas is the same on every rank"
             )
     holdings = [
         decode_holding(each.get("holding") if isinstance(each, dict) else None) for each in answers
@@ -255,6 +298,9 @@ def _begun(
         if group.num_ranks == 1:
             error.note("this is one rank of several: all must save together, by process_group")
         raise
+    compared = sharing.replicas
+    if check_replicas == "digest":  # who writes a box has its checksums anyway
+        compared = [unwritten(*each) for each in zip(compared, sharing.shares, strict=True)]
     together = Manifest(sharing.tensors, tied=sharing.tied, values=sharing.values)
     draft, manifest = _begin_draft(root, version, together)
     try:
@@ -265,7 +311,7 @@ def _begun(
                 "share": encode_parcels(share),
                 "same": encode_parcels(same),
             }
-            for share, same in zip(sharing.shares, sharing.replicas, strict=True)
+            for share, same in zip(sharing.shares, compared, strict=True)
         ]
         group.scatter("begin", orders)
         mine = sharing.shares[group.rank]
@@ -275,8 +321,9 @@ def _begun(
             manifest,
             snapshot.share_format(group.rank, mine, part_bytes),
             mine,
-            replicas=sharing.replicas,
-            prints=[fingerprint(source, parcel) for parcel in sharing.replicas[group.rank]],
+            replicas=compared,
+            check_replicas=check_replicas,
+            found=ReplicaDigests.begun(compared[group.rank], source, check_replicas),
         )
     except BaseException:
         draft.abort()

@@ -32,6 +32,7 @@ from flyweight.verbs.background import (
 )
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.pending import SaveReport, begin_version, emit_done
+from flyweight.verbs.replicas import CheckReplicas, check_option
 from flyweight.verbs.together import gather_ranks
 
 
@@ -47,6 +48,7 @@ def save(
     like: PathLike | Stored | None = None,
     background: Literal[False] = False,
     when_busy: WhenBusy = "wait",
+    check_replicas: CheckReplicas = "digest",
     timeout_seconds: float = TIMEOUT_SECONDS,
     part_bytes: int = PART_BYTES,
     memory_bytes: int = MEMORY_BYTES,
@@ -66,6 +68,7 @@ def save(
     like: PathLike | Stored | None = None,
     background: Literal[True],
     when_busy: WhenBusy = "wait",
+    check_replicas: CheckReplicas = "digest",
     timeout_seconds: float = TIMEOUT_SECONDS,
     part_bytes: int = PART_BYTES,
     memory_bytes: int = MEMORY_BYTES,
@@ -84,6 +87,7 @@ def save(
     like: PathLike | Stored | None = None,
     background: bool = False,
     when_busy: WhenBusy = "wait",
+    check_replicas: CheckReplicas = "digest",
     timeout_seconds: float = TIMEOUT_SECONDS,
     part_bytes: int = PART_BYTES,
     memory_bytes: int = MEMORY_BYTES,
@@ -93,8 +97,10 @@ def save(
 
     Without a version, the next after the newest. A version is never overwritten, and numbers
     only grow. A save that is killed leaves the versions before it as they were. With a process
-    group all its ranks make the call, each writes its own share, and all fail if one does. A
-    `layout` says what this rank's tensors hold of the tensors that the checkpoint `like` names.
+    group all its ranks make the call, each writes its own share, and all fail if one does. Tensors
+    that several ranks hold alike are compared before the commit: all their bytes, or with
+    `check_replicas="sampled"` a few. A `layout` says what this rank's tensors hold of the tensors
+    that the checkpoint `like` names.
 
     With `background` this returns once the weights are copied to staging memory as large as this
     rank's share; the model may change at once, and the handle tells the rest. `when_busy` says
@@ -109,6 +115,7 @@ def save(
             like=like,
             background=background,
             when_busy=when_busy,
+            check_replicas=check_replicas,
             timeout_seconds=timeout_seconds,
             part_bytes=part_bytes,
             memory_bytes=memory_bytes,
@@ -127,6 +134,7 @@ def save_state_dict(
     version: int | None = None,
     background: bool = False,
     when_busy: WhenBusy = "wait",
+    check_replicas: CheckReplicas = "digest",
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> SaveReport | BackgroundSave:
     """Save a state dict that all ranks hold together, nested dicts and plain values included.
@@ -141,6 +149,7 @@ def save_state_dict(
             version=version,
             background=background,
             when_busy=when_busy,
+            check_replicas=check_replicas,
             timeout_seconds=timeout_seconds,
         ),
         lambda: gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=True),
@@ -154,6 +163,7 @@ class _Options:
     like: PathLike | Stored | None = None
     background: bool
     when_busy: WhenBusy
+    check_replicas: CheckReplicas
     timeout_seconds: float
     part_bytes: int = PART_BYTES
     memory_bytes: int = MEMORY_BYTES
@@ -165,6 +175,7 @@ def _save(
 ) -> SaveReport | BackgroundSave:
     if options.when_busy not in ("wait", "refuse"):
         raise SpecError(f"when_busy is {options.when_busy!r}, not 'wait' or 'refuse'")
+    check_option(options.check_replicas)
     check_memory_bytes(options.memory_bytes)
     if options.when_busy == "wait":
         wait_for_background(options.timeout_seconds)
@@ -182,10 +193,16 @@ def _save(
                 memory_bytes=options.memory_bytes,
                 num_threads=options.num_threads,
                 group=group,
+                check_replicas=options.check_replicas,
             )
         pending = stack.enter_context(
             begin_version(
-                source, path, version=options.version, part_bytes=options.part_bytes, group=group
+                source,
+                path,
+                version=options.version,
+                part_bytes=options.part_bytes,
+                group=group,
+                check_replicas=options.check_replicas,
             )
         )
         return start_background(
@@ -233,16 +250,27 @@ def save_version(
     memory_bytes: int,
     num_threads: int | None,
     group: Group,
+    check_replicas: CheckReplicas = "digest",
     verb: str = "save",
 ) -> SaveReport:
     """Save a version of any source, or of what the ranks of a group hold together."""
     started = perf_counter()
     check_memory_bytes(memory_bytes)
     with begin_version(
-        source, path, version=version, part_bytes=part_bytes, group=group
+        source,
+        path,
+        version=version,
+        part_bytes=part_bytes,
+        group=group,
+        check_replicas=check_replicas,
     ) as pending:
         report = pending.write(
-            source, memory_bytes=memory_bytes, num_threads=num_threads, started=started, verb=verb
+            source,
+            memory_bytes=memory_bytes,
+            num_threads=num_threads,
+            started=started,
+            verb=verb,
+            beside=pending.found.jobs(source),
         )
     emit_done(verb, report)
     return report

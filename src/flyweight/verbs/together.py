@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flyweight.adapters.process_group import default_seat, seat_of
-from flyweight.digest import Checksum
-from flyweight.errors import FormatError, PlanError, SpecError
+from flyweight.errors import FormatError, SpecError
 from flyweight.plans.shares import Holding
 from flyweight.ports import Seat, Source
-from flyweight.spec.box import Box, stretch
+from flyweight.spec.box import Box
 from flyweight.spec.manifest import Json, Manifest, Parcel, TensorSpec, check_name
 from flyweight.spec.manifest_json import (
     decode_leaf,
@@ -26,8 +25,6 @@ from flyweight.spec.manifest_json import (
 )
 from flyweight.transports.group import Group
 from flyweight.transports.meeting import meet
-
-_SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 
 def gather_ranks(
@@ -135,35 +132,3 @@ def decode_written(message: Json) -> Manifest:
     if not isinstance(message, str):
         raise FormatError(f"a rank tells {str(message)[:80]} of what it wrote")
     return decode_share(message.encode())
-
-
-def fingerprint(source: Source, parcel: Parcel) -> int:
-    """Return a checksum of samples of a box: enough to tell one shard from another.
-
-    It is there to notice tensors that are called replicas and are different shards.
-    """
-    spec, running = parcel.spec, Checksum()
-    items = spec.stored(parcel.box)
-    # Six-bit elements come four to three bytes: all steps are of threes.
-    total, sample = items.num_elements, max(_SAMPLE_BYTES // spec.item_bytes // 3 * 3, 3)
-    step = max(total // _SAMPLES // 3 * 3, sample)
-    for start in range(0, total, step):
-        for box in stretch(items.shape, start, min(sample, total - start)):
-            running.add(source.read(parcel.name, spec.elements(box.moved(items.offset))))
-    return running.value()
-
-
-def check_fingerprints(replicas: Sequence[Sequence[Parcel]], found: Sequence[Json]) -> None:
-    """Raise unless all ranks that hold a parcel found the same of it; both by rank."""
-    first: dict[tuple[str, Box], tuple[int, Json]] = {}
-    for rank, (parcels, prints) in enumerate(zip(replicas, found, strict=True)):
-        if not isinstance(prints, list) or len(prints) != len(parcels):
-            raise FormatError(f"rank {rank} compared {str(prints)[:80]}, not {len(parcels)} boxes")
-        for parcel, value in zip(parcels, prints, strict=True):
-            other, known = first.setdefault((parcel.name, parcel.box), (rank, value))
-            if known != value:
-                raise PlanError(
-                    f"{parcel.name!r} is {parcel.box.offset}..{parcel.box.end} on ranks {other} "
-                    f"and {rank} alike, and they hold different bytes; if these are shards, say "
-                    f"of what: a layout, or Sharded"
-                )
