@@ -292,7 +292,7 @@ def load_other_shape(rank, num_ranks, run):
 def load_extra(rank, num_ranks, run):
     target = shards(0, rank, num_ranks)
     del target["copied"]
-    fw.load_state_dict(target, run, timeout_seconds=TIMEOUT)
+    fw.load_state_dict(target, run, extra="refuse", timeout_seconds=TIMEOUT)
 
 
 def load_killed(rank, num_ranks, run):

@@ -230,6 +230,28 @@ def test_shards_that_are_not_told_are_noticed_and_those_that_are_told_are_saved(
         assert opened.read("w").view("f4").tolist() == [*range(8), *range(1, 9)]
 
 
+def stages(rank, num_ranks, root):
+    """Each rank wants a stage of its own, and nobody wants the head."""
+    from flyweight.events import listening
+
+    names = [f"stage{each}" for each in range(num_ranks)]
+    saved = {name: torch.full((4,), 1.0 + n) for n, name in enumerate([*names, "head"])}
+    fw.save_state_dict(state_dict=saved, path=Path(root) / "run")
+    target = {names[rank]: torch.zeros(4)}
+    events = []
+    with listening(events.append):
+        report = fw.load_state_dict(state_dict=target, path=Path(root) / "run")
+    assert target[names[rank]].tolist() == [1.0 + rank] * 4
+    assert report.unused == sorted({*names, "head"} - {names[rank]})
+    told = [each.fields["names"] for each in events if each.kind == "load.unused"]
+    assert told == (["'head'"] if rank == 0 else [])
+
+
+def test_what_no_rank_has_a_use_for_is_left_out_and_told_once(tmp_path):
+    """C36."""
+    run_ranks(3, __file__, "stages", tmp_path)
+
+
 def columns_of_rows(rank, num_ranks, root):
     """Large enough for many windows, so that ranks start at different places and share their reads."""
     group = torch.distributed.group.WORLD

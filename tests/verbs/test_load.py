@@ -1,4 +1,5 @@
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -96,6 +97,29 @@ def test_c13_a_tensor_the_target_lacks_is_refused_or_counted(run):
     target = zeros_like(odd_arrays())
     del target["flag"]
     assert fw.load(run, into=target, extra="report").unused == ["flag"]
+
+
+def test_c35_c36_a_state_dict_loads_from_a_checkpoint_with_more_keys(tmp_path, caplog):
+    """C35, C36: by the keywords of Paddle's calls; what was left out is told three ways."""
+    saved = {"w": np.arange(6.0), "b": np.ones(2), "head": {"w": np.zeros(3)}, "step": 7}
+    assert fw.save_state_dict(state_dict=saved, path=tmp_path / "run").version == 0
+    target = {"w": np.zeros(6)}
+    events = []
+    with listening(events.append), caplog.at_level("WARNING", "flyweight.verbs"):
+        report = fw.load_state_dict(state_dict=target, path=tmp_path / "run")
+    assert target["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert report.unused == ["b", "head.w"]
+    (event,) = [each for each in events if each.kind == "load.unused"]
+    assert (event.fields["count"], event.fields["names"]) == (2, "'b', 'head.w'")
+    (line,) = caplog.messages
+    assert re.search(r"run.* has 2 tensors that the state dict lacks: 'b', 'head.w'", line)
+
+    with pytest.raises(PlanError, match="has 2 tensors that the target lacks: 'b', 'head.w'"):
+        fw.load_state_dict(target, tmp_path / "run", extra="refuse")
+    with pytest.raises(PlanError, match="target wants 1 tensors .* lacks: 'more'"):
+        fw.load_state_dict({**target, "more": np.zeros(1)}, tmp_path / "run")
+    assert fw.load_state_dict({**saved, "step": 0}, tmp_path / "run").unused == []
+    assert len(caplog.messages) == 1
 
 
 def test_many_faults_are_counted_and_five_are_named(run):

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from logging import getLogger
 from time import perf_counter
 from typing import Literal
 
 from flyweight.adapters.adapt import adapt
 from flyweight.adapters.model import Model, ModelBlock
-from flyweight.errors import PlanError, SpecError, TransportError, VersionError
+from flyweight.errors import PlanError, SpecError, TransportError, VersionError, listed
 from flyweight.events import emit
 from flyweight.formats import legacy
 from flyweight.formats.crew import default_threads
@@ -33,6 +34,7 @@ from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.match import Matches, check_names, match
 from flyweight.verbs.together import gather_ranks
 
+_log = getLogger("flyweight.verbs")
 Extra = Literal["refuse", "report"]
 _SHARED_TIMES = 1.25
 """From how many times its bytes on a machine's ranks share their reads of a checkpoint."""
@@ -52,7 +54,7 @@ class LoadReport:
     """Bytes whose checksum was compared; 0 for formats that keep none."""
     seconds: float
     unused: list[str] = field(default_factory=list)
-    """Tensors of the source that the target has no use for."""
+    """Tensors of the source that the target has no use for; of several ranks, this rank's."""
     kept: list[str] = field(default_factory=list)
     """Tensors of the target that the source lacks, left as they were."""
     partial_over: int | None = None
@@ -112,23 +114,25 @@ def load(
 
 
 def load_state_dict(
-    state: Mapping[str, object],
+    state_dict: Mapping[str, object],
     path: PathLike,
     process_group: object = None,
     coordinator_rank: int = 0,
     *,
     version: int | None = None,
-    extra: Extra = "refuse",
+    extra: Extra = "report",
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Fill a state dict's own tensors and values, whatever layout they have on this rank.
 
+    A checkpoint may have more tensors: `unused` of the report names those that this rank lacks,
+    and the coordinator warns of those that every rank lacks. `extra="refuse"` raises for them.
     Without a process group, the one that was initialised; alone if none was. Every rank must make
     the call. Otherwise as `load`.
     """
-    options = _Options(version=version, extra=extra)
+    options = _Options(version=version, extra=extra, should_warn=True)
     with gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=True) as group:
-        return _load(path, state, options, group)
+        return _load(path, state_dict, options, group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +144,8 @@ class _Options:
     shared_directory: PathLike = legacy.SHARED_DIRECTORY
     should_verify: bool = True
     extra: Extra
+    should_warn: bool = False
+    """Whether to warn of tensors that are left out."""
     partial_over: int | None = None
     memory_bytes: int = MEMORY_BYTES
     num_threads: int | None = None
@@ -162,7 +168,7 @@ def _load(source: PathLike | Stored, into: object, options: _Options, group: Gro
                 sink = _adapted(into, stored, options, group)
                 sink.check_writable()
                 matches = match(stored, sink)
-            check_names(
+            left = check_names(
                 stored,
                 matches,
                 group,
@@ -192,6 +198,8 @@ def _load(source: PathLike | Stored, into: object, options: _Options, group: Gro
             error.note("this rank was filled, another was not: the model is not whole")
             raise
         sink.finish(stored.manifest)
+        if left and options.should_warn:
+            _warn_of(left, stored.store.place)
     report = LoadReport(
         stored.store.place,
         stored.format,
@@ -218,6 +226,12 @@ def _load(source: PathLike | Stored, into: object, options: _Options, group: Gro
         seconds=report.seconds,
     )
     return report
+
+
+def _warn_of(left: list[str], place: str) -> None:
+    count, names = len(left), listed(left)
+    _log.warning("%r has %d tensors that the state dict lacks: %s", place, count, names)
+    emit("load.unused", place=place, count=count, names=names)
 
 
 def _agree(group: Group, step: str) -> None:

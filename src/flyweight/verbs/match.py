@@ -82,10 +82,11 @@ def _check_tied(stored: Stored, names: list[str]) -> None:
 
 def check_names(
     stored: Stored, matches: Matches, group: Group, *, may_miss: bool, may_leave: bool
-) -> None:
+) -> list[str]:
     """Raise for tensors that the source lacks here, and for those that no rank has a use for.
 
-    Every rank must call this together. `may_miss` allows the ones, `may_leave` the others.
+    Every rank must call this together. `may_miss` allows the ones, `may_leave` the others, which
+    are returned at the coordinator; elsewhere the list is empty.
     """
     if matches.missing and not may_miss:
         raise PlanError(
@@ -108,3 +109,4 @@ def check_names(
             f"{stored.store.place!r} has {len(left)} tensors that the target lacks: "
             f"{listed(left)}; load with extra='report' to leave them out"
         )
+    return left

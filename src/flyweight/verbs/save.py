@@ -126,7 +126,7 @@ def save(
 
 
 def save_state_dict(
-    state: Mapping[str, object],
+    state_dict: Mapping[str, object],
     path: PathLike,
     process_group: object = None,
     coordinator_rank: int = 0,
@@ -143,7 +143,7 @@ def save_state_dict(
     the call. Otherwise as `save`.
     """
     return _save(
-        state,
+        state_dict,
         path,
         _Options(
             version=version,
