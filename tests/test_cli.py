@@ -113,7 +113,13 @@ def test_versions_shows_a_damaged_one_as_such(run):
 def test_a_pickles_dtypes_can_be_told(tmp_path):
     import torch
 
-    fw.save_legacy({"w": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path, rank=0, legacy_id=0)
+    fw.save_legacy(
+        {"w": torch.zeros(3, dtype=torch.bfloat16)},
+        tmp_path,
+        rank=0,
+        legacy_id=0,
+        as_safetensors=False,
+    )
     old = tmp_path / "model_state.tp0.0.pdparams"
     answer("convert", old, tmp_path / "run", "--to", "snapshot", "--assume", "u16=bf16")
     assert answer("inspect", tmp_path / "run")["tensors"]["w"]["dtype"] == "bf16"
@@ -379,7 +385,9 @@ def test_numbers_that_json_has_not_are_told_as_text_and_a_nan_is_the_same_as_its
 def test_tensors_that_may_not_be_integers_are_told(tmp_path):
     import torch
 
-    fw.save_legacy({"w": torch.zeros(4).bfloat16()}, tmp_path, rank=0, legacy_id=0)
+    fw.save_legacy(
+        {"w": torch.zeros(4).bfloat16()}, tmp_path, rank=0, legacy_id=0, as_safetensors=False
+    )
     old = tmp_path / "model_state.tp0.0.pdparams"
     done = flyweight("convert", old, tmp_path / "hf", "--to", "hf")
     assert (

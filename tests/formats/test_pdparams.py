@@ -115,7 +115,7 @@ def cut_at_100_bytes(saved, protocol, original):
 
 def test_what_we_write_is_read_by_paddle(tmp_path):
     tensors = state()
-    fw.save_legacy(tensors, tmp_path, rank=0, legacy_id=0)
+    fw.save_legacy(tensors, tmp_path, rank=0, legacy_id=0, as_safetensors=False)
     found = paddle.load(str(tmp_path / "model_state.tp0.0.pdparams"))
     for name, tensor in tensors.items():
         theirs = found[name]
@@ -127,7 +127,7 @@ def test_what_we_write_is_read_by_paddle(tmp_path):
 def test_paddles_own_files_and_ours_hold_the_same_arrays(tmp_path):
     tensors = state()
     paddle.save(tensors, str(tmp_path / "theirs.pdparams"))
-    fw.save_legacy(tensors, tmp_path, rank=0, legacy_id=0)
+    fw.save_legacy(tensors, tmp_path, rank=0, legacy_id=0, as_safetensors=False)
     report = fw.diff(tmp_path / "theirs.pdparams", tmp_path / "model_state.tp0.0.pdparams")
     assert report.is_same
     assert report.num_same == len(tensors)
@@ -158,7 +158,8 @@ def test_parts_are_read_back_within_memory(tmp_path, as_safetensors):
 
 
 def test_a_bf16_target_and_a_u16_target_both_take_what_a_pickle_calls_uint16(tmp_path):
-    fw.save_legacy({"w": torch.randn(4).to(torch.bfloat16)}, tmp_path, rank=0, legacy_id=0)
+    source = {"w": torch.randn(4).to(torch.bfloat16)}
+    fw.save_legacy(source, tmp_path, rank=0, legacy_id=0, as_safetensors=False)
     for dtype in (torch.bfloat16, torch.uint16):
         fw.load(tmp_path, into={"w": torch.zeros(4, dtype=dtype)}, rank=0, legacy_id=0)
     with pytest.raises(TypeError, match="'w' is u16 .* and f16 in the target"):
@@ -553,12 +554,18 @@ def test_a_legacy_save_removes_what_another_saved_meanwhile(tmp_path, monkeypatc
     assert len(os.listdir(tmp_path)) == num_tensors
 
 
-def test_a_legacy_save_that_is_refused_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("as_safetensors", "dtype", "refusal"),
+    [
+        (False, torch.float8_e4m3fnuz, "cannot hold f8_e4m3fnuz"),
+        (None, torch.complex128, "'w' is c128, which safetensors has no name for"),
+    ],
+)
+def test_a_legacy_save_that_is_refused_leaves_nothing(tmp_path, as_safetensors, dtype, refusal):
     fds = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(SpecError, match="cannot hold f8_e4m3fnuz"):
-        fw.save_legacy(
-            {"w": torch.zeros(4, dtype=torch.float8_e4m3fnuz)}, tmp_path, rank=0, legacy_id=0
-        )
+    source = {"w": torch.zeros(4, dtype=dtype)}
+    with pytest.raises(SpecError, match=refusal):
+        fw.save_legacy(source, tmp_path, rank=0, legacy_id=0, as_safetensors=as_safetensors)
     assert os.listdir(tmp_path) == []
     assert len(os.listdir("/proc/self/fd")) == fds
 

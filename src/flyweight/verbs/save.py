@@ -321,14 +321,27 @@ def save_legacy(
     rank: int,
     legacy_id: int | str,
     part_bytes: int | None = None,
-    as_safetensors: bool = False,
+    as_safetensors: bool | None = None,
+    shared_directory: PathLike = legacy.SHARED_DIRECTORY,
     memory_bytes: int = MEMORY_BYTES,
 ) -> SaveReport:
     """Save under the names old engines look for: one file, or parts of at most `part_bytes`.
 
+    Unless `as_safetensors` chooses, the files are what an old engine reads at that place: a pickle
+    in the shared directory, safetensors everywhere else.
+
     The files of an earlier save go first: the old layout has no commit, and a reader must rather
     find files missing than two saves mixed. For a while, then, there is nothing to load.
     """
+    directory = as_path(directory)
+    is_shared = directory.resolve() == as_path(shared_directory).resolve()
+    if is_shared and part_bytes is not None:
+        raise SpecError(
+            f"the shared directory {str(directory)!r} is read as one file, and part_bytes is "
+            f"{part_bytes}; leave it out"
+        )
+    if as_safetensors is None:
+        as_safetensors = not is_shared
     source = adapt(model)
     source.settle()
     manifest = source.manifest.untied()
@@ -337,7 +350,6 @@ def save_legacy(
         rank=rank, legacy_id=legacy_id, part_bytes=part_bytes, as_safetensors=as_safetensors
     )
     format.layout(manifest)  # refuses what it cannot hold before anything is made
-    directory = as_path(directory)
 
     def stale() -> Iterator[str]:
         """Yield the files of an earlier save; at the commit, since another may have come first."""
