@@ -2,13 +2,15 @@
 
     python syscalls.py kill N RUN VERSION        SIGKILL at call N, or in the middle of it;
                                                  N,cached and N,direct choose the way to write
-    python syscalls.py record FILE RUN VERSION   write each call, as JSON lines, to FILE
+    python syscalls.py record FILE RUN VERSION   append each call, as JSON lines, to FILE
 
-The calls are the functions of `os` that the store uses, wrapped; everything else is the real
+Several processes may record to one file: each call is made and written down in one turn, so that
+the lines are in the order of the calls. The calls are the functions of `os` that the store uses, wrapped; everything else is the real
 thing, and so is the signal.
 """
 
 import base64
+import fcntl
 import json
 import os
 import signal
@@ -20,7 +22,9 @@ import numpy as np
 import flyweight as fw
 from flyweight.stores import draft
 
-CALLS = ("mkdir", "open", "posix_fallocate", "pwrite", "fsync", "rename", "unlink", "rmdir")
+CALLS = (
+    "mkdir", "open", "posix_fallocate", "pwrite", "fsync", "rename", "link", "unlink", "rmdir",
+)  # fmt: skip
 lock = threading.RLock()
 
 
@@ -68,23 +72,31 @@ def kill_at(number):
 
 
 def record_to(path):
-    log = open(path, "w")  # noqa: SIM115
+    log = open(path, "a")  # noqa: SIM115
 
-    def told(value):
+    def told(value, kwargs):
         if isinstance(value, (bytes, memoryview)):
             return base64.b64encode(bytes(value)).decode()
-        return str(value) if isinstance(value, os.PathLike) else value
+        if isinstance(value, (str, os.PathLike)):  # a name in a directory, or a path
+            return os.path.join(place_of(kwargs.get("dir_fd")) or "", os.fspath(value))
+        return value
 
     def act(name, original, args, kwargs):
-        result = original(*args, **kwargs)
-        place = None
-        if isinstance(args[0], int):
-            place = os.readlink(f"/proc/self/fd/{args[0]}")
-        log.write(json.dumps([name, place, [told(a) for a in args], told(result)]) + "\n")
-        log.flush()
-        return result
+        fcntl.flock(log, fcntl.LOCK_EX)
+        try:
+            place, known = place_of(args[0]), [told(each, kwargs) for each in args]
+            result = original(*args, **kwargs)
+            log.write(json.dumps([name, place, known, told(result, {})]) + "\n")
+            log.flush()
+            return result
+        finally:
+            fcntl.flock(log, fcntl.LOCK_UN)
 
     wrap(act)
+
+
+def place_of(fd):
+    return os.readlink(f"/proc/self/fd/{fd}") if isinstance(fd, int) else None
 
 
 def main(mode, how, run, version):

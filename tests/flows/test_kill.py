@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import traceback
-from base64 import b64decode
 from pathlib import Path
 
 import pytest
@@ -114,64 +113,6 @@ def test_a_prune_that_dies_leaves_every_version_whole_or_gone(tmp_path):
         assert loaded(run) == 3
         fw.prune(run, keep=1)
         assert os.listdir(run) == ["v0000000003"]
-
-
-# Power loss: what was written and not synced may be gone, and names may be too.
-
-
-def replay(log, run, disk, upto):
-    """Rebuild on `disk` what a power cut after call `upto` is sure to leave: only what was synced.
-
-    File content counts once its file was fsynced, a name once its directory was, and a rename
-    takes a directory along as its names were when it was last synced.
-    """
-    content, synced = {}, {}
-    names, durable_names = set(), set()
-    pending, renames = [], []
-    for name, place, args, _ in log[:upto]:
-        if name in ("pwrite", "posix_fallocate"):
-            data = content.setdefault(place, bytearray())
-            raw = b64decode(args[1]) if name == "pwrite" else b""
-            end = args[2] + len(raw) if name == "pwrite" else args[1] + args[2]
-            data.extend(bytes(max(0, end - len(data))))
-            data[end - len(raw) : end] = raw
-        elif name == "open" and args[1] & os.O_CREAT:
-            names.add(args[0])
-        elif name == "rename":
-            pending.append((args[0], args[1]))
-        elif name == "fsync" and place in content:
-            synced[place] = bytes(content[place])
-        elif name == "fsync":
-            durable_names |= {path for path in names if os.path.dirname(path) == place}
-            renames += [each for each in pending if os.path.dirname(each[1]) == place]
-    for path in durable_names:
-        goal = path
-        for old, new in renames:
-            if goal.startswith(old + "/"):
-                goal = new + goal[len(old) :]
-        if goal != path:  # under its hidden name it is nobody's version
-            target = disk / os.path.relpath(goal, run)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(synced.get(path, b""))
-
-
-def test_after_a_power_cut_at_any_call_a_version_is_whole_or_not_there(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    assert child("record", tmp_path / "log", run, 1).returncode == 0
-    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    seen = []
-    for upto in range(len(log) + 1):
-        disk = tmp_path / f"disk{upto}"
-        disk.mkdir()
-        replay(log, str(run), disk, upto)
-        if fw.versions(disk):
-            assert fw.verify(disk).is_whole
-            assert loaded(disk) == 1
-        seen.append(bool(fw.versions(disk)))
-    assert seen == sorted(seen)
-    assert seen[-1]
-    assert not seen[0]
 
 
 def test_nothing_is_written_after_its_sync_and_the_commit_comes_last(tmp_path):
