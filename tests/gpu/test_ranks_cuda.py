@@ -1,5 +1,6 @@
 """Many ranks, layouts and saves in the background, with the tensors on a GPU."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,31 @@ def ranks_on_one_device(rank, num_ranks, root):
 
 def test_two_ranks_save_and_load_another_cut_on_one_device(tmp_path):
     run_ranks(2, __file__, "ranks_on_one_device", tmp_path, timeout=110)
+
+
+def replicas_on_one_device(rank, num_ranks, root):
+    run = Path(root) / "run"
+    for background in (False, True):
+        for odd in (None, 0, 1):
+            state = {
+                "w": torch.arange(12 << 20, device="cuda").float(),
+                "t": torch.arange(12 << 20, device="cuda").reshape(3 << 10, 4 << 10).t(),
+            }
+            if rank == odd:
+                state["w"][777_777] = 0.5
+            refusal = pytest.raises(fw.FlyweightError, match="'w' .* has digest .* on rank")
+            with nullcontext() if odd is None else refusal:
+                handle = fw.save_state_dict(state, run, background=background)
+                if background:
+                    for tensor in state.values():
+                        tensor.add_(1 + rank)  # the next step, while the save still writes
+                    handle.wait(60)
+            torch.distributed.barrier()
+    assert fw.versions(run) == [0, 1]
+
+
+def test_replicas_on_the_device_are_compared(tmp_path):
+    run_ranks(2, __file__, "replicas_on_one_device", tmp_path, timeout=110)
 
 
 def dtensors_on_the_device(rank, num_ranks, root):
