@@ -46,9 +46,10 @@ def measure_ranks(options: argparse.Namespace) -> None:
     found: dict[str, object] = {"bytes": nbytes(weights), "ranks": dist.get_world_size()}
     for title, background in (("save", False), ("call of a save in the background", True)):
         seconds: dict[str, list[float]] = {"sampled": [], "digest": []}
-        for _ in range(options.repeats + 1):  # the first round warms up and is not kept
-            for check, kept in seconds.items():
-                kept.append(timed(weights, options.place / "run", check, background=background))
+        for repeat in range(options.repeats + 1):  # the first round warms up and is not kept
+            for check in sorted(seconds, reverse=repeat % 2 == 0):  # neither is always the first
+                took = timed(weights, options.place / "run", check, background=background)
+                seconds[check].append(took)
         kept = {check: each[1:] for check, each in seconds.items()}
         ratios = [b / a for a, b in zip(kept["sampled"], kept["digest"], strict=True)]
         found[title] = {
