@@ -351,6 +351,7 @@ def test_a_failed_open_leaves_no_descriptor(run):
 
 
 def test_running_out_of_descriptors_is_named(run):
+    fw.load(run, into=zeros_like(odd_arrays()))  # imports what needs files of its own
     target = zeros_like(odd_arrays())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = []
