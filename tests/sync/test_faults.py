@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
 import flyweight as fw
 from conftest import in_own_mounts
@@ -30,6 +29,7 @@ from flyweight.sync import messages
 from flyweight.sync.moves import Moves
 from flyweight.sync.wire import Wire
 from live import Child, assign, holding, holds, resources, settled, until, weights
+from peers import FakeReplica
 
 BUCKETS = {"bucket_bytes": 32768, "depth": 2}
 
@@ -305,7 +305,7 @@ def test_a_wrong_token_is_refused_by_name(address, tmp_path):
     with fw.Publisher(weights(1), address) as publisher:
         with pytest.raises(PeerRefused, match="token"):
             fw.Replica(weights(1), address, token="guess")
-        with raw(address) as peer:  # and by the control channel itself
+        with FakeReplica(address) as peer:  # and by the control channel itself
             peer.say(messages.Hello("guess", "me", 1))
             answer = peer.hear()
             assert isinstance(answer, messages.Refusal)
@@ -317,38 +317,6 @@ def test_a_wrong_token_is_refused_by_name(address, tmp_path):
 
 
 # Messages.
-
-
-class raw:
-    """A peer that says what it likes."""
-
-    def __init__(self, address):
-        directory = address.removeprefix("unix:")
-        self.token = None
-        if os.path.exists(f"{directory}/token"):
-            with open(f"{directory}/token") as file:
-                self.token = file.read()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 100)
-        self._socket.connect(f"ipc://{directory}/control")
-
-    def say(self, message):
-        self.send(messages.encode(message))
-
-    def send(self, *frames):
-        self._socket.send_multipart(frames)
-
-    def hear(self, timeout=5):
-        assert self._socket.poll(1000 * timeout), "no answer"
-        return messages.decode_from_publisher(self._socket.recv())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *raised):
-        self._socket.close()
-        self._context.term()
 
 
 def garbage():
@@ -377,7 +345,7 @@ def test_garbage_is_answered_or_ignored_and_harms_nobody(address, name):
     with (
         fw.Publisher(model, address) as publisher,
         fw.Replica(engine, address) as replica,
-        raw(address) as peer,
+        FakeReplica(address) as peer,
         ThreadPoolExecutor(1) as pool,
     ):
         for _ in range(3):
@@ -394,7 +362,7 @@ def test_garbage_is_answered_or_ignored_and_harms_nobody(address, name):
 def test_another_protocol_is_refused_with_both_numbers(address):
     frame = bytearray(messages.encode(messages.Hello("x", "y", 1)))
     frame[2] = 77
-    with fw.Publisher(weights(1), address), raw(address) as peer:
+    with fw.Publisher(weights(1), address), FakeReplica(address) as peer:
         peer.send(bytes(frame))
         answer = peer.hear()
         assert answer.kind == "PeerRefused"
@@ -422,7 +390,7 @@ ABSURD_WANTS = {
 
 @pytest.mark.parametrize("kind", ABSURD_WANTS)
 def test_an_absurd_want_is_refused(address, kind):
-    with fw.Publisher({"w": np.zeros((4, 4))}, address) as publisher, raw(address) as peer:
+    with fw.Publisher({"w": np.zeros((4, 4))}, address) as publisher, FakeReplica(address) as peer:
         welcome = welcomed(peer)
         tensors, blocks = ABSURD_WANTS[kind](welcome.tensors[0])
         peer.say(messages.Want(tensors, blocks, True))
@@ -431,7 +399,7 @@ def test_an_absurd_want_is_refused(address, kind):
 
 
 def test_a_replica_that_lies_about_its_digests_is_not_committed(address):
-    with fw.Publisher({"w": np.zeros((4, 4))}, address) as publisher, raw(address) as peer:
+    with fw.Publisher({"w": np.zeros((4, 4))}, address) as publisher, FakeReplica(address) as peer:
         welcome = welcomed(peer)
         peer.say(messages.Want(welcome.tensors, (messages.Block(0, (0, 0), (4, 4)),), False))
         assert isinstance(peer.hear(), messages.Agreed)

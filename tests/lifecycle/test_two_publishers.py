@@ -1,0 +1,82 @@
+"""Ranks of one engine that hold the same version of two publishers hold two different models."""
+
+from contextlib import ExitStack
+
+import flyweight as fw
+from fakes import Board
+from flyweight.errors import LifecycleError
+from flyweight.lifecycle.engine import ModelEngine
+from flyweight.lifecycle.machine import Machine
+from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.states import State
+from flyweight.ports import Seat
+from live import holds, weights
+
+
+def published(stack, address, version, like):
+    """Open a publisher that holds a version, whose bytes are those of another number."""
+    stack.enter_context(fw.Publisher(weights(like), address, hold=True)).publish(version)
+
+
+class Engine:
+    """Two ranks of one engine, each with a publisher of its own or both with one."""
+
+    def __init__(self, stack, addresses, threads):
+        board, self._threads = Board(), threads
+        self.models = [weights(0), weights(0)]
+        self.engines = [ModelEngine(model) for model in self.models]
+        self.ranks = [Ranks(Seat(rank, 2, board, "engine")) for rank in range(2)]
+        replicas = [
+            stack.enter_context(fw.Replica(model, address))
+            for model, address in zip(self.models, addresses, strict=True)
+        ]
+        self.machines = [
+            Machine(*each) for each in zip(self.engines, replicas, self.ranks, strict=True)
+        ]
+        stack.callback(self._part)
+
+    def _part(self):
+        for future in [self._threads.submit(ranks.close) for ranks in self.ranks]:
+            future.result(10)
+
+    def update(self, version):
+        """Have both ranks take a version; return what each raised."""
+        futures = [
+            self._threads.submit(machine.update, version, timeout_seconds=20)
+            for machine in self.machines
+        ]
+        return [future.exception(30) for future in futures]
+
+    def answers(self):
+        """Return the ranks that answer a request."""
+        found = []
+        for rank, engine in enumerate(self.engines):
+            try:
+                with engine.request(0):
+                    found.append(rank)
+            except LifecycleError:
+                pass
+        return found
+
+
+def test_ranks_with_one_version_of_one_publisher_serve(address, threads):
+    with ExitStack() as stack:
+        published(stack, address, 5, like=1)
+        engine = Engine(stack, [address, address], threads)
+        assert engine.update(5) == [None, None]
+        assert engine.answers() == [0, 1]
+        assert all(holds(model, 1) for model in engine.models)
+
+
+def test_ranks_with_one_version_of_two_publishers_do_not_serve(tmp_path, threads):
+    """Each rank verified what it took; only the publishers' sessions tell that it is no one model."""
+    addresses = [f"unix:{tmp_path}/{name}" for name in "ab"]
+    with ExitStack() as stack:
+        for like, address in enumerate(addresses, 1):
+            published(stack, address, 5, like=like)
+        engine = Engine(stack, addresses, threads)
+        raised = engine.update(5)
+        assert all("hold version 5 of different sources" in str(each) for each in raised)
+        assert [machine.state for machine in engine.machines] == [State.FAILED, State.FAILED]
+        assert [machine.version for machine in engine.machines] == [None, None]
+        assert engine.answers() == []

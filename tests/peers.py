@@ -1,0 +1,165 @@
+"""Peers that say what they like: real sockets and the real protocol, and none of its manners."""
+
+import os
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+import zmq
+
+from flyweight.digest import Digest
+from flyweight.sync import messages
+from flyweight.transports.doorway import Door
+from flyweight.transports.shared_memory import SharedMemoryHandle
+
+SESSION = "0123456789abcdef"
+
+
+class FakeReplica:
+    """A replica's end of the control channel; it has no line to the door."""
+
+    def __init__(self, address):
+        directory = address.removeprefix("unix:")
+        self.token = None
+        if os.path.exists(f"{directory}/token"):
+            with open(f"{directory}/token") as file:
+                self.token = file.read()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 100)
+        self._socket.connect(f"ipc://{directory}/control")
+
+    def say(self, message):
+        self.send(messages.encode(message))
+
+    def send(self, *frames):
+        self._socket.send_multipart(frames)
+
+    def hear(self, timeout=5):
+        """Return the next message, whatever it is."""
+        assert self._socket.poll(1000 * timeout), "no answer"
+        return messages.decode_from_publisher(self._socket.recv())
+
+    def hear_of(self, *kinds, timeout=10):
+        """Return the next message of some kinds; what else is said meanwhile is left."""
+        return _of_kind(self.hear, kinds, timeout)
+
+    def join(self, name="fake"):
+        """Say hello, and want every tensor whole."""
+        self.say(messages.Hello(self.token, name, os.getpid()))
+        tensors = self.hear_of(messages.Welcome).tensors
+        blocks = tuple(
+            messages.Block(number, (0,) * len(each.shape), each.shape)
+            for number, each in enumerate(tensors)
+        )
+        self.say(messages.Want(tensors, blocks, False))
+        return self.hear_of(messages.Agreed)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self._socket.close()
+        self._context.term()
+
+
+class FakePublisher:
+    """A publisher of one tensor 'w' of bytes, which lies in a file that replicas map."""
+
+    def __init__(self, address, content, *, silence_seconds=15.0):
+        directory = Path(address.removeprefix("unix:"))
+        directory.mkdir(mode=0o700, exist_ok=True)
+        token = directory / "token"
+        token.write_text("t" * 32)
+        token.chmod(0o600)
+        self.content = np.frombuffer(content, np.uint8)
+        self.silence_seconds = silence_seconds
+        self._door = Door(directory / "door", token="t" * 32)
+        file = os.memfd_create("fake", os.MFD_CLOEXEC)
+        os.write(file, content)
+        self.key = self._door.put(file)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 100)
+        self._socket.bind(f"ipc://{directory}/control")
+        self._peer = b""
+
+    @property
+    def digests(self):
+        """What a replica that copied everything tells."""
+        return (digest_of(self.content),)
+
+    def say(self, message):
+        self._socket.send_multipart([self._peer, messages.encode(message)])
+
+    def hear(self, timeout=5):
+        assert self._socket.poll(1000 * timeout), "nobody speaks"
+        self._peer, frame = self._socket.recv_multipart()
+        return messages.decode_from_replica(frame)
+
+    def hear_of(self, *kinds, timeout=10):
+        return _of_kind(self.hear, kinds, timeout)
+
+    def welcome(self, **changes):
+        """Greet a replica, and agree with what it wants."""
+        self.hear_of(messages.Hello)
+        tensor = messages.Tensor("w", "u8", (len(self.content),))
+        said = {"session": SESSION, "tensors": (tensor,), "tied": {}, "version": None}
+        said["silence_seconds"] = self.silence_seconds
+        self.say(messages.Welcome(**{**said, **changes}))
+
+    def agree(self):
+        self.hear_of(messages.Want)
+        shape = (len(self.content),)
+        copy = messages.Copy(0, 0, (0,), (0,), shape)
+        self.say(messages.Agreed((messages.Block(0, (0,), shape),), (copy,)))
+
+    def begin(self, *, number=1, version=5, digests=None, **handle):
+        """Wait until a replica asks, and begin a round in which it reads the file."""
+        ask = self.hear_of(messages.Ask)
+        said = {"session": SESSION, "key": self.key, "offset": 0, "nbytes": len(self.content)}
+        place = messages.Place(0, SharedMemoryHandle(**{**said, **handle}), 0, (1,))
+        self.say(
+            messages.Begin(
+                round=number,
+                ask=ask.ask,
+                version=version,
+                parent=None,
+                origin="published",
+                strategy="mapped",
+                should_verify=True,
+                digest_kind="xxh3",
+                digests=digests,
+                lists=number,
+                places=(place,),
+                slots={},
+                buckets=(),
+                values={},
+            )
+        )
+
+    def close(self):
+        """Go without a word, as if killed."""
+        self._socket.close(0)
+        self._context.term()
+        self._door.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.close()
+
+
+def digest_of(content):
+    """Return the digest of bytes that lie on the host at both ends."""
+    digest = Digest(len(content), "xxh3")
+    digest.add(0, content)
+    return digest.value()
+
+
+def _of_kind(hear, kinds, timeout):
+    deadline = monotonic() + timeout
+    while not isinstance(message := hear(max(deadline - monotonic(), 0.001)), kinds):
+        pass
+    return message
