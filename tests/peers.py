@@ -8,6 +8,7 @@ import numpy as np
 import zmq
 
 from flyweight.digest import Digest
+from flyweight.host import birth_of
 from flyweight.sync import messages
 from flyweight.transports.doorway import Door
 from flyweight.transports.shared_memory import SharedMemoryHandle
@@ -106,6 +107,7 @@ class FakePublisher:
         tensor = messages.Tensor("w", "u8", (len(self.content),))
         said = {"session": SESSION, "tensors": (tensor,), "tied": {}, "version": None}
         said["silence_seconds"] = self.silence_seconds
+        said["pid"], said["started"] = birth_of()
         self.say(messages.Welcome(**{**said, **changes}))
 
     def agree(self):

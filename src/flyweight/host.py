@@ -33,6 +33,23 @@ def state_of(pid: int) -> str:
         return ""
 
 
+def birth_of(pid: int | None = None) -> tuple[int, int] | None:
+    """Return the number of a process and its start in clock ticks since boot; None if not seen.
+
+    This process by default. A process that gets the same number later has another start. In a
+    container a process has another number than it is seen by from outside: its own is returned.
+    """
+    at = "/proc/self" if pid is None else f"/proc/{pid}"
+    try:
+        with open(f"{at}/stat", encoding="utf-8", errors="replace") as file:
+            started = int(file.read().rpartition(")")[2].split()[19])
+        with open(f"{at}/status", encoding="utf-8", errors="replace") as file:
+            numbers = [line.split()[-1] for line in file if line.startswith("NSpid:")]
+        return int(numbers[0]), started
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def is_running(pid: int) -> bool:
     """True unless a process of this number has ended, or never was."""
     return state_of(pid) not in ("", "Z", "X")

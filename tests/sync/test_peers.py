@@ -73,7 +73,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_commit_of_other_bytes_than_were_copied_is_no_commit(lying, lie):
-    """C13: the replica compares the publisher's digests with its own, whatever it was told."""
+    """The replica compares the publisher's digests with its own, whatever it was told."""
     publisher, replica, update = lying
     publisher.begin()
     publisher.hear_of(messages.Done)
@@ -113,7 +113,7 @@ def test_a_commit_of_another_round_is_not_counted(lying, number):
 
 
 def test_the_end_of_another_round_does_not_end_this_one(lying, engine):
-    publisher, replica, update = lying
+    publisher, _, update = lying
     publisher.say(messages.Commit(1, publisher.digests))  # before it began: of an earlier session
     publisher.begin(number=2)
     publisher.hear_of(messages.Done)
@@ -130,10 +130,12 @@ def test_the_end_of_another_round_does_not_end_this_one(lying, engine):
 @pytest.fixture
 def fake(address):
     """A publisher, and a replica of ours that takes part in its rounds."""
-    with fw.Publisher({"w": shared()}, address, timeout_seconds=3) as publisher:
-        with FakeReplica(address) as replica:
-            replica.join()
-            yield publisher, replica
+    with (
+        fw.Publisher({"w": shared()}, address, timeout_seconds=3) as publisher,
+        FakeReplica(address) as replica,
+    ):
+        replica.join()
+        yield publisher, replica
 
 
 def begun(threads, publisher, replica, version, **options):

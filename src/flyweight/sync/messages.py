@@ -117,6 +117,9 @@ class Welcome(_Message, frozen=True):
     """Publisher: this is what I have."""
 
     session: str
+    pid: int
+    started: int
+    """When its process started, in clock ticks since boot; 0 if its kernel does not say."""
     tensors: tuple[Tensor, ...]
     tied: dict[str, str]
     silence_seconds: float

@@ -6,6 +6,7 @@ keep this roll. Rounds are run elsewhere: they take replicas from here and give 
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from flyweight.errors import (
 )
 from flyweight.events import emit
 from flyweight.forks import leave_behind
+from flyweight.host import birth_of
 from flyweight.sync.address import Claim
 from flyweight.sync.lanes import HOST, Offers
 from flyweight.sync.messages import (
@@ -306,6 +308,7 @@ class Roll:
             id,
             Welcome(
                 self.session,
+                *(birth_of() or (os.getpid(), 0)),
                 stock.tensors,
                 dict(stock.manifest.tied),
                 self._silence_seconds,

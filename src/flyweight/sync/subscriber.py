@@ -22,6 +22,7 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.forks import leave_behind
+from flyweight.host import birth_of
 from flyweight.sync.address import Address
 from flyweight.sync.messages import (
     Abort,
@@ -112,8 +113,17 @@ class Subscriber:
         self._changed = threading.Condition()
 
     def welcomed(self, deadline: float, is_over: Callable[[], bool]) -> Welcome:
-        """Return what the publisher has."""
+        """Return what the publisher has; raise PeerLost if it is not the process at the door.
+
+        Its memory is fetched there: where a publisher was restarted meanwhile, old memory.
+        """
         welcome = self.take(Welcome, deadline, "a welcome", is_over=is_over)
+        seen = birth_of(self.line.pid)
+        if seen is not None and (welcome.pid, welcome.started) != seen:
+            raise PeerLost(
+                f"the publisher at {self.address} says it is process {welcome.pid}, started at "
+                f"{welcome.started} ticks; at its door is process {seen[0]}, started at {seen[1]}"
+            )
         self._silence_seconds = welcome.silence_seconds
         self._wire.beat_every(min(BEAT_SECONDS, welcome.silence_seconds / BEATS))
         return welcome

@@ -75,6 +75,12 @@ def check_files() -> None:
         )
 
 
+def _credentials(peer: socket.socket) -> tuple[int, int, int]:
+    """Return the process, user and group at the other end, as the kernel knows them."""
+    pid, uid, gid = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid, gid
+
+
 class Door:
     """Hands files to lines that know the token and are of the same user."""
 
@@ -165,9 +171,7 @@ class Door:
                 if is_full and not raise_file_limit():
                     sleep(_FULL_SECONDS)  # it stays at the door until a file is free
                 return
-            _, uid, _ = struct.unpack(
-                "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            )
+            _, uid, _ = _credentials(peer)
             if uid not in (0, os.geteuid()) or len(self._lines) >= MAX_LINES:
                 peer.close()
                 return
@@ -274,6 +278,8 @@ class Line:
         if answer != b"welcome":
             self._socket.close()
             raise PeerRefused(f"the door at {str(path)!r} does not know our token")
+        self.pid, _, _ = _credentials(self._socket)
+        """The process at the door, by its number here; 0 if it cannot be seen from here."""
         leave_behind(self)
 
     def _await_answer(self, deadline: float, is_over: Callable[[], bool]) -> None:
