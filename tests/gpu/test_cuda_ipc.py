@@ -72,6 +72,9 @@ def exporter(door_path):
                 answer = [msgspec.json.encode(handle).decode() for handle in handles]
             except TransportError as error:
                 answer = str(error)
+        elif command == "refusal":
+            some = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in args]
+            answer = "".join(transport.refusal(buffer_of(each)) for each in some)
         elif command == "add":
             for tensor in tensors:
                 tensor.add_(args[0])
@@ -250,7 +253,14 @@ def test_opening_and_shutting_over_and_over_takes_no_memory(start, kind):
 
 def test_memory_of_a_pool_is_refused_with_a_remedy(start):
     other, _ = start("pooled")
+    assert "backend:native" in other.ask("refusal", 1000)  # also before it is offered
     assert "backend:native" in other.ask("offer", 1000)
+
+
+@pytest.mark.parametrize("kind", ["plain", "expandable"])
+def test_memory_that_can_be_offered_is_not_refused_before(start, kind):
+    other, _ = start(kind)
+    assert other.ask("refusal", *SIZES) == ""
 
 
 def test_mapped_memory_without_a_door_is_refused_with_a_remedy(start):

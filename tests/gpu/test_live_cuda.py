@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from device_memory import used_bytes  # noqa: E402
 
 import flyweight as fw  # noqa: E402
-from flyweight.errors import DigestMismatch, PeerLost, TransferTimeout  # noqa: E402
+from flyweight.errors import DigestMismatch, PeerLost, PlanError, TransferTimeout  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -284,35 +284,133 @@ def test_a_killed_trainer_leaves_the_replica_whole(address):
         trainer.join(10)
 
 
-def expandable_trainer(address, pipe):
+# Trainers with allocators of all kinds, each in a process of its own.
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+POOLED = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+PRIVATE = {**EXPANDABLE, "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "0"}
+REMEDIES = {"pooled": "backend:native", "private": "expandable_segments:False"}
+
+
+def trainer_of_a_kind(address, strategy, num_versions, pipe):
+    """Publish, and tell how each version went; at the end, what was said of it beside that."""
     import torch
 
+    from flyweight.events import listening
+
+    unmapped = []
+
+    def listener(event):
+        if event.kind == "publish.unmapped":
+            unmapped.append(event.fields["reason"])
+
     tensors = model(1)
-    with fw.Publisher(tensors, address) as publisher:
-        for version in (1, 2):
-            fill(tensors, version)
+    if strategy == "mapped":
+        del tensors["host"]  # it is nobody else's to map, whatever the allocator
+    with listening(listener), fw.Publisher(tensors, address, strategy=strategy) as publisher:
+        for version in range(1, num_versions + 1):
+            for name, tensor in model(version).items():
+                if name in tensors:
+                    tensors[name].copy_(tensor)
             report = publisher.publish(version, num_replicas=1, timeout_seconds=60)
-            pipe.send(
-                (report.replicas[0].strategy, report.failed, torch.cuda.get_allocator_backend())
-            )
+            failed = [(type(each.error).__name__, str(each.error)) for each in report.failed]
+            pipe.send((report.replicas[0].strategy, failed))
+    pipe.send((torch.cuda.get_allocator_backend(), unmapped))
 
 
-def test_expandable_segments_are_mapped_too(address, monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    ours, theirs = SPAWN.Pipe()
-    trainer = SPAWN.Process(target=expandable_trainer, args=(address, theirs))
-    trainer.start()
-    try:
-        target = model(50)
-        with fw.Replica(target, address) as replica:
-            for version in (1, 2):
-                assert replica.update(timeout_seconds=60).version == version
-                assert ours.poll(30)
-                assert ours.recv() == ("host+mapped", (), "native")
-                assert holds(target, version)
-    finally:
+@pytest.fixture
+def start_trainer(address, monkeypatch):
+    """Start a trainer of a kind; return what it tells, one thing after the other."""
+    running = []
+
+    def start(environ, *, strategy="auto", num_versions=2):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        ours, theirs = SPAWN.Pipe()
+        trainer = SPAWN.Process(
+            target=trainer_of_a_kind, args=(address, strategy, num_versions, theirs)
+        )
+        trainer.start()
+        theirs.close()
+        running.append(trainer)
+
+        def told():
+            assert ours.poll(60), "the trainer told nothing"
+            return ours.recv()
+
+        return told
+
+    yield start
+    for trainer in running:
         trainer.join(10)
         trainer.kill()
+
+
+def test_expandable_segments_are_mapped_too(address, start_trainer):
+    told = start_trainer(EXPANDABLE)
+    target = model(50)
+    with fw.Replica(target, address) as replica:
+        for version in (1, 2):
+            assert replica.update(timeout_seconds=60).version == version
+            assert told() == ("host+mapped", [])
+            assert holds(target, version)
+    assert told() == ("native", [])
+
+
+def test_expandable_segments_are_mapped_where_that_is_insisted_on(address, start_trainer):
+    told = start_trainer(EXPANDABLE, strategy="mapped", num_versions=1)
+    target = model(50)
+    del target["host"]
+    with fw.Replica(target, address) as replica:
+        assert replica.update(timeout_seconds=60).strategy == "mapped"
+    assert told() == ("mapped", [])
+
+
+@pytest.mark.parametrize("kind", ["pooled", "private"])
+def test_memory_that_nobody_else_can_map_goes_through_buckets_and_is_told_once(
+    address, start_trainer, kind
+):
+    """The slots are plain memory of the publisher's own; what arrives is verified as ever."""
+    told = start_trainer(POOLED if kind == "pooled" else PRIVATE)
+    target = model(50)
+    with fw.Replica(target, address) as replica:
+        for version in (1, 2):
+            report = replica.update(timeout_seconds=60)
+            assert (report.version, report.verified) == (version, "live")
+            assert told() == ("bucketed+host", [])
+            assert holds(target, version)
+    backend, unmapped = told()
+    assert backend == ("cudaMallocAsync" if kind == "pooled" else "native")
+    assert len(unmapped) == 1
+    assert REMEDIES[kind] in unmapped[0]
+
+
+@pytest.mark.parametrize("kind", ["pooled", "private"])
+def test_memory_that_nobody_else_can_map_is_refused_where_that_is_insisted_on(
+    address, start_trainer, kind
+):
+    told = start_trainer(POOLED if kind == "pooled" else PRIVATE, strategy="mapped", num_versions=1)
+    target = model(50)
+    del target["host"]
+    with fw.Replica(target, address) as replica:
+        with pytest.raises(PlanError, match=f"cannot be mapped.*{REMEDIES[kind]}.*'auto'"):
+            replica.update(timeout_seconds=60)
+        assert replica.state == "empty"
+    _, ((error, text),) = told()
+    assert error == "PlanError"
+    assert REMEDIES[kind] in text
+
+
+def test_an_engine_whose_memory_nobody_else_can_map_is_written_all_the_same(address, monkeypatch):
+    trainer = model(1)  # by the allocator of this process, which is chosen by now
+    for name, value in POOLED.items():
+        monkeypatch.setenv(name, value)
+    with fw.Publisher(trainer, address) as publisher, Engine(address) as engine:
+        for version in (1, 2):
+            fill(trainer, version)
+            report, update = publish(publisher, engine, version)
+            assert engine.ask(version) is True
+            assert (report.replicas[0].strategy, update.verified) == ("host+mapped", "live")
 
 
 def test_a_background_publish_lets_the_trainer_step_once_copied(address):

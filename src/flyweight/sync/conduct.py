@@ -8,6 +8,7 @@ each other, each in the thread that wants it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from logging import getLogger
 from time import monotonic, perf_counter
 
 from flyweight.errors import FlyweightError, PeerLost
@@ -18,6 +19,8 @@ from flyweight.sync.roll import Agreement, Peer, Roll
 from flyweight.sync.rounds import Part, Round
 from flyweight.sync.wire import spin_of
 
+_log = getLogger("flyweight.sync")
+
 
 class Conductor:
     """Makes the rounds of one publisher, and runs them so that they can be cut short."""
@@ -26,6 +29,7 @@ class Conductor:
         self._roll, self._options = roll, options
         self._running: set[Round] = set()
         self._is_open = True
+        self._has_told_refusal = False
         self.last = 0
         """The number of the last round."""
 
@@ -36,6 +40,10 @@ class Conductor:
             copies, sinks, seen = agreement.copies, agreement.sinks, agreement.devices
             found = edition.offers.lanes(copies, sinks, seen, self._options.strategy)
             peer.lanes = edition.offers, found
+            if (why := edition.offers.refusal) and not self._has_told_refusal:
+                self._has_told_refusal = True
+                _log.warning("tensors go through buckets instead of being mapped: %s", why)
+                self._roll.announce("publish.unmapped", reason=why)
         return peer.lanes[1]
 
     def round_of(

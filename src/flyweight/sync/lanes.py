@@ -1,8 +1,8 @@
 """Lanes: how each block travels to a replica, by nearness, and the memory it travels through.
 
 mapped    the replica reads the block where it lies: one copy
-bucketed  packed into slots of device memory that both sides can reach, for other processes
-          whose trainer must free or rewrite its memory soon
+bucketed  packed into slots of device memory that both sides can reach, for trainers that must
+          free or rewrite their memory soon, and for memory that other processes cannot map
 host      packed into slots of shared memory on the host, which every process there can reach
 """
 
@@ -80,6 +80,13 @@ class Offers:
             for block in stock.blocks
         ]
         self._places: dict[int, Place] = {}
+        self._refusals: dict[int, str] = {}
+        """Why each block on a device cannot be mapped by others, as far as that was asked."""
+
+    @property
+    def refusal(self) -> str:
+        """Why some block on a device cannot be mapped by others; "" if all that are wanted can."""
+        return next(filter(None, self._refusals.values()), "")
 
     def lanes(
         self,
@@ -99,10 +106,10 @@ class Offers:
         if strategy == "mapped":
             far = [self._stock.blocks[n].name for n, lane in found.items() if lane != MAPPED]
             if far:
+                way = self.refusal or "put them into shared memory (torch: model.share_memory())"
                 raise PlanError(
-                    f"{len(far)} tensors cannot be mapped by the replica: {listed(far)}; put them "
-                    f"into shared memory (torch: model.share_memory()), or publish with "
-                    f"strategy='auto'"
+                    f"{len(far)} tensors cannot be mapped by the replica: {listed(far)}; {way}, "
+                    f"or publish with strategy='auto'"
                 )
         return found
 
@@ -115,7 +122,11 @@ class Offers:
         is_seen = cuda.uuid(buffer.device) in seen
         if not is_seen or not all(_reaches(buffer.device, goal) for goal in goals):
             return HOST
-        return cuda.uuid(buffer.device) if strategy == "bucketed" else MAPPED
+        if strategy == "bucketed":
+            return cuda.uuid(buffer.device)
+        if number not in self._refusals:
+            self._refusals[number] = self._transports.device.refusal(buffer)
+        return cuda.uuid(buffer.device) if self._refusals[number] else MAPPED
 
     def places(self, numbers: Sequence[int]) -> tuple[Place, ...]:
         """Offer blocks, each once."""

@@ -14,6 +14,7 @@ import re
 import secrets
 import select
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
@@ -157,18 +158,17 @@ class CudaIpcTransport:
         with self._lock:
             if not buffer.nbytes:
                 return self._offered(buffer, [], 0, 0, 0)
-            low, high = buffer.span
-            first = cuda.allocation_at(device, low)
+            found = []
+            for each in _allocations(buffer):
+                if why := self._refusal(each):
+                    raise TransportError(why)
+                found.append(each)
+            first, low = found[0], buffer.span[0]
             if first.can_ipc:
                 ipc = cuda.ipc_handle(device, first.start)
                 return self._offered(
                     buffer, [], first.number, low - first.start, first.nbytes, ipc=ipc
                 )
-            found = [first]
-            while found[-1].start + found[-1].nbytes < high:
-                found.append(cuda.allocation_at(device, found[-1].start + found[-1].nbytes))
-            for each in found:
-                self._refuse(each)
             shown: list[int] = []
             try:
                 pieces = tuple(self._show(device, each, shown) for each in found)
@@ -180,26 +180,35 @@ class CudaIpcTransport:
                 self._hide(shown)
                 raise
 
-    def _refuse(self, found: cuda.Allocation) -> None:
-        """Raise if nobody else can map this memory."""
+    def refusal(self, buffer: Buffer) -> str:
+        """Return why other processes cannot map a buffer, with the remedy; "" if they can."""
+        try:
+            return next(filter(None, map(self._refusal, _allocations(buffer))), "")
+        except TransportError as error:  # the driver does not say what memory that is
+            return str(error)
+
+    def _refusal(self, found: cuda.Allocation) -> str:
         text = f"{found.nbytes} bytes at {found.start:#x} cannot be shown to other processes: "
+        if found.can_ipc:
+            return ""
         if found.is_managed:
-            raise TransportError(f"{text}managed memory; allocate it with cudaMalloc")
+            return f"{text}managed memory; allocate it with cudaMalloc"
         if found.is_pooled:
-            raise TransportError(
+            return (
                 f"{text}they are of a stream-ordered pool (cudaMallocAsync); "
                 f"PYTORCH_CUDA_ALLOC_CONF=backend:native"
             )
         if not found.can_export:
-            raise TransportError(
+            return (
                 f"{text}they were mapped without a handle type of POSIX files; "
                 f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
             )
         if self._door is None:
-            raise TransportError(
+            return (
                 f"{text}they are mapped (expandable segments), which takes a door, and there is "
                 f"none; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
             )
+        return ""
 
     def _offered(
         self,
@@ -402,6 +411,19 @@ class CudaIpcTransport:
                     mapping.close()
             self._mappings.clear()
             self._opened.clear()
+
+
+def _allocations(buffer: Buffer) -> Iterator[cuda.Allocation]:
+    """Yield what a buffer lies in: several allocations where memory is mapped piece by piece."""
+    if buffer.nbytes:
+        assert buffer.device is not None
+        at, high = buffer.span
+        while at < high:
+            found = cuda.allocation_at(buffer.device, at)
+            yield found
+            if found.can_ipc:
+                return  # it was allocated as one
+            at = found.start + found.nbytes
 
 
 def _is_gone(line: Line) -> bool:
