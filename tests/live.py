@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import traceback
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -54,12 +55,15 @@ class Child:
         self.kill(signal.SIGSTOP)
         until(lambda: state_of(self.pid) == "T")
 
+    def go_on(self):
+        self.kill(signal.SIGCONT)
+
     def __enter__(self):
         return self
 
     def __exit__(self, *raised):
         if self.process.exitcode is None:
-            self.kill(signal.SIGCONT)
+            self.go_on()
             self.process.kill()
             self.join()
         self.process.close()
@@ -131,6 +135,21 @@ def settled(before, seconds=5):
     while (now := resources()) != before and time.monotonic() < deadline:
         time.sleep(0.02)
     return now
+
+
+@contextmanager
+def in_time(seconds, *, early=0.1):
+    """Fail unless a wait of so many seconds ends when it should: neither early, nor twice as late.
+
+    What is left above is for a busy machine: a deadline in a test is some seconds long.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        spent = time.monotonic() - started
+        late = 1.8 * seconds
+        assert seconds - early <= spent < late, f"{spent:.2f} s for a wait of {seconds:g} s"
 
 
 def until(claim, seconds=10):

@@ -1,5 +1,6 @@
 """Peers that say what they like: real sockets and the real protocol, and none of its manners."""
 
+import mmap
 import os
 from pathlib import Path
 from time import monotonic
@@ -40,6 +41,10 @@ class FakeReplica:
         """Return the next message, whatever it is."""
         assert self._socket.poll(1000 * timeout), "no answer"
         return messages.decode_from_publisher(self._socket.recv())
+
+    def has_heard(self):
+        """True if something was said that `hear` has not returned yet."""
+        return bool(self._socket.poll(100))
 
     def hear_of(self, *kinds, timeout=10):
         """Return the next message of some kinds; what else is said meanwhile is left."""
@@ -98,6 +103,9 @@ class FakePublisher:
         self._peer, frame = self._socket.recv_multipart()
         return messages.decode_from_replica(frame)
 
+    def has_heard(self):
+        return bool(self._socket.poll(100))
+
     def hear_of(self, *kinds, timeout=10):
         return _of_kind(self.hear, kinds, timeout)
 
@@ -151,6 +159,16 @@ class FakePublisher:
 
     def __exit__(self, *raised):
         self.close()
+
+
+def shared(content):
+    """Return a copy of bytes in memory that other processes can map where it lies."""
+    file = os.memfd_create("model", os.MFD_CLOEXEC)
+    os.ftruncate(file, len(content))
+    array = np.frombuffer(mmap.mmap(file, len(content)), np.uint8)
+    os.close(file)  # the mapping has one of its own
+    array[:] = content
+    return array
 
 
 def digest_of(content):

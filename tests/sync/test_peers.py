@@ -1,7 +1,5 @@
 """A peer that lies, mixes rounds up or speaks too late: nothing of it is ever counted."""
 
-import mmap
-import os
 import threading
 import time
 
@@ -11,19 +9,9 @@ import pytest
 import flyweight as fw
 from flyweight.errors import DigestMismatch, TransferTimeout, VersionError
 from flyweight.sync import messages
-from peers import FakePublisher, FakeReplica, digest_of
+from peers import FakePublisher, FakeReplica, digest_of, shared
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 100_000, dtype=np.uint8)
-
-
-def shared(content=CONTENT):
-    """Return a copy in memory that other processes can map."""
-    file = os.memfd_create("model", os.MFD_CLOEXEC)
-    os.ftruncate(file, len(content))
-    array = np.frombuffer(mmap.mmap(file, len(content)), np.uint8)
-    os.close(file)  # the mapping has one of its own
-    array[:] = content
-    return array
 
 
 # A publisher that lies.
@@ -131,7 +119,7 @@ def test_the_end_of_another_round_does_not_end_this_one(lying, engine):
 def fake(address):
     """A publisher, and a replica of ours that takes part in its rounds."""
     with (
-        fw.Publisher({"w": shared()}, address, timeout_seconds=3) as publisher,
+        fw.Publisher({"w": shared(CONTENT)}, address, timeout_seconds=3) as publisher,
         FakeReplica(address) as replica,
     ):
         replica.join()
@@ -212,7 +200,7 @@ def test_what_is_copied_in_another_round_gives_no_lease_back(fake, threads, step
 @pytest.mark.parametrize("has_buckets", [False, True], ids=["mapped", "mapped and host"])
 def test_a_lease_lasts_until_every_reader_has_copied(address, threads, has_buckets):
     """C14: memory that is shared is lent: the trainer is told when it may step, and not before."""
-    model, engine = {"w": shared()}, {"w": np.zeros_like(CONTENT)}
+    model, engine = {"w": shared(CONTENT)}, {"w": np.zeros_like(CONTENT)}
     if has_buckets:
         model["private"], engine["private"] = CONTENT[:5000].copy(), np.zeros(5000, np.uint8)
     may_read = threading.Event()
@@ -234,7 +222,11 @@ def test_a_lease_lasts_until_every_reader_has_copied(address, threads, has_bucke
 
 def test_a_publish_returns_once_every_reader_is_done_and_not_before(address, threads):
     """C14: a step after `publish` cannot tear what an engine reads."""
-    model, engine, may_read = {"w": shared()}, {"w": np.zeros_like(CONTENT)}, threading.Event()
+    model, engine, may_read = (
+        {"w": shared(CONTENT)},
+        {"w": np.zeros_like(CONTENT)},
+        threading.Event(),
+    )
     with fw.Publisher(model, address) as publisher, fw.Replica(engine, address) as replica:
         update = threads.submit(
             replica.update, timeout_seconds=20, before=lambda version: may_read.wait(20)
@@ -280,7 +272,7 @@ def test_an_engine_that_is_given_up_before_it_reads_never_takes_what_it_reads_th
     address, threads
 ):
     """C14: the trainer has stepped by then; the old version is kept, or none is held."""
-    model, engine = {"w": shared()}, {"w": np.zeros_like(CONTENT)}
+    model, engine = {"w": shared(CONTENT)}, {"w": np.zeros_like(CONTENT)}
     may_read = threading.Event()
     with (
         fw.Publisher(model, address, timeout_seconds=2) as publisher,

@@ -13,8 +13,11 @@ from flyweight.ports import Seat
 from flyweight.transports import meeting
 from flyweight.transports.group import Group
 from flyweight.transports.meeting import meet
+from live import in_time
 
 TIMEOUT = 2.0
+LONG = 4.0
+"""Where it is measured: the coordinator gives up after 3 s of it, and a rank after all of it."""
 
 
 class Board:
@@ -118,20 +121,22 @@ def test_a_connection_that_closes_names_its_rank():
         assert "rank 2 closed its connection in step" in str(found[rank])
 
 
-def test_silence_is_given_up_and_the_silent_one_is_named():
-    def part(group):
-        if group.rank == 1:
-            time.sleep(TIMEOUT + 0.5)
-            return None
-        group.gather("work", None)
-        return group.broadcast("done", None)
+def test_silence_is_given_up_in_time_and_the_silent_one_is_named():
+    noticed = threading.Barrier(3)
 
-    started = time.monotonic()
-    found = play(3, part)
+    def part(group):
+        try:
+            if group.rank != 1:
+                with in_time(3, early=0.5):
+                    group.gather("work", None)
+                    group.broadcast("done", None)
+        finally:
+            noticed.wait(4 * LONG)
+
+    found = play(3, part, timeout_seconds=LONG)
     for rank in (0, 2):
         assert isinstance(found[rank], TransferTimeout)
-        assert "rank 1 was silent for 1.5 s in step 'work'" in str(found[rank])
-    assert time.monotonic() - started < TIMEOUT + 3
+        assert "rank 1 was silent for 3 s in step 'work'" in str(found[rank])
 
 
 def test_work_that_goes_on_is_no_silence():
@@ -170,12 +175,18 @@ def test_ranks_that_make_different_calls_are_told():
     )
 
 
-def test_ranks_that_do_not_come_are_named():
-    (error,) = play(3, lambda group: None, ranks=[0])
+@pytest.mark.parametrize(
+    ("rank", "seconds", "text"),
+    [
+        (0, 3, "2 ranks did not come within 3 s: [1, 2]"),
+        (1, 4, "coordinator rank 0 did not answer within 4 s"),
+    ],
+)
+def test_ranks_that_do_not_come_are_named_in_time(rank, seconds, text):
+    with in_time(seconds):
+        (error,) = play(3, lambda group: None, ranks=[rank], timeout_seconds=LONG)
     assert isinstance(error, TransferTimeout)
-    assert "2 ranks did not come within 1.5 s: [1, 2]" in str(error)
-    (error,) = play(3, lambda group: None, ranks=[1])
-    assert "coordinator rank 0 did not answer within 2 s" in str(error)
+    assert text in str(error)
 
 
 @pytest.mark.parametrize(
@@ -301,27 +312,24 @@ def test_ranks_that_take_different_ranks_for_the_coordinator_are_told():
 
 
 def test_a_silent_rank_is_noticed_while_another_goes_on_working():
-    noticed = threading.Event()
+    noticed = threading.Barrier(3)
 
     def part(group):
-        if group.rank == 2:
-            noticed.wait(3 * TIMEOUT)
-            return None
         try:
-            if group.rank == 1:
-                for _ in range(60):
-                    time.sleep(TIMEOUT / 20)
-                    group.tick()
-            group.gather("work", None)
-            return group.broadcast("done", None)
+            if group.rank != 2:
+                with in_time(3, early=0.5):
+                    if group.rank == 1:
+                        for _ in range(60):
+                            time.sleep(LONG / 20)
+                            group.tick()
+                    group.gather("work", None)
+                    group.broadcast("done", None)
         finally:
-            noticed.set()
+            noticed.wait(4 * LONG)
 
-    started = time.monotonic()
-    found = play(3, part)
-    assert "rank 2 was silent for 1.5 s" in str(found[0])
-    assert "rank 2 was silent for 1.5 s" in str(found[1])
-    assert time.monotonic() - started < 4 * TIMEOUT
+    found = play(3, part, timeout_seconds=LONG)
+    assert "rank 2 was silent for 3 s" in str(found[0])
+    assert "rank 2 was silent for 3 s" in str(found[1])
 
 
 def test_work_that_cannot_tell_is_told_for_it_and_not_for_ever(monkeypatch):
