@@ -99,7 +99,8 @@ def test_a_replica_killed_at_any_step_harms_nobody_else(tmp_path, hold):
             for version in (1, 2, 3):
                 assign(model, version)
                 future = pool.submit(replica.update, version, timeout_seconds=10)
-                until(lambda: any(p.ask for p in publisher._on.peers.values()))
+                peers = publisher._on.peers
+                until(lambda p=peers: any(e.ask and e.name == "other" for e in p.values()))
                 if victim.process.exitcode is None:
                     time.sleep(0.02)
                 started = time.monotonic()
