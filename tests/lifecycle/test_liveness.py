@@ -209,10 +209,12 @@ class Contained:
     """A function of this file as process 1 of a PID namespace of its own."""
 
     def __init__(self, function, *words):
+        before = filter(None, [os.environ.get("PYTHONPATH")])  # flyweight itself may be there
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *before])
         self.process = subprocess.Popen(
             [*NAMESPACE, sys.executable, __file__, function, *map(str, words)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
 
     def told(self):
