@@ -557,6 +557,15 @@ def test_tags_are_cleared_one_by_one_and_twice_is_once(serving):
     assert serving.replica.version is None
 
 
+def test_a_tag_that_there_is_not_is_refused_before_anything_is_done(serving):
+    """C32: it would otherwise seem to be cleared."""
+    with pytest.raises(SpecError, match="tag is 'wieghts', expected 'weights' or 'kv_cache'"):
+        serving.machine.clear(["wieghts"])
+    assert serving.machine.state is State.SERVING
+    serving.machine.clear(["weight"])  # as FastDeploy says it
+    assert serving.machine.condition.absent == {Tag.WEIGHTS}
+
+
 def test_clearing_nothing_is_nothing(serving):
     assert serving.done(lambda: serving.machine.clear(())) == []
     assert serving.serves(1)

@@ -310,6 +310,16 @@ def test_tags_are_cleared_one_by_one_and_serving_needs_all_of_them(site):
     assert (site.state, absent()) == ("SERVING", [])
 
 
+def test_the_tags_that_fastdeploy_documents_are_understood(site):
+    """C31: `/v1/sleep?tags=weight,kv_cache`."""
+    site.good("POST", "/v1/sleep?tags=weight,kv_cache")
+    assert site.replica()["ranks"][0]["absent"] == ["kv_cache", "weights"]
+    site.good("POST", "/v1/wakeup", {"tags": ["weight"]})
+    assert site.replica()["ranks"][0]["absent"] == ["kv_cache"]
+    site.good("POST", "/v1/wakeup?tags=kv_cache,weights,weight")  # twice is once
+    assert site.state == "SERVING"
+
+
 def test_requests_can_be_aborted_and_serving_goes_on(site):
     site.engine.tell("request")
     answer = site.good("POST", "/v1/abort_requests")["replicas"][0]
@@ -362,8 +372,11 @@ def test_many_calls_at_once_end_one_by_one_or_are_told_who_runs(site, threads):
         ("/v1/pause?timeout=inf", None, "`float` <= 86400"),
         ("/v1/pause?timeout=1&timeout=2", None, "'timeout' is in the query twice"),
         ("/v1/pause?timeout=1", {"timeout": 2}, "in the query and in the body"),
-        ("/v1/sleep?tags=", None, "value ''"),
-        ("/v1/sleep?tags=weights,all", None, "value 'all'"),
+        ("/v1/sleep?tags=", None, "tag is '', expected 'weights' or 'kv_cache'"),
+        ("/v1/sleep?tags=weights,all", None, "tag is 'all', expected 'weights' or 'kv_cache'"),
+        ("/v1/sleep", {"tags": ["wieghts"]}, "tag is 'wieghts', expected 'weights' or 'kv_cache'"),
+        ("/v1/wakeup?tags=Weights", None, "tag is 'Weights', expected 'weights' or 'kv_cache'"),
+        ("/v1/sleep", {"tags": [7]}, "expected `str`, got `int`"),
         ("/v1/sleep", {"tags": "weights"}, "expected `array`, got `str`"),
         ("/v1/sleep", {"tags": []}, "length >= 1"),
         ("/v1/update_weights", {"version": "latest"}, "'latest', expected a number"),
@@ -372,7 +385,8 @@ def test_many_calls_at_once_end_one_by_one_or_are_told_who_runs(site, threads):
         ("/v1/update_weights", {"version": -1}, "`int` >= 0"),
         ("/v1/update_weights", {"version": 1.5}, "expected `int | str | null`, got `float`"),
         ("/v1/update_weights", b'{"version": 99999999999999999999999}', ""),
-        ("/v1/update_weights", {"when_serving": "wait"}, "value 'wait'"),
+        ("/v1/update_weights", {"when_serving": "wait"}, "is 'wait', expected 'drain' or 'refuse'"),
+        ("/v1/sleep?when_serving=", None, "when_serving is '', expected 'drain' or 'refuse'"),
         ("/v1/update_weights", {"verify_checksum": "no"}, "expected `bool`, got `str`"),
     ],
     ids=str,

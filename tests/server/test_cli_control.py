@@ -106,6 +106,8 @@ def test_the_commands_do_what_their_names_say(site):
     assert flyweight("clear", "--tags", "kv_cache", "--json")["replicas"][0]["state"] == "CLEARED"
     assert site.replica()["ranks"][0]["absent"] == ["kv_cache"]
     assert flyweight("restore", "--json")["replicas"][0]["state"] == "SERVING"
+    assert flyweight("clear", "--tags", "weight", "--json")["replicas"][0]["state"] == "CLEARED"
+    assert flyweight("restore", "--tags", "weight", "--json")["replicas"][0]["state"] == "SERVING"
 
 
 def test_a_state_that_does_not_accept_it_is_exit_code_8(site):
@@ -141,7 +143,8 @@ def test_time_that_is_over_is_exit_code_7(site):
         (["status", "unix:run"], 5, "is not of the form 'http://HOST:PORT'"),
         (["status", "http://127.0.0.1:x"], 5, "is not of the form 'http://HOST:PORT'"),
         (["pause", "--replica", "other"], 5, "there is no replica 'other'"),
-        (["clear", "--tags", "all"], 5, "'all'"),
+        (["clear", "--tags", "wieghts"], 5, "tag is 'wieghts', expected 'weights' or 'kv_cache'"),
+        (["restore", "--tags", "weights,all"], 5, "tag is 'all', expected 'weights' or 'kv_cache'"),
         (["status", "--token-file", "OPEN"], 7, "chmod 600"),
         (["status", "--token-file", "WRONG"], 7, "the token is another"),
         (["pause", "--timeout", "0"], 2, "--timeout"),

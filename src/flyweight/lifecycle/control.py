@@ -19,7 +19,7 @@ import msgspec
 from flyweight.errors import Busy, FlyweightError, PeerLost
 from flyweight.events import emit
 from flyweight.formats.snapshot import check_version
-from flyweight.lifecycle.states import Signal, State, Tag
+from flyweight.lifecycle.states import Signal, State, tags_named
 from flyweight.lifecycle.status import Cell, Request, Slot
 from flyweight.sync.report import check_seconds
 
@@ -158,7 +158,7 @@ class Control:
         signal: Signal,
         *,
         version: int | None = None,
-        tags: Sequence[Tag] = (),
+        tags: Sequence[str] = (),
         may_drain: bool = True,
         should_abort: bool = False,
         should_resume: bool = False,
@@ -181,7 +181,7 @@ class Control:
                 number=1 + max(0 if last is None else last.number, *taken),
                 signal=signal,
                 version=version,
-                tags=tuple(dict.fromkeys(tags)),
+                tags=tags_named(tags),
                 may_drain=may_drain,
                 should_abort=should_abort,
                 should_resume=should_resume,

@@ -16,7 +16,7 @@ from time import monotonic, sleep
 from flyweight.errors import Busy, FlyweightError, LifecycleError
 from flyweight.lifecycle.ranks import YIELD_SECONDS, Ranks, Verdict
 from flyweight.lifecycle.rounds import Round, Rounds
-from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
+from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag, tags_named
 from flyweight.lifecycle.steps import ROUND_SECONDS, Weights
 from flyweight.ports import Engine
 from flyweight.sync.report import UpdateReport, check_seconds
@@ -96,12 +96,13 @@ class Machine(Rounds):
 
     def clear(
         self,
-        tags: Collection[Tag] = ALL_TAGS,
+        tags: Collection[str] = ALL_TAGS,
         *,
         may_drain: bool = True,
         timeout_seconds: float = 60.0,
     ) -> None:
         """Give memory back, of each tag that still has some. An engine that serves is paused."""
+        tags = tags_named(tags)
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._turn_for("clear", deadline):
             if not tags:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from enum import Enum
+from typing import Annotated
 
 import msgspec
 
 from flyweight.errors import SpecError
 from flyweight.formats.snapshot import number_in
 from flyweight.lifecycle.control import ReplicaStatus
-from flyweight.lifecycle.states import Signal, Tag
+from flyweight.lifecycle.states import Signal, Tag, one_of, tags_named
 from flyweight.server.course import Course, Order
 
 _MAX_SECONDS = 86_400.0
 _MAX_TEXT = 200
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_MAX_SECONDS)]
-Tags = Annotated[tuple[Tag, ...], msgspec.Meta(min_length=1)]
+Tags = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+
+
+class WhenServing(str, Enum):
+    """What happens to requests that run: they are finished first, or the call is refused."""
+
+    DRAIN = "drain"
+    REFUSE = "refuse"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,8 +36,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class DrainOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    when_serving: Literal["drain", "refuse"] = "drain"
-    """What happens to requests that run: they are finished first, or the call is refused."""
+    when_serving: str = WhenServing.DRAIN.value
+
+    @property
+    def may_drain(self) -> bool:
+        return one_of(WhenServing, self.when_serving, "when_serving") is WhenServing.DRAIN
 
 
 class SleepOptions(DrainOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,15 +82,16 @@ def sleep(options: SleepOptions) -> Course:
     return _always(
         Order(
             signal=Signal.CLEAR,
-            tags=options.tags,
-            may_drain=options.when_serving == "drain",
+            tags=tags_named(options.tags),
+            may_drain=options.may_drain,
             timeout_seconds=options.timeout,
         )
     )
 
 
 def wakeup(options: WakeupOptions) -> Course:
-    return _always(Order(signal=Signal.RESTORE, tags=options.tags, timeout_seconds=options.timeout))
+    tags = tags_named(options.tags)
+    return _always(Order(signal=Signal.RESTORE, tags=tags, timeout_seconds=options.timeout))
 
 
 def update(options: UpdateOptions) -> Course:
@@ -92,7 +104,7 @@ def update(options: UpdateOptions) -> Course:
             signal=Signal.UPDATE,
             version=number,
             version_text=text,
-            may_drain=options.when_serving == "drain",
+            may_drain=options.may_drain,
             timeout_seconds=options.timeout,
         )
     )
