@@ -366,20 +366,48 @@ def test_a_claim_is_not_inherited_by_a_forked_child_that_outlives_its_parent(pat
             os.kill(orphan, signals.SIGKILL)
 
 
-def test_a_rank_that_ends_a_little_after_its_time_is_told_with_its_own_reason(path):
-    """It listens on for the others' last words, and says then what became of it."""
-    with Cell(path) as rank, Control(path) as control:
-        rank.claim(0)
-        rank.tell(0, Slot(pid=os.getpid()))
-        operation = control.start(Signal.PAUSE, timeout_seconds=0.1)
-        late = Slot(
-            pid=os.getpid(), taken=1, done=1, error="LifecycleError", answer="rank 1 was silent"
-        )
-        timer = threading.Timer(2.6, rank.tell, (0, late))
-        timer.start()
+@pytest.mark.parametrize(
+    ("num_ranks", "timeout", "least", "most"),
+    [(1, 20.0, 20.0, 20.0), (2, 20.0, 15.0, 15.0), (2, 60.0, 50.0, 51.0), (2, 2.0, 1.5, 1.5)],
+)
+def test_several_ranks_have_time_to_tell_each_other_how_it_ended(
+    path, num_ranks, timeout, least, most
+):
+    """C24: they listen for each other's last words after their own deadline, before the user's."""
+    with Cell(path, num_ranks) as cell, Control(path, num_ranks) as control:
+        for rank in range(num_ranks):
+            cell.claim(rank)
+            cell.tell(rank, Slot(pid=os.getpid()))
+        began = time.monotonic()
+        operation = control.start(Signal.PAUSE, timeout_seconds=timeout)
+        request = cell.next_request(0, 10)
+        assert least - 0.01 <= request.timeout_seconds <= most + 0.01
+        assert began + least - 0.01 <= request.deadline <= time.monotonic() + most + 0.01
+        said = {"error": "LifecycleError", "answer": "rank 1 was silent"}
+        for rank in range(num_ranks):
+            cell.tell(rank, Slot(pid=os.getpid(), taken=1, done=1, **said))
         ended = control.wait(operation, 20)
-        timer.join()
         assert (ended.error, ended.reason) == ("LifecycleError", "rank 0: rank 1 was silent")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_operation_ends_soon_after_its_timeout_whatever_its_ranks_do(path, num_ranks):
+    """C24: they live and say nothing; the first has answered, if there are two."""
+    with Cell(path, num_ranks) as cell, Control(path, num_ranks) as control:
+        for rank in range(num_ranks):
+            cell.claim(rank)
+            cell.tell(rank, Slot(pid=os.getpid()))
+        began = time.monotonic()
+        operation = control.start(Signal.PAUSE, timeout_seconds=3)
+        for rank in range(num_ranks - 1):
+            cell.tell(rank, Slot(pid=os.getpid(), taken=1, done=1))
+        ended = control.wait(operation, 20)
+        assert 3 <= time.monotonic() - began < 5
+        assert (ended.ending, ended.error) == ("failed", "TransferTimeout")
+        assert ended.reason == (
+            f"rank {num_ranks - 1} (process {os.getpid()}) of replica 'engine' did not answer "
+            f"pause-1 within 3 s; see whether it is stopped, or still at work"
+        )
 
 
 def test_no_child_is_forked_before_a_file_that_was_opened_is_known(threads):

@@ -282,9 +282,12 @@ def test_a_stopped_engine_does_not_hold_its_controller_for_ever(start, publisher
         publish(publisher, 1)
         until(lambda: serves(control, 1))
         child.stop()
-        operation = control.start(Signal.PAUSE, timeout_seconds=0.3)
-        assert control.wait(operation, 10).ending == "failed"
+        began = time.monotonic()
+        operation = control.start(Signal.PAUSE, timeout_seconds=3)
+        assert control.wait(operation, 20).ending == "failed"
+        assert 3 <= time.monotonic() - began < 5
         assert operation.error == "TransferTimeout"
+        assert f"process {child.pid}" in operation.reason
         with pytest.raises(Busy, match="is still at operation pause-1"):
             control.check_idle()
         child.kill(signals.SIGCONT)

@@ -174,10 +174,7 @@ def asks(signal, timeout_seconds=20.0):
     return lambda before: Order(signal=signal, timeout_seconds=timeout_seconds)
 
 
-def test_nothing_is_asked_of_anybody_while_a_rank_is_at_what_was_given_up(
-    ranks, tmp_path, monkeypatch, threads
-):
-    monkeypatch.setattr("flyweight.lifecycle.control._GRACE_SECONDS", 0.05)
+def test_nothing_is_asked_of_anybody_while_a_rank_is_at_what_was_given_up(ranks, tmp_path, threads):
     other = Ranks(tmp_path / "other.cell")
     fleet = Fleet([Control(other.cell.path, 2), Control(ranks.cell.path, 2)])
     try:

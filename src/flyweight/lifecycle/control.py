@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from flyweight.errors import Busy, FlyweightError, PeerLost
+from flyweight.errors import Busy, FlyweightError, PeerLost, TransferTimeout
 from flyweight.events import emit
 from flyweight.formats.snapshot import check_version
 from flyweight.lifecycle.states import Signal, State, tags_named
@@ -25,12 +25,16 @@ from flyweight.sync.report import check_seconds
 
 ABSENT = "ABSENT"
 """The state of a replica none of whose ranks has come yet."""
-_GRACE_SECONDS, _GRACE_SHARE = 4.0, 0.1
-"""What ranks get beyond the time they were given, to say how it ended, and what more of that time.
+ANSWER_SECONDS = 0.5
+"""How long after its timeout an operation ends at the latest; ranks answer in that time."""
+_GRACE_SECONDS, _GRACE_SHARE = 3.5, 0.1
+"""What several ranks need after their deadline, to tell each other how it ended.
 
 They listen 1.5 s for the last words of others, are a tenth of their time late in noticing that
 there are none, tell each other so for 1 s at most, and stop an engine that is FAILED within 1 s.
+Their deadline is so much before the operation's, but never more than a quarter of its time.
 """
+_CLOSE_SECONDS = 4.0
 _WORST_FIRST = (
     State.FAILED,
     State.CLEARED,
@@ -45,6 +49,7 @@ _WORST_FIRST = (
 _IN_A_ROUND = (State.UPDATING, State.VERIFYING)
 
 Ending = Literal["running", "done", "failed"]
+Slots = Sequence[Slot | None]
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +135,8 @@ class Control:
         slots = self.cell.slots()
         if request is not None and any(_has_to_answer(slot, request) for slot in slots):
             self._running = self._operation(request)
-            self._await(self._running, request, slots, monotonic())
+            left = max(min(request.deadline - monotonic(), request.timeout_seconds), 0.0)
+            self._await(self._running, request, slots, left + _grace(left))
 
     # How it stands.
 
@@ -164,7 +170,11 @@ class Control:
         should_resume: bool = False,
         timeout_seconds: float = 60.0,
     ) -> Operation:
-        """Ask all ranks for something and return at once; raise Busy while something else runs."""
+        """Ask all ranks for something and return at once; raise Busy while something else runs.
+
+        It ends within `timeout_seconds` and ANSWER_SECONDS, whatever the ranks do; several
+        ranks get less of it, since they have to tell each other how it ended.
+        """
         if version is not None:
             check_version(version)
         check_seconds("timeout_seconds", timeout_seconds)
@@ -175,7 +185,8 @@ class Control:
             gone = [n for n, slot in enumerate(slots) if slot is None or not slot.is_alive]
             if gone:
                 raise PeerLost(f"{_together(_statuses(slots))[1]}; start the engine's ranks")
-            last, began = self.cell.last_request(), monotonic()
+            last = self.cell.last_request()
+            reserve = min(_grace(timeout_seconds), timeout_seconds / 4) if len(slots) > 1 else 0.0
             taken = [0 if slot is None else slot.taken for slot in slots]
             request = Request(
                 number=1 + max(0 if last is None else last.number, *taken),
@@ -185,13 +196,13 @@ class Control:
                 may_drain=may_drain,
                 should_abort=should_abort,
                 should_resume=should_resume,
-                timeout_seconds=timeout_seconds,
-                deadline=began + timeout_seconds,
+                timeout_seconds=timeout_seconds - reserve,
+                deadline=monotonic() + timeout_seconds - reserve,
             )
             operation = self._operation(request)
             self.cell.ask(request)
             self._running = operation
-            self._await(operation, request, slots, began)
+            self._await(operation, request, slots, timeout_seconds)
         emit("operation.started", id=operation.id, name=self.name)
         return operation
 
@@ -220,7 +231,7 @@ class Control:
     def wait(self, operation: Operation, timeout_seconds: float) -> Operation:
         """Wait until an operation has ended, and return it; it may still be running then.
 
-        It ends by itself, a little after the time that its ranks were given.
+        It ends by itself, ANSWER_SECONDS after its timeout at the latest.
         """
         with self._ended:
             self._ended.wait_for(lambda: operation.ending != "running", timeout_seconds)
@@ -236,15 +247,11 @@ class Control:
         )
 
     def _await(
-        self,
-        operation: Operation,
-        request: Request,
-        before: Sequence[Slot | None],
-        began: float,
+        self, operation: Operation, request: Request, before: Slots, timeout_seconds: float
     ) -> None:
         thread = threading.Thread(
             target=self._watch,
-            args=(operation, request, before, began),
+            args=(operation, request, before, timeout_seconds),
             name="flyweight-operation",
             daemon=True,
         )
@@ -252,24 +259,14 @@ class Control:
         thread.start()
 
     def _watch(
-        self,
-        operation: Operation,
-        request: Request,
-        before: Sequence[Slot | None],
-        began: float,
+        self, operation: Operation, request: Request, before: Slots, timeout_seconds: float
     ) -> None:
         """See an operation to its end: answered by all, a rank that died, or time over."""
+        began = monotonic()
         lives = [None if slot is None else slot.started for slot in before]
-
-        def is_over(slots: Sequence[Slot | None]) -> bool:
-            return any(_has_gone(*each) for each in zip(slots, lives, strict=True)) or all(
-                slot is not None and slot.done == request.number for slot in slots
-            )
-
         error, reason, version = "", "", None
         try:
-            limit = (1 + _GRACE_SHARE) * request.timeout_seconds + _GRACE_SECONDS
-            slots = self.cell.wait(is_over, limit, f"an answer to {operation.id}")
+            slots = self._answered(request, lives, timeout_seconds)
             for rank, (slot, life) in enumerate(zip(slots, lives, strict=True)):
                 if _has_gone(slot, life):
                     told = "it never came" if slot is None or life is None else _end_of(slot, life)
@@ -293,6 +290,32 @@ class Control:
             seconds=operation.seconds, reason=reason, version=operation.version,
         )  # fmt: skip
 
+    def _answered(
+        self, request: Request, lives: Sequence[int | None], timeout_seconds: float
+    ) -> list[Slot | None]:
+        """Return the slots once all ranks answered, or one has gone; raise TransferTimeout."""
+
+        def is_over(slots: Slots) -> bool:
+            return any(_has_gone(*each) for each in zip(slots, lives, strict=True)) or all(
+                slot is not None and slot.done == request.number for slot in slots
+            )
+
+        try:
+            return self.cell.wait(is_over, timeout_seconds + ANSWER_SECONDS)
+        except TransferTimeout as cause:
+            slots = self.cell.slots()
+            if is_over(slots):
+                return slots
+            silent = [
+                f"rank {rank} (process {slot.pid})"
+                for rank, slot in enumerate(slots)
+                if slot is not None and slot.done != request.number
+            ]
+            raise TransferTimeout(
+                f"{' and '.join(silent)} of replica {self.name!r} did not answer {_id(request)} "
+                f"within {timeout_seconds:g} s; see whether it is stopped, or still at work"
+            ) from cause
+
     def close(self) -> None:
         """Let go of the replica, which goes on by itself. Safe to repeat."""
         if self._pid != os.getpid():
@@ -300,7 +323,7 @@ class Control:
         thread = self._waiting
         if thread is not None:
             self.cell.end_waits()
-            thread.join(_GRACE_SECONDS)
+            thread.join(_CLOSE_SECONDS)
         self.cell.close()
 
     def __enter__(self) -> Control:
@@ -308,6 +331,10 @@ class Control:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def _grace(seconds: float) -> float:
+    return _GRACE_SECONDS + _GRACE_SHARE * seconds
 
 
 def _id(request: Request) -> str:
@@ -324,7 +351,7 @@ def _has_gone(slot: Slot | None, life: int | None) -> bool:
     return slot is None or slot.started != life or not slot.is_alive
 
 
-def _statuses(slots: Sequence[Slot | None]) -> tuple[RankStatus, ...]:
+def _statuses(slots: Slots) -> tuple[RankStatus, ...]:
     return tuple(_rank_status(rank, slot) for rank, slot in enumerate(slots))
 
 
