@@ -1,8 +1,13 @@
-"""Commands as processes of their own, for tests that watch them while they run."""
+"""Commands as a user types them: to their end, or watched while they run."""
 
+import json
 import signal
 import subprocess
 import sys
+
+from click.testing import CliRunner
+
+from flyweight.cli import main
 
 COMMAND = [sys.executable, "-m", "flyweight.cli"]
 
@@ -30,3 +35,22 @@ class Running:
     def __exit__(self, *raised):
         self.process.kill()
         self.process.communicate(timeout=20)
+
+
+def flyweight(*words, code=0):
+    """Run a command in this process; what it prints, and with --json what that says."""
+    words = list(map(str, words))
+    argv, sys.argv = sys.argv, ["flyweight", *words]
+    try:
+        done = CliRunner().invoke(main, words)
+    finally:
+        sys.argv = argv
+    assert done.exit_code == code, done.output
+    text = done.stdout if code == 0 else done.stderr
+    return json.loads(text) if "--json" in words else text
+
+
+def run(*words):
+    return subprocess.run(
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
+    )

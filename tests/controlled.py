@@ -2,8 +2,9 @@
 
 import http.client
 import json
+import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import flyweight as fw
 from flyweight.lifecycle.engine import ModelEngine
@@ -172,3 +173,51 @@ def serving(controls, store=None, port=0):
             yield site
     finally:
         fleet.close()
+
+
+JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+
+
+class Stranger:
+    """A TCP server that keeps all it receives, and answers each request by a function of it."""
+
+    def __init__(self, answer=None, address=("127.0.0.1", 0), *, drop=None):
+        self._answer, self._drop, self.received = answer, drop, bytearray()
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._listener = socket.create_server(address, family=family)
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self):
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._speak, args=(connection,), daemon=True).start()
+
+    def _speak(self, connection):
+        with connection, suppress(OSError):
+            if self._drop is not None:
+                self._drop(connection)
+                return
+            while data := connection.recv(65536):
+                self.received += data
+                answer = self._answer(data)
+                if not answer:
+                    return
+                connection.sendall(answer)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self._listener.shutdown(socket.SHUT_RDWR)  # the thread would keep the port otherwise
+        self._thread.join(20)
+        self._listener.close()
+
+
+def told_json(body):
+    data = json.dumps(body).encode()
+    return JSON % (len(data), data)

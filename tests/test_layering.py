@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 LEVELS = (
-    "errors events forks host|spec|memory plans|digest ports cuda|stores formats adapters transports"
+    "errors events forks host proofs|spec|memory plans|digest ports cuda|stores formats adapters transports"
     "|verbs|sync|lifecycle|engines|server|demo|cli"
 )
 LEVEL = {room: n for n, rooms in enumerate(LEVELS.split("|")) for room in rooms.split()}
-PURE = {"errors", "events", "forks", "host", "spec", "plans"}
+PURE = {"errors", "events", "forks", "host", "proofs", "spec", "plans"}
 FRAMEWORKS = {"torch", "paddle", "triton", "vllm", "sglang"}
 KNOW_FRAMEWORKS = {"adapters", "engines", "demo"}
 # Files of adapters/ that know the life cycle as well, and so stand above it.

@@ -603,15 +603,14 @@ class Served:
     def __init__(self, place, cell, port=0):
         words = [sys.executable, "-m", "flyweight.cli", "serve", "--json"]
         words += ["--replica", f"engine={cell}", "--port", port, "--run", place / "tokens"]
-        words += ["--token-file", place / "served.token"]
         self.process = subprocess.Popen(
             list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         line = self.process.stdout.readline()
         assert line, self.process.stderr.read()
         self.told = json.loads(line)
-        token = (place / "served.token").read_text()
-        self.site = Site(self.told["address"], token)
+        with open(self.told["token_file"]) as file:
+            self.site = Site(self.told["address"], file.read())
 
     def __enter__(self):
         return self

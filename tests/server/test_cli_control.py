@@ -3,21 +3,21 @@
 import json
 import os
 import pty
+import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
-from click.testing import CliRunner
 
-from commands import COMMAND, Running
-from controlled import Engine, Site, Trainer
-from flyweight.cli import control, main
+from commands import COMMAND, Running, flyweight, run
+from controlled import Engine, Site, Stranger, Trainer, told_json
+from flyweight.cli import control
 from flyweight.cli.client import Client
 from flyweight.errors import TransferTimeout
+from flyweight.proofs import proof
 from live import until
 
 
@@ -58,25 +58,6 @@ def site(running, monkeypatch):
     monkeypatch.setenv("FLYWEIGHT_SERVER", running.address)
     monkeypatch.setenv("FLYWEIGHT_RUN", str(running.run))
     return running
-
-
-def flyweight(*words, code=0):
-    """Run a command in this process; what it prints, and with --json what that says."""
-    words = list(map(str, words))
-    argv, sys.argv = sys.argv, ["flyweight", *words]
-    try:
-        done = CliRunner().invoke(main, words)
-    finally:
-        sys.argv = argv
-    assert done.exit_code == code, done.output
-    text = done.stdout if code == 0 else done.stderr
-    return json.loads(text) if "--json" in words else text
-
-
-def run(*words):
-    return subprocess.run(
-        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 def test_serve_says_where_it_is_and_writes_the_token_where_only_its_user_reads(site):
@@ -146,7 +127,7 @@ def test_time_that_is_over_is_exit_code_7(site):
         (["clear", "--tags", "wieghts"], 5, "tag is 'wieghts', expected 'weights' or 'kv_cache'"),
         (["restore", "--tags", "weights,all"], 5, "tag is 'all', expected 'weights' or 'kv_cache'"),
         (["status", "--token-file", "OPEN"], 7, "chmod 600"),
-        (["status", "--token-file", "WRONG"], 7, "the token is another"),
+        (["status", "--token-file", "WRONG"], 7, "did not prove that it knows the token of"),
         (["pause", "--timeout", "0"], 2, "--timeout"),
     ],
     ids=str,
@@ -169,34 +150,21 @@ def test_the_token_may_come_by_the_environment(site, monkeypatch, tmp_path):
     assert flyweight("status", "--json")["replicas"]
 
 
-def test_a_server_of_another_kind_is_told_from_ours(tmp_path, threads, monkeypatch):
+@pytest.mark.parametrize(
+    "body", [b"hello", b'{"result": 5}', b'{"replicas": []}', b"[1]", b"[" * 99_999], ids=str
+)
+def test_a_server_of_another_kind_is_told_from_ours(monkeypatch, body):
+    """Also one that knows the token."""
     monkeypatch.setenv("FLYWEIGHT_TOKEN", "any")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer():
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(1000)
-                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\nhello")
+    def answer(data):
+        if found := re.search(rb"/challenge.nonce=(\w+)", data):
+            shown = proof("any", "server", found[1].decode(), "7")
+            return told_json({"result": {"nonce": "7", "proof": shown}})
+        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
-        threads.submit(answer)
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert "is it a control server?" in flyweight("status", address, code=7)
-
-
-@pytest.mark.parametrize("body", [b'{"result": 5}', b'{"replicas": []}', b"[1]", b"[" * 99_999])
-def test_json_of_another_kind_is_told_from_ours(threads, monkeypatch, body):
-    monkeypatch.setenv("FLYWEIGHT_TOKEN", "any")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer():
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(1000)
-                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + body)
-
-        threads.submit(answer)
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with Stranger(answer) as stranger:
+        address = f"http://127.0.0.1:{stranger.port}"
         assert "is it a control server?" in flyweight("status", address, code=7)
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
 import click
@@ -20,11 +21,11 @@ from flyweight.cli.client import DEFAULT_PORT, Client, host_and_port
 from flyweight.cli.terminal import Seconds, err, json_option, main, out, show, until_told
 from flyweight.cli.view import status_view
 from flyweight.errors import FlyweightError, PeerRefused, TransferTimeout
-from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.control import ANSWER_SECONDS, Control
 
 _LOOK_SECONDS = 0.5
 _POLL_SECONDS = 0.2
-_SPARE_SECONDS = 15.0
+_SPARE_SECONDS = ANSWER_SECONDS + 0.3
 """What the server gets beyond the time that its engine was given, to say how it ended."""
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -66,18 +67,18 @@ def _with_client(command: CommandT) -> CommandT:
 def _client(address: str, token_file: Path | None, directory: Path) -> Client:
     # By the environment, and not by an option: those are there for everybody to see.
     token = os.environ.get("FLYWEIGHT_TOKEN")
-    if token_file is not None or not token:
-        path = token_file
-        if path is None:
-            path = tokens.token_file(directory, host_and_port(address)[1])
-        token = tokens.read(path)
-        if token is None:
-            raise PeerRefused(
-                f"no server left a token at {str(path)!r}; say --token-file, or set FLYWEIGHT_TOKEN"
-            )
-    else:
-        token = tokens.checked(token, "FLYWEIGHT_TOKEN")
-    return Client(address, token)
+    if token and token_file is None:
+        return Client(address, tokens.checked(token, "FLYWEIGHT_TOKEN"), "FLYWEIGHT_TOKEN")
+    path = token_file
+    if path is None:
+        path = tokens.token_file(directory, host_and_port(address)[1])
+    token = tokens.read(path)
+    if token is None:
+        raise PeerRefused(
+            f"no server left a token at {str(path)!r}; start flyweight serve, say --token-file, or "
+            f"set FLYWEIGHT_TOKEN"
+        )
+    return Client(address, token, repr(str(path)))
 
 
 # The server.
@@ -119,8 +120,11 @@ def serve(
     parsed = [_replica(text) for text in replicas]
     with until_told() as is_over, ExitStack() as stack:
         listener = stack.enter_context(Listener(host, port, may_be_remote=allow_remote))
-        path = tokens.token_file(directory, listener.port) if token_file is None else token_file
-        token = tokens.read_or_make(path)
+        if token_file is None:
+            path = tokens.token_file(directory, listener.port)
+            token = stack.enter_context(tokens.written(path))
+        else:
+            path, token = token_file, tokens.read_strong(token_file)
         with ExitStack() as on_failure:
             controls = [
                 on_failure.enter_context(Control(cell, num_ranks, name=name))
@@ -199,8 +203,8 @@ def clear(
     *, tags: str, when_serving: str, replica: str | None, timeout_seconds: float, **options: Any
 ) -> None:
     """Have engines give memory back; `update` or `restore` brings it back."""
-    body = {"tags": tags.split(","), "when_serving": when_serving}
-    _ask("/v1/sleep", replica, timeout_seconds, body, options)
+    asked = {"tags": tags, "when_serving": when_serving}
+    _ask("/v1/sleep", replica, timeout_seconds, asked, options)
 
 
 @main.command()
@@ -212,7 +216,7 @@ def clear(
 @_with_client
 def restore(*, tags: str, replica: str | None, timeout_seconds: float, **options: Any) -> None:
     """Have engines take back the memory that was cleared, and the newest version in it."""
-    _ask("/v1/wakeup", replica, timeout_seconds, {"tags": tags.split(",")}, options)
+    _ask("/v1/wakeup", replica, timeout_seconds, {"tags": tags}, options)
 
 
 @main.command()
@@ -230,22 +234,22 @@ def update(
     **options: Any,
 ) -> None:
     """Have engines take a version over: a newer one than they hold, or the one asked for."""
-    body: dict[str, object] = {"when_serving": when_serving}
+    asked: dict[str, object] = {"when_serving": when_serving}
     if version is not None:
-        body["version"] = version
-    _ask("/v1/update_weights", replica, timeout_seconds, body, options)
+        asked["version"] = version
+    _ask("/v1/update_weights", replica, timeout_seconds, asked, options)
 
 
 def _ask(
     path: str,
     replica: str | None,
     timeout_seconds: float,
-    body: Mapping[str, object],
+    asked: Mapping[str, object],
     options: dict[str, Any],
 ) -> None:
     as_json = options.pop("as_json")
     client = _client(**options)
-    asked = {**body, "timeout": timeout_seconds}
+    asked = {**asked, "timeout": timeout_seconds}
     if replica is not None:
         asked["replica"] = replica
     result = _Call(client, path, asked, timeout_seconds + _SPARE_SECONDS).result()
@@ -265,10 +269,11 @@ class _Call:
     """A call that takes a while, made in a thread so that a terminal sees how far it is."""
 
     def __init__(
-        self, client: Client, path: str, body: Mapping[str, object], timeout_seconds: float
+        self, client: Client, path: str, asked: Mapping[str, object], timeout_seconds: float
     ) -> None:
-        self._client, self._path, self._body = client, path, body
+        self._client, self._path, self._asked = client, path, asked
         self._timeout_seconds = timeout_seconds
+        self._deadline = monotonic() + timeout_seconds
         self._result: Any = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -277,7 +282,7 @@ class _Call:
     def _run(self) -> None:
         try:
             self._result = self._client.call(
-                "POST", self._path, self._body, timeout_seconds=self._timeout_seconds
+                "POST", self._path, self._asked, timeout_seconds=self._timeout_seconds
             )
         except BaseException as error:  # raised where the result is asked for
             self._error = error
@@ -285,7 +290,7 @@ class _Call:
     def result(self) -> Any:
         if err.is_terminal:
             self._show()
-        self._thread.join(self._timeout_seconds + _SPARE_SECONDS)
+        self._thread.join(max(self._deadline - monotonic(), 0.0) + _SPARE_SECONDS)
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
@@ -307,7 +312,8 @@ class _Call:
                 self._thread.join(_POLL_SECONDS)
 
     def _update(self, bars: Progress, tasks: dict[str, TaskID]) -> None:
-        for each in self._client.call("GET", "/status")["replicas"]:
+        left = max(self._deadline - monotonic(), _POLL_SECONDS)
+        for each in self._client.call("GET", "/status", timeout_seconds=left)["replicas"]:
             name = each["name"]
             if name not in tasks:
                 tasks[name] = bars.add_task(escape(name), total=100, words="")

@@ -1,5 +1,8 @@
 """Access: who may speak with the server. A token, our own host names, our own pages.
 
+The token is sent along (pages, scrapes), or only proven (our own commands, which first have
+the server prove that it knows it too): a stranger at our port then learns nothing.
+
 A page of another site that a user has open can send requests to loopback, also under a
 name that it made lead there; so the names we answer to are listed, and an Origin other
 than ours is refused before anything else is looked at.
@@ -7,7 +10,8 @@ than ours is refused before anything else is looked at.
 
 from __future__ import annotations
 
-import hmac
+import re
+import secrets
 import socket
 from collections.abc import Collection
 from http import HTTPStatus
@@ -18,8 +22,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flyweight.proofs import is_same, proof
+
 OPEN_PATHS = ("/", "/health")
 """What needs no token: the page, which is the same for everyone, and whether all is well."""
+_CHALLENGE_PATH = "/challenge"
+_MAX_NONCES = 4096
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -52,7 +60,9 @@ class Gate:
     """Lets requests through to an app that come to our name, from our page, with the token."""
 
     def __init__(self, app: ASGIApp, *, token: str, host: str) -> None:
-        self._app, self._token = app, token.encode()
+        self._app, self._token = app, token
+        self._nonces: dict[str, None] = {}
+        """Those that were given out and not used, oldest first. Of the event loop only."""
         self._is_wild = host in ("0.0.0.0", "::")  # noqa: S104  (compared, not bound)
         self._names: Collection[str] = {"localhost", host.lower()}
         if self._is_wild:
@@ -70,10 +80,11 @@ class Gate:
                     headers.setdefault(name, value)
             await send(message)
 
-        refusal = self._refusal(scope["path"], Headers(scope=scope))
-        await (self._app if refusal is None else refusal)(scope, receive, send_with_headers)
+        answer = self._answer(scope, Headers(scope=scope))
+        await (self._app if answer is None else answer)(scope, receive, send_with_headers)
 
-    def _refusal(self, path: str, headers: Headers) -> Response | None:
+    def _answer(self, scope: Scope, headers: Headers) -> Response | None:
+        """Return what the app is not asked for: a refusal, or a proof; None lets the request in."""
         host = headers.get("host", "")
         if not self._is_ours(host):
             return error_response(
@@ -84,12 +95,14 @@ class Gate:
             return error_response(
                 403, "Forbidden", f"origin {origin!r} is another site than 'http://{host}'"
             )
-        if path in OPEN_PATHS:
+        if scope["path"] == _CHALLENGE_PATH:
+            return self._proven(scope)
+        if scope["path"] in OPEN_PATHS:
             return None
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        # Compared as bytes: text outside of ASCII cannot be, and may come from anybody.
-        is_right = hmac.compare_digest(token.strip().encode(), self._token)
-        if scheme.lower() == "bearer" and is_right:
+        scheme, _, shown = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and is_same(shown.strip(), self._token):
+            return None
+        if scheme.lower() == "flyweight" and self._is_proven(shown, scope, headers):
             return None
         what = "the token is another" if scheme else "there is no token"
         return error_response(
@@ -98,6 +111,35 @@ class Gate:
             f"{what}; send 'Authorization: Bearer TOKEN' with the one that the server wrote",
             **{"WWW-Authenticate": "Bearer"},
         )
+
+    def _proven(self, scope: Scope) -> Response:
+        """Prove to a client that this server knows the token, and give it a nonce for a request."""
+        if scope["method"] != "GET":
+            text = f"{_CHALLENGE_PATH!r} does not take {scope['method']}"
+            return error_response(405, "MethodNotAllowed", text)
+        query = scope["query_string"].decode("latin-1")
+        found = re.fullmatch(r"nonce=([0-9a-f]{32})", query)
+        if found is None:
+            text = f"the query is {query[:80]!r}, expected 'nonce=' and 32 hexadecimal digits"
+            return error_response(400, "SpecError", text)
+        nonce = secrets.token_hex(16)
+        self._nonces[nonce] = None
+        if len(self._nonces) > _MAX_NONCES:
+            del self._nonces[next(iter(self._nonces))]
+        shown = proof(self._token, "server", found[1], nonce)
+        return json_response(200, {"status": "success", "result": {"nonce": nonce, "proof": shown}})
+
+    def _is_proven(self, shown: str, scope: Scope, headers: Headers) -> bool:
+        """True for a proof of the token and of this very request, which has no body; once."""
+        nonce, _, mac = shown.partition(" ")
+        if nonce not in self._nonces:
+            return False
+        del self._nonces[nonce]
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        query = scope["query_string"].decode("latin-1")
+        target = scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
+        expected = proof(self._token, "request", nonce, scope["method"], target)
+        return is_same(mac, expected) and not has_body
 
     def _is_ours(self, host: str) -> bool:
         """True for loopback, for the host that is bound, and for any address if all are."""

@@ -1,0 +1,284 @@
+"""Whose port it is: what the commands send to a stranger there, and which tokens a server takes."""
+
+import json
+import os
+import re
+import signal
+import socket
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from commands import Running, flyweight, run
+from controlled import Site, Stranger, told_json
+from flyweight.cli import tokens
+from flyweight.errors import PeerRefused, StoreError
+from flyweight.proofs import proof
+
+
+def served(place, *words, port=0, cell="e.cell"):
+    return Running(
+        "serve", "--replica", f"e={place}/{cell}", "--port", port, "--run", place / "run",
+        "--json", *words,
+    )  # fmt: skip
+
+
+@contextmanager
+def serving(place, *words, **options):
+    """`flyweight serve`: the process, what it told, its token, and the same over HTTP."""
+    with served(place, *words, **options) as process:
+        told = json.loads(process.line())
+        process.token_file = Path(told["token_file"])
+        process.token = process.token_file.read_text()
+        process.site = Site(told["address"], process.token)
+        process.port = int(told["address"].rpartition(":")[2])
+        yield process
+
+
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory):
+    """A port whose server was killed, and the token that is still in its file."""
+    with serving(tmp_path_factory.mktemp("killed")) as server:
+        server.process.kill()
+        server.process.wait(20)
+    assert server.token_file.read_text() == server.token
+    return server
+
+
+CLAIMS = {
+    "says nothing": lambda data: b"",
+    "says that all is well": lambda data: told_json({"status": "success", "result": {"replicas": []}}),
+    "asks for the token": lambda data: b"HTTP/1.1 401 Unauthorized\r\nWWW-Authenticate: Bearer\r\n"
+    b"Content-Length: 0\r\n\r\n",
+    "leads elsewhere": lambda data: b"HTTP/1.1 302 Found\r\nLocation: /status\r\n"
+    b"Content-Length: 0\r\n\r\n",
+    "makes a proof up": lambda data: told_json(
+        {"status": "success", "result": {"nonce": "0" * 32, "proof": "0" * 64}}
+    ),
+    "says a proof that is no text": lambda data: told_json(
+        {"status": "success", "result": {"nonce": 7, "proof": ["é"]}}
+    ),
+    "gives the question back": lambda data: told_json(
+        {"status": "success", "result": {"nonce": "0" * 32, "proof": data.decode("latin-1")}}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+@pytest.mark.parametrize("words", [["status"], ["pause", "--timeout", "5"], ["top"]], ids=str)
+def test_a_stranger_at_the_port_of_a_killed_server_is_not_sent_its_token(left_behind, words, claim):
+    """C33: its token file is still there; the command says why it refuses, and what to do."""
+    with Stranger(CLAIMS[claim], ("127.0.0.1", left_behind.port)) as stranger:
+        address = f"http://127.0.0.1:{left_behind.port}"
+        told = flyweight(*words, address, "--run", left_behind.token_file.parent, code=7)
+        assert stranger.received  # it was asked, and answered
+        assert left_behind.token.encode() not in stranger.received
+        assert b"authorization" not in stranger.received.lower()
+    assert f"{address} did not prove that it knows the token of " in told
+    assert str(left_behind.token_file) in told
+    assert "the token was not sent" in told
+    assert "start flyweight serve again" in told
+
+
+def test_a_token_of_the_environment_or_a_file_is_not_sent_to_a_stranger(left_behind, monkeypatch):
+    """C33"""
+    with Stranger(CLAIMS["asks for the token"]) as stranger:
+        address = f"http://127.0.0.1:{stranger.port}"
+        flyweight("status", address, "--token-file", left_behind.token_file, code=7)
+        monkeypatch.setenv("FLYWEIGHT_TOKEN", left_behind.token)
+        assert "the token of FLYWEIGHT_TOKEN" in flyweight("status", address, code=7)
+        assert stranger.received.count(b"GET ") == 2
+        assert left_behind.token.encode() not in stranger.received
+
+
+def test_a_stranger_who_passes_everything_on_to_the_server_learns_no_token(tmp_path):
+    """C33: at another address of the same machine; what it was told cannot be told again."""
+
+    def ask(data):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
+            line.sendall(data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            return b"".join(iter(lambda: line.recv(65536), b""))
+
+    def pass_on(data):
+        return re.sub(rb"\r\nconnection: close", b"", ask(data), flags=re.IGNORECASE)
+
+    with serving(tmp_path) as server, Stranger(pass_on) as stranger:
+        address = f"http://127.0.0.1:{stranger.port}"
+        told = flyweight("status", address, "--json", "--token-file", server.token_file)
+        assert told["replicas"][0]["name"] == "e"
+        assert server.token.encode() not in stranger.received
+        start = stranger.received.rindex(b"GET /status")
+        again = bytes(stranger.received[start:])
+        assert b"Authorization" in again
+        assert b" 401 " in ask(again).partition(b"\r\n")[0]
+        for other in (
+            again.replace(b"GET /status", b"POST /v1/pause"),
+            again.replace(b"/status", b"/versions"),
+        ):
+            assert b" 401 " in ask(other).partition(b"\r\n")[0]  # fmt: skip
+
+
+def test_what_is_proven_of_one_request_is_good_for_no_other(tmp_path):
+    """C33: not for another route, other options, or a body."""
+    with serving(tmp_path) as server:
+
+        def tried(method, path, asked=None, body=None, token=server.token):
+            _, told = server.site.ask("GET", f"/challenge?nonce={'a' * 32}", token="")
+            nonce, shown = told["result"]["nonce"], told["result"]["proof"]
+            assert shown == proof(server.token, "server", "a" * 32, nonce)
+            mac = proof(token, "request", nonce, method, path)
+            headers = {"Authorization": f"Flyweight {nonce} {mac}"}
+            return server.site.ask(method, asked or path, body, headers=headers)[0]
+
+        assert tried("GET", "/status") == 200
+        assert tried("GET", "/v1/is_paused?replica=e") == 200
+        assert tried("GET", "/v1/is_paused?replica=e", "/v1/is_paused") == 401
+        assert tried("GET", "/status", "/versions") == 401
+        assert tried("GET", "/status", token="0" * 32) == 401
+        assert tried("POST", "/v1/pause", body={"timeout": 9}) == 401
+        assert tried("POST", "/v1/pause") == 503  # let in: no engine has come yet
+
+
+def test_a_challenge_that_is_none_is_refused(tmp_path):
+    with serving(tmp_path) as server:
+        for query in ("", "?nonce=", "?nonce=short", f"?nonce={'%C3%A9' * 32}", "?other=1"):
+            assert server.site.ask("GET", f"/challenge{query}", token="")[0] == 400
+        assert server.site.ask("POST", f"/challenge?nonce={'a' * 32}", token="")[0] == 405
+        headers = {"Origin": "http://elsewhere.example"}
+        assert server.site.ask("GET", "/challenge", token="", headers=headers)[0] == 403
+
+
+# Tokens, from start to end.
+
+
+def test_each_start_has_a_token_of_its_own_and_the_old_one_is_refused(tmp_path):
+    """C33: also after a kill, which leaves the file."""
+    with serving(tmp_path) as first:
+        assert first.site.ask("GET", "/status")[0] == 200
+        first.process.kill()
+        first.process.wait(20)
+    with serving(tmp_path, port=first.port) as second:
+        assert second.token_file == first.token_file
+        assert second.token != first.token
+        assert second.site.ask("GET", "/status", token=first.token)[0] == 401
+        assert second.site.ask("GET", "/status")[0] == 200
+        status = second.token_file.stat()
+        assert (status.st_mode & 0o777, status.st_uid) == (0o600, os.geteuid())
+        assert flyweight("status", second.site.address, "--run", tmp_path / "run", "--json")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_token_goes_with_its_server(tmp_path, number):
+    with serving(tmp_path) as server:
+        assert server.stop(number) == ("", "")
+        assert os.listdir(tmp_path / "run") == []
+        told = flyweight("status", server.site.address, "--run", tmp_path / "run", code=7)
+        assert "no server left a token at" in told
+
+
+def test_a_server_that_cannot_start_leaves_no_token(tmp_path):
+    (tmp_path / "e.cell").mkdir()
+    with served(tmp_path) as server:
+        assert server.process.wait(20) == 6
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_servers_at_two_ports_leave_each_others_tokens_alone(tmp_path):
+    with serving(tmp_path) as first:
+        with serving(tmp_path, cell="other.cell") as second:
+            assert first.token_file != second.token_file
+            assert first.token != second.token
+            assert second.site.ask("GET", "/status", token=first.token)[0] == 401
+            second.stop(signal.SIGTERM)
+            assert not second.token_file.exists()
+        assert first.token_file.read_text() == first.token
+        assert flyweight("status", first.site.address, "--run", tmp_path / "run", "--json")
+
+
+def test_a_server_at_the_same_port_of_another_address_does_not_take_the_token_over(tmp_path):
+    with serving(tmp_path) as first:
+        words = ["--replica", f"o={tmp_path}/o.cell", "--host", "127.0.0.2", "--port", first.port]
+        done = run("serve", *words, "--run", tmp_path / "run")
+        assert (done.returncode, done.stdout) == (6, "")
+        assert str(first.token_file) in done.stderr
+        assert "--run" in done.stderr
+        assert first.token_file.read_text() == first.token
+
+
+@pytest.mark.parametrize("kind", ["open", "link", "another user's", "directory"])
+def test_a_file_that_is_not_private_is_no_place_for_a_token(tmp_path, kind):
+    """C33: it is refused, and left as it is."""
+    path = tmp_path / "server-1.token"
+    path.touch(0o600)
+    if kind == "open":
+        path.chmod(0o644)
+    elif kind == "another user's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can make a file of another user's")
+        os.chown(path, 12345, -1)
+    else:
+        path.unlink()
+        path.mkdir() if kind == "directory" else path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises((PeerRefused, StoreError), match=str(path)), tokens.written(path):
+        pass
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_token_of_the_users_own_stays(tmp_path):
+    """One that several know, as a mounted secret: it is neither changed nor removed."""
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef-of-my-own\n")
+    path.chmod(0o400)
+    for _ in range(2):
+        with serving(tmp_path, "--token-file", path) as server:
+            assert server.token_file == path
+            assert flyweight("status", server.site.address, "--token-file", path, "--json")
+            assert server.stop(signal.SIGTERM) == ("", "")
+        assert path.read_text() == "0123456789abcdef-of-my-own\n"
+
+
+@pytest.mark.parametrize(("text", "says"), [(None, "is not there"), ("short", "5 characters")])
+def test_a_token_that_is_missing_or_could_be_guessed_is_refused(tmp_path, text, says):
+    """Anybody may ask for a proof, and try tokens on it: one that is short would be found."""
+    path = tmp_path / "secret"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(0o600)
+    with served(tmp_path, "--token-file", path) as server:
+        _, err = server.process.communicate(timeout=20)
+    assert server.process.returncode == 7
+    assert says in json.loads(err)["message"]
+    assert "openssl rand -hex 16" in json.loads(err)["message"]
+    assert path.exists() == (text is not None)
+
+
+def test_a_stopped_server_is_given_up_in_time(tmp_path):
+    """C24: `--timeout` is what the user waits, also if it is the server that does not answer."""
+    with serving(tmp_path) as server:
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            began = monotonic()
+            words = ["pause", server.site.address, "--run", tmp_path / "run", "--timeout", 3]
+            assert "no answer from" in flyweight(*words, code=7)
+            assert 3 <= monotonic() - began < 5.5
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+
+
+def test_a_stranger_who_answers_letter_by_letter_is_given_up_in_time(left_behind):
+    """C24: each letter comes soon enough, and all of them would never end."""
+
+    def drop(connection):
+        connection.recv(65536)
+        for letter in b"HTTP/1.1 200 OK\r\nX: " + 600 * b"a":
+            connection.sendall(bytes([letter]))
+            sleep(0.1)  # it is the one who takes its time
+
+    with Stranger(drop=drop, address=("127.0.0.1", left_behind.port)):
+        began = monotonic()
+        address = f"http://127.0.0.1:{left_behind.port}"
+        words = ["pause", address, "--token-file", left_behind.token_file, "--timeout", 3]
+        assert "no answer from" in flyweight(*words, code=7)
+        assert 3 <= monotonic() - began < 5.5
