@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import signal
 import socket
 import threading
 from contextlib import contextmanager, suppress
@@ -11,7 +12,7 @@ from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.worker import Worker
 from flyweight.server.fleet import Fleet
 from flyweight.server.http import HttpServer, Listener
-from live import Child, assign, weights
+from live import Child, assign, until, weights
 
 VERSIONS = (1, 2, 3)
 NBYTES = 1 << 14
@@ -157,6 +158,17 @@ class Site:
             yield told
         finally:
             connection.close()
+
+
+@contextmanager
+def frozen(site):
+    """Stop the process of a site's engine; in the end it goes on, and takes requests again."""
+    site.engine.stop()
+    try:
+        yield
+    finally:
+        site.engine.kill(signal.SIGCONT)
+        until(lambda: site.ask("POST", "/v1/resume")[0] == 200, 20)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from controlled import TOKEN, VERSIONS, Engine, Site, Trainer, serving
+from controlled import TOKEN, VERSIONS, Engine, Site, Trainer, frozen, serving
 from flyweight.errors import StoreError
 from flyweight.lifecycle.control import Control, RankStatus, ReplicaStatus
 from flyweight.lifecycle.states import State
@@ -270,6 +270,20 @@ def test_time_that_is_over_leaves_the_engine_serving(site, draining):
     assert site.state == "SERVING"
     faults = site.good("GET", "/status")["faults"]
     assert "requests were still running" in faults[-1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [("POST", "/v1/sleep?timeout=3", 504), ("GET", "/clear_load_weight?timeout=3", 404)],
+)
+def test_a_frozen_engine_is_given_up_when_its_time_is_over(site, method, path, code):
+    """C24, C31"""
+    with frozen(site):
+        began = time.monotonic()
+        found, told = site.ask(method, path)
+        assert 3 <= time.monotonic() - began < 5.5
+        assert (found, told["error"]) == (code, "TransferTimeout")
+        assert f"rank 0 (process {site.engine.pid}) of replica 'engine'" in told["result"]
 
 
 def test_an_update_while_requests_run_is_refused_or_drained_as_asked(site, draining):

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from commands import COMMAND, Running, flyweight, run
-from controlled import Engine, Site, Stranger, Trainer, told_json
+from controlled import Engine, Site, Stranger, Trainer, frozen, told_json
 from flyweight.cli import control
 from flyweight.cli.client import Client
 from flyweight.errors import TransferTimeout
@@ -108,6 +108,17 @@ def test_a_busy_engine_is_exit_code_8_with_the_id_of_what_runs(site, threads):
     assert f"operation {name} is running" in flyweight("update", code=8)
     site.engine.tell("finish")
     assert pausing.result(20)[0] == 200
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "clear", "restore", "update"])
+def test_a_frozen_engine_is_given_up_when_its_time_is_over(site, verb):
+    """C24: `--timeout` is what the user waits; half a second more, and what a busy machine adds."""
+    with frozen(site):
+        began = time.monotonic()
+        told = flyweight(verb, "--timeout", 3, code=7)
+        assert 3 <= time.monotonic() - began < 5.5
+    assert "TransferTimeout: engine: rank 0 (process " in told
+    assert "within 3 s; see whether it is stopped, or still at work" in told
 
 
 def test_time_that_is_over_is_exit_code_7(site):
