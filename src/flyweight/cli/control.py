@@ -37,11 +37,11 @@ run_option = click.option(
 )  # fmt: skip
 token_file_option = click.option(
     "--token-file", type=click.Path(path_type=Path), metavar="FILE",
-    help="The file with the token, if it is not in the run directory.",
+    help="The file with a token of your own, instead of the one in the run directory.",
 )  # fmt: skip
 timeout_option = click.option(
     "--timeout", "timeout_seconds", type=Seconds(min=0.0, min_open=True, max=86_400.0),
-    default=60.0, show_default=True, help="Seconds that the engine gets.",
+    default=60.0, show_default=True, help="Seconds until an answer comes, at the latest.",
 )  # fmt: skip
 replica_option = click.option("--replica", metavar="NAME", help="Which; otherwise all of them.")
 when_serving_option = click.option(
