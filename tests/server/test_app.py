@@ -829,6 +829,42 @@ def test_half_a_request_does_not_keep_a_connection_for_ever(site, monkeypatch):
     assert site.ask("GET", "/health")[0] == 200
 
 
+def test_waits_for_clients_end_at_their_deadline(site, threads, monkeypatch):
+    """C24: a doubled one would fail; a silent client, half a request, a slow body, a quiet stream."""
+    for module, name in (
+        (server_http, "_REQUEST_SECONDS"),
+        (server_app, "_BODY_SECONDS"),
+        (server_stream, "_KEEPALIVE_SECONDS"),
+    ):
+        monkeypatch.setattr(module, name, 3.0)
+    head = (
+        f"POST /v1/pause HTTP/1.1\r\nHost: {site.netloc}\r\nAuthorization: Bearer {site.token}\r\n"
+    )
+
+    def heard(sent, num_before=0):
+        """Return what comes when the deadline is over, and how long that took."""
+        with socket.create_connection(place(site), 20) as connection:
+            connection.settimeout(20)
+            connection.sendall(sent.encode())
+            for _ in range(num_before):
+                connection.recv(65536)
+            began = time.monotonic()
+            return connection.recv(65536), time.monotonic() - began
+
+    stream = head.replace("POST /v1/pause", "GET /events")
+    waits = {
+        b"": [("",), ("GET / HT",)],
+        b" 408 ": [(f"{head}Content-Length: 9\r\n\r\n{{",)],
+        b":\n\n": [(f"{stream}\r\n", 2)],
+    }
+    futures = [(says, threads.submit(heard, *each)) for says in waits for each in waits[says]]
+    for says, future in futures:
+        text, seconds = future.result(30)
+        assert says in text if says else text == b""
+        assert 2.9 <= seconds < 5.5, (says, seconds)
+    assert site.state == "SERVING"
+
+
 def test_a_body_that_ends_early_is_the_clients_fault(site):
     with socket.create_connection(place(site), 10) as short:
         head = f"POST /v1/pause HTTP/1.1\r\nHost: {site.netloc}\r\nAuthorization: Bearer {site.token}\r\n"

@@ -10,8 +10,8 @@ import time
 import pytest
 
 import flyweight as fw
-from commands import COMMAND, Running
-from live import assign, holds, until, weights
+from commands import COMMAND, Running, flyweight
+from live import Child, assign, holds, until, weights
 
 
 @pytest.fixture
@@ -108,6 +108,22 @@ def test_watch_says_how_a_command_is_given_the_token(address, tmp_path):
             done = subprocess.run(words, capture_output=True, text=True, timeout=60)
             assert done.returncode == 7
             assert "--token-file" in done.stderr
+
+
+def publishing(address, pipe):
+    with fw.Publisher(weights(1), address):
+        pipe.send("there")
+        pipe.recv()
+
+
+def test_watch_gives_a_publisher_that_does_not_answer_up_in_time(address):
+    """C24: it lives, and was stopped."""
+    with Child(publishing, address) as publisher:
+        assert publisher.told() == "there"
+        publisher.stop()
+        began = time.monotonic()
+        assert flyweight("watch", address, "--once", "--timeout", 1, code=7)
+        assert 0.9 <= time.monotonic() - began < 4  # and not the five that a replica gives it
 
 
 def test_watch_tells_of_versions_and_replicas_as_they_happen(address):

@@ -22,12 +22,13 @@ def watch(
 ) -> Iterator[News]:
     """Yield news of the publisher at `address` until it says goodbye.
 
-    Waits `timeout_seconds` for it to come; raises PeerLost if it does not, or is killed.
+    Waits `timeout_seconds` for it to come and to answer; raises PeerLost if it does not come, or
+    is killed, and TransferTimeout if it does not answer.
     """
     place, deadline = Address.parse(address), monotonic() + timeout_seconds
     while True:
         try:
-            subscriber = Subscriber(place, token, "watcher", is_watcher=True)
+            subscriber = Subscriber(place, token, "watcher", is_watcher=True, deadline=deadline)
             break
         except PeerLost:
             if monotonic() + _RETRY_SECONDS > deadline:

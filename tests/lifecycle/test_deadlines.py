@@ -1,0 +1,171 @@
+"""Waits end at their deadline, not before it and not long after: a doubled timeout fails here.
+
+All waits of a test begin together, each in a thread of its own, so that each test takes as
+long as one wait. Three seconds leave a busy machine two and a half more.
+"""
+
+import threading
+from contextlib import ExitStack, contextmanager
+from time import monotonic
+
+import pytest
+
+import flyweight as fw
+from fakes import Board
+from flyweight.errors import Busy, LifecycleError, TransferTimeout
+from flyweight.lifecycle.machine import Machine
+from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.sources import NearestWeights, StoredWeights
+from flyweight.lifecycle.states import Signal, State
+from flyweight.lifecycle.status import Cell, Request
+from flyweight.ports import Seat
+from live import until, weights
+
+SECONDS, MOST_SECONDS = 3.0, 5.5
+
+
+def check_waits(waits, threads, least=SECONDS, most=MOST_SECONDS):
+    """Start all waits at once; each must raise its error, or return its value, in its time."""
+
+    def timed(expected, wait):
+        began = monotonic()
+        if isinstance(expected, type):
+            with pytest.raises(expected):
+                wait()
+        else:
+            assert wait() == expected
+        return monotonic() - began
+
+    futures = {name: threads.submit(timed, *each) for name, each in waits.items()}
+    took = {name: future.result(60) for name, future in futures.items()}
+    assert {n: s for n, s in took.items() if not least - 0.01 <= s < most} == {}
+
+
+@contextmanager
+def request(engine, threads):
+    """A request that runs to the end of the block."""
+    began, may_end = threading.Event(), threading.Event()
+
+    def answer():
+        with engine.request(timeout_seconds=20):
+            began.set()
+            assert may_end.wait(60)
+
+    running = threads.submit(answer)
+    assert began.wait(20)
+    try:
+        yield
+    finally:
+        may_end.set()
+        running.result(20)
+
+
+@pytest.fixture
+def store(tmp_path):
+    for version in (1, 2):
+        fw.save(weights(version), tmp_path / "run", version=version)
+    return tmp_path / "run"
+
+
+def serving(store):
+    """An engine that serves version 1 of a store."""
+    model = weights(0)
+    engine = fw.ModelEngine(model)
+    machine = Machine(engine, StoredWeights(model, store))
+    machine.update(1, timeout_seconds=20)
+    assert machine.state is State.SERVING
+    return machine, engine
+
+
+def test_waits_for_a_cell_end_at_their_deadline(tmp_path, threads):
+    """C21"""
+    with Cell(tmp_path / "e.cell") as cell:
+        cell.ask(Request(number=1, signal=Signal.PAUSE))
+        bell = cell.wait_change(0, 0)
+        waits = {
+            "wait": (TransferTimeout, lambda: cell.wait(lambda slots: False, SECONDS)),
+            "next_request": (None, lambda: cell.next_request(1, SECONDS)),
+            "wait_change": (bell, lambda: cell.wait_change(bell, SECONDS)),
+        }
+        check_waits(waits, threads)
+
+
+def test_what_waits_for_requests_that_run_ends_at_its_deadline(store, threads):
+    """C24, C32: of four engines, each with a request that does not end."""
+    with ExitStack() as stack:
+        machines, engines = zip(*(serving(store) for _ in range(4)), strict=True)
+        for engine in engines:
+            stack.enter_context(request(engine, threads))
+        pausing, clearing, updating, _ = machines
+        waits = {
+            "pause": (TransferTimeout, lambda: pausing.pause(timeout_seconds=SECONDS)),
+            "clear": (TransferTimeout, lambda: clearing.clear(timeout_seconds=SECONDS)),
+            "update": (TransferTimeout, lambda: updating.update(2, timeout_seconds=SECONDS)),
+            "engine": (TransferTimeout, lambda: engines[3].pause(monotonic() + SECONDS)),
+        }
+        check_waits(waits, threads)
+        assert [machine.state for machine in machines[:3]] == [State.SERVING] * 3
+
+
+def test_what_waits_for_its_turn_ends_at_its_deadline(store, threads):
+    """C24, C31: while a pause waits that has more time."""
+    machine, engine = serving(store)
+    with request(engine, threads):
+        pausing = threads.submit(machine.pause, timeout_seconds=40)
+        until(lambda: machine.state is State.PAUSING)
+        waits = {
+            "request": (LifecycleError, lambda: engine.request(SECONDS).__enter__()),
+            "pause": (Busy, lambda: machine.pause(timeout_seconds=SECONDS)),
+            "resume": (Busy, lambda: machine.resume(timeout_seconds=SECONDS)),
+            "clear": (Busy, lambda: machine.clear(timeout_seconds=SECONDS)),
+            "restore": (Busy, lambda: machine.restore(timeout_seconds=SECONDS)),
+            "update": (Busy, lambda: machine.update(2, timeout_seconds=SECONDS)),
+        }
+        check_waits(waits, threads)
+    pausing.result(20)
+    assert machine.state is State.PAUSED
+
+
+def test_what_waits_for_a_version_ends_at_its_deadline(store, tmp_path, address, threads):
+    """C24: a publisher that has none, and stores that have none that is newer."""
+    followed, nearest, asked = weights(0), weights(0), weights(0)
+    stored = StoredWeights(followed, store)
+    options = {"before": lambda version: None, "is_over": lambda: False}
+    stored.update(2, timeout_seconds=20, **options)
+    with (
+        fw.Publisher(weights(0), address),
+        fw.Replica(nearest, address) as first,
+        fw.Replica(asked, address) as second,
+    ):
+        both = NearestWeights(first, StoredWeights(nearest, tmp_path / "empty"))
+        machine = Machine(fw.ModelEngine(asked), second)
+        waits = {
+            "stored": (
+                TransferTimeout,
+                lambda: stored.update(timeout_seconds=SECONDS, **options),
+            ),
+            "nearest": (
+                TransferTimeout,
+                lambda: both.update(timeout_seconds=SECONDS, **options),
+            ),
+            "machine": (TransferTimeout, lambda: machine.update(timeout_seconds=SECONDS)),
+        }
+        check_waits(waits, threads)
+
+
+@pytest.mark.parametrize(("rank", "late"), [(0, 0.75), (1, 1.5)])
+def test_a_rank_that_hears_nobody_ends_a_little_after_its_deadline(threads, rank, late):
+    """C24: it listens for the others' last words; a tenth of the time more is for noticing."""
+    board = Board()
+    ranks = [Ranks(Seat(each, 2, board, "two")) for each in range(2)]
+
+    def prepared(each, seconds):
+        return ranks[each].prepared(None, monotonic() + seconds)
+
+    assert all(verdict.is_agreed for verdict in threads.map(prepared, (0, 1), (20, 20)))
+    try:
+        waits = {"lost": (True, lambda: prepared(rank, SECONDS).is_lost)}
+        check_waits(waits, threads, least=SECONDS, most=SECONDS + late + 2.2)
+    finally:
+        for parting in [threads.submit(each.close) for each in ranks]:
+            parting.result(20)
