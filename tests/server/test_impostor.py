@@ -14,7 +14,8 @@ import pytest
 from commands import Running, flyweight, run
 from controlled import Site, Stranger, told_json
 from flyweight.cli import tokens
-from flyweight.errors import PeerRefused, StoreError
+from flyweight.cli.client import Client
+from flyweight.errors import PeerRefused, StoreError, TransferTimeout
 from flyweight.proofs import proof
 
 
@@ -278,7 +279,7 @@ def test_a_stranger_who_answers_letter_by_letter_is_given_up_in_time(left_behind
 
     with Stranger(drop=drop, address=("127.0.0.1", left_behind.port)):
         began = monotonic()
-        address = f"http://127.0.0.1:{left_behind.port}"
-        words = ["pause", address, "--token-file", left_behind.token_file, "--timeout", 3]
-        assert "no answer from" in flyweight(*words, code=7)
+        client = Client(f"http://127.0.0.1:{left_behind.port}", left_behind.token, "a test")
+        with pytest.raises(TransferTimeout, match="no answer from .* within 3 s"):
+            client.call("GET", "/status", timeout_seconds=3)
         assert 3 <= monotonic() - began < 5.5
