@@ -31,9 +31,15 @@ from collections.abc import Collection
 class FlyweightError(Exception):
     """Catch this to catch all of ours. Layers on the way up add notes; they do not wrap."""
 
+    _notes: tuple[str, ...] = ()
+
     def note(self, text: str) -> None:
         """Append a line that says where this happened: version, file, what was touched."""
-        self.args = (f"{self}\n  {text}",)
+        self._notes = (*self._notes, text)
+
+    def __str__(self) -> str:
+        # OSError and ImportError make their text from other fields than `args`.
+        return "\n  ".join((super().__str__(), *self._notes))
 
 
 class SpecError(FlyweightError, ValueError): ...

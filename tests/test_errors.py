@@ -1,0 +1,33 @@
+"""Errors: whatever builtin an error of ours is as well, its text holds all that layers added."""
+
+import pickle
+
+import pytest
+
+from flyweight import errors
+
+MADE = [
+    errors.FlyweightError("full"),
+    errors.SnapshotNotFound("full"),
+    errors.TransferTimeout("full"),
+    errors.MissingDependency("full"),
+    errors.StoreError("full"),
+    errors.StoreError(28, "full"),
+    errors.StoreError(28, "full", "model.safetensors"),
+]
+
+
+@pytest.mark.parametrize("made", MADE, ids=repr)
+def test_every_note_is_in_the_text(made):
+    error = pickle.loads(pickle.dumps(made))
+    before = str(error)
+    error.note("file 3")
+    error.note("version 7")
+    assert str(error) == f"{before}\n  file 3\n  version 7"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_note_leaves_the_number_and_the_file_of_the_operating_system():
+    error = errors.StoreError(28, "full", "model.safetensors")
+    error.note("version 7")
+    assert (error.errno, error.strerror, error.filename) == (28, "full", "model.safetensors")
