@@ -2,7 +2,6 @@ import errno
 import fcntl
 import itertools
 import os
-import stat
 from concurrent.futures import wait
 from itertools import pairwise
 
@@ -178,14 +177,6 @@ def test_a_draft_that_is_left_without_commit_leaves_nothing(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
-def test_files_are_readable_by_their_owner_only(tmp_path):
-    with LocalDraft(tmp_path / "place") as draft:
-        draft.reserve("file", 1)
-        draft.commit()
-    assert stat.S_IMODE((tmp_path / "place").stat().st_mode) == 0o700
-    assert stat.S_IMODE((tmp_path / "place" / "file").stat().st_mode) == 0o600
-
-
 def test_the_second_of_two_writers_is_refused_and_the_first_is_whole(tmp_path):
     with LocalDraft(tmp_path / "place") as first, LocalDraft(tmp_path / "place") as second:
         for draft, byte in ((first, 1), (second, 2)):
@@ -348,14 +339,6 @@ def test_a_pipe_of_a_files_name_does_not_keep_us_waiting(tmp_path):
     os.mkfifo(tmp_path / "file")
     with pytest.raises(FormatError, match="not a regular file"):
         LocalStore(tmp_path).size("file")
-
-
-def test_directories_above_are_private_too(tmp_path):
-    with LocalDraft(tmp_path / "a" / "b" / "place") as draft:
-        draft.reserve("file", 1)
-        draft.commit()
-    for place in (tmp_path / "a", tmp_path / "a" / "b"):
-        assert stat.S_IMODE(place.stat().st_mode) == 0o700
 
 
 def test_a_draft_swept_away_as_it_is_made_begins_again(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Drafts: files written under a hidden name, durable first and then visible at once.
 
-Also what clears away the drafts of writers that died, and removes what was committed.
+Also what clears away the drafts of writers that died, and removes what was committed. The umask
+says who may read the files, as for every other writer of checkpoints.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class LocalDraft:
         name = self._place.name or "files"
         for _ in range(100):
             work = self._parent / f".draft-{name}-{_host()}-{secrets.token_hex(8)}"
-            work.mkdir(mode=0o700)
+            work.mkdir()
             fd = -1
             try:
                 fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -119,7 +120,7 @@ class LocalDraft:
     def reserve(self, name: str, nbytes: int) -> None:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._fds[name] = os.open(self._work / name, flags, 0o600)
+            self._fds[name] = os.open(self._work / name, flags, 0o666)
             if nbytes:
                 os.posix_fallocate(self._fds[name], 0, nbytes)
         except OSError as cause:
@@ -339,12 +340,12 @@ def _host() -> str:
 
 
 def _make_directories(path: Path) -> None:
-    """Make a directory and those above it, each private and each durable before the next."""
+    """Make a directory and those above it, each durable before the next."""
     if path.is_dir():
         return
     _make_directories(path.parent)
     with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+        path.mkdir()
     sync_directory(path.parent)
 
 
