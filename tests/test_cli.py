@@ -99,8 +99,22 @@ def test_convert_versions_and_prune(run, tmp_path):
     assert "9 tensors" in done.stdout
     assert [line["version"] for line in answer("versions", run)] == [1, 2, 5]
     assert "2" in flyweight("versions", run).stdout
-    assert answer("prune", run, "--keep", 1) == {"removed": [1, 2]}
+    assert answer("prune", run, "--keep", 1) == {"removed": [1, 2], "damaged": []}
     assert "removed: nothing" in flyweight("prune", run, "--keep", 1).stdout
+
+
+def test_prune_names_damaged_versions_and_removes_them_only_when_asked(run):
+    (run / "v0000000005" / "model.safetensors").unlink()
+    done = flyweight("prune", run, "--keep", 1)
+    assert (done.returncode, done.stdout) == (0, "removed: 1\n")
+    assert done.stderr.startswith("damaged, kept: version 5: ")
+    found = answer("prune", run, "--keep", 1)
+    assert (found["removed"], found["damaged"][0]["version"]) == ([], 5)
+    assert "missing: 'model.safetensors'" in found["damaged"][0]["error"]
+    done = flyweight("prune", run, "--keep", 1, "--damaged")
+    assert done.stdout == "removed: 5\n"
+    assert done.stderr.startswith("damaged, removed: version 5: ")
+    assert fw.versions(run) == [2]
 
 
 def test_versions_shows_a_damaged_one_as_such(run):

@@ -299,13 +299,24 @@ def versions(path: str, as_json: bool) -> None:
 @main.command()
 @click.argument("path", type=click.Path())
 @click.option("--keep", type=click.IntRange(1), required=True, help="How many versions stay.")
+@click.option("--damaged", is_flag=True, help="Remove versions that do not open, too.")
 @json_option
-def prune(path: str, keep: int, as_json: bool) -> None:
-    """Remove all but the newest versions of the run at PATH, and what killed saves left."""
+def prune(path: str, keep: int, damaged: bool, as_json: bool) -> None:
+    """Remove all but the newest versions of the run at PATH, and what killed saves left.
+
+    Only versions that open count; those that do not are listed, and stay without --damaged.
+    """
     _check_there(path)
-    gone = prune_versions(path, keep=keep)
-    removed = ", ".join(map(str, gone)) or "nothing"
-    show({"removed": list(gone)}, as_json, lambda: out.print(f"removed: {removed}"))
+    gone = prune_versions(path, keep=keep, should_remove_damaged=damaged)
+
+    def view() -> None:
+        for version, why in gone.damaged.items():
+            what = "damaged, removed" if version in gone else "damaged, kept"
+            err.print(f"[bold red]{what}[/]: version {version}: {escape(why)}")
+        out.print(f"removed: {', '.join(map(str, gone)) or 'nothing'}")
+
+    found = [{"version": version, "error": why} for version, why in gone.damaged.items()]
+    show({"removed": list(gone), "damaged": found}, as_json, view)
 
 
 @main.command()

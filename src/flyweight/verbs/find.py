@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from flyweight.errors import (
+    FlyweightError,
     FormatError,
     SnapshotIncomplete,
     SnapshotNotFound,
     SpecError,
+    StoreError,
     VersionError,
     listed,
 )
@@ -33,23 +35,55 @@ from flyweight.stores.local import LocalStore, as_path, refused
 PathLike = str | os.PathLike[str]
 
 
+_MAX_LISTINGS = 100
+"""How often a run is listed again because the versions in the last listing were pruned since."""
+
+
 def versions(path: PathLike) -> list[int]:
     """Return the committed versions of a run, oldest first; a path that is not there has none."""
-    root = as_path(path)
-    return sorted(
-        version
-        for name in _listing(root)
-        if (version := snapshot.version_of(name)) is not None
-        and (root / name / snapshot.MANIFEST).is_file()
-    )
+    root, found = as_path(path), dict[str, int]()
+    for _ in range(_MAX_LISTINGS):
+        names = {
+            name: version
+            for name in _listing(root)
+            if (version := snapshot.version_of(name)) is not None
+        }
+        found = {name: names[name] for name in names if (root / name / snapshot.MANIFEST).is_file()}
+        if found or all(os.path.lexists(root / name) for name in names):
+            break
+    return sorted(found.values())
 
 
-def prune(path: PathLike, *, keep: int) -> list[int]:
-    """Remove all but the newest `keep` versions and what killed writers left; return those gone."""
+class Pruned(list[int]):
+    """The versions that were removed, oldest first."""
+
+    damaged: Mapping[int, str]
+    """The versions that do not open, and why not."""
+
+
+def prune(path: PathLike, *, keep: int, should_remove_damaged: bool = False) -> Pruned:
+    """Remove all but the newest `keep` versions that open, and what killed writers left.
+
+    Opening compares sizes, heads and the manifest; `verify` reads everything. A version that does
+    not open does not count, and stays unless its removal is asked for. One that the operating
+    system refuses to read stays even then.
+    """
     if type(keep) is not int or keep < 1:
         raise SpecError(f"keep is {keep!r}, at least 1 version stays")
-    root = as_path(path)
-    gone = versions(root)[:-keep]
+    root, damaged, wrong = as_path(path), dict[int, str](), list[int]()
+    whole = []
+    for version in versions(root):
+        directory = root / snapshot.directory_name(version)
+        try:
+            with open_source(directory, version=version):
+                whole.append(version)
+        except FlyweightError as error:
+            if os.path.lexists(directory):  # and was not pruned by another meanwhile
+                damaged[version] = str(error)
+                if not isinstance(error, StoreError):
+                    wrong.append(version)
+    gone = Pruned(sorted(whole[:-keep] + (wrong if should_remove_damaged else [])))
+    gone.damaged = damaged
     for version in gone:
         remove(root / snapshot.directory_name(version))
     if root.is_dir():
@@ -89,8 +123,8 @@ def open_source(
                 names = _listing(place)
                 if snapshot.MANIFEST in names:
                     stored = snapshot.open_snapshot(store_at(place), version=version)
-                elif (committed := versions(place)) or version is not None:
-                    stored = _open_run(place, committed, version, store_at)
+                elif version is not None or versions(place):
+                    stored = _open_run(place, version, store_at)
                 elif rank is not None and legacy_id is not None:
                     old_names = legacy.LegacyNames(rank, legacy_id)
                     stored = _open_legacy(place, as_path(shared_directory), old_names, store_at)
@@ -163,27 +197,32 @@ def _open_file(place: Path, store_at: StoreAt) -> Stored:
     )
 
 
-def _open_run(
-    place: Path, committed: Sequence[int], version: int | None, store_at: StoreAt
-) -> Stored:
-    wanted = committed[-1] if version is None else version
-    if wanted not in committed:
+def _open_run(place: Path, version: int | None, store_at: StoreAt) -> Stored:
+    """Open a version; the newest, if none is asked for, is looked for again if it was pruned."""
+    for tries_left in reversed(range(_MAX_LISTINGS)):
+        committed = versions(place)
+        if version is None and not committed:
+            raise _nothing(place, _listing(place))
+        wanted = committed[-1] if version is None else version
         directory = place / snapshot.directory_name(wanted)
-        if directory.is_dir():
-            raise SnapshotIncomplete(f"{str(directory)!r} has no {snapshot.MANIFEST!r}")
-        newest = f"newest is {committed[-1]}" if committed else "there is none"
-        raise VersionError(
-            f"version {wanted} is not one of the {len(committed)} versions of {str(place)!r}; "
-            f"{newest}"
-        )
-    try:
-        store = store_at(place / snapshot.directory_name(wanted))
-        return snapshot.open_snapshot(store, version=wanted)
-    except FormatError as error:
-        older = [each for each in committed if each < wanted]
-        if older:
-            error.note(f"the version before it is {older[-1]}: ask for version={older[-1]}")
-        raise
+        if wanted not in committed:
+            if directory.is_dir():
+                raise SnapshotIncomplete(f"{str(directory)!r} has no {snapshot.MANIFEST!r}")
+            newest = f"newest is {committed[-1]}" if committed else "there is none"
+            raise VersionError(
+                f"version {wanted} is not one of the {len(committed)} versions of {str(place)!r}; "
+                f"{newest}"
+            )
+        try:
+            return snapshot.open_snapshot(store_at(directory), version=wanted)
+        except FlyweightError as error:
+            if version is None and tries_left and not os.path.lexists(directory):
+                continue
+            older = [each for each in committed if each < wanted]
+            if older and isinstance(error, FormatError):
+                error.note(f"the version before it is {older[-1]}: ask for version={older[-1]}")
+            raise
+    raise AssertionError("unreachable")
 
 
 def _open_legacy(place: Path, shared: Path, names: legacy.LegacyNames, store_at: StoreAt) -> Stored:
