@@ -177,6 +177,29 @@ def test_a_draft_that_is_left_without_commit_leaves_nothing(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
+def test_a_forked_child_leaves_its_parents_draft_alone(tmp_path):
+    with LocalDraft(tmp_path / "place") as draft:
+        draft.reserve("file", 3)
+        child = os.fork()
+        if child == 0:
+            try:
+                draft.abort()  # as `with` does when the child leaves it
+                del draft
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        draft.write("file", 0, np.frombuffer(b"abc", np.uint8))
+        draft.commit()
+    assert (tmp_path / "place" / "file").read_bytes() == b"abc"
+
+
+def test_a_draft_that_nobody_holds_any_more_is_gone(tmp_path):
+    draft = LocalDraft(tmp_path / "place")
+    draft.reserve("file", 3)
+    del draft
+    assert os.listdir(tmp_path) == []
+
+
 def test_the_second_of_two_writers_is_refused_and_the_first_is_whole(tmp_path):
     with LocalDraft(tmp_path / "place") as first, LocalDraft(tmp_path / "place") as second:
         for draft, byte in ((first, 1), (second, 2)):

@@ -52,6 +52,8 @@ class LocalDraft:
     finds what the last writer left.
     """
 
+    _is_over = True
+
     def __init__(
         self, place: str | os.PathLike[str], *, into: bool = False, member_of: str | None = None
     ) -> None:
@@ -66,9 +68,10 @@ class LocalDraft:
         self._num_large, self._cached_rate = 0, 0.0
         self._lock = threading.Lock()
         self._parent = self._place if into else self._place.parent
+        self._work, self._work_fd = self._parent / (member_of or self._hidden_name()), -1
+        self._pid, self._is_over = os.getpid(), False
         try:
-            if member_of is not None:
-                self._work = self._parent / member_of
+            if self._is_member:
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
                 self._work_fd = os.open(self._work, flags)
                 return
@@ -78,9 +81,12 @@ class LocalDraft:
             if not into and os.path.lexists(self._place):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             sweep(self._parent)
-            self._work, self._work_fd = self._begin()
-        except OSError as cause:
-            raise refused(cause, f"cannot write {self.place!r}") from cause
+            self._begin()
+        except BaseException as cause:
+            self.abort()
+            if isinstance(cause, OSError):
+                raise refused(cause, f"cannot write {self.place!r}") from cause
+            raise
 
     @property
     def place(self) -> str:
@@ -91,30 +97,31 @@ class LocalDraft:
         """The hidden name, by which other processes can join as members."""
         return self._work.name
 
-    def _begin(self) -> tuple[Path, int]:
+    def _hidden_name(self) -> str:
+        return f".draft-{self._place.name or 'files'}-{_host()}-{secrets.token_hex(8)}"
+
+    def _begin(self) -> None:
         """Make the hidden directory and hold the lock that tells sweepers its writer lives.
 
         A sweeper may come between the two and take the directory for a dead writer's: then
         begin again. A file system without locks does without; it has no sweepers either.
         """
-        name = self._place.name or "files"
         for _ in range(100):
-            work = self._parent / f".draft-{name}-{_host()}-{secrets.token_hex(8)}"
-            work.mkdir()
-            fd = -1
+            self._work.mkdir()
             try:
-                fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                self._work_fd = os.open(self._work, flags)
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(self._work_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as cause:
                     if cause.errno not in _NO_LOCKS:
                         raise
-                if work.exists():
-                    return work, fd
+                if self._work.exists():
+                    return
             except (BlockingIOError, FileNotFoundError):
                 pass
-            if fd >= 0:
-                os.close(fd)
+            self._close_work()
+            self._work = self._parent / self._hidden_name()
         raise OSError(errno.EAGAIN, "a hundred drafts were swept away as they were made")
 
     def reserve(self, name: str, nbytes: int) -> None:
@@ -245,11 +252,20 @@ class LocalDraft:
             return False
 
     def abort(self) -> None:
-        names = list(self._fds)
-        for fd in (*self._fds.values(), *self._direct_fds.values()):
-            os.close(fd)
-        self._fds, self._direct_fds = {}, {}
-        if not self._is_member:
+        """Remove what is under the hidden name; after a commit there is nothing. Safe to repeat."""
+        if not self._is_over:
+            _in_spite_of_interrupts(self._discard)
+            self._is_over = True
+
+    def _discard(self) -> None:
+        for fds in (self._fds, self._direct_fds):
+            for name, fd in fds.items():
+                fds[name] = -1
+                if fd >= 0:
+                    os.close(fd)
+        if os.getpid() != self._pid:
+            pass  # a forked child has a copy of this object; the draft is its parent's
+        elif not self._is_member:
             for _ in range(5):  # a member may have made a file in it meanwhile
                 shutil.rmtree(self._work, ignore_errors=True)
                 if not self._work.exists():
@@ -257,18 +273,24 @@ class LocalDraft:
                 time.sleep(0.02)
         elif not self.is_handed_over:
             # The one who made the draft may be removing it: leave nothing in its way.
-            for name in names:
+            for name in self._fds:
                 with suppress(OSError):
                     (self._work / name).unlink(missing_ok=True)
-        if self._work_fd >= 0:
-            os.close(self._work_fd)
-            self._work_fd = -1
+        self._close_work()
+
+    def _close_work(self) -> None:
+        fd, self._work_fd = self._work_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __enter__(self) -> LocalDraft:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.abort()  # after a commit nothing is left under the hidden name
+        self.abort()
+
+    def __del__(self) -> None:
+        self.abort()  # Ctrl-C may come before `with` has the draft, or as it leaves
 
 
 def check_hidden_name(name: str) -> str:
@@ -391,13 +413,26 @@ def sweep(root: str | os.PathLike[str]) -> list[str]:
 def remove(path: Path) -> None:
     """Remove a directory so that at no moment it is there and not whole; gone already is fine."""
     trash = path.parent / f".trash-{path.name}-{_host()}-{secrets.token_hex(8)}"
-    try:
+
+    def clear() -> None:
         with suppress(FileNotFoundError):
-            os.rename(path, trash)
-            sync_directory(path.parent)
-            if trash.is_symlink():
-                trash.unlink()
-            else:
-                shutil.rmtree(trash)
+            trash.unlink() if trash.is_symlink() else shutil.rmtree(trash)
+
+    try:
+        try:
+            with suppress(FileNotFoundError):
+                os.rename(path, trash)
+                sync_directory(path.parent)
+        finally:
+            _in_spite_of_interrupts(clear)
     except OSError as cause:
         raise refused(cause, f"cannot remove {str(path)!r}") from cause
+
+
+def _in_spite_of_interrupts(clear: Callable[[], None]) -> None:
+    """Call `clear`, which may be called twice; Ctrl-C takes effect when it is done, or again."""
+    try:
+        clear()
+    except KeyboardInterrupt:
+        clear()
+        raise

@@ -1,0 +1,171 @@
+"""Ctrl-C at any moment of a command: it stops, and what it was writing is there whole or not at all."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+import syscalls
+
+COMMANDS = {
+    "hf": ["convert", "run", "out", "--to", "hf"],
+    "snapshot": ["convert", "run", "out", "--to", "snapshot"],
+    "pdparams": ["convert", "run", "out.pdparams", "--to", "pdparams"],
+    "prune": ["prune", "run", "--keep", "1"],
+}
+FILES = ("stores/draft.py", "verbs/save.py", "verbs/convert.py")
+FUNCTIONS = {
+    "__init__", "_begin", "__enter__", "__exit__", "abort", "_in_spite_of_interrupts",
+    "save_files", "<lambda>",
+}  # fmt: skip
+"""Whatever hands a draft on, from where it is made to where it is cleared away."""
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def at_calls(number):
+    """Interrupt before call `number // 2` that changes the disk, or right after it."""
+    count = 0
+
+    def act(name, original, args, kwargs):
+        nonlocal count
+        here, count = count, count + 1
+        if number == 2 * here:
+            interrupt()
+        result = original(*args, **kwargs)
+        if number == 2 * here + 1:
+            interrupt()
+        return result
+
+    syscalls.wrap(act)
+    return lambda: count > number // 2
+
+
+def at_instructions(number):
+    """Interrupt before instruction `number` since the draft was made; each counts once."""
+    seen = set()
+
+    def is_made():
+        return any(name.startswith(".draft-") for name in os.listdir())
+
+    def trace(frame, event, argument):
+        code = frame.f_code
+        if not code.co_filename.endswith(FILES) or code.co_name not in FUNCTIONS:
+            return None
+        frame.f_trace_opcodes = True
+        if (
+            event == "opcode"
+            and (seen or is_made())
+            and (where := (code, frame.f_lasti)) not in seen
+        ):
+            seen.add(where)
+            if len(seen) == number + 1:
+                sys.settrace(None)
+                interrupt()
+        return trace
+
+    sys.settrace(trace)
+    return lambda: len(seen) > number
+
+
+def command(words, arm, number):
+    """Run a command here and return its exit code, and whether it was interrupted."""
+    from flyweight.cli import main
+
+    was_interrupted = arm(number)
+    try:
+        code = main(words, standalone_mode=False)
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.settrace(None)
+    return code or 0, was_interrupted()
+
+
+def attempt(words, arm, number):
+    """Do what `command` does in a fork; returns its exit code, None if it was over before."""
+    fork = os.fork()
+    if fork == 0:
+        result = 99
+        try:
+            code, was_interrupted = command(words, arm, number)
+            result = code if was_interrupted else 98
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(result)
+    code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+    return None if code == 98 else code
+
+
+def check(place, kind):
+    """Raise unless everything that is there is whole."""
+    there = sorted(os.listdir(place))
+    assert there in (["run"], sorted({"run", COMMANDS[kind][2]})), there
+    assert not [name for name in os.listdir(place / "run") if name.startswith(".")]
+    for each in there:
+        names = os.listdir(place / each) if os.path.isdir(place / each) else []
+        assert not [name for name in names if name.startswith(".")], names
+        if each == "run" or names or os.path.isfile(place / each):
+            with fw.open(place / each) as stored:
+                assert stored.read("w").tobytes() == weights(2)["w"].tobytes()
+        else:
+            assert kind == "snapshot"  # the run's directory, before its first version
+
+
+def weights(version):
+    return {"w": np.arange(5000) + version, "b": np.ones((2, 3), np.float16)}
+
+
+def rounds(root, kind, way):
+    """Interrupt a command at one moment after the other, until it is over before."""
+    arm = {"calls": at_calls, "instructions": at_instructions}[way]
+    os.fsync = lambda fd: None  # no power cut comes here, and there are hundreds of rounds
+    for version in (1, 2):
+        fw.save(weights(version), Path(root) / "run", version=version)
+    outcomes = []
+    for number in range(1000):
+        place = Path(root) / str(number)
+        shutil.copytree(Path(root) / "run", place / "run")
+        os.chdir(place)
+        code = attempt(COMMANDS[kind], arm, number)
+        assert code in (0, 130, None), f"moment {number}: {code}"
+        try:
+            check(place, kind)
+        except AssertionError as error:
+            raise AssertionError(f"moment {number}") from error
+        if code is None:
+            break
+        outcomes.append(code)
+    print(json.dumps(outcomes))
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_interrupted_at_every_call_that_changes_the_disk_nothing_is_left_behind(tmp_path, kind):
+    done = run_ranks(0, __file__, "rounds", tmp_path, kind, "calls")
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert len(outcomes) > 8
+    assert 130 in outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_interrupted_at_every_instruction_nothing_is_left_behind(tmp_path):
+    """Also between the draft's making and the `with` that clears it away."""
+    done = run_ranks(0, __file__, "rounds", tmp_path, "hf", "instructions", timeout=280)
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert len(outcomes) > 100
+    assert 130 in outcomes
