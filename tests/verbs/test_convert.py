@@ -60,6 +60,53 @@ def test_nothing_is_overwritten(run, tmp_path):
             fw.convert(run, tmp_path / "there", to=to)
 
 
+@pytest.mark.parametrize(
+    ("to", "inside"), [*((each, True) for each in FORMATS), ("snapshot", False)]
+)
+def test_nothing_is_written_into_a_committed_version(run, tmp_path, to, inside):
+    version = run / "v0000000005"
+    before = sorted(path.relative_to(version) for path in version.rglob("*"))
+    goal = place(version, to, "out") if inside else version
+    with pytest.raises(StoreError, match=r"v0000000005' holds a committed version"):
+        fw.convert(run, goal, to=to, version=9 if to == "snapshot" else None)
+    assert sorted(path.relative_to(version) for path in version.rglob("*")) == before
+    assert fw.verify(run).is_whole
+
+
+def test_nothing_is_saved_into_a_committed_version(run):
+    version = run / "v0000000005"
+    for act in (
+        lambda: fw.save(odd_arrays(), version),
+        lambda: fw.save_legacy(odd_arrays(), version, rank=0, legacy_id=0),
+    ):
+        with pytest.raises(StoreError, match=r"v0000000005' holds a committed version"):
+            act()
+    assert len(list(version.iterdir())) == 2
+    assert fw.verify(run).is_whole
+
+
+@pytest.mark.parametrize("there", ["hf", "dcp", "paddle"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "shard-00001-model-00001-of-00001.safetensors"]
+)
+def test_a_file_that_would_make_a_checkpoint_ambiguous_is_refused(run, tmp_path, there, name):
+    fw.convert(run, tmp_path / "out", to=there, part_bytes=64)
+    with pytest.raises(StoreError, match=r"out' holds a .* checkpoint"):
+        fw.convert(run, tmp_path / "out" / name, to="safetensors")
+    assert fw.diff(run, tmp_path / "out").is_same
+    fw.convert(run, tmp_path / "out" / "weights.safetensors", to="safetensors")
+    assert fw.diff(run, tmp_path / "out").is_same
+
+
+@pytest.mark.parametrize("there", ["hf", "dcp", "paddle"])
+def test_a_version_that_would_hide_a_checkpoint_is_refused(run, tmp_path, there):
+    fw.convert(run, tmp_path / "out", to=there)
+    with pytest.raises(StoreError, match=r"out' holds a .* checkpoint"):
+        fw.convert(run, tmp_path / "out", to="snapshot")
+    with fw.open(tmp_path / "out") as stored:
+        assert stored.format != "snapshot"
+
+
 def test_damage_is_not_carried_over(run, tmp_path):
     part = run / "v0000000005" / "model.safetensors"
     flip(part, part.stat().st_size - 1)

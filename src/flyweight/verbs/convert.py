@@ -13,6 +13,7 @@ from flyweight.formats.legacy import pickle_plan
 from flyweight.formats.paddle_dist import PADDLE_FORMAT
 from flyweight.formats.pdparams import RAW_MEANINGS
 from flyweight.formats.safetensors import file_plan
+from flyweight.formats.snapshot import directory_name
 from flyweight.formats.stored import Stored
 from flyweight.formats.torch_dcp_writer import DCP_FORMAT
 from flyweight.memory import MEMORY_BYTES
@@ -21,7 +22,7 @@ from flyweight.spec.manifest import Manifest
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import as_path
 from flyweight.transports.group import Group
-from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.find import PathLike, check_no_version, check_unmixed, open_source
 from flyweight.verbs.pending import SaveReport
 from flyweight.verbs.save import save_files, save_version
 
@@ -57,7 +58,11 @@ def convert(
             )
     stored = source.assuming(assume or {}) if assume else source
     unclear = [n for n in stored.raw_names if stored.manifest.spec(n).dtype.name in RAW_MEANINGS]
+    place = as_path(destination)
+    check_no_version(place.parent)
     if to == "snapshot":
+        check_no_version(place)
+        check_unmixed(place, directory_name(0))
         report = save_version(
             stored,
             destination,
@@ -71,11 +76,12 @@ def convert(
         return replace(report, told_as_integers=sorted(unclear))
     if version is not None:
         raise SpecError(f"version {version} for {to}, which has no versions")
-    place = as_path(destination)
     if os.path.lexists(place):
         raise StoreError(f"{str(place)!r} is there already; convert never overwrites")
     directories = {"hf": huggingface_format(part_bytes), "dcp": DCP_FORMAT, "paddle": PADDLE_FORMAT}
     into_directory = to not in directories
+    if into_directory:
+        check_unmixed(place.parent, place.name)
     report = save_files(
         stored,
         replace(stored.manifest.untied(), version=None, parts=(), extents=()),

@@ -146,24 +146,46 @@ def open_source(
         return stored
 
 
+_KINDS: dict[str, tuple[Callable[[Sequence[str]], bool], Callable[[Store], Stored]]] = {
+    "Hugging Face": (huggingface.has_checkpoint, huggingface.open_huggingface),
+    "torch distributed": (torch_dcp.has_checkpoint, torch_dcp.open_dcp),
+    "torch distributed safetensors": (
+        torch_dcp_safetensors.has_safetensors,
+        torch_dcp_safetensors.open_safetensors_shards,
+    ),
+    "Paddle distributed": (paddle_dist.has_checkpoint, paddle_dist.open_paddle),
+}
+
+
 def _opener(place: Path, names: Sequence[str]) -> Callable[[Store], Stored] | None:
     """Return what opens a directory of other people's files, going by their names."""
-    kinds: dict[str, tuple[Callable[[Sequence[str]], bool], Callable[[Store], Stored]]] = {
-        "Hugging Face": (huggingface.has_checkpoint, huggingface.open_huggingface),
-        "torch distributed": (torch_dcp.has_checkpoint, torch_dcp.open_dcp),
-        "torch distributed safetensors": (
-            torch_dcp_safetensors.has_safetensors,
-            torch_dcp_safetensors.open_safetensors_shards,
-        ),
-        "Paddle distributed": (paddle_dist.has_checkpoint, paddle_dist.open_paddle),
-    }
-    fitting = {name: opener for name, (is_there, opener) in kinds.items() if is_there(names)}
+    fitting = {name: opener for name, (is_there, opener) in _KINDS.items() if is_there(names)}
     if len(fitting) > 1:
         raise FormatError(
             f"{str(place)!r} has checkpoints of {len(fitting)} kinds: {listed(fitting)}; open one "
             f"by its file: '.metadata', '0.metadata', {huggingface.INDEX!r}, {huggingface.SINGLE!r}"
         )
     return next(iter(fitting.values()), None)
+
+
+def check_no_version(directory: Path) -> None:
+    """Raise if a directory is that of a committed version, which never changes."""
+    if snapshot.MANIFEST in _listing(directory):
+        raise StoreError(
+            f"{str(directory)!r} holds a committed version, which nothing is written into; choose "
+            f"another directory"
+        )
+
+
+def check_unmixed(directory: Path, name: str) -> None:
+    """Raise if a new file or version of this name would hide or confuse a checkpoint there."""
+    there = [kind for kind, (is_there, _) in _KINDS.items() if is_there(_listing(directory))]
+    is_marker = snapshot.version_of(name) is not None or name == snapshot.MANIFEST
+    if there and (is_marker or any(is_there([name]) for is_there, _ in _KINDS.values())):
+        raise StoreError(
+            f"{str(directory)!r} holds a {there[0]} checkpoint, which {name!r} beside it would "
+            f"hide or confuse; choose another directory"
+        )
 
 
 StoreAt = Callable[[Path], LocalStore]

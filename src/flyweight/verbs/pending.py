@@ -46,7 +46,7 @@ from flyweight.spec.manifest import (
 from flyweight.stores.draft import LocalDraft, check_hidden_name
 from flyweight.stores.local import as_path
 from flyweight.transports.group import Group
-from flyweight.verbs.find import PathLike, versions
+from flyweight.verbs.find import PathLike, check_no_version, versions
 from flyweight.verbs.replicas import (
     CheckReplicas,
     ReplicaDigests,
@@ -344,6 +344,7 @@ def _begin_draft(
     check_names(manifest)
     for name, value in manifest.values.items():
         check_leaf(name, value)
+    check_no_version(root)
     committed = versions(root)
     newest = committed[-1] if committed else None
     version = _next_version(root) if version is None else version

@@ -30,7 +30,7 @@ from flyweight.verbs.background import (
     start_background,
     wait_for_background,
 )
-from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.find import PathLike, check_no_version, open_source
 from flyweight.verbs.pending import SaveReport, begin_version, emit_done
 from flyweight.verbs.replicas import CheckReplicas, check_option
 from flyweight.verbs.together import gather_ranks
@@ -350,6 +350,7 @@ def save_legacy(
         rank=rank, legacy_id=legacy_id, part_bytes=part_bytes, as_safetensors=as_safetensors
     )
     format.layout(manifest)  # refuses what it cannot hold before anything is made
+    check_no_version(directory)
 
     def stale() -> Iterator[str]:
         """Yield the files of an earlier save; at the commit, since another may have come first."""
