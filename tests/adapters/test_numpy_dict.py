@@ -56,6 +56,47 @@ def test_nested_dicts_lists_and_leaves_survive(tmp_path):
     assert target["scale"] == 3.0
 
 
+@pytest.mark.parametrize("mask", [[True, False, False], False, np.ma.nomask])
+def test_a_masked_array_is_refused_by_save_publish_and_load(tmp_path, address, mask):
+    """Its mask would be lost, and the values beneath it would be taken for weights."""
+    masked = np.ma.array([1.0, 2.0, 3.0], mask=mask)
+    fw.save({"w": np.zeros(3)}, tmp_path / "run")
+    for act in (
+        lambda: fw.save({"w": masked}, tmp_path / "out"),
+        lambda: fw.save({"w": fw.Sharded(masked, (3,), (0,))}, tmp_path / "out"),
+        lambda: fw.save_legacy({"w": masked}, tmp_path / "out", rank=0, legacy_id=0),
+        lambda: fw.Publisher({"w": masked}, address),
+        lambda: fw.load(tmp_path / "run", into={"w": masked}),
+    ):
+        with pytest.raises(SpecError, match=r"masked array.*\.filled\(value\)") as refusal:
+            act()
+        assert "tensor 'w'" in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+    assert masked.data.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros(2, [("a", "f4"), ("b", "f4")]),
+        np.rec.array([(1.0, 2)], dtype=[("a", "f4"), ("b", "i4")]),
+    ],
+)
+def test_an_array_of_records_is_refused(tmp_path, array):
+    with pytest.raises(SpecError, match="has no place in a snapshot"):
+        fw.save({"w": array}, tmp_path / "out")
+
+
+def test_a_matrix_and_a_mapped_file_are_plain_arrays(tmp_path):
+    mapped = np.memmap(tmp_path / "file", np.float32, "w+", shape=(2, 3))
+    mapped[:] = np.arange(6).reshape(2, 3)
+    fw.save({"matrix": np.matrix([[1.0, 2.0]]), "mapped": mapped}, tmp_path / "run")
+    target = {"matrix": np.zeros((1, 2)), "mapped": np.zeros((2, 3), np.float32)}
+    fw.load(tmp_path / "run", into=target)
+    assert target["matrix"].tolist() == [[1.0, 2.0]]
+    assert target["mapped"].tobytes() == mapped.tobytes()
+
+
 CYCLE = {"b": np.zeros(1)}
 CYCLE["a"] = CYCLE
 

@@ -63,6 +63,11 @@ def check_live(state: Mapping[str, object], live: Collection[int]) -> None:
 def tensor_of(leaf: object) -> HostTensor | None:
     if not isinstance(leaf, np.ndarray):
         return None
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise SpecError(
+            "a masked array, whose mask has no place beside its values; pass .filled(value), or "
+            ".data and np.ma.getmaskarray() as two tensors"
+        )
     dtype = BY_NUMPY.get(leaf.dtype.name)
     if dtype is None or leaf.dtype.byteorder == ">":
         raise SpecError(f"numpy dtype {leaf.dtype!r} has no place in a snapshot")
