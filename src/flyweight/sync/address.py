@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import stat
 from contextlib import suppress
@@ -22,6 +23,7 @@ from flyweight.transports.doorway import check_socket_path
 
 _TOKEN_TRIES, _TOKEN_SECONDS = 5, 0.01
 _MAX_TOKEN_BYTES = 256
+_TOKEN_DIGITS = 32
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Claim:
 
     def __init__(self, address: Address, token: str | None) -> None:
         self.address, self._has_file = address, token is None
-        self.token = secrets.token_hex(16) if token is None else token
+        self.token = secrets.token_hex(_TOKEN_DIGITS // 2) if token is None else token
         if not isinstance(self.token, str):
             raise SpecError(f"token is {type(token).__name__}, not text")
         if not self.token or len(self.token) > _MAX_TOKEN_BYTES or not self.token.isascii():
@@ -116,9 +118,16 @@ class Claim:
                 f"cannot make directory {str(address.directory)!r}: {cause.strerror}"
             ) from cause
         address.check_private()
+        if not self._is_known():
+            self._check_free()
         self._lock = self._locked()
         leave_behind(self)
         self._sweep()
+        try:
+            self._check_free()
+        except SpecError:
+            self.let_go()
+            raise
         if self._has_file:
             self._write_token()
 
@@ -139,9 +148,9 @@ class Claim:
 
     def _write_token(self) -> None:
         """Put the token where replicas look for it, whole or not at all."""
-        draft = self.address.directory / "token.new"
+        draft = self._draft
         try:
-            flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            flags = os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC
             file = os.open(draft, flags, 0o600)
             try:
                 os.write(file, self.token.encode("ascii"))
@@ -152,10 +161,40 @@ class Claim:
             self.let_go()
             raise TransportError(f"cannot write {str(draft)!r}: {cause.strerror}") from cause
 
+    @property
+    def _draft(self) -> Path:
+        return self.address.directory / "token.new"
+
+    @property
+    def _made(self) -> tuple[Path, ...]:
+        """What a publisher makes here, apart from the lock, which stays."""
+        return (self.address.control, self.address.door, self.address.token_file, self._draft)
+
+    def _is_known(self) -> bool:
+        """True if a publisher was here before: its lock is there, an empty file of mode 600."""
+        try:
+            found = os.lstat(self.address.directory / "lock")
+        except OSError:
+            return False
+        return _is_private_file(found) and found.st_size == 0
+
+    def _check_free(self) -> None:
+        """Raise if something has a name that a publisher needs."""
+        for path in self._made:
+            if os.path.lexists(path):
+                raise SpecError(
+                    f"{str(path)!r} is there and no publisher made it; a publisher needs the name: "
+                    f"move it, or choose another directory"
+                )
+
     def _sweep(self) -> None:
-        """Remove what a publisher that was killed has left."""
-        for path in (self.address.control, self.address.door, self.address.token_file):
-            path.unlink(missing_ok=True)
+        """Remove what a publisher that was killed has left, and nothing that it did not make."""
+        for path in self._made:
+            with suppress(FileNotFoundError):
+                found = os.lstat(path)
+                is_socket = path in (self.address.control, self.address.door)
+                if stat.S_ISSOCK(found.st_mode) if is_socket else _is_token(path, found):
+                    path.unlink()
 
     def close(self) -> None:
         """Give the address back. Safe to repeat."""
@@ -171,3 +210,15 @@ class Claim:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _is_private_file(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and not exposure(found)
+
+
+def _is_token(path: Path, found: os.stat_result) -> bool:
+    """True if a publisher wrote this file; one that was killed as it wrote has written less."""
+    if not _is_private_file(found) or found.st_size > _TOKEN_DIGITS:
+        return False
+    is_whole = path.suffix == ".new" or found.st_size == _TOKEN_DIGITS
+    return is_whole and re.fullmatch(rb"[0-9a-f]*", path.read_bytes()) is not None
