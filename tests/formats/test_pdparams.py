@@ -338,7 +338,8 @@ def test_c4_the_directorys_own_name_confuses_nobody(tmp_path, directory):
         "part2.pdparams.bak",
     ],
 )
-def test_c4_names_that_only_look_like_parts_are_passed_over_and_told(tmp_path, name):
+def test_c4_names_that_only_look_like_parts_are_passed_over_and_told(tmp_path, name, caplog):
+    """C4: by an event, and by a warning in the log."""
     from flyweight.events import listening
 
     parts(tmp_path, range(2))
@@ -350,6 +351,50 @@ def test_c4_names_that_only_look_like_parts_are_passed_over_and_told(tmp_path, n
     assert [event.fields["file"] for event in seen if event.kind == "legacy.ignored"] == [
         f"model_state.tp0.0.{name}"
     ]
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("flyweight.formats", "WARNING")
+    assert f"model_state.tp0.0.{name}" in record.getMessage()
+
+
+def test_c13_names_that_match_nothing_are_told_by_an_event_and_a_warning(tmp_path, caplog):
+    """C13: counted in the report, and in the log, once."""
+    from flyweight.events import listening
+
+    parts(tmp_path, range(3))
+    target, seen = {"w0": paddle.zeros([3])}, []
+    with listening(seen.append):
+        report = fw.load(tmp_path, into=target, rank=0, legacy_id=0, extra="report")
+    assert report.unused == ["w1", "w2"]
+    (event,) = [each for each in seen if each.kind == "load.unused"]
+    assert (event.fields["num_tensors"], event.fields["names"]) == (2, "'w1', 'w2'")
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("flyweight.verbs", "WARNING")
+    assert "has 2 tensors that the target lacks: 'w1', 'w2'" in record.getMessage()
+
+
+@pytest.mark.parametrize("is_newer", [True, False])
+@pytest.mark.parametrize("name", ["tp0.0.part1", "tp0.0", "tp00"])
+def test_newer_old_files_behind_a_snapshot_are_told(tmp_path, caplog, is_newer, name):
+    """C1: ours come first. If the old ones are newer, somebody may have meant those."""
+    from flyweight.events import listening
+
+    parts(tmp_path, [0], rank=1)  # of another rank: never told
+    paddle.save({"w": paddle.ones([3])}, str(tmp_path / f"model_state.{name}.pdparams"))
+    fw.save({"w": np.zeros(3, np.float32)}, tmp_path, version=7)
+    committed = os.stat(tmp_path / "v0000000007" / "flyweight.json").st_mtime
+    for path in tmp_path.glob("*.pdparams"):
+        os.utime(path, (0, committed + (5 if is_newer else -5)))
+    target, seen = {"w": np.ones(3, np.float32)}, []
+    with listening(seen.append):
+        report = fw.load(tmp_path, into=target, rank=0, legacy_id=0)
+    assert report.version == 7
+    assert target["w"].sum() == 0
+    hidden = [each.fields for each in seen if each.kind == "legacy.hidden"]
+    assert [each["files"] for each in hidden] == [f"'model_state.{name}.pdparams'"] * is_newer
+    assert [each["version"] for each in hidden] == [7] * is_newer
+    told = [(each.name, each.levelname) for each in caplog.records]
+    assert told == [("flyweight.verbs", "WARNING")] * is_newer
+    assert all(f"model_state.{name}.pdparams" in each.getMessage() for each in caplog.records)
 
 
 def test_one_part_under_two_names_is_refused(tmp_path):

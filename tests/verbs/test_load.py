@@ -110,9 +110,9 @@ def test_c35_c36_a_state_dict_loads_from_a_checkpoint_with_more_keys(tmp_path, c
     assert target["w"].tolist() == [0, 1, 2, 3, 4, 5]
     assert report.unused == ["b", "head.w"]
     (event,) = [each for each in events if each.kind == "load.unused"]
-    assert (event.fields["count"], event.fields["names"]) == (2, "'b', 'head.w'")
+    assert (event.fields["num_tensors"], event.fields["names"]) == (2, "'b', 'head.w'")
     (line,) = caplog.messages
-    assert re.search(r"run.* has 2 tensors that the state dict lacks: 'b', 'head.w'", line)
+    assert re.search(r"run.* has 2 tensors that the target lacks: 'b', 'head.w'", line)
 
     with pytest.raises(PlanError, match="has 2 tensors that the target lacks: 'b', 'head.w'"):
         fw.load_state_dict(target, tmp_path / "run", extra="refuse")

@@ -10,6 +10,7 @@ import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from logging import getLogger
 from math import prod
 
 import numpy as np
@@ -23,6 +24,7 @@ from flyweight.formats.safetensors import file_plan as safetensors_plan
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.manifest import Extent, Manifest, Parcel, TensorSpec
 
+_log = getLogger("flyweight.formats")
 SHARED_DIRECTORY = "/shared_ipc_meta"
 _RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}  # what numpy has no name for
 
@@ -108,6 +110,15 @@ class LegacyNames:
     def part(self, number: int) -> str:
         return f"model_state.tp{self.rank}.{self.legacy_id}.part{number}.pdparams"
 
+    def all(self, names: Iterable[str]) -> list[str]:
+        """Return the files of this rank among `names`: parts, single file, undotted name."""
+        start = f"model_state.tp{self.rank}.{self.legacy_id}."
+        return sorted(
+            name
+            for name in names
+            if name == self.undotted or (name.startswith(start) and name.endswith(".pdparams"))
+        )
+
     def parts(self, names: Iterable[str]) -> dict[int, str]:
         """Return the parts among `names` by number; a base name must match in full."""
         prefix = f"model_state.tp{self.rank}.{self.legacy_id}.part"
@@ -118,6 +129,7 @@ class LegacyNames:
             match = re.fullmatch(r"([0-9]{1,9})\.pdparams", name[len(prefix) :])
             if match is None:
                 emit("legacy.ignored", file=name)
+                _log.warning("%r is skipped: its part number cannot be read", name)
             elif int(match[1]) in found:
                 raise FormatError(f"{name!r} and {found[int(match[1])]!r} are the same part")
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from logging import getLogger
 from pathlib import Path
 
 from flyweight.errors import (
@@ -17,6 +18,7 @@ from flyweight.errors import (
     VersionError,
     listed,
 )
+from flyweight.events import emit
 from flyweight.formats import (
     huggingface,
     legacy,
@@ -32,6 +34,7 @@ from flyweight.ports import Store
 from flyweight.stores.draft import remove, sweep
 from flyweight.stores.local import LocalStore, as_path, refused
 
+_log = getLogger("flyweight.verbs")
 PathLike = str | os.PathLike[str]
 
 
@@ -108,6 +111,9 @@ def open_source(
     if (rank is None) != (legacy_id is None):
         raise SpecError(f"rank is {rank} and legacy_id {legacy_id}; the old names need both")
     place = as_path(path)
+    old_names = None
+    if rank is not None and legacy_id is not None:
+        old_names = legacy.LegacyNames(rank, legacy_id)
     version = None if version is None else snapshot.check_version(version)
     with ExitStack() as on_failure:
 
@@ -125,8 +131,7 @@ def open_source(
                     stored = snapshot.open_snapshot(store_at(place), version=version)
                 elif version is not None or versions(place):
                     stored = _open_run(place, version, store_at)
-                elif rank is not None and legacy_id is not None:
-                    old_names = legacy.LegacyNames(rank, legacy_id)
+                elif old_names is not None:
                     stored = _open_legacy(place, as_path(shared_directory), old_names, store_at)
                 elif (opener := _opener(place, names)) is not None:
                     stored = opener(store_at(place))
@@ -142,8 +147,30 @@ def open_source(
                 if stored.manifest.version is None
                 else f"{str(place)!r} holds version {stored.manifest.version}, not {version}"
             )
+        if old_names is not None and stored.format == "snapshot":
+            _tell_hidden(place, stored, old_names)
         on_failure.pop_all()
         return stored
+
+
+def _tell_hidden(place: Path, stored: Stored, old_names: legacy.LegacyNames) -> None:
+    """Warn of files under the old names that are newer than the version opened instead of them."""
+    try:
+        committed = os.stat(Path(stored.store.place) / snapshot.MANIFEST).st_mtime_ns
+        names = old_names.all(_listing(place))
+        newer = [name for name in names if os.stat(place / name).st_mtime_ns > committed]
+    except OSError:  # pruned or saved anew meanwhile: what is newer cannot be said
+        return
+    if newer:
+        version, text = stored.manifest.version, listed(newer)
+        emit("legacy.hidden", place=str(place), version=version, files=text, num_files=len(newer))
+        _log.warning(
+            "%r: version %s is opened, and not the %d files under the old names that are newer: %s",
+            str(place),
+            version,
+            len(newer),
+            text,
+        )
 
 
 _KINDS: dict[str, tuple[Callable[[Sequence[str]], bool], Callable[[Store], Stored]]] = {

@@ -130,7 +130,7 @@ def load_state_dict(
     Without a process group, the one that was initialised; alone if none was. Every rank must make
     the call. Otherwise as `load`.
     """
-    options = _Options(version=version, extra=extra, should_warn=True)
+    options = _Options(version=version, extra=extra)
     with gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=True) as group:
         return _load(path, state_dict, options, group)
 
@@ -144,8 +144,6 @@ class _Options:
     shared_directory: PathLike = legacy.SHARED_DIRECTORY
     should_verify: bool = True
     extra: Extra
-    should_warn: bool = False
-    """Whether to warn of tensors that are left out."""
     partial_over: int | None = None
     memory_bytes: int = MEMORY_BYTES
     num_threads: int | None = None
@@ -198,8 +196,8 @@ def _load(source: PathLike | Stored, into: object, options: _Options, group: Gro
             error.note("this rank was filled, another was not: the model is not whole")
             raise
         sink.finish(stored.manifest)
-        if left and options.should_warn:
-            _warn_of(left, stored.store.place)
+        if left:
+            _tell_unused(stored.store.place, left)
     report = LoadReport(
         stored.store.place,
         stored.format,
@@ -228,10 +226,10 @@ def _load(source: PathLike | Stored, into: object, options: _Options, group: Gro
     return report
 
 
-def _warn_of(left: list[str], place: str) -> None:
-    count, names = len(left), listed(left)
-    _log.warning("%r has %d tensors that the state dict lacks: %s", place, count, names)
-    emit("load.unused", place=place, count=count, names=names)
+def _tell_unused(place: str, names: list[str]) -> None:
+    text = listed(names)
+    emit("load.unused", place=place, num_tensors=len(names), names=text)
+    _log.warning("%r has %d tensors that the target lacks: %s", place, len(names), text)
 
 
 def _agree(group: Group, step: str) -> None:
