@@ -10,7 +10,7 @@ weights are not even read. What a record means, the format that asked for it dec
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -123,7 +123,26 @@ class _Machine:
         return self._refuse(f"has more than {MAX_OPCODES} opcodes")
 
     def _refuse(self, why: str) -> NoReturn:
-        raise FormatError(f"pickle {self._file!r} in {self._store.place!r} {why}")
+        keys = ".".join(self._keys())[:200]
+        last = f"; the last name read is {keys!r}" if keys else ""
+        raise FormatError(f"pickle {self._file!r} in {self._store.place!r} {why}{last}")
+
+    def _keys(self) -> Iterator[str]:
+        """Yield the key read last in each dict that is being filled, the outermost first."""
+        stack = self._stack
+        for index, goal in enumerate(stack):
+            at = index + 1
+            if not isinstance(goal, (dict, Made)) or (index and stack[at : at + 1] != [_MARK]):
+                continue
+            at += stack[at : at + 1] == [_MARK]
+            key = None
+            while at < len(stack) and isinstance(text := stack[at], str):
+                key = text
+                if isinstance(stack[at + 1] if at + 1 < len(stack) else None, Global):
+                    break  # a value that is not whole yet: what follows on the stack is part of it
+                at += 2
+            if key is not None:
+                yield key
 
     def _stop(self) -> object:
         if len(self._stack) != 1:

@@ -18,7 +18,14 @@ from math import prod
 import numpy as np
 
 from flyweight.digest import Checksum, checksum
-from flyweight.errors import ChecksumMismatch, FlyweightError, SpecError
+from flyweight.errors import (
+    ChecksumMismatch,
+    FlyweightError,
+    FormatError,
+    SpecError,
+    StoreError,
+    listed,
+)
 from flyweight.formats.crew import check_threads, work_through
 from flyweight.memory import STAGING, Bytes, Items, Staging, block_of, items_of
 from flyweight.ports import WINDOW_SLACK, Store
@@ -186,7 +193,12 @@ class Reader:
         def work(window: _Window, staging: Bytes) -> int:
             if tick is not None:
                 tick()
-            return self._read(window, staging)
+            try:
+                return self._read(window, staging)
+            except (FormatError, StoreError) as error:
+                if not isinstance(error, ChecksumMismatch):  # which names its tensor itself
+                    error.note(f"reading {listed({each.extent.name for each in window.pieces})}")
+                raise
 
         try:
             work_through(

@@ -78,7 +78,9 @@ def read_head(store: Store, file: str) -> Head:
             raise FormatError(f"{extent.name!r} of {what} starts at {extent.offset}, expected {at}")
         at += tensors[extent.name].nbytes
     if at != size:
-        raise FormatError(f"{what} has {size} bytes, its head accounts for {at}")
+        cut = [e.name for e in extents if e.offset + tensors[e.name].nbytes > size]
+        text = f"; cut short: {listed(cut)}" if cut else ""
+        raise FormatError(f"{what} has {size} bytes, its head accounts for {at}{text}")
     return Head(tensors, extents, 8 + length, notes if isinstance(notes, dict) else {})
 
 
