@@ -87,6 +87,7 @@ def test_an_array_of_records_is_refused(tmp_path, array):
         fw.save({"w": array}, tmp_path / "out")
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
 def test_a_matrix_and_a_mapped_file_are_plain_arrays(tmp_path):
     mapped = np.memmap(tmp_path / "file", np.float32, "w+", shape=(2, 3))
     mapped[:] = np.arange(6).reshape(2, 3)
