@@ -6,10 +6,13 @@ import threading
 import time
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 import flyweight as fw
-from flyweight.errors import TransferTimeout
+from controlled import serving
+from flyweight.errors import TransferTimeout, VersionError
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.states import Signal, State
@@ -242,3 +245,40 @@ def test_a_publisher_with_a_store_confirms_the_newest_of_both(address, tmp_path)
             it.update(may_keep=True, timeout_seconds=0.5)
         fw.save(weights(5), store, version=5)
         assert it.update(may_keep=True, timeout_seconds=10).version == 5
+
+
+def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path):
+    """C18: a version without digests is refused before a byte of it is written."""
+    trainer, model = weights(1), weights(0)
+    with (
+        fw.Publisher(trainer, address, hold=True, should_verify=False) as publisher,
+        fw.Replica(model, address) as replica,
+        fw.Worker(fw.ModelEngine(model), replica, tmp_path / "engine.cell", should_follow=False),
+        serving([Control(tmp_path / "engine.cell", 1, name="engine")]) as site,
+    ):
+        publisher.publish(1)
+        site.good("POST", "/v1/update_weights", {"version": 1, "verify_checksum": False})
+        assign(trainer, 2)
+        publisher.publish(2)
+        for version in (1, 2):
+            body = {"version": version, "verify_checksum": True}
+            code, told = site.ask("POST", "/v1/update_weights", body)
+            assert code != 200
+            assert "without checksums, and they were to be compared" in str(told["result"])
+            assert (site.state, site.replica()["version"]) == ("SERVING", 1)
+            assert holds(model, 1)
+        site.good("POST", "/v1/update_weights", {"version": 2})
+        assert holds(model, 2)
+
+
+def test_a_checkpoint_without_checksums_is_refused_where_they_are_to_be_compared(tmp_path):
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"w": np.ones(8, np.float32)}, path)
+    model = {"w": np.zeros(8, np.float32)}
+    stored = StoredWeights(model, path)
+    way = {"timeout_seconds": 5, "before": lambda version: None, "is_over": lambda: False}
+    with pytest.raises(VersionError, match="without checksums, and they were to be compared"):
+        stored.update(must_verify=True, **way)
+    assert not model["w"].any()
+    stored.update(**way)
+    assert model["w"].all()

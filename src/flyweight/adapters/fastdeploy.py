@@ -252,11 +252,7 @@ class DynamicWeightManager:
         started = perf_counter()
         self._weights.seconds = 0.0
         with self._call(None, LegacyStatus.UPDATING):
-            self._weights.must_verify = bool(verify_checksum)
-            try:
-                self._update(number)
-            finally:
-                self._weights.must_verify = False
+            self._update(number, must_verify=bool(verify_checksum))
         self._asked, total = text, perf_counter() - started
         return {
             "sync_cost": self._weights.seconds,
@@ -341,13 +337,15 @@ class DynamicWeightManager:
         text = self.read_model_version_from_file() if self._asked is None else self._asked
         return version_number(text)
 
-    def _update(self, version: int | None) -> None:
+    def _update(self, version: int | None, *, must_verify: bool = False) -> None:
         now = check_strategy(self.load_config.load_strategy)
         if now != self._strategy:
             raise SpecError(
                 f"load_strategy was {self._strategy!r} and is {now!r}; make another manager"
             )
-        self._machine.update(version, timeout_seconds=self._options.timeout_seconds)
+        self._machine.update(
+            version, must_verify=must_verify, timeout_seconds=self._options.timeout_seconds
+        )
 
     def _clear(self) -> None:
         self._machine.clear({Tag.WEIGHTS}, timeout_seconds=self._options.timeout_seconds)

@@ -185,6 +185,7 @@ class PublishedWeights(Replica):
         before: Callable[[int], None] | None = None,
         is_over: Callable[[], bool] = lambda: False,
         may_keep: bool = False,
+        must_verify: bool = False,
     ) -> UpdateReport:
         held = self.report
         report = super().update(
@@ -193,6 +194,7 @@ class PublishedWeights(Replica):
             before=before,
             is_over=is_over,
             may_keep=may_keep,
+            must_verify=must_verify,
         )
         if report is not held:  # else nothing was taken
             loading = self._site.loading
@@ -273,7 +275,7 @@ class SnapshotWeights(StoredWeights):
 class CheckedWeights:
     """A strategy's weights; gives parameters memory to be filled, and looks whether they keep it.
 
-    Holds the strategy to `must_verify`, and counts the seconds that it took. Memory that was
+    Counts the seconds that the strategy took. Memory that was
     filled is held until the next update: given out again, it would look as it did.
     """
 
@@ -294,7 +296,6 @@ class CheckedWeights:
             loading.on_begin = self._release
         self._identity: Identity | None = None
         self._memory: list[object] = []
-        self.must_verify = False
         self.seconds = 0.0
 
     @property
@@ -354,13 +355,9 @@ class CheckedWeights:
         before: Callable[[int], None],
         is_over: Callable[[], bool],
         may_keep: bool = False,
+        must_verify: bool = False,
     ) -> UpdateReport:
-        started, begun = perf_counter(), []
-
-        def begin(found: int) -> None:
-            before(found)
-            begun.append(found)
-
+        started = perf_counter()
         try:
             self._look()
             if give_memory(self._state):
@@ -369,9 +366,10 @@ class CheckedWeights:
             report = self._updated(
                 version,
                 timeout_seconds=timeout_seconds,
-                before=begin,
+                before=before,
                 is_over=is_over,
                 may_keep=may_keep,
+                must_verify=must_verify,
             )
         except FlyweightError:
             raise
@@ -379,14 +377,6 @@ class CheckedWeights:
             raise LifecycleError(f"{type(cause).__name__}: {cause}") from cause
         finally:
             self.seconds += perf_counter() - started
-        if self.must_verify and report.verified == "nothing":
-            if begun:  # else it was held already, and stays what it was
-                self.forget("its checksums were to be compared")
-            raise VersionError(
-                f"version {report.version} came from a {report.origin} without checksums, and "
-                f"verify_checksum was asked for; publish with should_verify=True, or save it with "
-                f"flyweight"
-            )
         if not self._is_current():
             self.forget(REPLACED)
             raise LifecycleError(REPLACED)

@@ -142,6 +142,7 @@ class Machine(Rounds):
         version: int | None = None,
         *,
         may_drain: bool = True,
+        must_verify: bool = False,
         is_restore: bool = False,
         timeout_seconds: float = 60.0,
         is_over: Callable[[], bool] = lambda: False,
@@ -152,13 +153,21 @@ class Machine(Rounds):
         TransferTimeout if none comes. Nothing is transferred if the version that is named is
         held, or if one came by following since the last update was answered, or if a whole one
         is held and not served; each time the source has to confirm it. With `is_restore` ranks
-        that hold a version keep it. `is_over`, and a `rouse` of the source, end the wait early.
+        that hold a version keep it. With `must_verify` a source without checksums is refused.
+        `is_over`, and a `rouse` of the source, end the wait early.
 
         A version that is asked for by its number stays until the newest is asked for again.
         The engine pauses requests only while it is copied, not while it is waited for.
         """
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        round_ = Round(version, may_drain, deadline, is_asked=True, is_restore=is_restore)
+        round_ = Round(
+            version,
+            may_drain,
+            deadline,
+            is_asked=True,
+            must_verify=must_verify,
+            is_restore=is_restore,
+        )
         with self._asking(deadline), self._turn_for("update", deadline):
             return self._update(round_, is_over=is_over)
 

@@ -33,6 +33,7 @@ class Round:
     may_drain: bool
     deadline: float
     is_asked: bool
+    must_verify: bool = False
     is_restore: bool = False
     """Whether a rank that holds a version keeps it: only those that hold none take one."""
     is_begun: bool = False
@@ -131,6 +132,7 @@ class Rounds(Steps):
                         before=before,
                         is_over=is_over,
                         may_keep=round_.is_asked and self._may_keep,
+                        must_verify=round_.must_verify,
                     ),
                 )
             round_.is_written = round_.is_begun
@@ -257,6 +259,7 @@ class Rounds(Steps):
             timeout_seconds=max(round_.deadline - monotonic(), 0.001),
             before=before,
             is_over=lambda: False,
+            must_verify=round_.must_verify,
         )
 
     def _hear_all(

@@ -24,7 +24,7 @@ from flyweight.events import Event, listening
 from flyweight.formats.stored import Stored
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.sync.replica import Replica
-from flyweight.sync.report import UpdateReport
+from flyweight.sync.report import UpdateReport, check_verified, unverified
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.verbs.load import Extra, LoadReport, load
 
@@ -89,6 +89,7 @@ class StoredWeights:
         before: Callable[[int], None],
         is_over: Callable[[], bool],
         may_keep: bool = False,
+        must_verify: bool = False,
     ) -> UpdateReport:
         """Load a version, or the newest; wait for one if the newest is held already.
 
@@ -113,11 +114,14 @@ class StoredWeights:
             is_held = held is not None and (number, session) == (self._number, self._session)
             if is_held and number is not None:  # files without one may be others by now
                 if version is not None and self._report is not None:
+                    check_verified(self._report, must_verify)
                     return self._report
                 raise self._nothing_newer()
             if not stored.manifest.names:
                 raise SpecError(f"{stored.store.place!r} holds no tensors")
             found = 0 if number is None else number
+            if must_verify and any(each.checksums is None for each in stored.manifest.extents):
+                raise unverified(found, "snapshot")
             before(found)
             target = Identity(self._model)
             report = self._loaded(stored)
@@ -235,6 +239,7 @@ class NearestWeights:
         before: Callable[[int], None],
         is_over: Callable[[], bool],
         may_keep: bool = False,
+        must_verify: bool = False,
     ) -> UpdateReport:
         """Take a version from the publisher if one is there soon, else from files, else wait.
 
@@ -243,6 +248,7 @@ class NearestWeights:
         `may_keep` what is held is enough if the side that it came from says that it is the newest.
         """
         deadline, self._is_reading = monotonic() + timeout_seconds, False
+        how = {"may_keep": may_keep, "must_verify": must_verify}
         patience = min(_PATIENCE_SECONDS, timeout_seconds)
         begun: list[int] = []
         missing: FlyweightError | None = None
@@ -253,7 +259,7 @@ class NearestWeights:
 
         while True:
             try:
-                return self._from_publisher(version, patience, begin, is_over, may_keep)
+                return self._from_publisher(version, patience, begin, is_over, **how)
             except (PeerLost, TransferTimeout, VersionError) as error:
                 is_refused = missing is not None and isinstance(error, VersionError)
                 if begun or is_over() or is_refused:
@@ -265,7 +271,7 @@ class NearestWeights:
             if is_asked or (held is not None and not is_there and self._stored.newest > held):
                 left = max(deadline - monotonic(), 0.001)
                 try:
-                    return self._from_files(version, left, begin, is_over, may_keep)
+                    return self._from_files(version, left, begin, is_over, **how)
                 except (FormatError, VersionError, TransferTimeout) as error:
                     if begun:
                         raise
@@ -283,15 +289,11 @@ class NearestWeights:
         timeout_seconds: float,
         before: Callable[[int], None],
         is_over: Callable[[], bool],
-        may_keep: bool,
+        **how: bool,
     ) -> UpdateReport:
         try:
             return self._replica.update(
-                version,
-                timeout_seconds=timeout_seconds,
-                before=before,
-                is_over=is_over,
-                may_keep=may_keep,
+                version, timeout_seconds=timeout_seconds, before=before, is_over=is_over, **how
             )
         finally:
             if self._replica.state != "empty":  # it was written over, well or not
@@ -303,7 +305,7 @@ class NearestWeights:
         timeout_seconds: float,
         before: Callable[[int], None],
         is_over: Callable[[], bool],
-        may_keep: bool,
+        **how: bool,
     ) -> UpdateReport:
         def begin(found: int) -> None:
             before(found)
@@ -311,11 +313,7 @@ class NearestWeights:
 
         try:
             return self._stored.update(
-                version,
-                timeout_seconds=timeout_seconds,
-                before=begin,
-                is_over=is_over,
-                may_keep=may_keep,
+                version, timeout_seconds=timeout_seconds, before=begin, is_over=is_over, **how
             )
         except (PlanError, SpecError):  # found before the first byte was written
             self._is_reading = False

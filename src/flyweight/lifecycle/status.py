@@ -50,6 +50,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tags: tuple[Tag, ...] = ()
     may_drain: bool = True
     """Whether an engine that serves is paused for it; otherwise it refuses."""
+    must_verify: bool = False
+    """Whether an update from a source without checksums is refused."""
     should_abort: bool = False
     """Whether requests that run are ended rather than finished."""
     timeout_seconds: float = 60.0

@@ -49,11 +49,13 @@ class Weights(Protocol):
         before: Callable[[int], None],
         is_over: Callable[[], bool],
         may_keep: bool = False,
+        must_verify: bool = False,
     ) -> UpdateReport:
         """Take a version over, or wait for the next one that is not held yet.
 
         Transfers nothing if the version that is named is held already, or with `may_keep` the
-        newest; in both cases only after the source has confirmed it.
+        newest; in both cases only after the source has confirmed it. With `must_verify` a version
+        without checksums is refused before it is written.
         """
 
     def forget(self, reason: str) -> None: ...

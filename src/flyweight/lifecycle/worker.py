@@ -180,6 +180,7 @@ class Worker:
                 machine.update(
                     request.version,
                     may_drain=request.may_drain,
+                    must_verify=request.must_verify,
                     timeout_seconds=_left(request),
                     is_over=self._is_over.is_set,
                 )

@@ -204,7 +204,8 @@ async def _options(request: Request, kind: type[OptionsT]) -> OptionsT:
     for name, value in request.query_params.multi_items():
         if name in query:
             raise SpecError(f"{name!r} is in the query twice")
-        query[name] = value.split(",") if name == "tags" else value
+        is_number = name == "version" and value.isascii() and value.isdigit()
+        query[name] = value.split(",") if name == "tags" else int(value) if is_number else value
     body: dict[str, Any] = {}
     if request.method == "POST" and (data := await _body(request)):
         body = _decoded(data)

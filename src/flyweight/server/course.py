@@ -22,6 +22,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """How the version was asked for, if it was asked for by a text."""
     tags: tuple[Tag, ...] = ()
     may_drain: bool = True
+    must_verify: bool = False
     should_abort: bool = False
     should_resume: bool = False
     timeout_seconds: float = 60.0
@@ -67,6 +68,7 @@ class Errand:
                 version=order.version,
                 tags=order.tags,
                 may_drain=order.may_drain,
+                must_verify=order.must_verify,
                 should_abort=order.should_abort,
                 should_resume=order.should_resume,
                 timeout_seconds=order.timeout_seconds,

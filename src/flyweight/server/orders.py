@@ -58,8 +58,8 @@ class UpdateOptions(DrainOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         | None
     ) = None
     """Which, by its number or by a text that ends with it; one newer than is held without it."""
-    verify_checksum: bool = True
-    """What has checksums is compared either way."""
+    verify_checksum: bool = False
+    """Whether a source without checksums is refused; what has some is compared either way."""
 
 
 class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,6 +105,7 @@ def update(options: UpdateOptions) -> Course:
             version=number,
             version_text=text,
             may_drain=options.may_drain,
+            must_verify=options.verify_checksum,
             timeout_seconds=options.timeout,
         )
     )

@@ -45,7 +45,13 @@ from flyweight.sync.messages import (
     Kept,
     error_named,
 )
-from flyweight.sync.report import TIMEOUT_SECONDS, UpdateReport, check_seconds
+from flyweight.sync.report import (
+    TIMEOUT_SECONDS,
+    UpdateReport,
+    check_seconds,
+    check_verified,
+    unverified,
+)
 from flyweight.sync.sinks import Taken, Taker
 from flyweight.sync.subscriber import Subscriber
 from flyweight.sync.wire import spin_of
@@ -199,11 +205,13 @@ class Replica:
         before: Callable[[int], None] | None = None,
         is_over: Callable[[], bool] = lambda: False,
         may_keep: bool = False,
+        must_verify: bool = False,
     ) -> UpdateReport:
         """Take a version over, or the next one that is not held yet; wait for it if need be.
 
         Returns the last report if the version that is named is held already, or with `may_keep`
-        the newest; in both cases only after a living publisher has confirmed it.
+        the newest; in both cases only after a living publisher has confirmed it. With
+        `must_verify` a version whose digests are not compared is refused before it is written.
 
         The engine must not use the weights from `before` on, which is called with the version
         when it is there and nothing was written yet; what it raises ends the update, and the old
@@ -221,7 +229,14 @@ class Replica:
         if not self._updating.acquire(blocking=False):
             raise TransportError(f"an update of replica {self.name!r} is under way")
         try:
-            return self._update(wanted, timeout_seconds, before, is_over, may_keep)
+            return self._update(
+                wanted,
+                timeout_seconds,
+                before,
+                is_over,
+                may_keep=may_keep,
+                must_verify=must_verify,
+            )
         finally:
             self._updating.release()
 
@@ -259,7 +274,9 @@ class Replica:
         timeout_seconds: float,
         before: Callable[[int], None] | None,
         is_over: Callable[[], bool],
+        *,
         may_keep: bool,
+        must_verify: bool,
     ) -> UpdateReport:
         started, deadline = perf_counter(), monotonic() + timeout_seconds
         self._look()
@@ -282,11 +299,12 @@ class Replica:
             if begin is None:
                 self._look()  # tensors may have been replaced while the answer was on its way
                 if self._version is not None and self._report is not None:
+                    check_verified(self._report, must_verify)
                     return self._report
                 continue
             waited = perf_counter() - started
             progress = max(timeout_seconds, _PROGRESS_SECONDS)
-            report = self._take(link, begin, progress, waited, before)
+            report = self._take(link, begin, progress, waited, before, must_verify=must_verify)
             if report is not None:
                 return report
 
@@ -375,6 +393,8 @@ class Replica:
         timeout_seconds: float,
         waited: float,
         before: Callable[[int], None] | None,
+        *,
+        must_verify: bool,
     ) -> UpdateReport | None:
         """Take part in a round to its end; None if it was declined and is to be asked for anew."""
         started = perf_counter()
@@ -390,6 +410,8 @@ class Replica:
         try:
             if begin.version < 0:
                 raise TransportError(f"version {begin.version} is less than 0")
+            if must_verify and not begin.should_verify:
+                raise unverified(begin.version, begin.origin)
             link.intake.open(begin)
             self._to_come = sum(link.intake.nbytes(copy) for copy in link.intake.copies)
             self._come = 0

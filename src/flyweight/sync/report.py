@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
-from flyweight.errors import FlyweightError, SpecError, TransferTimeout
+from flyweight.errors import FlyweightError, SpecError, TransferTimeout, VersionError
 
 TIMEOUT_SECONDS = 30.0
 _MAX_SECONDS = 1e6  # what a system's clock can wait for
@@ -142,3 +142,16 @@ class Lease:
             self._report.set_exception(error)
         finally:
             self._released.set()
+
+
+def check_verified(report: UpdateReport, must_verify: bool) -> None:
+    """Raise VersionError if checksums were to be compared, and the version came without."""
+    if must_verify and report.verified == "nothing":
+        raise unverified(report.version, report.origin)
+
+
+def unverified(version: int, origin: str) -> VersionError:
+    return VersionError(
+        f"version {version} comes from a {origin} without checksums, and they were to be compared; "
+        f"publish with should_verify=True, or save it with flyweight"
+    )
