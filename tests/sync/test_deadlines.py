@@ -1,5 +1,6 @@
 """Every wait ends when it is said to: not before, and long before twice that."""
 
+import gc
 import time
 from time import monotonic
 
@@ -16,6 +17,13 @@ CONTENT = np.random.default_rng(1).integers(0, 256, 5000, dtype=np.uint8)
 SECONDS = 3.0
 BEAT_SECONDS = SECONDS / 5
 """Who is heard of may have spoken so much earlier."""
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """Leave no mapping behind to tests that count files."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

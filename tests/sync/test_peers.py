@@ -1,5 +1,6 @@
 """A peer that lies, mixes rounds up or speaks too late: nothing of it is ever counted."""
 
+import gc
 import threading
 import time
 
@@ -15,6 +16,13 @@ CONTENT = np.random.default_rng(1).integers(0, 256, 100_000, dtype=np.uint8)
 
 
 # A publisher that lies.
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """Leave no mapping behind to tests that count files."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture
