@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -169,3 +170,54 @@ def test_interrupted_at_every_instruction_nothing_is_left_behind(tmp_path):
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert len(outcomes) > 100
     assert 130 in outcomes
+
+
+def pressed_again(root, verb):
+    """Press Ctrl-C again and again while a thread's system call takes long; print how many are left.
+
+    The call is held until the interrupts are through, or the verb has returned without waiting.
+    """
+    run = Path(root) / "run"
+    state = {f"w{n}": np.full(4 << 20, n, np.uint8) for n in range(4)}
+    if verb == "load":
+        fw.save(state, run)
+    name = {"save": "pwrite", "load": "preadv", "fsync": "fsync"}[verb]
+    original, inside = getattr(os, name), []
+    entered, over, returned = (threading.Event() for _ in range(3))
+
+    def held(*args):
+        if threading.current_thread() is threading.main_thread():
+            return original(*args)
+        inside.append(args[0])
+        entered.set()
+        over.wait(60)
+        try:
+            return original(*args)
+        finally:
+            inside.remove(args[0])
+
+    def press():
+        entered.wait(60)
+        for _ in range(5):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            if returned.wait(0.2):
+                break
+        over.set()
+
+    setattr(os, name, held)
+    finger = threading.Thread(target=press)
+    finger.start()
+    try:
+        fw.load(run, into=state) if verb == "load" else fw.save(state, run, version=1)
+    except KeyboardInterrupt:
+        returned.set()
+        left = len(inside)
+    finger.join()
+    print(json.dumps(left))
+
+
+@pytest.mark.parametrize("verb", ["save", "fsync", "load"])
+def test_however_often_interrupted_no_thread_works_on_after_the_call(tmp_path, verb):
+    """It would write by a descriptor that is closed by then, and may be another file's."""
+    done = run_ranks(0, __file__, "pressed_again", tmp_path, verb)
+    assert json.loads(done.stdout.splitlines()[-1]) == 0

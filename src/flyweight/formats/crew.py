@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from time import monotonic
 from typing import TypeVar
 
 from flyweight.errors import SpecError
 from flyweight.events import emit
+from flyweight.host import on_threads
 from flyweight.memory import Bytes, Staging
 
 Job = TypeVar("Job")
@@ -58,14 +58,7 @@ def work_through(
     if num_threads <= 1:
         member()
         return
-    with ThreadPoolExecutor(num_threads, "flyweight") as pool:
-        try:
-            members = [pool.submit(member) for _ in range(num_threads)]
-            wait(members, return_when=FIRST_EXCEPTION)
-        finally:
-            stop.set()
-    for each in members:
-        each.result()
+    on_threads(member, num_threads, "flyweight", stop)
 
 
 def default_threads() -> int:

@@ -18,13 +18,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
 
 from flyweight.errors import FormatError
+from flyweight.host import on_threads
 from flyweight.memory import STAGING, Bytes, page_memory
 from flyweight.stores.local import PAGE, refused
 
@@ -208,8 +208,14 @@ class LocalDraft:
     def flush(self) -> None:
         """Make all that was written durable, under its hidden name still."""
         try:
-            with ThreadPoolExecutor(4) as pool:
-                list(pool.map(os.fsync, self._fds.values()))
+            left, stop = list(self._fds.values()), threading.Event()
+
+            def sync() -> None:
+                with suppress(IndexError):
+                    while not stop.is_set():
+                        os.fsync(left.pop())
+
+            on_threads(sync, min(4, max(1, len(left))), "flyweight-sync", stop)
             os.fsync(self._work_fd)
         except OSError as cause:
             raise refused(cause, f"cannot make {self.place!r} durable") from cause

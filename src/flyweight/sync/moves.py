@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from time import monotonic, perf_counter
@@ -23,6 +22,7 @@ from flyweight.adapters.cuda_digest import DeviceDigests
 from flyweight.adapters.torch_module import copy_strided
 from flyweight.digest import SMALL_BYTES, Digest, DigestKind, small_digests
 from flyweight.errors import TransferTimeout
+from flyweight.host import on_threads
 from flyweight.memory import Buffer, Bytes, Items
 from flyweight.spec.box import blocks, strides_of
 
@@ -118,12 +118,7 @@ def _on_all(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadline: 
     if num_threads == 1:
         member()
         return
-    with ThreadPoolExecutor(num_threads, "flyweight-moves") as pool:
-        try:
-            for each in [pool.submit(member) for _ in range(num_threads)]:
-                each.result()
-        finally:
-            stop.set()
+    on_threads(member, num_threads, "flyweight-moves", stop)
 
 
 class Moves:
