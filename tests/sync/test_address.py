@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from flyweight.errors import SpecError
+from flyweight.errors import SpecError, TransportError
 
 NAMES = ["token", "token.new", "control", "door"]
 
@@ -101,3 +101,22 @@ def test_closing_leaves_a_file_of_the_users_own(directory, address):
         (directory / "token").write_text("my own, by now")
     assert sorted(os.listdir(directory)) == ["lock", "token"]
     assert (directory / "token").read_text() == "my own, by now"
+
+
+def test_of_two_that_start_at_once_the_second_hears_of_the_first(directory, address, monkeypatch):
+    """And not that it should move the other's door away."""
+    lstat, others = os.lstat, []
+
+    def slow(path, **options):
+        try:
+            return lstat(path, **options)
+        finally:
+            if not others and str(path).startswith(str(directory)):
+                monkeypatch.undo()
+                others.append(fw.Publisher(weights(), address))
+
+    monkeypatch.setattr(os, "lstat", slow)
+    with pytest.raises(TransportError, match="another publisher is at"):
+        fw.Publisher(weights(), address)
+    others[0].close()
+    assert os.listdir(directory) == ["lock"]

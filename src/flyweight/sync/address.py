@@ -118,8 +118,11 @@ class Claim:
                 f"cannot make directory {str(address.directory)!r}: {cause.strerror}"
             ) from cause
         address.check_private()
-        if not self._is_known():
+        try:
             self._check_free()
+        except SpecError:
+            if not self._is_known():  # looked for last: one that starts now makes its lock first
+                raise
         self._lock = self._locked()
         leave_behind(self)
         self._sweep()
