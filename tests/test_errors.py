@@ -1,9 +1,13 @@
 """Errors: whatever builtin an error of ours is as well, its text holds all that layers added."""
 
+import copy
+import errno
 import pickle
 
+import numpy as np
 import pytest
 
+import flyweight as fw
 from flyweight import errors
 
 MADE = [
@@ -31,3 +35,13 @@ def test_a_note_leaves_the_number_and_the_file_of_the_operating_system():
     error = errors.StoreError(28, "full", "model.safetensors")
     error.note("version 7")
     assert (error.errno, error.strerror, error.filename) == (28, "full", "model.safetensors")
+
+
+@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_a_refusal_of_the_operating_system_keeps_its_number_in_another_process(again, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.StoreError) as caught:
+        fw.save({"w": np.arange(3)}, tmp_path / "file" / "run")
+    error = again(caught.value)
+    assert error.errno == caught.value.errno == errno.ENOTDIR
+    assert str(error) == str(caught.value)
