@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -112,6 +113,39 @@ def test_a_run_whose_every_version_is_damaged_keeps_them_all(run):
     gone = fw.prune(run, keep=1)
     assert (gone, list(gone.damaged)) == ([], [1, 2, 5])
     assert fw.versions(run) == [1, 2, 5]
+
+
+def refuse(monkeypatch, name, place):
+    """Have the operating system refuse a call for what is at or below a path, as to another user."""
+    call = getattr(os, name)
+
+    def refusing(path, *args, **kwargs):
+        if f"{path}/".startswith(f"{place}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return call(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, name, refusing)
+
+
+def test_a_version_that_may_not_be_entered_is_a_version_and_stops_nobody_else(run, monkeypatch):
+    """Another user's, saved with umask 077: nobody is served an older one in its place."""
+    for name in ("stat", "open"):
+        refuse(monkeypatch, name, run / "v0000000005")
+    assert fw.versions(run) == [1, 2, 5]
+    with pytest.raises(StoreError, match=r"v0000000005.*Permission denied"):
+        fw.open(run)
+    fw.open(run, version=2).close()
+    gone = fw.prune(run, keep=1, should_remove_damaged=True)
+    assert (gone, list(gone.damaged)) == ([1], [5])
+    assert fw.save({"w": np.arange(3)}, run).version == 6
+
+
+def test_a_version_that_may_not_be_removed_keeps_no_other(run, monkeypatch):
+    (run / dead_draft("v0000000006")).mkdir()
+    refuse(monkeypatch, "rename", run / "v0000000001")
+    with pytest.raises(StoreError, match=r"cannot remove .*v0000000001.*Permission denied"):
+        fw.prune(run, keep=1)
+    assert sorted(os.listdir(run)) == ["v0000000001", "v0000000005"]
 
 
 # Pruned while it is opened.

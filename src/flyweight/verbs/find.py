@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from logging import getLogger
@@ -51,10 +53,18 @@ def versions(path: PathLike) -> list[int]:
             for name in _listing(root)
             if (version := snapshot.version_of(name)) is not None
         }
-        found = {name: names[name] for name in names if (root / name / snapshot.MANIFEST).is_file()}
+        found = {name: names[name] for name in names if _is_committed(root / name)}
         if found or all(os.path.lexists(root / name) for name in names):
             break
     return sorted(found.values())
+
+
+def _is_committed(directory: Path) -> bool:
+    """True if a version is there; also if the operating system refuses to say, as opening will."""
+    try:
+        return stat.S_ISREG(os.stat(directory / snapshot.MANIFEST).st_mode)
+    except OSError as cause:
+        return cause.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 class Pruned(list[int]):
@@ -87,10 +97,16 @@ def prune(path: PathLike, *, keep: int, should_remove_damaged: bool = False) -> 
                     wrong.append(version)
     gone = Pruned(sorted(whole[:-keep] + (wrong if should_remove_damaged else [])))
     gone.damaged = damaged
+    refusals = []
     for version in gone:
-        remove(root / snapshot.directory_name(version))
+        try:
+            remove(root / snapshot.directory_name(version))
+        except StoreError as error:  # another user's, perhaps: the others go all the same
+            refusals.append(error)
     if root.is_dir():
         sweep(root)
+    if refusals:
+        raise refusals[0]
     return gone
 
 
