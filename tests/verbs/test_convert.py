@@ -107,6 +107,14 @@ def test_a_version_that_would_hide_a_checkpoint_is_refused(run, tmp_path, there)
         assert stored.format != "snapshot"
 
 
+def test_a_version_beside_others_hides_nothing_more(run, tmp_path):
+    """Versions are often saved where the model that training began with lies."""
+    fw.convert(run, tmp_path / "out", to="hf")
+    fw.save(odd_arrays(), tmp_path / "out", version=1)
+    assert fw.convert(run, tmp_path / "out", to="snapshot").version == 5
+    assert fw.versions(tmp_path / "out") == [1, 5]
+
+
 def test_damage_is_not_carried_over(run, tmp_path):
     part = run / "v0000000005" / "model.safetensors"
     flip(part, part.stat().st_size - 1)

@@ -22,7 +22,7 @@ from flyweight.spec.manifest import Manifest
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import as_path
 from flyweight.transports.group import Group
-from flyweight.verbs.find import PathLike, check_no_version, check_unmixed, open_source
+from flyweight.verbs.find import PathLike, check_no_version, check_unmixed, open_source, versions
 from flyweight.verbs.pending import SaveReport
 from flyweight.verbs.save import save_files, save_version
 
@@ -62,7 +62,8 @@ def convert(
     check_no_version(place.parent)
     if to == "snapshot":
         check_no_version(place)
-        check_unmixed(place, directory_name(0))
+        if not versions(place):
+            check_unmixed(place, directory_name(0))
         report = save_version(
             stored,
             destination,
