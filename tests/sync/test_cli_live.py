@@ -11,7 +11,9 @@ import pytest
 
 import flyweight as fw
 from commands import COMMAND, Running, flyweight
+from flyweight.sync import messages
 from live import Child, assign, holds, until, weights
+from peers import FakePublisher
 
 
 @pytest.fixture
@@ -124,6 +126,16 @@ def test_watch_gives_a_publisher_that_does_not_answer_up_in_time(address):
         began = time.monotonic()
         assert flyweight("watch", address, "--once", "--timeout", 1, code=7)
         assert 0.9 <= time.monotonic() - began < 4  # and not the five that a replica gives it
+
+
+def test_watch_gives_a_publisher_up_in_time_whose_door_answers_and_who_tells_nothing(address):
+    """C24: --timeout is the time to the first news."""
+    with (
+        FakePublisher(address, b"w") as publisher,
+        Running("watch", address, "--once", "--timeout", 2) as watching,
+    ):
+        publisher.hear_of(messages.Hello, timeout=30)
+        assert watching.process.wait(20) == 7
 
 
 def test_watch_tells_of_versions_and_replicas_as_they_happen(address):

@@ -22,8 +22,8 @@ def watch(
 ) -> Iterator[News]:
     """Yield news of the publisher at `address` until it says goodbye.
 
-    Waits `timeout_seconds` for it to come and to answer; raises PeerLost if it does not come, or
-    is killed, and TransferTimeout if it does not answer.
+    Waits `timeout_seconds` for it to come and for its first news; raises PeerLost if it does not
+    come, or is killed, and TransferTimeout if it does not answer.
     """
     place, deadline = Address.parse(address), monotonic() + timeout_seconds
     while True:
@@ -37,7 +37,8 @@ def watch(
     try:
         while True:
             try:
-                yield subscriber.take(News, monotonic() + _SILENCE_SECONDS, "news")
+                yield subscriber.take(News, deadline, "news")
+                deadline = monotonic() + _SILENCE_SECONDS
             except PeerLost:
                 if subscriber.has_parted:
                     return
