@@ -26,7 +26,7 @@ class Fleet:
         self.trainer = weights(0)
         self.publisher = fw.Publisher(self.trainer, address, hold=True)
         self.model, self.source, self.worker = model, source, worker
-        self.control = Control(cell)
+        self.control, self.address = Control(cell), address
 
     def publish(self, version):
         assign(self.trainer, version)
@@ -180,6 +180,23 @@ def test_the_store_confirms_what_came_from_it(make, tmp_path):
     shutil.rmtree(store / "v0000000004")
     assert fleet.ask(4, seconds=1.5).ending == "failed"
     assert fleet.serves(4)
+
+
+def test_a_store_that_was_pruned_does_not_hide_a_publisher_that_comes(make, tmp_path, threads):
+    """The version that is held is no longer there to be confirmed: a newer one is waited for."""
+    store = tmp_path / "store"
+    fw.save(weights(4), store, version=4)
+    fleet = make(should_follow=True, store=store)
+    fleet.publisher.close()
+    fleet.took(4)
+    shutil.rmtree(store / "v0000000004")
+    asked = threads.submit(fleet.ask)
+    until(lambda: fleet.control.cell.slot(0).taken > fleet.control.cell.slot(0).done)
+    time.sleep(1.5)  # by then it has looked for a publisher, and in the store
+    with fw.Publisher(weights(5), fleet.address, hold=True) as publisher:
+        publisher.publish(5)
+        assert asked.result(30).ending == "done"
+        assert fleet.serves(5)
 
 
 def test_a_restore_keeps_what_is_held_and_needs_no_newer_version(make):

@@ -269,9 +269,8 @@ class NearestWeights:
             may_keep_file = may_keep and self._stored.version is not None
             is_asked = version is not None or held is None or may_keep_file
             if is_asked or (held is not None and not is_there and self._stored.newest > held):
-                left = max(deadline - monotonic(), 0.001)
                 try:
-                    return self._from_files(version, left, begin, is_over, **how)
+                    return self._from_files(version, begin, is_over, **how)
                 except (FormatError, VersionError, TransferTimeout) as error:
                     if begun:
                         raise
@@ -302,7 +301,6 @@ class NearestWeights:
     def _from_files(
         self,
         version: int | None,
-        timeout_seconds: float,
         before: Callable[[int], None],
         is_over: Callable[[], bool],
         **how: bool,
@@ -312,8 +310,8 @@ class NearestWeights:
             self._is_reading = True
 
         try:
-            return self._stored.update(
-                version, timeout_seconds=timeout_seconds, before=begin, is_over=is_over, **how
+            return self._stored.update(  # files that are not there yet are waited for in `update`
+                version, timeout_seconds=0, before=begin, is_over=is_over, **how
             )
         except (PlanError, SpecError):  # found before the first byte was written
             self._is_reading = False
