@@ -207,3 +207,34 @@ def test_a_dict_that_holds_the_same_tensors_changes_nothing(make, address):
         publisher.publish(2)
         replica.update(timeout_seconds=20)
         assert holds(target, 2)
+
+
+def scripted_model(value):
+    torch = pytest.importorskip("torch")
+    plain = torch.nn.Sequential(
+        OrderedDict(layer=torch.nn.Linear(4, 3), norm=torch.nn.BatchNorm1d(3))
+    )
+    model = torch.jit.script(plain)
+    fill(model, value)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: [model]], ids=["bare", "list"])
+def test_scripted_modules_are_published_filled_and_watched(wrap, address):
+    torch = pytest.importorskip("torch")
+    trained, target = scripted_model(1), scripted_model(0)
+    with (
+        fw.Publisher(wrap(trained), address, hold=True) as publisher,
+        fw.Replica(wrap(target), address) as replica,
+    ):
+        publisher.publish(1)
+        replica.update(timeout_seconds=20)
+        assert replica.version == 1
+        for model in (trained, target):
+            model.layer.weight = torch.nn.Parameter(torch.full((3, 4), 9.0))
+        assert replica.version is None
+        fill(trained, 2)
+        publisher.publish(2)
+        replica.update(timeout_seconds=20)
+        assert holds(target, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from operator import attrgetter
 from typing import Any
 
@@ -49,7 +49,8 @@ class Identity:
             self._add(buffers, depth, names)
             self._add(modules, depth)
             return
-        items = thing.items() if isinstance(thing, Mapping) else enumerate(thing)
+        # What a scripted module has instead of a dict is no Mapping by its type.
+        items = enumerate(thing) if isinstance(thing, (list, tuple)) else thing.items()
         self._containers.append((thing, _num_saved(thing, unsaved), unsaved))
         for key, leaf in items:
             if key in unsaved:
@@ -111,9 +112,9 @@ class Identity:
         ]
 
 
-def _num_saved(container: Collection[object], unsaved: Collection[str]) -> int:
+def _num_saved(container: Any, unsaved: Collection[str]) -> int:
     # Listed first: a request that runs in another thread may add one.
-    return sum(key not in unsaved for key in list(container)) if unsaved else len(container)
+    return sum(key not in unsaved for key in list(container.keys())) if unsaved else len(container)
 
 
 def _no_stride() -> None:
