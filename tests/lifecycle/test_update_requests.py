@@ -12,10 +12,14 @@ import safetensors.numpy
 
 import flyweight as fw
 from controlled import serving
+from fakes import Board
 from flyweight.errors import TransferTimeout, VersionError
 from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.machine import Machine
+from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.states import Signal, State
+from flyweight.ports import Seat
 from live import Child, assign, holds, until, weights
 
 
@@ -166,6 +170,21 @@ def test_a_version_of_another_publisher_is_not_the_one_that_is_held(make, addres
         assert holds(fleet.model, 7)
 
 
+def test_what_another_publisher_wrote_under_the_same_number_is_not_what_is_served(make):
+    """Somebody updates the replica beside its worker: an update then stops requests for it."""
+    fleet = make(should_follow=False)
+    fleet.publish(1)
+    assert fleet.ask(1).ending == "done"
+    fleet.publisher.close()
+    with fw.Publisher(weights(7), fleet.address, hold=True) as publisher:
+        publisher.publish(1)
+        fleet.source.update(1, timeout_seconds=10)
+        rounds = fleet.rank.num_rounds
+        assert fleet.ask(1).ending == "done"
+        assert fleet.rank.num_rounds == rounds + 1  # what was cached of the other is dropped
+        assert fleet.serves(1)
+
+
 def test_the_store_confirms_what_came_from_it(make, tmp_path):
     store = tmp_path / "store"
     fw.save(weights(4), store, version=4)
@@ -299,3 +318,39 @@ def test_a_checkpoint_without_checksums_is_refused_where_they_are_to_be_compared
     assert not model["w"].any()
     stored.update(**way)
     assert model["w"].all()
+
+
+def test_a_rank_that_was_started_again_takes_what_the_others_serve(address, threads):
+    """No newer version is needed: of the replica as a whole, none is served."""
+    board, trainer = Board(), weights(1)
+    with ExitStack() as stack:
+        publisher = stack.enter_context(fw.Publisher(trainer, address, hold=True))
+        publisher.publish(1)
+
+        def started(rank):
+            model = weights(0)
+            replica = stack.enter_context(fw.Replica(model, address))
+            ranks = Ranks(Seat(rank, 2, board, "pair"))
+            return model, ranks, Machine(fw.ModelEngine(model), replica, ranks)
+
+        def update(seconds):
+            asked = [
+                threads.submit(machine.update, timeout_seconds=seconds) for *_, machine in ranks
+            ]
+            return [each.exception(seconds + 30) for each in asked]
+
+        ranks = [started(0), started(1)]
+        try:
+            assert update(20) == [None, None]
+            assert "a version after 1" in str(update(1.5)[0])  # it was answered with that one
+            assert [machine.state for *_, machine in ranks] == [State.SERVING] * 2
+            for number in range(2):
+                ranks[number][1].close()
+                ranks[number] = started(number)
+                assert update(20) == [None, None]
+                assert [machine.state for *_, machine in ranks] == [State.SERVING] * 2
+                assert all(holds(model, 1) for model, *_ in ranks)
+            assert "a version after 1" in str(update(1.5)[0])
+        finally:
+            for closing in [threads.submit(each[1].close) for each in ranks]:
+                closing.result(10)

@@ -43,6 +43,8 @@ class Verdict:
     """True if so, and one of them will not repeat what it was asked for: its time is over."""
     was_paused: bool = False
     """True if one of them was paused by hand before."""
+    may_keep: bool = False
+    """True if what is held would be enough for one of them."""
     catch_up: int | None = None
     """The version that those who are behind should take first."""
     text: str = ""
@@ -64,6 +66,7 @@ class Ranks:
         what: str = "update",
         is_asked: bool = True,
         was_paused: bool = False,
+        may_keep: bool = False,
     ) -> Verdict:
         """Return whether all ranks are ready for the same thing; every rank must call this.
 
@@ -71,7 +74,7 @@ class Ranks:
         """
         is_last = is_asked and monotonic() >= deadline
         mine = _said(what, error, is_last=is_last)
-        return self._decide({**mine, "was_paused": was_paused}, deadline)
+        return self._decide({**mine, "was_paused": was_paused, "may_keep": may_keep}, deadline)
 
     def agreed(
         self,
@@ -174,9 +177,16 @@ def _decided(said: Sequence[Any]) -> Verdict:
         return Verdict(is_mixed=True, is_kept=is_early, is_over=is_over, text=text)
     errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(said) if each["error"]]
     if said[0]["is_first"]:
-        was_paused = any(each.get("was_paused", False) for each in said)
-        text = errors[0] if errors else ""
-        return Verdict(is_agreed=not errors, is_kept=True, was_paused=was_paused, text=text)
+        was_paused, may_keep = (
+            any(each.get(name, False) for each in said) for name in ("was_paused", "may_keep")
+        )
+        return Verdict(
+            is_agreed=not errors,
+            is_kept=True,
+            was_paused=was_paused,
+            may_keep=may_keep,
+            text=errors[0] if errors else "",
+        )
     versions, sessions = ([each[name] for each in said] for name in ("version", "session"))
     if errors:
         return Verdict(is_kept=all(each["is_as_before"] for each in said), text=errors[0])

@@ -121,6 +121,7 @@ class Rounds(Steps):
         error: FlyweightError | None = None
         report: UpdateReport | None = None
         was_away = False
+        may_keep = self._may_all_keep(round_)
         try:
             was_away = round_.is_asked and self._restore_memory()
             if not round_.is_restore or self._weights.version is None:
@@ -131,7 +132,7 @@ class Rounds(Steps):
                         timeout_seconds=max(round_.deadline - monotonic(), 0.001),
                         before=before,
                         is_over=is_over,
-                        may_keep=round_.is_asked and self._may_keep,
+                        may_keep=may_keep,
                         must_verify=round_.must_verify,
                     ),
                 )
@@ -270,6 +271,7 @@ class Rounds(Steps):
         *,
         is_asked: bool = True,
         was_paused: bool = False,
+        may_keep: bool = False,
     ) -> Verdict:
         """Return once all ranks are ready for the same thing; raise if one is not."""
         say = partial(
@@ -279,6 +281,7 @@ class Rounds(Steps):
             what=what,
             is_asked=is_asked,
             was_paused=was_paused,
+            may_keep=may_keep,
         )
         verdict = say()
         while verdict.is_mixed and is_asked and not verdict.is_over:
@@ -293,13 +296,20 @@ class Rounds(Steps):
             raise LifecycleError(verdict.text)
         return verdict
 
-    @property
-    def _may_keep(self) -> bool:
-        """True if no update was answered with the version that is held, or none is committed.
+    def _may_all_keep(self, round_: Round) -> bool:
+        """True if the version that is held may answer this update, on this rank or on another.
 
-        Otherwise an update that brings nothing would report a version that its caller has had.
+        It may if none is committed, or no update was answered with it: else an update that brings
+        nothing would report a version that its caller has had. A rank that was started again
+        takes the version that the others serve, and they keep it.
         """
-        return self.version is None or (self.version, self._session) != self._answered
+        if not round_.is_asked:
+            return False
+        may_keep = self.version is None or (self.version, self._session) != self._answered
+        if round_.wanted is not None or round_.is_restore:
+            return may_keep
+        what = f"look for {round_.purpose}"
+        return self._hear_all(None, round_.deadline, what, may_keep=may_keep).may_keep
 
     @property
     def _is_as_before(self) -> bool:
@@ -309,4 +319,4 @@ class Rounds(Steps):
 
     @property
     def _is_served(self) -> bool:
-        return self.state is State.SERVING and self.version == self._weights.version
+        return self.state is State.SERVING and self._is_as_before
