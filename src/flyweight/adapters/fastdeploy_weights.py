@@ -500,17 +500,22 @@ def _step(data: bytes, file: str, remedy: str) -> object:
         ) from cause
     try:
         root, found = yaml.compose(data, yaml.SafeLoader), yaml.safe_load(data)
-    except (yaml.YAMLError, ValueError, RecursionError) as cause:
-        raise VersionError(f"{file!r} is no YAML: {cause}; {remedy}") from cause
+    except Exception as cause:  # PyYAML lets others through, such as KeyError for "!!bool 7"
+        why = f"{type(cause).__name__}: {cause}"
+        raise VersionError(f"{file!r} is no YAML: {why}; {remedy}") from cause
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise VersionError(f"{file!r} holds a {kind}, not a mapping; {remedy}")
     # A library that reads YAML takes the last of two; which one was meant nobody knows.
-    num_steps = sum(key.value == "step" for key, _ in root.value)
-    if num_steps != 1:
-        raise VersionError(f"{file!r} has {num_steps} values for 'step'; {remedy}")
+    steps = [value.value for key, value in root.value if key.value == "step"]
+    if len(steps) != 1:
+        raise VersionError(f"{file!r} has {len(steps)} values for 'step'; {remedy}")
     step = found["step"]
     if isinstance(step, int) and step.bit_length() > 63:
         bits = step.bit_length()
         raise VersionError(f"step has {bits} bits in {file!r}, a version at most 63; {remedy}")
+    if type(step) is int and steps[0].lstrip("+-").lstrip("0") != str(abs(step)).lstrip("0"):
+        raise VersionError(
+            f"step is written {steps[0]!r} in {file!r}, which YAML takes for {step}; {remedy}"
+        )
     return step
