@@ -1,6 +1,8 @@
 """Token files: made once, whoever comes first, and read only where nobody else can."""
 
 import os
+import resource
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -67,3 +69,21 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="token file"):
         tokens.read_or_make(tmp_path / "file" / "token")
+
+
+def test_a_token_file_that_cannot_be_read_or_written_is_said_in_words(tmp_path):
+    """C24: a failing disk, or a full one."""
+    with pytest.raises(StoreError, match="token file '/proc/self/mem': Input/output error"):
+        tokens.read(Path("/proc/self/mem"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with (
+            pytest.raises(StoreError, match="cannot write token file .*: File too large"),
+            tokens.written(tmp_path / "token"),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with tokens.written(tmp_path / "token") as token:  # nobody has it locked
+        assert tokens.read(tmp_path / "token") == token

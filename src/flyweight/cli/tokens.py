@@ -48,15 +48,15 @@ def read(path: Path) -> str | None:
                 f"{os.geteuid()} or root, or be the file itself"
             )
         file = os.open(path, flags)
+        try:
+            _check_private(file, path)
+            text = os.read(file, _MAX_BYTES + 1).strip()
+        finally:
+            os.close(file)
     except FileNotFoundError:
         return None
     except OSError as cause:
         raise StoreError(cause.errno, f"token file {str(path)!r}: {cause.strerror}") from cause
-    try:
-        _check_private(file, path)
-        text = os.read(file, _MAX_BYTES + 1).strip()
-    finally:
-        os.close(file)
     return checked(text.decode("ascii", "replace"), repr(str(path)))
 
 
@@ -100,13 +100,12 @@ def written(path: Path) -> Iterator[str]:
     """
     token = secrets.token_hex(16)
     try:
-        file = _locked(path)
+        file = _locked(path, token)
     except OSError as cause:
         raise StoreError(
             cause.errno, f"cannot write token file {str(path)!r}: {cause.strerror}"
         ) from cause
     try:
-        os.ftruncate(file, os.pwrite(file, token.encode("ascii"), 0))
         yield token
     finally:
         if _is_at(file, path):
@@ -114,7 +113,7 @@ def written(path: Path) -> Iterator[str]:
         os.close(file)
 
 
-def _locked(path: Path) -> int:
+def _locked(path: Path, token: str) -> int:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
@@ -123,6 +122,7 @@ def _locked(path: Path) -> int:
             _check_private(file, path)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, path):  # and not one that its server has just removed
+                os.ftruncate(file, os.pwrite(file, token.encode("ascii"), 0))
                 return file
         except BlockingIOError as cause:
             os.close(file)
