@@ -118,6 +118,17 @@ def test_a_version_that_is_named_and_held_is_confirmed_and_not_transferred(make)
     assert fleet.serves(1)
 
 
+def test_asking_for_the_newest_ends_a_pin_though_nothing_is_newer_yet(make):
+    fleet = make(should_follow=True)
+    fleet.publish(1)
+    assert fleet.ask(1).ending == "done"
+    assert fleet.rank.pinned == 1
+    assert fleet.ask(seconds=0.5).ending == "failed"  # it was answered with this one
+    assert fleet.rank.pinned is None
+    fleet.publish(2)
+    fleet.took(2)
+
+
 @pytest.mark.parametrize("version", [None, 1])
 def test_a_publisher_that_has_gone_confirms_nothing(make, version):
     fleet = make(should_follow=True)

@@ -309,7 +309,9 @@ class Rounds(Steps):
         if round_.wanted is not None or round_.is_restore:
             return may_keep
         what = f"look for {round_.purpose}"
-        return self._hear_all(None, round_.deadline, what, may_keep=may_keep).may_keep
+        verdict = self._hear_all(None, round_.deadline, what, may_keep=may_keep)
+        self.pinned = None  # on all ranks: the newest is asked for, whether or not it comes in time
+        return verdict.may_keep
 
     @property
     def _is_as_before(self) -> bool:
