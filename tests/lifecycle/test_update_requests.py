@@ -294,6 +294,20 @@ def test_a_publisher_with_a_store_confirms_the_newest_of_both(address, tmp_path)
         assert it.update(may_keep=True, timeout_seconds=10).version == 5
 
 
+def test_a_publisher_confirms_nothing_that_its_store_has_a_newer_version_of(
+    address, tmp_path, threads
+):
+    store, trainer, model = tmp_path / "store", weights(1), weights(0)
+    with fw.Publisher(trainer, address, store=store) as publisher, fw.Replica(model, address) as it:
+        updating = threads.submit(it.update, timeout_seconds=20)
+        publisher.publish(1, num_replicas=1, timeout_seconds=20)
+        assert updating.result(20).version == 1
+        assert it.update(may_keep=True, timeout_seconds=10).version == 1  # the store is empty
+        fw.save(weights(2), store, version=2)
+        assert it.update(may_keep=True, timeout_seconds=10).version == 2
+        assert holds(model, 2)
+
+
 def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path):
     """C18: a version without digests is refused before a byte of it is written."""
     trainer, model = weights(1), weights(0)

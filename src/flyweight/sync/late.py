@@ -52,13 +52,15 @@ class Late:
         if ask is None or not self._is_open:
             return
         last = self._roll.version
+        has_store = self._options.store is not None and peer.searched != ask.ask
         newest = last if ask.version is None else ask.version
-        if ask.may_keep and ask.have is not None and ask.have == newest:
+        may_be_newer = has_store and standing is None and ask.version is None
+        if ask.may_keep and ask.have is not None and ask.have == newest and not may_be_newer:
             self._roll.confirm(peer, ask)
         elif standing is not None and ask.version in (None, standing.version):
             if standing.version != ask.have:
                 self._serve_in_thread(peer, standing)
-        elif self._options.store is not None and peer.searched != ask.ask:
+        elif has_store:
             peer.searched = ask.ask  # once: what is not there now comes by a publish
             self._serve_in_thread(peer, None)
         elif ask.version is not None and last is not None and ask.version <= last:
@@ -170,14 +172,15 @@ class Late:
         """Open the newest snapshot of the store, if it is newer than what a replica has."""
         store, ask = self._options.store, peer.ask
         assert store is not None
-        if ask is None or not (found := versions(store)):
+        if ask is None:
             return None
+        found = versions(store)
         if ask.version is not None:
             if ask.version not in found:
                 return None
-        elif ask.held is not None and ask.held >= found[-1]:
+        elif not found or (ask.held is not None and ask.held >= found[-1]):
             last = self._roll.version
-            if ask.may_keep and ask.have == max(found[-1], -1 if last is None else last):
+            if ask.may_keep and ask.have == max([*found[-1:], -1 if last is None else last]):
                 self._roll.confirm(peer, ask)
             return None
         stored = stack.enter_context(open_source(store, version=ask.version))
