@@ -210,6 +210,71 @@ def test_flattened_shards_are_read_as_the_boxes_they_are(tmp_path):
         assert opened.read("w").tobytes() == raw(whole())
 
 
+FLAT_RANGES = [(0, 13), (13, 35)]  # rows have 5 elements: both cut inside a row
+
+
+def save_flat(rank, num_ranks, place):
+    import paddle.distributed as dist
+    from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+
+    start, end = FLAT_RANGES[rank]
+    local = whole().flatten()[start:end].clone()
+    one = ShardedWeight("w", local, (7, 5), (7, 5), (0, 0), True, slice(start, end))
+    # The flat range counts from the corner of a box, which is itself a part of the whole tensor.
+    local = whole("bfloat16", (9, 5))[2:].flatten()[start:end].clone()
+    two = ShardedWeight("v", local, (7, 5), (9, 5), (2, 0), True, slice(start, end))
+    head = whole("bfloat16", (9, 5))[rank : rank + 1].clone()
+    rest = ShardedWeight("v", head, (1, 5), (9, 5), (rank, 0))
+    dist.save_state_dict({"w": one, "v": two}, place)
+    dist.barrier()
+    dist.save_state_dict({"v": rest}, f"{place}-head")
+    dist.barrier()
+
+
+def test_flat_shards_of_several_ranks_are_put_where_each_one_starts(tmp_path):
+    """C35: the second rank's range starts at element 13, inside the third row."""
+    run_ranks(2, __file__, "save_flat", tmp_path / "ck", framework="paddle")
+    ours, head = tmp_path / "ck", tmp_path / "ck-head"
+    for rank in (0, 1):  # the first two rows of "v", which one save cannot hold beside the rest
+        arrays = paddle.load(str(ours / f"{rank}_0.distcp"))
+        assert list(arrays["w"].shape) == [FLAT_RANGES[rank][1] - FLAT_RANGES[rank][0]]
+        shutil.copy(head / f"{rank}_0.distcp", ours / f"{rank + 2}_0.distcp")
+    meta, more = read_meta(ours), read_meta(head)
+    meta.state_dict_metadata["v"] += more.state_dict_metadata["v"]
+    for index, file in more.storage_metadata.items():
+        meta.storage_metadata[index] = f"{int(file[0]) + 2}_0.distcp"
+    write_meta(ours, meta)
+    with fw.open(ours) as opened:
+        assert opened.read("w").tobytes() == raw(whole())
+        assert opened.read("v").tobytes() == raw(whole("bfloat16", (9, 5)))
+    into = {"w": np.zeros((7, 5), "f4")}
+    fw.load(ours, into=into, extra="report")
+    assert into["w"].tobytes() == raw(whole())
+
+
+def test_a_flat_shard_whose_array_is_split_in_its_pickle_is_read_exactly(tmp_path, monkeypatch):
+    """C35: old protocols split an array over 1 GiB; its pieces start inside the flat range."""
+    import paddle.framework.io as paddle_io
+    from test_pdparams import cut_at_100_bytes
+
+    original, place = paddle_io._unpack_saved_dict, tmp_path / "ck"
+    monkeypatch.setattr(
+        paddle_io, "_unpack_saved_dict", lambda d, p: cut_at_100_bytes(d, p, original)
+    )
+    made, index = meta_classes.LocalTensorMetadata, meta_classes.LocalTensorIndex
+    (values, shards, files) = whole("float32", (14, 5)).flatten(), [], {}
+    place.mkdir()
+    for rank, flat in enumerate([(0, 13), (13, 70)]):
+        piece = {"w": values[flat[0] : flat[1]].clone()}
+        paddle.save(piece, str(place / f"{rank}_0.distcp"), protocol=3)
+        shards.append(made((0, 0), (14, 5), "float32", (14, 5), True, flat))
+        files[index("w", (0, 0), True, flat, None, (14, 5))] = f"{rank}_0.distcp"
+    assert (place / "1_0.distcp").read_bytes().count(b"w@@.2") > 0  # 25 elements a piece
+    write_meta(place, meta_classes.Metadata({"w": shards}, files, {"w": ("w",)}))
+    with fw.open(place) as opened:
+        assert opened.read("w").tobytes() == raw(whole("float32", (14, 5)))
+
+
 # Bad input.
 
 

@@ -538,6 +538,28 @@ def test_strides_that_make_much_of_little_are_refused(tmp_path, shape, strides, 
         fw.open(tmp_path / "ck")
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_tensor_that_starts_inside_its_storage_is_read_from_there(tmp_path, dtype, is_turned):
+    """C35: torch.save keeps a view's whole storage; DCP clones views, other writers do not."""
+    view = torch.arange(40).to(dtype)[7:19].view(3, 4)
+    view = view.t() if is_turned else view
+    assert view.storage_offset() == 7
+    place = tmp_path / "ck"
+    dcp.save({"a": torch.full((5,), 9.0), "w": view}, checkpoint_id=place)
+    torch.save(view, place / "item.distcp")
+    meta = FileSystemReader(place).read_metadata()
+    (info,) = (each for index, each in meta.storage_data.items() if index.fqn == "w")
+    info.relative_path, info.offset = "item.distcp", 0
+    info.length = (place / "item.distcp").stat().st_size
+    (place / ".metadata").write_bytes(pickle.dumps(meta))
+    with fw.open(place) as opened:
+        assert opened.read("w").tobytes() == raw(view)
+    theirs = {"w": torch.zeros(view.shape, dtype=dtype)}
+    dcp.load(theirs, checkpoint_id=place)
+    assert raw(theirs["w"]) == raw(view)
+
+
 def test_an_archive_with_a_second_root_is_refused(broken, tmp_path):
     def change(item):
         (tmp_path / "item.zip").write_bytes(item)
