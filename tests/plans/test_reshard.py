@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import given
@@ -101,3 +102,59 @@ def test_a_missing_name_has_none_of_its_elements():
 
 def test_an_empty_shard_needs_nothing():
     assert not list(reshard({}, {"w": [Shard(0, Box((4,), (0,)))]}).copies())
+
+
+def cuts(length):
+    """Every way to cut a length into pieces, as (start, length) pairs."""
+    for inner in product([False, True], repeat=length - 1):
+        edges = [0, *(at for at, is_edge in enumerate(inner, 1) if is_edge), length]
+        yield [(low, high - low) for low, high in pairwise(edges)]
+
+
+def filled(source, sink):
+    """The flat elements of a sink that the plan's copies fill, each with its source rank."""
+    copies = list(reshard({"w": source}, {"w": [sink]}).copies())
+    for copy in copies:
+        assert copy.source.box.contains(copy.box)
+        assert copy.source in source
+    starts = [copy.box.offset for copy in copies]
+    runs = [run for copy in copies for run in copy.sink_box.runs(sink.box.shape)]
+    return starts, Counter(i for at, n in runs for i in range(at, at + n))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_uneven_pieces_in_any_order_fill_every_window_of_the_tensor(dim):
+    """The longest piece may start far before a window that only its end reaches."""
+
+    def box(start, length):
+        return Box((start, 0), (length, 2)) if dim == 0 else Box((0, start), (2, length))
+
+    for cut in cuts(6):
+        source = [Shard(rank, box(*piece)) for rank, piece in enumerate(cut)]
+        for order in (source, source[::-1], source[::2] + source[1::2]):
+            for low, high in combinations(range(7), 2):
+                sink = Shard(9, box(low, high - low))
+                starts, seen = filled(order, sink)
+                assert seen == Counter(range(sink.box.num_elements)), (cut, low, high)
+                assert starts == sorted(starts)
+
+
+def test_pieces_cut_in_both_dims_fill_every_window():
+    """More cuts along the second dim than along the first: the search goes along the second."""
+    rows, columns = [(0, 3), (3, 1)], [(0, 1), (1, 4), (5, 1), (6, 2)]
+    pieces = [Box((r, c), (h, w)) for (r, h), (c, w) in product(rows, columns)]
+    source = [Shard(rank, piece) for rank, piece in enumerate(pieces)]
+    for (top, bottom), (left, right) in product(
+        combinations(range(5), 2), combinations(range(9), 2)
+    ):
+        sink = Shard(9, Box((top, left), (bottom - top, right - left)))
+        assert filled(source, sink)[1] == Counter(range(sink.box.num_elements))
+
+
+def test_a_scalar_that_several_ranks_hold_fills_every_rank():
+    source = [Shard(rank, Box((), ())) for rank in range(3)]
+    plan = reshard({"s": source}, {"s": [Shard(rank, Box((), ())) for rank in range(5)]})
+    copies = list(plan.copies())
+    assert [copy.sink.rank for copy in copies] == [0, 1, 2, 3, 4]
+    assert all(copy.source in source for copy in copies)
+    assert plan.num_copies == 5
