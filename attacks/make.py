@@ -243,6 +243,18 @@ def cases() -> Iterator[tuple[str, bytes, str]]:
         "a size that is text",
     )
     yield "pk-bomb.pdparams", bomb(), "2**40 leaves in a file of a thousand bytes"
+    wide = b"]\x94" + b"".join(b"0(%sl\x94" % (b"h%c" % level * 250) for level in range(4))
+    yield (
+        "pk-wide.pdparams",
+        b"\x80\x04}\x8c\x01a" + wide + b"s.",
+        "one list 250 times in a list, four times over: gigabytes from a file of 2 KB",
+    )
+    same_hash = [(n * (2**61 - 1)).to_bytes(16, "little") for n in range(1000)]
+    yield (
+        "pk-key-hash.pdparams",
+        b"\x80\x04}(" + b"".join(b"\x8a\x10" + key + b"N" for key in same_hash) + b"u.",
+        "keys that all have one hash in Python: a dict of them takes time by its square",
+    )
     yield "pk-name-list.pdparams", b"\x80\x04N]\x93.", "names a function by a list"
     deep = b")" + b"\x85" * 20000
     split = b"\x8c\x15UnpackBigParamInfor@@}\x8c\x01z}(\x8c\x0bOriginShape)\x8c\x06slices" + deep

@@ -3,6 +3,8 @@
 import json
 import pickle
 import struct
+import tracemalloc
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 import flyweight as fw
 from fakes import MemoryStore
 from flyweight.errors import FlyweightError, FormatError, StoreError
+from flyweight.formats import budget
 from flyweight.formats.paddle_dist import open_paddle
 from flyweight.formats.pdparams import open_pdparams
 from flyweight.formats.safetensors import open_files
@@ -135,6 +138,26 @@ def test_pickles_with_damage(data):
 ]), max_size=30))  # fmt: skip
 def test_pickles_of_any_opcodes(codes):
     read_all(open_pdparams, b"\x80\x04" + b"".join(codes) + b".")
+
+
+@settings(FUZZ, max_examples=100)
+@given(st.lists(st.sampled_from([
+    b"(", b"0", b"N", b"\x88", b"K\x01", b"M\xff\xff", b"J\0\0\0\x7f", b"\x8a\x09" + b"\x7f" * 9, b"X\x01\0\0\0a",
+    b"\x8c\x03abc", b"C\x01x", b"]", b"a", b"e", b"l", b"}", b"d", b"s", b"u", b")", b"t", b"\x85", b"\x86", b"\x94",
+    b"h\x00", b"h\x01", b"h\x02", b"R", b"b", b"G" + b"\x40" * 8,
+]), min_size=1, max_size=8))  # fmt: skip
+def test_pickles_of_any_opcodes_again_and_again_take_little_memory(codes):
+    head = b"ccollections\nOrderedDict\n\x94]\x94)\x94"
+    unit = b"".join(codes)
+    data = b"\x80\x04" + head + unit * (60_000 // len(unit)) + b"."
+    with mock.patch.object(budget, "MIN_BUDGET_BYTES", 128 << 10):
+        tracemalloc.start()
+        try:
+            read_all(open_pdparams, data)
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak_bytes < 10 * len(data)
 
 
 @FUZZ

@@ -23,7 +23,7 @@ from flyweight.formats.pdparams import (
     read_pickled,
 )
 from flyweight.formats.pickles import read_pickle
-from flyweight.formats.records import Records, told
+from flyweight.formats.records import Records, place_key, told
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored
 from flyweight.ports import FilePlan, Format, Store
@@ -54,7 +54,7 @@ def has_checkpoint(names: Sequence[str]) -> bool:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Shard:
     """A box of a tensor as the metadata tells it."""
 
@@ -92,8 +92,10 @@ class _Reader:
         self._records = Records(f"{file!r} in {store.place!r}")
         self._refused, self._fields = self._records.refused, self._records.fields
         self._numbers = self._records.numbers
-        self._records.check_size(store.size(file))
-        root = read_pickle(self._store, file, _ALLOWED, has_objects=True)
+        self._records.set_size(store.size(file))
+        root = read_pickle(
+            self._store, file, _ALLOWED, has_objects=True, budget=self._records.budget
+        )
         fields = self._fields(root, "Metadata")
         self._shards = self._read_shards(fields.get("state_dict_metadata"))
         self._replicas: dict[str, set[str]] = {}
@@ -105,7 +107,8 @@ class _Reader:
         if not isinstance(value, dict):
             raise self._refused(f"has {told(value)} for its tensors")
         shards: dict[str, list[_Shard]] = {}
-        for name, entries in value.items():
+        for name in list(value):
+            entries = value.pop(name)  # what is read of it takes its memory
             if not isinstance(name, str) or not isinstance(entries, list):
                 raise self._refused(f"has {told(entries)} for the shards of {str(name)[:80]!r}")
             shards[check_name(name)] = [self._read_shard(name, each) for each in entries]
@@ -133,12 +136,13 @@ class _Reader:
             raise self._refused(f"has the flat range {numbers} for {name!r}")
         return numbers[0], numbers[1]
 
-    def _read_places(self, value: object) -> dict[tuple[object, ...], str]:
+    def _read_places(self, value: object) -> dict[bytes, str]:
         """Return which file has each shard; replicas other than the first are not looked at."""
         if not isinstance(value, dict):
             raise self._refused(f"has {told(value)} for its files")
-        places: dict[tuple[object, ...], str] = {}
-        for key, file in value.items():
+        places: dict[bytes, str] = {}
+        while value:
+            key, file = value.popitem()
             fields = self._fields(key, "LocalTensorIndex")
             name = fields.get("tensor_key")
             if not isinstance(name, str):
@@ -147,7 +151,7 @@ class _Reader:
                 self._replicas.setdefault(check_file_name(file), set()).add(name)
                 continue
             offset = self._numbers(fields.get("global_offset"), name)
-            place = (name, offset, self._flat(name, fields))
+            place = _place(name, offset, self._flat(name, fields))
             if not isinstance(file, str):
                 raise self._refused(f"has {told(file)} for the file of {name!r}")
             if places.setdefault(place, check_file_name(file)) != file:
@@ -164,8 +168,14 @@ class _Reader:
         used = {file: set(self._replicas.get(file, ())) for file in files}
         for name, shards in self._shards.items():
             whole = self._whole(name, shards)
-            for shard in dict.fromkeys(shards):
-                file = self._places.get((name, shard.box.offset, shard.flat))
+            known: dict[bytes, _Shard] = {}
+            for shard in shards:
+                place = _place(name, shard.box.offset, shard.flat)
+                if known.setdefault(place, shard) is not shard:
+                    if known[place] != shard:
+                        raise self._refused(f"has {name!r} as {known[place]} and as {shard}")
+                    continue  # another replica's
+                file = self._places.get(place)
                 if file is None:
                     raise self._refused(f"names no file for {name!r} from {shard.box.offset} on")
                 used[file].add(name)
@@ -219,13 +229,15 @@ class _Reader:
                 )
 
     def _whole(self, name: str, shards: Sequence[_Shard]) -> tuple[int, ...]:
-        wholes = {shard.whole for shard in shards if shard.whole is not None}
-        if len(wholes) > 1 or not shards or len({len(shard.box.shape) for shard in shards}) > 1:
-            raise self._refused(f"gives {name!r} the shapes {listed([str(w) for w in wholes])}")
-        if wholes:
-            (whole,) = wholes
-        else:  # releases before 3.1 do not say
-            whole = tuple(map(max, zip(*(shard.box.end for shard in shards), strict=True)))
+        whole = next((shard.whole for shard in shards if shard.whole is not None), None)
+        others = [shard.whole for shard in shards if shard.whole not in (None, whole)]
+        if others or not shards or len({len(shard.box.shape) for shard in shards}) > 1:
+            shapes = [str(each) for each in (whole, *others)]
+            raise self._refused(f"gives {name!r} the shapes {listed(shapes)}")
+        if whole is None:  # releases before 3.1 do not say
+            whole = shards[0].box.end
+            for shard in shards:
+                whole = tuple(map(max, whole, shard.box.end))
         for shard in shards:
             if len(whole) != len(shard.box.shape) or not Box.whole(whole).contains(shard.box):
                 raise self._refused(
@@ -267,6 +279,10 @@ class _Reader:
                 extents.append(Extent(name, box.moved(shard.box.offset), extent.file, at))
                 at += spec.box_bytes(Box.whole((box.num_elements,)))
         return dtype, is_raw, extents
+
+
+def _place(name: str, offset: tuple[int, ...], flat: tuple[int, int] | None) -> bytes:
+    return place_key(name, offset, flat or ())
 
 
 # Writing: one file, as a job of one rank would write it.

@@ -15,16 +15,24 @@ from math import prod
 import numpy as np
 
 from flyweight.errors import FormatError, SpecError, listed
+from flyweight.formats.budget import Budget
 from flyweight.formats.decoded import DecodedStore
-from flyweight.formats.pickles import Made, Span, read_pickle
-from flyweight.formats.records import told
+from flyweight.formats.pickles import Made, MadeDict, Span, read_pickle
+from flyweight.formats.records import LEAF_BYTES, told
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored
 from flyweight.memory import Bytes, bytes_of
 from flyweight.ports import Store
 from flyweight.spec.box import Box, stretch
 from flyweight.spec.dtype import BY_NUMPY, DType
-from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorSpec, check_name
+from flyweight.spec.manifest import (
+    MAX_NAME_CHARS,
+    Extent,
+    Leaf,
+    Manifest,
+    TensorSpec,
+    check_name,
+)
 
 MAX_LEAVES = 1_000_000
 MAX_NESTING = 32
@@ -116,12 +124,13 @@ class _Pickled:
     def __init__(self, store: DecodedStore, file: str) -> None:
         self._store, self._file = store, file
         self._count = 0
+        self._budget = Budget(f"pickle {file!r} in {store.place!r}", store.size(file))
 
     def _refuse(self, why: str) -> FormatError:
         return FormatError(f"pickle {self._file!r} in {self._store.place!r} {why}")
 
     def manifest(self) -> Manifest:
-        root = read_pickle(self._store, self._file, ALLOWED)
+        root = read_pickle(self._store, self._file, ALLOWED, budget=self._budget)
         content = self._content(root)
         if content is None:
             raise self._refuse(f"holds a {type(root).__name__}, expected a dict of arrays")
@@ -173,19 +182,20 @@ class _Pickled:
         return bytes_of(raw)
 
     def _content(self, value: object) -> dict[object, object] | None:
-        if isinstance(value, Made) and (value.what.module, value.what.name) == _ORDERED:
+        if isinstance(value, MadeDict):
             return value.items
         return value if isinstance(value, dict) else None
 
     def _leaves(self, name: str, value: object, depth: int) -> Iterator[tuple[str, _Array | Leaf]]:
-        self._count += 1
-        if depth > MAX_NESTING or self._count > MAX_LEAVES:
-            raise self._refuse(f"nests deeper than {MAX_NESTING} or has over {MAX_LEAVES} leaves")
+        self._check_limits(name, depth)
         content = self._content(value)
-        if content is None and isinstance(value, (list, tuple)):
-            content = dict(enumerate(value))
+        pairs: Iterable[tuple[object, object]] | None = None
         if content is not None:
-            for key, each in content.items():
+            pairs = content.items()
+        elif isinstance(value, (list, tuple)):
+            pairs = enumerate(value)
+        if pairs is not None:
+            for key, each in pairs:
                 if key != STRUCTURED_NAMES:
                     yield from self._leaves(f"{name}.{key}" if name else str(key), each, depth + 1)
             return
@@ -206,6 +216,17 @@ class _Pickled:
             yield check_name(name), value
             return
         raise self._refuse(f"has a {getattr(value, 'what', type(value).__name__)} at {name!r}")
+
+    def _check_limits(self, name: str, depth: int) -> None:
+        self._count += 1
+        if depth > MAX_NESTING or self._count > MAX_LEAVES:
+            raise self._refuse(
+                f"nests {depth} deep, at most {MAX_NESTING}, or has {self._count} leaves, at most "
+                f"{MAX_LEAVES}"
+            )
+        if len(name) > MAX_NAME_CHARS:
+            check_name(name)
+        self._budget.take(LEAF_BYTES + len(name))
 
     def _array(self, name: str, made: Made) -> _Array:
         match made.state, made.args:

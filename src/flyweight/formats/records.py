@@ -6,13 +6,27 @@ list again and again. So nothing here walks or prints more of a value than it mu
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable
+
 from flyweight.errors import FormatError
-from flyweight.formats.pickles import Global, Made, Span
+from flyweight.formats.budget import Budget
+from flyweight.formats.pickles import Global, Made, MadeDict, Span
 from flyweight.spec.manifest import MAX_DIMS, Leaf, check_name
 
 MAX_METADATA_BYTES = 1 << 30
 MAX_VISITS = 2_000_000
 MAX_NESTING = 32
+RECORD_BYTES = 200
+"""Memory that a reader takes for one record: for its place, its box and its extent."""
+LEAF_BYTES = 300
+"""Memory that a reader takes for one leaf, its name aside."""
+
+
+def place_key(name: str, *numbers: tuple[int, ...]) -> bytes:
+    """Return a key for a part of a tensor: tuples of numbers can be made to share one hash."""
+    counted = [each for some in numbers for each in (len(some), *some)]
+    return struct.pack(f"<{len(counted)}q", *counted) + name.encode("utf-8", "surrogatepass")
 
 
 def told(value: object) -> str:
@@ -42,18 +56,27 @@ class Records:
     def __init__(self, what: str) -> None:
         self._what = what
         self._visits = 0
+        self.budget = self._leaves_budget = Budget(what, 0)
 
     def refused(self, why: str) -> FormatError:
         return FormatError(f"{self._what} {why}")
 
-    def check_size(self, nbytes: int) -> None:
+    def set_size(self, nbytes: int) -> None:
+        """Set the size of the file, which bounds the memory for its records."""
         if nbytes > MAX_METADATA_BYTES:
             raise self.refused(f"has {nbytes} bytes, at most {MAX_METADATA_BYTES}")
+        self.budget = Budget(self._what, nbytes)
+
+    def set_data_size(self, nbytes: int) -> None:
+        """Set the size of the files that hold its values, which bounds the memory for leaves."""
+        self._leaves_budget = Budget(f"data of {self._what}", nbytes)
 
     def fields(self, value: object, kind: str) -> dict[str, object]:
         """Return the fields of an object of a class, by name."""
-        if isinstance(value, Made) and value.what.name == kind and isinstance(value.state, dict):
-            return {key: each for key, each in value.state.items() if isinstance(key, str)}
+        self.budget.take_record(RECORD_BYTES)
+        if isinstance(value, Made) and value.what.name == kind and value.names is not None:
+            assert isinstance(value.state, tuple)
+            return dict(zip(value.names, value.state, strict=True))
         raise self.refused(f"has {told(value)} where a {kind} is expected")
 
     def numbers(self, value: object, name: str) -> tuple[int, ...]:
@@ -63,6 +86,8 @@ class Records:
             and len(value) <= MAX_DIMS
             and all(type(each) is int and 0 <= each < 2**63 for each in value)
         ):
+            if isinstance(value, list):  # unlike a tuple it may be recalled, and is copied
+                self.budget.take(8 * len(value))
             return tuple(value)
         raise self.refused(f"has the numbers {told(value)} for {name!r}")
 
@@ -70,18 +95,21 @@ class Records:
         """Return the plain values in nested dicts and lists, by their joined names."""
         self._visits += 1
         if depth > MAX_NESTING or self._visits > MAX_VISITS:
-            raise self.refused(f"has a value {name[:80]!r} that nests too deep or is too large")
-        if isinstance(value, Made) and str(value.what) == "collections.OrderedDict":
+            raise self.refused(
+                f"has a value {name[:80]!r} that nests too deep or is too large: depth {depth}, at "
+                f"most {MAX_NESTING}, and {self._visits} values, at most {MAX_VISITS}"
+            )
+        self._leaves_budget.take(LEAF_BYTES + len(name))
+        check_name(name)
+        if isinstance(value, MadeDict):
             value = value.items
-        if isinstance(value, Made) and str(value.what) == "torch.Size" and value.args:
-            value = self.numbers(value.args[0] if isinstance(value.args, tuple) else None, name)
-        pairs: list[tuple[object, object]]
+        pairs: Iterable[tuple[object, object]]
         if isinstance(value, dict):
-            pairs = list(value.items())
+            pairs = value.items()
         elif isinstance(value, (list, tuple)):
-            pairs = list(enumerate(value))
+            pairs = enumerate(value)
         elif _is_plain(value):
-            return [(check_name(name), value)]  # type: ignore[list-item]
+            return [(name, value)]  # type: ignore[list-item]
         else:
             raise self.refused(f"has a value {name!r} that is {told(value)}")
         found: list[tuple[str, Leaf]] = []

@@ -18,7 +18,7 @@ import numpy as np
 from flyweight.errors import FormatError, SnapshotIncomplete, SpecError
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickles import Global, Made, Span, read_pickle
-from flyweight.formats.records import Records, told
+from flyweight.formats.records import Records, place_key, told
 from flyweight.formats.stored import Stored
 from flyweight.formats.torch_item import DTYPE_NAMES, SIZE, TorchItem, pickled_tensor
 from flyweight.memory import Buffer, Bytes, bytes_of, item_dtype
@@ -88,37 +88,36 @@ class _Reader:
         self._sizes: dict[str, int] = {}
         self._records = Records(f"{METADATA!r} in {store.place!r}")
         self._refused, self._fields = self._records.refused, self._records.fields
-        self._records.check_size(store.size(METADATA))
-        root = read_pickle(self._store, METADATA, _ALLOWED, has_objects=True)
+        self._numbers = self._records.numbers
+        self._records.set_size(store.size(METADATA))
+        root = read_pickle(
+            self._store, METADATA, _ALLOWED, has_objects=True, budget=self._records.budget
+        )
         fields = self._fields(root, "Metadata")
         entries, places = fields.get("state_dict_metadata"), fields.get("storage_data")
         if not isinstance(entries, dict) or not isinstance(places, dict):
             raise self._refused("has no tensors or no files")
         self._entries = entries
+        del root, fields  # what is read of them below takes the memory of what is not
         self._places = self._read_places(places)
+        self._records.set_data_size(sum(self._sizes.values()))
         self._check_apart()
 
-    def _size(self, value: object, name: str) -> tuple[int, ...]:
-        if isinstance(value, Made) and (value.what.module, value.what.name) == SIZE:
-            match value.args:
-                case (numbers,):
-                    value = numbers
-        return self._records.numbers(value, name)
-
-    def _read_places(
-        self, places: Mapping[object, object]
-    ) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, Span]]:
-        found: dict[tuple[str, tuple[int, ...] | None], tuple[str, Span]] = {}
-        for key, value in places.items():
+    def _read_places(self, places: dict[object, object]) -> dict[bytes, tuple[str, Span]]:
+        """Return where each item is, and leave `places` empty."""
+        found: dict[bytes, tuple[str, Span]] = {}
+        while places:
+            key, value = places.popitem()
             index, info = self._fields(key, "MetadataIndex"), self._fields(value, "_StorageInfo")
             name, offset = index.get("fqn"), index.get("offset")
             if not isinstance(name, str):
                 raise self._refused(f"has a file for {told(name)}")
-            place = (name, None if offset is None else self._size(offset, name))
+            corner = () if offset is None else self._numbers(offset, name)
+            place = _item(name, None if offset is None else corner)
             if info.get("transform_descriptors"):
                 raise self._refused(f"has {name!r} packed: {told(info['transform_descriptors'])}")
             if place in found:
-                raise self._refused(f"has two places for {name!r} from {place[1]} on")
+                raise self._refused(f"has two places for {name!r} from {corner} on")
             found[place] = self._place(name, info)
         return found
 
@@ -158,7 +157,8 @@ class _Reader:
         tensors: dict[str, TensorSpec] = {}
         values: dict[str, Leaf] = {}
         extents: list[Extent] = []
-        for name, entry in self._entries.items():
+        for name in list(self._entries):
+            entry = self._entries.pop(name)  # what is read of it takes its memory
             if not isinstance(name, str):
                 raise self._refused(f"has an entry called {told(name)}")
             check_name(name)
@@ -185,13 +185,13 @@ class _Reader:
                 pass
             case other:
                 raise self._refused(f"has {told(other)} for the properties of {name!r}")
-        spec = _spec(self._dtype(name, dtype), self._size(fields.get("size"), name))
+        spec = _spec(self._dtype(name, dtype), self._numbers(fields.get("size"), name))
         chunks = fields.get("chunks")
         boxes = []
         for chunk in chunks if isinstance(chunks, list) else ():
             corner = self._fields(chunk, "ChunkStorageMetadata")
-            offset = self._size(corner.get("offsets"), name)
-            shape = self._size(corner.get("sizes"), name)
+            offset = self._numbers(corner.get("offsets"), name)
+            shape = self._numbers(corner.get("sizes"), name)
             if len(offset) != len(shape) or len(shape) != len(spec.shape):
                 raise self._refused(f"has {offset} and {shape} in {name!r} of {spec.shape}")
             if spec.dtype.bits < 8:
@@ -211,9 +211,10 @@ class _Reader:
 
     def _extent(self, name: str, spec: TensorSpec, box: Box) -> Extent:
         packed = spec.stored(box).offset if spec.dtype.bits < 8 else box.offset
-        if (name, packed) not in self._places:
+        place = self._places.get(_item(name, packed))
+        if place is None:
             raise self._refused(f"names no file for {name!r} from {box.offset} on")
-        file, stretch = self._places[name, packed]
+        file, stretch = place
         what = f"{name!r} in {file!r} of {self._store.place!r}"
         item = TorchItem(self._store, file, stretch)
         tensor = pickled_tensor(item.root, what)
@@ -248,15 +249,20 @@ class _Reader:
         return Extent(name, box, self._store.add(file, straightened), 0)
 
     def _values(self, name: str) -> list[tuple[str, Leaf]]:
-        if (name, None) not in self._places:
+        if _item(name, None) not in self._places:
             raise self._refused(f"names no file for the value {name!r}")
-        file, stretch = self._places[name, None]
+        file, stretch = self._places[_item(name, None)]
         try:
             root = TorchItem(self._store, file, stretch).root
         except FormatError as error:
             error.note(f"value {name!r}; only plain values, dicts and lists of them can be read")
             raise
         return self._records.leaves(name, root)
+
+
+def _item(name: str, offset: tuple[int, ...] | None) -> bytes:
+    """Return the key of a tensor's item, by where it starts, or of a value's."""
+    return place_key(name) if offset is None else place_key(name, offset)
 
 
 def _spec(dtype: DType, packed: tuple[int, ...]) -> TensorSpec:

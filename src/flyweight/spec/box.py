@@ -93,7 +93,7 @@ class Box:
             yield corner + sum(map(mul, index, strides)), length
 
 
-@lru_cache(maxsize=4096)  # models have many tensors and few shapes
+@lru_cache(maxsize=256)  # models have many tensors and few shapes; more could share one hash
 def _whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 

@@ -1,0 +1,357 @@
+"""Pickles made to cost: opening one takes at most 1 s per MB, and memory of ten times the file."""
+
+import itertools
+import json
+import pickle
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from flyweight.errors import FormatError
+from flyweight.formats import budget
+from flyweight.formats import pickle_code as code
+
+SIZE = 2_000_000
+MODULUS = 2**61 - 1  # Python's hash of a number is its remainder
+HEAD = b"ccollections\nOrderedDict\n\x94]\x94K\x01"  # values 0 and 1, recalled below
+
+
+def repeated(unit, head=HEAD, tail=b"", size=SIZE):
+    return b"\x80\x04" + head + unit * ((size - len(head) - len(tail)) // len(unit)) + tail + b"."
+
+
+def batches(pairs, start=b"}", end=b"u", length=1000):
+    """Items of a container in calls of a thousand, as pickle writes them."""
+    pairs = iter(pairs)
+    some = iter(lambda: b"".join(itertools.islice(pairs, length)), b"")
+    return start + b"".join(b"(" + each + end for each in some)
+
+
+def long(value):
+    return b"\x8a\x10" + value.to_bytes(16, "little", signed=True)
+
+
+def padding(nbytes):
+    """Bytes that cost nothing to read."""
+    return b"B" + struct.pack("<I", nbytes) + bytes(nbytes)
+
+
+def real(value):
+    return b"G" + struct.pack(">d", value)
+
+
+OPCODES = {
+    "lists": b"]", "dicts": b"}", "marks": b"(", "nones": b"N", "empty tuples": b")", "tuples": b")\x85",
+    "tuple in tuple": b"\x85", "bytes": b"K\x01", "shorts": b"M\xff\xff", "ints": b"J\xff\xff\xff\x7f",
+    "longs": b"\x8a\x01\x05", "wide longs": long(2**126), "no bytes": b"C\0", "texts": b"\x8c\x02ab",
+    "wide texts": b"\x8c\x06" + "a\U0001f600b".encode(),
+    "floats": real(3.14), "memo": b"\x94", "recalls": b"h\0", "kept recalls": b"h\0\x94", "pairs": b"h\1h\1\x86",
+    "marked dicts": b"(d", "marked lists": b"(l", "calls": b"h\0)R", "calls with items": b"h\0)RNNs",
+    "dropped lists": b"]0", "appends": b"h\1Na0", "globals": b"cnumpy\ndtype\n", "drops": b"N0",
+}  # fmt: skip
+ARRAYS = {name: repeated(unit) for name, unit in OPCODES.items()} | {
+    "one tuple": repeated(b"N", b"(", b"t"),
+    "one list": repeated(b"h\1", HEAD + b"](", b"e"),
+    "many values": b"\x80\x04}\x8c\x01a" + batches([b"K\x01"] * (SIZE // 2), b"]", b"e") + b"s.",
+    "numbers of one hash": b"\x80\x04}(" + b"".join(long(n * MODULUS) + b"N" for n in range(SIZE // 19)) + b"u.",
+    "negative numbers of one hash": b"\x80\x04" + batches(long(-n * MODULUS) + b"N" for n in range(SIZE // 19)) + b".",
+    "numbers of one hash, one by one": b"\x80\x04}" + b"".join(long(n * MODULUS + 7) + b"Ns" for n in range(SIZE // 20)) + b".",
+    "floats for keys": b"\x80\x04" + batches(real(n * 1.5) + b"N" for n in range(SIZE // 10)) + b".",
+    "powers for keys": b"\x80\x04" + batches(real(m * 2.0 ** (61 * e)) + b"N" for m in range(1, 12500) for e in range(-16, 16)) + b".",
+    "texts for keys": b"\x80\x04" + batches(b"\x8c\x08%08dN" % n for n in range(SIZE // 11)) + b".",
+    "long name": b"\x80\x04X" + struct.pack("<I", 60_000) + b"k" * 60_000 + b"\x940]\x94K\x01a"
+    + b"".join(b"0}h\0(" + b"h%c" % (level + 1) * 100 + b"ls\x94" for level in range(8)) + padding(SIZE) + b"0.",
+}  # fmt: skip
+
+
+def torch_named(name):
+    return code.named("torch.distributed.checkpoint.metadata", name)
+
+
+def paddle_named(name):
+    return code.named("paddle.distributed.flex_checkpoint.dcp.metadata", name)
+
+
+def kept(*values):
+    return b"".join(value + b"\x940" for value in values)
+
+
+def torch_index(entries, places, head=b""):
+    """An index as torch pickles it, of what stands for its tensors and their files."""
+    fields = code.text("state_dict_metadata") + entries + code.text("storage_data") + places
+    fields += code.text("planner_data") + padding(max(SIZE - len(fields), 0))
+    return b"\x80\x04" + head + torch_named("Metadata") + b")\x81}(" + fields + b"ub."
+
+
+def paddle_index(shards, places, head=b""):
+    fields = code.text("state_dict_metadata") + shards + code.text("storage_metadata") + places
+    fields += code.text("flat_mapping") + padding(max(SIZE - len(fields), 0))
+    return b"\x80\x04" + head + paddle_named("Metadata") + b")\x81}(" + fields + b"ub."
+
+
+def corners(count):
+    """Offsets in nine dims, all different, whose tuples all have one hash: values 0 to 3."""
+    products = itertools.product(*[[b"h%c" % n for n in range(4)]] * 9)
+    return [b"(" + b"".join(each) + b"t" for each in itertools.islice(products, count)]
+
+
+NUMBERS = kept(*(b"\x8a\x09" + (n * MODULUS).to_bytes(9, "little") for n in range(4)))
+
+
+def torch_places(count):
+    info = code.made(
+        code.named("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        relative_path=code.text("__0_0.distcp"), offset=b"K\0", length=b"K\0",
+    )  # fmt: skip
+    head = NUMBERS + kept(
+        info, torch_named("MetadataIndex"), *map(code.text, ("fqn", "offset", "w"))
+    )
+    places = batches(b"h\5)\x81}(h\6h\x08h\7%subh\4" % corner for corner in corners(count))
+    return torch_index(b"}", places, head)
+
+
+def paddle_places(count):
+    names = map(code.text, ("tensor_key", "global_offset", "w"))
+    head = NUMBERS + kept(code.text("0_0.distcp"), paddle_named("LocalTensorIndex"), *names)
+    places = batches(b"h\5)\x81}(h\6h\x08h\7%subh\4" % corner for corner in corners(count))
+    return paddle_index(b"}", places, head)
+
+
+def paddle_shards(count):
+    head = NUMBERS + kept(
+        b"N", paddle_named("LocalTensorMetadata"), code.text("local_shape"),
+        code.text("global_offset"), b"(" + b"K\0" * 9 + b"t",
+    )  # fmt: skip
+    made = (b"h\5)\x81}(h\6h\x08h\7%sub" % corner for corner in corners(count))
+    shards = b"}" + code.text("w") + batches(made, b"]", b"e") + b"s"
+    index = code.made(
+        paddle_named("LocalTensorIndex"), tensor_key=code.text("w"),
+        global_offset=b"(" + b"K\0" * 9 + b"t",
+    )  # fmt: skip
+    return paddle_index(shards, b"}" + index + code.text("0_0.distcp") + b"s", head)
+
+
+def torch_recalled(num_names, num_chunks):
+    """Every tensor has the same list of empty chunks."""
+    chunk = code.made(torch_named("ChunkStorageMetadata"), offsets=b"K\0\x85", sizes=b"K\0\x85")
+    properties = torch_named("TensorProperties") + b")\x81(ctorch\nfloat32\n\x89tb"
+    entry = code.made(
+        torch_named("TensorStorageMetadata"), properties=properties, size=b"K\0\x85",
+        chunks=b"](" + b"h\0" * num_chunks + b"e",
+    )  # fmt: skip
+    entries = batches(b"\x8c\x08%08dh\1" % n for n in range(num_names))
+    return torch_index(entries, b"}", kept(chunk, entry))
+
+
+def paddle_recalled(num_names, num_shards):
+    shard = code.made(paddle_named("LocalTensorMetadata"), local_shape=b")", global_offset=b")")
+    shards = batches(b"\x8c\x08%08dh\1" % n for n in range(num_names))
+    head = kept(shard, b"](" + b"h\0" * num_shards + b"e")
+    return paddle_index(shards, b"}", head)
+
+
+INDEXES = {
+    "torch, lists": (".metadata", repeated(b"]", b"")),
+    "torch, memo": (".metadata", repeated(b"\x94", b"]")),
+    "torch, calls": (".metadata", repeated(b"h\0)\x81", torch_named("Metadata") + b"\x94")),
+    "torch, kept recalls": (".metadata", repeated(b"h\0\x94", b"]\x94")),
+    "torch, offsets of one hash": (".metadata", torch_places(25_000)),
+    "torch, one list of chunks": (".metadata", torch_recalled(100_000, 200_000)),
+    "paddle, lists": ("0.metadata", repeated(b"]", b"")),
+    "paddle, offsets of one hash": ("0.metadata", paddle_places(25_000)),
+    "paddle, shards of one hash": ("0.metadata", paddle_shards(25_000)),
+    "paddle, one list of shards": ("0.metadata", paddle_recalled(100_000, 200_000)),
+}
+
+MEASURE = """
+import json, os, resource, sys, time
+import flyweight as fw
+def bytes_of(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(field))
+for path in sys.argv[1:3]:
+    try: fw.open(path)          # imports what opening needs
+    except fw.FlyweightError: pass
+for path in sys.argv[3:]:
+    if os.fork():
+        os.wait()
+        continue
+    resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+    before, started = bytes_of("VmRSS"), time.process_time()
+    try:
+        fw.open(path)
+        told = "opened"
+    except fw.FlyweightError as error:
+        told = f"{type(error).__name__}: {error}"
+    seconds = time.process_time() - started
+    print(json.dumps([path, seconds, bytes_of("VmHWM") - before, told]), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """For each file: bytes of the pickle, CPU seconds and memory of opening it, and what came."""
+    place = tmp_path_factory.mktemp("costly")
+    paths, sizes = {}, {}
+    (place / "empty.pdparams").write_bytes(b"\x80\x04}.")
+    (place / "empty").mkdir()
+    (place / "empty" / ".metadata").write_bytes(b"\x80\x04}.")
+    for number, (name, content) in enumerate(ARRAYS.items()):
+        paths[name] = place / f"{number}.pdparams"
+        paths[name].write_bytes(content)
+        sizes[name] = len(content)
+    for number, (name, (file, content)) in enumerate(INDEXES.items()):
+        paths[name] = place / str(number)
+        paths[name].mkdir()
+        (paths[name] / file).write_bytes(content)
+        for data in ("__0_0.distcp", "0_0.distcp"):
+            if (data[0] == "_") == file.startswith("."):
+                (paths[name] / data).write_bytes(b"\x80\x04}.")
+        sizes[name] = len(content)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, place / "empty.pdparams", place / "empty", *paths.values()],
+        capture_output=True, text=True, timeout=600, check=True,
+    )  # fmt: skip
+    found = {path: rest for path, *rest in map(json.loads, done.stdout.splitlines())}
+    killed = [20.0, 0, "killed: took 20 s"]
+    return {name: (sizes[name], *found.get(str(path), killed)) for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("name", [*ARRAYS, *INDEXES])
+def test_a_costly_pickle_takes_a_second_per_megabyte_and_ten_times_its_size(measured, name):
+    nbytes, seconds, memory_bytes, told = measured[name]
+    print(f"{seconds / nbytes * 1e6:.2f} s/MB, {memory_bytes / nbytes:.2f} bytes a byte: {told}")
+    assert nbytes > 1_900_000
+    assert seconds < nbytes / 1e6, told
+    assert memory_bytes < 10 * nbytes, told
+
+
+@pytest.mark.parametrize("name", ["lists", "many values", "torch, lists", "paddle, lists"])
+def test_what_takes_too_much_memory_is_refused_with_both_sizes(measured, name):
+    nbytes, _, _, told = measured[name]
+    expected = f"has {nbytes} bytes and describes objects of more than {7 * nbytes}, the most"
+    assert told.startswith("FormatError: ")
+    assert expected in told
+
+
+def test_a_small_file_may_take_a_fixed_amount(tmp_path, monkeypatch):
+    path = tmp_path / "m.pdparams"
+    monkeypatch.setattr(budget, "MIN_BUDGET_BYTES", 1 << 20)
+    for count, is_fine in ((1000, True), (20_000, False)):
+        path.write_bytes(pickle.dumps({"a": [1] * count}))
+        if is_fine:
+            assert len(fw.open(path).manifest.values) == count
+        else:
+            match = rf"has {path.stat().st_size} bytes and describes objects of more than 1048576"
+            with pytest.raises(FormatError, match=match):
+                fw.open(path)
+
+
+@pytest.mark.parametrize("key", [MODULUS, -MODULUS, 2**63, -(2**100)])
+def test_a_number_for_a_key_that_shares_its_hash_is_refused_with_the_limit(tmp_path, key):
+    path = tmp_path / "m.pdparams"
+    path.write_bytes(pickle.dumps({"a": {key: 1.5}}))
+    with pytest.raises(FormatError, match=f"number {key} for a key .*, at most {MODULUS - 1}"):
+        fw.open(path)
+
+
+def test_plain_keys_of_every_kind_are_read(tmp_path):
+    path = tmp_path / "m.pdparams"
+    content = {0: 1, -1: 2, -2: 3, MODULUS - 1: 4, 1 - MODULUS: 5, 2.5: 6, None: 7, "é": 8}
+    path.write_bytes(pickle.dumps({"a": content}))
+    values = fw.open(path).manifest.values
+    assert values == {f"a.{key}": value for key, value in content.items()}
+
+
+def test_values_that_are_kept_from_1_on_are_recalled(tmp_path):
+    """Python 2 counts the values that it keeps from 1 on."""
+    path = tmp_path / "m.pdparams"
+    a, b = code.text("a"), code.text("b")
+    path.write_bytes(b"\x80\x02}q\1(" + a + b"q\2K\5" + b + b"h\2u.")
+    assert fw.open(path).manifest.values == {"a": 5, "b": "a"}
+
+
+# Large and honest.
+
+
+@pytest.fixture
+def small_floor(monkeypatch):
+    """What small files may take is next to nothing for the files below."""
+    monkeypatch.setattr(budget, "MIN_BUDGET_BYTES", 128 << 10)
+
+
+@pytest.mark.parametrize("num_dims", [1, 2, 4])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_an_index_of_many_shards_opens_within_ten_times_its_size(
+    tmp_path, small_floor, num_dims, protocol
+):
+    """As torch writes it: one name, many chunks, so that names do not fill the file."""
+    import io
+
+    import torch
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    size, item = torch.Size, io.BytesIO()
+    torch.save(torch.zeros([1] * num_dims), item)
+    item, count = item.getvalue(), 2000
+    offsets = [size([n, *[0] * (num_dims - 1)]) for n in range(count)]
+    ones = [size([1] * num_dims) for _ in offsets]
+    chunks = [metadata.ChunkStorageMetadata(*each) for each in zip(offsets, ones, strict=True)]
+    whole = metadata.TensorStorageMetadata(
+        metadata.TensorProperties(torch.float32), size([count, *[1] * (num_dims - 1)]), chunks
+    )
+    places = {
+        metadata.MetadataIndex("w", offset, n): filesystem._StorageInfo(
+            "__0_0.distcp", n * len(item), len(item)
+        )
+        for n, offset in enumerate(offsets)
+    }
+    meta = metadata.Metadata({"w": whole}, {"w": ("w",)}, places)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(meta, protocol))
+    (tmp_path / "__0_0.distcp").write_bytes(item * count)
+    with fw.open(tmp_path) as opened:
+        assert len(opened.shards("w")) == count
+
+
+@pytest.mark.parametrize("num_dims", [1, 2, 4])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_an_index_of_paddle_with_many_shards_opens_within_ten_times_its_size(
+    tmp_path, small_floor, num_dims, protocol
+):
+    """As Paddle writes it: each of a hundred files has a row of each of sixty tensors."""
+    from paddle.distributed.flex_checkpoint.dcp import metadata
+
+    num_files, names, rest = 100, [f"w{n}" for n in range(60)], [0] * (num_dims - 1)
+    shards, places = {name: [] for name in names}, {}
+    for n in range(num_files):
+        for name in names:  # tuples of their own, as every rank makes them
+            offset, ones = (n, *rest), tuple([1] * num_dims)
+            whole = (num_files, *[1] * (num_dims - 1))
+            shards[name].append(
+                metadata.LocalTensorMetadata(offset, ones, "float32", whole, False, None)
+            )
+            index = metadata.LocalTensorIndex(name, offset, False, None, None, ones)
+            places[index] = f"{n}_0.distcp"
+        content = {name: np.full([1] * num_dims, n, "f4") for name in names}
+        (tmp_path / f"{n}_0.distcp").write_bytes(pickle.dumps(content, 4))
+    meta = metadata.Metadata(shards, places, {name: (name,) for name in names})
+    (tmp_path / "0.metadata").write_bytes(pickle.dumps(meta, protocol))
+    with fw.open(tmp_path) as opened:
+        assert opened.read("w7").tobytes() == np.arange(num_files, dtype="f4").tobytes()
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_many_small_arrays_open_within_ten_times_the_file(tmp_path, small_floor, protocol):
+    name = "model.layers.12.mlp.experts.{}.down_proj.weight_scale"
+    source = {name.format(n): np.full(1, n, "f4") for n in range(5000)}
+    names = {name.format(n): f"generated_tensor_{n}" for n in range(5000)}
+    content = {**source, "StructuredToParameterName@@": names}  # as paddle.save adds it
+    (tmp_path / "m.pdparams").write_bytes(pickle.dumps(content, protocol))
+    with fw.open(tmp_path / "m.pdparams") as opened:
+        assert opened.manifest.names == list(source)
+        assert opened.read(name.format(4999)).tobytes() == source[name.format(4999)].tobytes()
