@@ -40,7 +40,7 @@ class PickleBytes:
         self._store, self._file = store, file
         self._start, self._size = offset, offset + nbytes
         self._block, self._block_at, self._next = b"", offset, 0
-        self._recalled = bytearray()
+        self._recalled, self._is_cut = bytearray(), False
 
     def _refuse(self, why: str) -> NoReturn:
         raise FormatError(f"pickle {self._file!r} in {self._store.place!r} {why}")
@@ -48,9 +48,6 @@ class PickleBytes:
     def _refuse_opcode(self) -> NoReturn:
         code = self._block[self._next - 1 : self._next]
         self._refuse(f"has opcode {code!r} at byte {self._at - 1}, which this format never needs")
-
-    def _refuse_length(self) -> NoReturn:
-        self._refuse(f"has more than {MAX_OPCODES} opcodes: {self._at} of {self._size} bytes read")
 
     @property
     def _at(self) -> int:
@@ -81,6 +78,7 @@ class PickleBytes:
 
     def _reach(self, nbytes: int) -> None:
         if nbytes > self._size - self._at:
+            self._is_cut = True
             self._refuse(
                 f"is cut short: {nbytes} bytes wanted at {self._at}, the file has {self._size}"
             )
@@ -125,4 +123,6 @@ class PickleBytes:
                 return
             else:
                 self._refuse_opcode()
-        self._refuse_length()
+        self._refuse(
+            f"has more than {MAX_OPCODES} opcodes: {self._at} of {self._size} bytes are read"
+        )

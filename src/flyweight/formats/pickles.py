@@ -14,7 +14,6 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from sys import getrefcount, getsizeof
@@ -22,7 +21,7 @@ from typing import NoReturn
 
 from flyweight.errors import FormatError
 from flyweight.formats.budget import Budget
-from flyweight.formats.pickle_bytes import MAX_OPCODES, STOP, PickleBytes
+from flyweight.formats.pickle_bytes import STOP, PickleBytes
 from flyweight.ports import Store
 
 MAX_INLINE_BYTES = 64 << 10
@@ -132,14 +131,17 @@ class _Machine(PickleBytes):
     def run(self, budget: Budget) -> object:
         self._budget, self._left = budget, budget.left
         # Only values that are recalled are kept; places are theirs, in the order of their numbers.
-        with suppress(FormatError):  # what is refused here is refused below, with the last name
+        try:
             self._find_recalled()
+        except FormatError:
+            if not self._is_cut:
+                raise  # else it ends below, at the same byte, with the last name that is read
         self._rewind()
         self._places = array("I", accumulate(self._recalled))
         self._memo: list[object] = [_MARK] * sum(self._recalled)
         self._left -= 5 * len(self._recalled) + 8 * len(self._memo)
         actions, stack = _OBJECT_ACTIONS if self._has_objects else _ACTIONS, self._stack
-        for _ in range(MAX_OPCODES):
+        while True:  # an end was seen, after at most MAX_OPCODES
             try:  # as _code() does, which would cost a call
                 code = self._block[self._next]
             except IndexError:
@@ -151,7 +153,6 @@ class _Machine(PickleBytes):
             actions[code](self)
             if self._left < _SLOT_BYTES * len(stack):
                 self._budget.refuse()
-        return self._refuse_length()
 
     def _refuse(self, why: str) -> NoReturn:
         keys = ".".join(self._keys())[:200]

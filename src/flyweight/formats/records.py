@@ -81,10 +81,10 @@ class Records:
 
     def numbers(self, value: object, name: str) -> tuple[int, ...]:
         """Return a shape or an offset."""
-        if (
-            isinstance(value, (tuple, list))
-            and len(value) <= MAX_DIMS
-            and all(type(each) is int and 0 <= each < 2**63 for each in value)
+        if isinstance(value, (tuple, list)) and len(value) > MAX_DIMS:
+            raise self.refused(f"has {len(value)} numbers for {name!r}, at most {MAX_DIMS}")
+        if isinstance(value, (tuple, list)) and all(
+            type(each) is int and 0 <= each < 2**63 for each in value
         ):
             if isinstance(value, list):  # unlike a tuple it may be recalled, and is copied
                 self.budget.take(8 * len(value))

@@ -91,15 +91,15 @@ def _entry(name: str, entry: Json, what: str) -> tuple[TensorSpec, int, int]:
     if not isinstance(dtype, str) or dtype not in BY_SAFETENSORS:
         known = ", ".join(BY_SAFETENSORS)
         raise FormatError(f"{name!r} of {what} has dtype {str(dtype)[:80]!r}, known are {known}")
-    for numbers, limit in ((shape, MAX_DIMS), (offsets, 2)):
-        if (
-            not isinstance(numbers, list)
-            or len(numbers) > limit
-            or not all(type(each) is int and 0 <= each < 2**63 for each in numbers)
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(
+            type(each) is int and 0 <= each < 2**63 for each in numbers
         ):
             raise FormatError(f"{name!r} of {what} has numbers {str(numbers)[:80]}")
     assert isinstance(shape, list)
     assert isinstance(offsets, list)
+    if len(shape) > MAX_DIMS:
+        raise FormatError(f"{name!r} of {what} has {len(shape)} dims, at most {MAX_DIMS}")
     if len(offsets) != 2:
         raise FormatError(f"{name!r} of {what} has {len(offsets)} data_offsets, expected 2")
     dims = tuple(each for each in shape if isinstance(each, int))

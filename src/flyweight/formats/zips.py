@@ -66,7 +66,9 @@ class Archive:
 
     def _read_directory(self, count: int, at: int, nbytes: int) -> None:
         if nbytes > _MAX_DIRECTORY_BYTES:
-            raise self._refused(f"has a directory of {nbytes} bytes")
+            raise self._refused(
+                f"has a directory of {nbytes} bytes, at most {_MAX_DIRECTORY_BYTES}"
+            )
         if at >= self._tail_at:
             directory = self._tail[at - self._tail_at : at - self._tail_at + nbytes]
         else:

@@ -123,7 +123,10 @@ def first_meeting(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
             first = bisect_left(live, (box.offset[side] - longest + 1, -1))
         num_compared += last - first
         if num_compared > MAX_COMPARED:
-            raise SpecError(f"{len(boxes)} boxes are cut too oddly to compare them with each other")
+            raise SpecError(
+                f"{len(boxes)} boxes are cut too oddly to compare them with each other: more than "
+                f"{MAX_COMPARED} pairs"
+            )
         for _, other in live[first:last]:
             if box.overlap(boxes[other]):
                 return box, boxes[other]

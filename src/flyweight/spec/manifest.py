@@ -37,8 +37,10 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if max(self.shape, default=0) > MAX_NUMBER:
             raise SpecError(f"shape {self.shape} has a dim of more than 2**63-1")
-        if min(self.shape, default=0) < 0 or len(self.shape) > MAX_DIMS:
-            raise SpecError(f"shape {self.shape} has a negative or more than {MAX_DIMS} dims")
+        if min(self.shape, default=0) < 0:
+            raise SpecError(f"shape {self.shape} has a negative dim")
+        if len(self.shape) > MAX_DIMS:
+            raise SpecError(f"shape {self.shape} has {len(self.shape)} dims, at most {MAX_DIMS}")
         if self.dtype.bits * prod(self.shape) > 8 * MAX_NUMBER:
             raise SpecError(f"shape {self.shape} of {self.dtype} has more than 2**63 bytes")
         if self.dtype.bits < 8 and (not self.shape or self.shape[-1] * self.dtype.bits % 8):
