@@ -40,7 +40,7 @@ class PickleBytes:
         self._store, self._file = store, file
         self._start, self._size = offset, offset + nbytes
         self._block, self._block_at, self._next = b"", offset, 0
-        self._recalled, self._is_cut = bytearray(), False
+        self._recalled, self._has_end = bytearray(), True
 
     def _refuse(self, why: str) -> NoReturn:
         raise FormatError(f"pickle {self._file!r} in {self._store.place!r} {why}")
@@ -78,8 +78,7 @@ class PickleBytes:
 
     def _reach(self, nbytes: int) -> None:
         if nbytes > self._size - self._at:
-            self._is_cut = True
-            self._refuse(
+                self._refuse(
                 f"is cut short: {nbytes} bytes wanted at {self._at}, the file has {self._size}"
             )
 
@@ -123,6 +122,7 @@ class PickleBytes:
                 return
             else:
                 self._refuse_opcode()
+        self._has_end = False
         self._refuse(
             f"has more than {MAX_OPCODES} opcodes: {self._at} of {self._size} bytes are read"
         )

@@ -134,14 +134,14 @@ class _Machine(PickleBytes):
         try:
             self._find_recalled()
         except FormatError:
-            if not self._is_cut:
-                raise  # else it ends below, at the same byte, with the last name that is read
+            if not self._has_end:
+                raise  # else it is refused below, at the same byte, with the last name read
         self._rewind()
         self._places = array("I", accumulate(self._recalled))
         self._memo: list[object] = [_MARK] * sum(self._recalled)
         self._left -= 5 * len(self._recalled) + 8 * len(self._memo)
         actions, stack = _OBJECT_ACTIONS if self._has_objects else _ACTIONS, self._stack
-        while True:  # an end was seen, after at most MAX_OPCODES
+        while True:  # it ends, or is refused, after at most MAX_OPCODES
             try:  # as _code() does, which would cost a call
                 code = self._block[self._next]
             except IndexError:
