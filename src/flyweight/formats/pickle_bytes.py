@@ -78,7 +78,7 @@ class PickleBytes:
 
     def _reach(self, nbytes: int) -> None:
         if nbytes > self._size - self._at:
-                self._refuse(
+            self._refuse(
                 f"is cut short: {nbytes} bytes wanted at {self._at}, the file has {self._size}"
             )
 
