@@ -35,11 +35,11 @@ import xxhash
 from measure import Child, llm_shapes, nbytes, record, spread
 
 import flyweight as fw
+from flyweight.lifecycle.cell import Cell, Request, Slot
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.engine import ModelEngine
-from flyweight.lifecycle.sources import StoredWeights
 from flyweight.lifecycle.states import Signal
-from flyweight.lifecycle.status import Cell, Request, Slot
+from flyweight.lifecycle.weights import StoredWeights
 from flyweight.lifecycle.worker import Worker
 
 TIMEOUT_SECONDS = 60.0

@@ -12,7 +12,7 @@ from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.worker import Worker
 from flyweight.server.fleet import Fleet
 from flyweight.server.http import HttpServer, Listener
-from live import Child, assign, until, weights
+from live_models import Child, assign, until, weights
 
 VERSIONS = (1, 2, 3)
 NBYTES = 1 << 14

@@ -10,8 +10,8 @@ import zmq
 
 from flyweight.digest import Digest
 from flyweight.host import birth_of
-from flyweight.sync import messages
-from flyweight.transports.doorway import Door
+from flyweight.live import messages
+from flyweight.transports.fd_passing import Door
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
 SESSION = "0123456789abcdef"

@@ -17,7 +17,7 @@ from flyweight.demo.setting import SETTINGS, Places
 from flyweight.demo.stage import Stage
 from flyweight.demo.story import Plot, differing
 from flyweight.errors import PeerRefused
-from live import until
+from live_models import until
 
 DEMO = [sys.executable, "-m", "flyweight.cli", "demo"]
 

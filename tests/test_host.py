@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from flyweight.host import boot_id, exposure, has_room, is_running, opened, raise_file_limit
-from live import Child
+from live_models import Child
 
 
 def found(mode, user):

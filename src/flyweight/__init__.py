@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from flyweight.errors import FlyweightError as FlyweightError
     from flyweight.lifecycle.engine import ModelEngine as ModelEngine
     from flyweight.lifecycle.worker import Worker as Worker
+    from flyweight.live.publisher import Publisher as Publisher
+    from flyweight.live.replica import Replica as Replica
     from flyweight.spec.box import Box as Box
     from flyweight.spec.model_layout import ModelLayout as ModelLayout
-    from flyweight.sync.publisher import Publisher as Publisher
-    from flyweight.sync.replica import Replica as Replica
     from flyweight.verbs.compare import diff as diff
     from flyweight.verbs.compare import verify as verify
     from flyweight.verbs.convert import convert as convert
@@ -34,8 +34,8 @@ _PUBLIC = {
     "FlyweightError": ("flyweight.errors", "FlyweightError"),
     "ModelEngine": ("flyweight.lifecycle.engine", "ModelEngine"),
     "ModelLayout": ("flyweight.spec.model_layout", "ModelLayout"),
-    "Publisher": ("flyweight.sync.publisher", "Publisher"),
-    "Replica": ("flyweight.sync.replica", "Replica"),
+    "Publisher": ("flyweight.live.publisher", "Publisher"),
+    "Replica": ("flyweight.live.replica", "Replica"),
     "Sharded": ("flyweight.adapters.sharded", "Sharded"),
     "Worker": ("flyweight.lifecycle.worker", "Worker"),
     "convert": ("flyweight.verbs.convert", "convert"),

@@ -5,7 +5,7 @@ from paddle import distributed as dist
 import flyweight as fw
 from flyweight.adapters import paddle_layer
 from flyweight.adapters.adapt import adapt
-from flyweight.adapters.residence import Residence
+from flyweight.adapters.memory_release import Residence
 from flyweight.errors import SpecError
 
 

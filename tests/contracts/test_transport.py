@@ -6,13 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from flyweight import cuda
+from flyweight.cuda import driver as cuda
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
-from flyweight.transports.doorway import Door, Line
+from flyweight.transports.fd_passing import Door, Line
 from flyweight.transports.shared_memory import SharedMemoryHandle, SharedMemoryTransport
-from live import FORK, SPAWN, Child, resources, settled
+from live_models import FORK, SPAWN, Child, resources, settled
 
 BUCKET = np.frombuffer(bytes(range(256)) * 4096, np.uint8)
 TOKEN = "secret"

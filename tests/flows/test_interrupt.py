@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from ranks import run_ranks
+from rank_processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 import syscalls

@@ -12,7 +12,7 @@ import pytest
 
 import flyweight as fw
 from conftest import same, zeros_like
-from ranks import run_ranks
+from rank_processes import run_ranks
 
 SCRIPT = Path(__file__).with_name("syscalls.py")
 sys.path.insert(0, str(SCRIPT.parent))

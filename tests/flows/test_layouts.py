@@ -9,7 +9,7 @@ import torch
 
 import flyweight as fw
 from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, SpecError
-from ranks import run_ranks
+from rank_processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "spec"))
 from test_model_layout import LAYOUTS, MODEL, SPECS, rank_tensors

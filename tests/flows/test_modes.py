@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import flyweight as fw
-from ranks import run_ranks
+from rank_processes import run_ranks
 
 SCRIPT = """
 import sys

@@ -12,7 +12,7 @@ import pytest
 
 import flyweight as fw
 from conftest import same, zeros_like
-from ranks import launch, run_ranks
+from rank_processes import launch, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 import syscalls

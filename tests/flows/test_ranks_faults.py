@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import flyweight as fw
-from ranks import launch, run_ranks
+from rank_processes import launch, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 import syscalls

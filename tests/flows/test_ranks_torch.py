@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flyweight as fw
-from ranks import run_ranks
+from rank_processes import run_ranks
 
 SHAPES = {
     "even": (16, 12),

@@ -9,7 +9,7 @@ import torch
 
 import flyweight as fw
 from flyweight.errors import PeerFailed, PlanError, SpecError
-from ranks import run_ranks
+from rank_processes import run_ranks
 
 TIMEOUT = 20.0
 ROWS, COLUMNS = 768, 4096

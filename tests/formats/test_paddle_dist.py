@@ -13,7 +13,7 @@ from paddle.distributed.flex_checkpoint.dcp import metadata as meta_classes
 
 import flyweight as fw
 from flyweight.errors import FormatError, SnapshotIncomplete
-from ranks import run_ranks
+from rank_processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 KINDS = [

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.hf_storage import (
 import flyweight as fw
 from flyweight.errors import FormatError, SnapshotIncomplete
 from flyweight.spec.dtype import BY_TORCH
-from ranks import run_ranks
+from rank_processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 DTYPES = [name for name in BY_TORCH if name != "float4_e2m1fn_x2"]

@@ -17,11 +17,11 @@ torch = pytest.importorskip("torch")
 
 from device_memory import used_bytes  # noqa: E402
 
-from flyweight import cuda  # noqa: E402
+from flyweight.cuda import driver as cuda  # noqa: E402
 from flyweight.errors import HandleGone, SpecError, TransferTimeout, TransportError  # noqa: E402
 from flyweight.memory import Buffer  # noqa: E402
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport  # noqa: E402
-from flyweight.transports.doorway import Door, Line  # noqa: E402
+from flyweight.transports.fd_passing import Door, Line  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

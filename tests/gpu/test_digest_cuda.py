@@ -5,8 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flyweight.adapters import cuda_digest  # noqa: E402
-from flyweight.adapters.cuda_digest import DeviceDigests  # noqa: E402
+from flyweight.cuda import digest_kernel as cuda_digest  # noqa: E402
+from flyweight.cuda.digest_kernel import DeviceDigests  # noqa: E402
 from flyweight.digest import digest  # noqa: E402
 from flyweight.errors import SpecError, TransferTimeout  # noqa: E402
 from flyweight.memory import Buffer  # noqa: E402

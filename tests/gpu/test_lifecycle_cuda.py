@@ -13,7 +13,7 @@ from device_memory import used_bytes  # noqa: E402
 import flyweight as fw  # noqa: E402
 from flyweight.errors import LifecycleError  # noqa: E402
 from flyweight.lifecycle.control import Control  # noqa: E402
-from flyweight.lifecycle.machine import Machine  # noqa: E402
+from flyweight.lifecycle.operations import Machine  # noqa: E402
 from flyweight.lifecycle.states import Signal, State, Tag  # noqa: E402
 
 pytestmark = [

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flyweight as fw  # noqa: E402
-from ranks import run_ranks  # noqa: E402
+from rank_processes import run_ranks  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,10 +18,10 @@ import msgspec
 import pytest
 
 from flyweight.errors import LifecycleError
+from flyweight.lifecycle.cell import Cell, Request, Slot
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State, Tag
-from flyweight.lifecycle.status import Cell, Request, Slot
-from live import Child
+from live_models import Child
 
 # The explorer.
 

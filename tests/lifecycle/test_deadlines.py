@@ -13,13 +13,13 @@ import pytest
 import flyweight as fw
 from fakes import Board
 from flyweight.errors import Busy, LifecycleError, TransferTimeout
-from flyweight.lifecycle.machine import Machine
+from flyweight.lifecycle.cell import Cell, Request
+from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.ranks import Ranks
-from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.states import Signal, State
-from flyweight.lifecycle.status import Cell, Request
+from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.ports import Seat
-from live import until, weights
+from live_models import until, weights
 
 SECONDS, MOST_SECONDS = 3.0, 5.5
 

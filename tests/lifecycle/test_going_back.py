@@ -8,7 +8,7 @@ import flyweight as fw
 from controlled import serving
 from flyweight.events import listening
 from flyweight.lifecycle.control import Control
-from live import assign, holds, until, weights
+from live_models import assign, holds, until, weights
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_replica_says_that_it_went_back(address, train, threads, caplog):
     assert holds(model, 2)
     (back,) = (each.fields for each in events if each.kind == "update.went_back")
     assert (back["name"], back["before"], back["version"]) == ("engine", 73, 1)
-    (line,) = (each for each in caplog.records if each.name == "flyweight.sync")
+    (line,) = (each for each in caplog.records if each.name == "flyweight.live")
     assert line.levelno == logging.WARNING
     assert line.getMessage() == "replica engine went back from version 73 to 1"
 

@@ -13,12 +13,12 @@ import pytest
 
 import flyweight as fw
 from flyweight.errors import LifecycleError, PeerLost
+from flyweight.lifecycle.cell import Cell, Slot
 from flyweight.lifecycle.cell_file import is_living, locked
 from flyweight.lifecycle.control import Control
-from flyweight.lifecycle.sources import StoredWeights
 from flyweight.lifecycle.states import Signal, State
-from flyweight.lifecycle.status import Cell, Slot
-from live import Child, until, weights
+from flyweight.lifecycle.weights import StoredWeights
+from live_models import Child, until, weights
 
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 SERVING = Slot(state=State.SERVING, absent=(), version=3)

@@ -18,8 +18,8 @@ from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.worker import Worker
-from live import until
-from ranks import run_ranks
+from live_models import until
+from rank_processes import run_ranks
 
 SECONDS = 20
 NAMES = ("first", "w", "norm")
@@ -179,9 +179,9 @@ def manage(rank, num_ranks, framework, directory):
     """A rank with FastDeploy's manager, on snapshots that it takes its share of."""
     from paddle import distributed
 
-    from flyweight.adapters.fastdeploy import DynamicWeightManager
-    from flyweight.adapters.fastdeploy_engine import FastDeployHooks
-    from flyweight.adapters.fastdeploy_weights import FastDeployOptions
+    from flyweight.engines.fastdeploy import DynamicWeightManager
+    from flyweight.engines.fastdeploy_engine import FastDeployHooks
+    from flyweight.engines.fastdeploy_weights import FastDeployOptions
 
     self = Rank(framework, directory, rank)
     config = SimpleNamespace(

@@ -20,7 +20,7 @@ import pytest
 
 import flyweight as fw
 from flyweight.errors import LifecycleError, SpecError, TransferTimeout
-from live import Child, assign, holds, until, weights
+from live_models import Child, assign, holds, until, weights
 
 LATE = 30.0
 

@@ -6,11 +6,11 @@ import flyweight as fw
 from fakes import Board
 from flyweight.errors import LifecycleError
 from flyweight.lifecycle.engine import ModelEngine
-from flyweight.lifecycle.machine import Machine
+from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import State
 from flyweight.ports import Seat
-from live import holds, weights
+from live_models import holds, weights
 
 
 def published(stack, address, version, like):

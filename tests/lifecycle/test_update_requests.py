@@ -15,12 +15,12 @@ from controlled import serving
 from fakes import Board
 from flyweight.errors import TransferTimeout, VersionError
 from flyweight.lifecycle.control import Control
-from flyweight.lifecycle.machine import Machine
+from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.ranks import Ranks
-from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.states import Signal, State
+from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.ports import Seat
-from live import Child, assign, holds, until, weights
+from live_models import Child, assign, holds, until, weights
 
 
 class Fleet:

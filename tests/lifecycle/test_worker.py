@@ -13,12 +13,12 @@ from conftest import flip
 from flyweight.errors import Busy, LifecycleError, PeerLost, SpecError, TransferTimeout
 from flyweight.events import listening
 from flyweight.lifecycle.control import ABSENT, Control
-from flyweight.lifecycle.machine import Machine
-from flyweight.lifecycle.sources import NearestWeights, StoredWeights
+from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.states import Signal, State, Tag
-from flyweight.sync.messages import Filled
-from flyweight.sync.wire import Wire
-from live import Child, assign, holds, until, weights
+from flyweight.lifecycle.weights import NearestWeights, StoredWeights
+from flyweight.live.connection import Wire
+from flyweight.live.messages import Filled
+from live_models import Child, assign, holds, until, weights
 
 
 @pytest.fixture

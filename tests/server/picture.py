@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from browser import chromium  # noqa: E402
 from controlled import TOKEN, Engine, Trainer, serving  # noqa: E402
 from flyweight.lifecycle.control import Control  # noqa: E402
-from live import until  # noqa: E402
+from live_models import until  # noqa: E402
 
 NBYTES = 64 << 20
 

@@ -22,7 +22,7 @@ from flyweight.server import http as server_http
 from flyweight.server import stream as server_stream
 from flyweight.server.fleet import Fleet
 from flyweight.server.standing import is_still, is_well, words
-from live import Child, until
+from live_models import Child, until
 
 CONTROL_ROUTES = [
     ("POST", "/v1/pause"),

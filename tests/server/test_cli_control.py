@@ -18,7 +18,7 @@ from flyweight.cli import control
 from flyweight.cli.client import Client
 from flyweight.errors import TransferTimeout
 from flyweight.proofs import proof
-from live import until
+from live_models import until
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import threading
 import pytest
 
 from flyweight.errors import SpecError
+from flyweight.lifecycle.cell import Cell, Slot
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State
-from flyweight.lifecycle.status import Cell, Slot
 from flyweight.server import fleet as server_fleet
 from flyweight.server.course import Order
 from flyweight.server.fleet import MAX_ROUNDS, Fleet
-from live import resources, settled, until
+from live_models import resources, settled, until
 
 
 class Ranks:

@@ -9,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import flyweight as fw
 from controlled import serving
+from flyweight.lifecycle.cell import Cell, Slot
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import State
-from flyweight.lifecycle.status import Cell, Slot
-from live import until, weights
+from live_models import until, weights
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "control.md"
 

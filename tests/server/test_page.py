@@ -5,7 +5,7 @@ import pytest
 from browser import chromium
 from controlled import TOKEN, Engine, Trainer, serving
 from flyweight.lifecycle.control import Control
-from live import until
+from live_models import until
 
 
 @pytest.fixture(scope="module")

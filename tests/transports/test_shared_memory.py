@@ -13,9 +13,9 @@ import pytest
 
 from flyweight.errors import TransportError
 from flyweight.memory import Buffer
-from flyweight.transports.doorway import Door, Line
+from flyweight.transports.fd_passing import Door, Line
 from flyweight.transports.shared_memory import SharedMemoryTransport
-from live import Child, resources, settled
+from live_models import Child, resources, settled
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 import flyweight as fw
 from flyweight.errors import SpecError, StoreError, TransferTimeout
 from flyweight.events import listening
-from ranks import run_ranks
+from rank_processes import run_ranks
 
 
 def weights(value, rows=64):

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from functools import cache
 
-from flyweight import cuda
+from flyweight.cuda import driver as cuda
 from flyweight.memory import Buffer, Bytes, Staging
 from flyweight.spec.box import Box, strides_of
 from flyweight.spec.manifest import TensorSpec

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flyweight import cuda
 from flyweight.adapters import numpy_dict, paddle_layer, torch_module
 from flyweight.adapters.model import Tensor
+from flyweight.cuda import driver as cuda
 from flyweight.errors import MissingDependency, SpecError
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box

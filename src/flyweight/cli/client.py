@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from flyweight.errors import Busy, FlyweightError, PeerLost, PeerRefused, SpecError, TransferTimeout
+from flyweight.live.messages import error_named
 from flyweight.proofs import is_same, proof
-from flyweight.sync.messages import error_named
 
 DEFAULT_PORT = 8470
 _MAX_ANSWER_BYTES = 64 << 20

@@ -25,11 +25,11 @@ from flyweight.cli.terminal import (
 )
 from flyweight.errors import PeerRefused
 from flyweight.events import Event, listening
-from flyweight.sync.lanes import STRATEGIES, Strategy
-from flyweight.sync.messages import News
-from flyweight.sync.publisher import Publisher
-from flyweight.sync.watch import record
-from flyweight.sync.watch import watch as watch_publisher
+from flyweight.live.lanes import STRATEGIES, Strategy
+from flyweight.live.messages import News
+from flyweight.live.publisher import Publisher
+from flyweight.live.watch import record
+from flyweight.live.watch import watch as watch_publisher
 from flyweight.verbs.find import open_source
 
 token_file_option = click.option(

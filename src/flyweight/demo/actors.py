@@ -11,8 +11,8 @@ from flyweight.demo.channel import Generate, Line
 from flyweight.demo.children import Child, Told
 from flyweight.demo.setting import Places, Setting
 from flyweight.errors import TransportError
+from flyweight.lifecycle.cell import Cell, Slot
 from flyweight.lifecycle.states import State
-from flyweight.lifecycle.status import Cell, Slot
 
 _DIGITS = bytes((3, 1, 4, 1, 5, 9, 2, 6))
 _REST_SECONDS = 0.05

@@ -18,12 +18,12 @@ from flyweight.demo.channel import Answer, Desk, Generate, Generated, Held, Ques
 from flyweight.demo.children import obey, say
 from flyweight.demo.policy import digests, empty_policy, generate
 from flyweight.demo.setting import SETTINGS, Places
+from flyweight.lifecycle.cell import Cell
 from flyweight.lifecycle.engine import ModelEngine
-from flyweight.lifecycle.sources import NearestWeights, StoredWeights
 from flyweight.lifecycle.states import State
-from flyweight.lifecycle.status import Cell
+from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.lifecycle.worker import Worker
-from flyweight.sync.replica import Replica
+from flyweight.live.replica import Replica
 
 _REQUEST_SECONDS = 20.0
 _LOOK_SECONDS = 1.0

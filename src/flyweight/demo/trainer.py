@@ -23,7 +23,7 @@ from flyweight.demo.children import obey, say
 from flyweight.demo.policy import Digits, Policy, digests, improve
 from flyweight.demo.setting import SETTINGS, Places, engine_names
 from flyweight.errors import TransferTimeout, TransportError
-from flyweight.sync.publisher import Publisher
+from flyweight.live.publisher import Publisher
 from flyweight.verbs.find import prune, versions
 from flyweight.verbs.load import load
 from flyweight.verbs.save import save

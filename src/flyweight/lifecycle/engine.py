@@ -12,11 +12,11 @@ from contextlib import suppress
 from contextvars import ContextVar
 from time import monotonic
 
-from flyweight.adapters.residence import Residence
+from flyweight.adapters.memory_release import Residence
 from flyweight.errors import LifecycleError, TransferTimeout
 from flyweight.forks import leave_behind
+from flyweight.live.report import check_seconds
 from flyweight.ports import EngineHooks
-from flyweight.sync.report import check_seconds
 
 _innermost: ContextVar[EngineRequest | None] = ContextVar("flyweight_request", default=None)
 """The request that began last in this context. It is never reset, since a block may end in another

@@ -16,9 +16,9 @@ from typing import Any
 
 from flyweight.errors import Busy, FlyweightError, TransportError
 from flyweight.ports import Seat
+from flyweight.ranks.group import PATIENCE, Group
+from flyweight.ranks.rendezvous import meet
 from flyweight.spec.manifest import Json
-from flyweight.transports.group import PATIENCE, Group
-from flyweight.transports.meeting import meet
 
 YIELD_SECONDS = 0.001
 """How long to wait for one who gives way, before looking again."""

@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 from flyweight.errors import FlyweightError, LifecycleError
 from flyweight.events import emit
 from flyweight.lifecycle.states import Condition, Signal, State, Tag
+from flyweight.live.report import UpdateReport
 from flyweight.ports import Engine
-from flyweight.sync.report import UpdateReport
 
 ResultT = TypeVar("ResultT")
 ROUND_SECONDS = 60.0

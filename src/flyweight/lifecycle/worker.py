@@ -11,15 +11,15 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from flyweight.adapters.process_group import default_seat, seat_of
 from flyweight.errors import FlyweightError, LifecycleError, SpecError, TransferTimeout
 from flyweight.events import emit
-from flyweight.lifecycle.machine import Machine
+from flyweight.lifecycle.cell import Cell, Request, Slot
+from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
-from flyweight.lifecycle.status import Cell, Request, Slot
 from flyweight.lifecycle.steps import Weights
 from flyweight.ports import Engine, Seat
+from flyweight.ranks.process_group import default_seat, seat_of
 
 _LOOK_SECONDS = 1.0
 """How often a worker that waits sees whether its cell is still the one."""

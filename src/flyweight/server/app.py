@@ -37,6 +37,7 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.lifecycle.states import Signal
+from flyweight.live.messages import error_named
 from flyweight.server import access, orders
 from flyweight.server.course import Answer, Course
 from flyweight.server.fleet import Fleet
@@ -51,7 +52,6 @@ from flyweight.server.orders import (
 )
 from flyweight.server.standing import is_still, is_well, words
 from flyweight.server.stream import EventStream
-from flyweight.sync.messages import error_named
 from flyweight.verbs.find import versions
 
 MAX_BODY_BYTES = 64 << 10

@@ -22,11 +22,11 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
-from flyweight import cuda
+from flyweight.cuda import driver as cuda
 from flyweight.digest import Words
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer, bytes_of, without_fork
-from flyweight.transports.doorway import Door, Line
+from flyweight.transports.fd_passing import Door, Line
 
 FETCH_SECONDS = 5.0
 _MAX_NUMBER = 2**63 - 1

@@ -26,7 +26,7 @@ import numpy as np
 from flyweight.errors import HandleGone, TransportError
 from flyweight.host import has_room, opened, reason
 from flyweight.memory import Buffer, Bytes, available_bytes, bytes_of, without_fork
-from flyweight.transports.doorway import SPARE_FILES, Door, Line
+from flyweight.transports.fd_passing import SPARE_FILES, Door, Line
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1, and not in Python's list

@@ -22,9 +22,9 @@ from flyweight.formats.crew import default_threads, work_through
 from flyweight.formats.writer import Beside
 from flyweight.memory import STAGING, Bytes, Staging, block_of, bytes_for, items_of
 from flyweight.ports import Source
+from flyweight.ranks.group import TIMEOUT_SECONDS
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Parcel
-from flyweight.transports.group import TIMEOUT_SECONDS
 from flyweight.verbs.pending import PendingSave, SaveReport, emit_done
 
 WhenBusy = Literal["wait", "refuse"]

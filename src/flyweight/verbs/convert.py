@@ -18,10 +18,10 @@ from flyweight.formats.stored import Stored
 from flyweight.formats.torch_dcp_writer import DCP_FORMAT
 from flyweight.memory import MEMORY_BYTES
 from flyweight.ports import FilePlan, Format
+from flyweight.ranks.group import Group
 from flyweight.spec.manifest import Manifest
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import as_path
-from flyweight.transports.group import Group
 from flyweight.verbs.find import PathLike, check_no_version, check_unmixed, open_source, versions
 from flyweight.verbs.pending import SaveReport
 from flyweight.verbs.save import save_files, save_version

@@ -25,11 +25,11 @@ from flyweight.formats.snapshot import check_version
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
 from flyweight.plans.reshard import reshard
+from flyweight.ranks.group import TIMEOUT_SECONDS, Group
+from flyweight.ranks.rendezvous import where
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Json, Leaf
 from flyweight.spec.model_layout import ModelLayout
-from flyweight.transports.group import TIMEOUT_SECONDS, Group
-from flyweight.transports.meeting import where
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.match import Matches, check_names, match
 from flyweight.verbs.together import gather_ranks

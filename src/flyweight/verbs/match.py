@@ -14,9 +14,9 @@ from flyweight.errors import PlanError, listed
 from flyweight.formats import pdparams
 from flyweight.formats.stored import Stored, same_bytes
 from flyweight.plans.fit import check_fit
+from flyweight.ranks.group import Group
 from flyweight.spec.dtype import DType
 from flyweight.spec.manifest import TensorSpec
-from flyweight.transports.group import Group
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from flyweight.formats.writer import Beside, seal, write
 from flyweight.memory import collector_paused
 from flyweight.plans.shares import Holding, share_out
 from flyweight.ports import FilePlan, Format, Source
+from flyweight.ranks.group import Group
 from flyweight.spec.manifest import (
     CHUNK_BYTES,
     Json,
@@ -45,7 +46,6 @@ from flyweight.spec.manifest import (
 )
 from flyweight.stores.draft import LocalDraft, check_hidden_name
 from flyweight.stores.local import as_path
-from flyweight.transports.group import Group
 from flyweight.verbs.find import PathLike, check_no_version, versions
 from flyweight.verbs.replicas import (
     CheckReplicas,

@@ -18,11 +18,11 @@ from flyweight.formats.stored import Stored
 from flyweight.formats.writer import seal, write
 from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
 from flyweight.ports import Format, Source
+from flyweight.ranks.group import TIMEOUT_SECONDS, Group
 from flyweight.spec.manifest import Manifest, TensorSpec
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import LocalStore, as_path
-from flyweight.transports.group import TIMEOUT_SECONDS, Group
 from flyweight.verbs.background import (
     BackgroundSave,
     WhenBusy,

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flyweight.adapters.process_group import default_seat, seat_of
 from flyweight.errors import FormatError, SpecError
 from flyweight.plans.shares import Holding
 from flyweight.ports import Seat, Source
+from flyweight.ranks.group import Group
+from flyweight.ranks.process_group import default_seat, seat_of
+from flyweight.ranks.rendezvous import meet
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Json, Manifest, Parcel, TensorSpec, check_name
 from flyweight.spec.manifest_json import (
@@ -23,8 +25,6 @@ from flyweight.spec.manifest_json import (
     encode_leaf,
     encode_manifest,
 )
-from flyweight.transports.group import Group
-from flyweight.transports.meeting import meet
 
 
 def gather_ranks(

@@ -1,0 +1,1 @@
+"""The CUDA driver by ctypes: memory, copies and digests on a device."""

@@ -1,0 +1,225 @@
+"""The digest of flyweight.digest on a GPU: a pass over a device's memory in one launch.
+
+Triton compiles the kernel at the first use. Rows that are whole and aligned are read 16
+bytes at a time; ends and odd addresses byte by byte, which costs little since they are
+few. Only what is not contiguous is first copied into order, a stretch at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+
+from flyweight.cuda.views import tensor_at
+from flyweight.digest import ROW_BYTES, ROW_WORDS, fmix, splitmix
+from flyweight.errors import MissingDependency, SpecError, TransferTimeout
+from flyweight.memory import Buffer
+from flyweight.spec.box import Box
+
+_SCRATCH_BYTES = 16 << 20
+_TASK_ROWS = 128  # 1 MiB: so many tasks even out, and each loads 16 KiB of tables
+_NUM_ROWS, _NUM_WARPS = 4, 8  # of a step, and of the program that takes it
+_SPIN_SECONDS = 0.05
+
+
+@cache
+def _kernel() -> Any:
+    try:
+        triton: Any = importlib.import_module("triton")
+        tl: Any = importlib.import_module("triton.language")
+    except ImportError as cause:
+        raise MissingDependency("digests on a GPU need triton; pip install triton") from cause
+
+    def mix(x):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+        x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
+        x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
+        return x ^ (x >> 33)
+
+    def factor(row):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+        x = (row.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+        return (x ^ (x >> 31)) | 1
+
+    mixed: Any = triton.jit(mix)
+    factor_of: Any = triton.jit(factor)
+
+    def add_rows(tasks, tables, sums, UNIT: tl.constexpr, ROWS: tl.constexpr):  # type: ignore # noqa
+        task = tasks + 4 * tl.program_id(0)
+        address, nbytes = tl.load(task), tl.load(task + 1)
+        first_row, index = tl.load(task + 2), tl.load(task + 3)
+        columns, rows = tl.arange(0, 1024), tl.arange(0, ROWS)
+        at = rows[:, None] * 1024 + columns[None, :]
+        a = tl.load(tables + columns).to(tl.uint64, bitcast=True)[None, :]
+        b = tl.load(tables + 1024 + columns).to(tl.uint64, bitcast=True)[None, :]
+        total = tl.zeros([ROWS], tl.uint64)
+        for step in range(tl.cdiv(nbytes, 8192 * ROWS)):
+            row = step * ROWS
+            if UNIT == 1:
+                words = tl.zeros([ROWS, 1024], tl.uint64)
+                for byte in tl.static_range(8):
+                    here = row * 8192 + at * 8 + byte
+                    pointer = address.to(tl.pointer_type(tl.uint8)) + here
+                    words |= tl.load(pointer, mask=here < nbytes, other=0).to(tl.uint64) << byte * 8
+            else:
+                pointer = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), UNIT)
+                words = tl.load(pointer + row * 1024 + at, eviction_policy="evict_first")
+            x = words * a
+            sum_of_row = tl.sum((x ^ (x >> 32)) * b, 1)
+            total += mixed(sum_of_row) * factor_of(first_row + row + rows)
+        tl.atomic_add(sums + index, tl.sum(total, 0).to(tl.int64, bitcast=True), sem="relaxed")
+
+    return triton.jit(add_rows)
+
+
+class DeviceDigests:
+    """Digests of the same buffers, round after round; all memory for it is taken once.
+
+    Keeps the buffers. Needs torch and triton. One thread at a time.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = tuple(buffers)
+        devices = {buffer.device for buffer in buffers}
+        if len(devices) > 1 or None in devices:
+            raise SpecError(
+                f"buffers of devices {sorted(map(str, devices))}, they are to be of one"
+            )
+        self._device = devices.pop() if devices else None
+        self._is_started = False
+        self._nbytes = np.array([buffer.nbytes for buffer in buffers], np.uint64)
+        if self._device is None:
+            return
+        try:
+            self._torch: Any = importlib.import_module("torch")
+        except ImportError as cause:
+            raise MissingDependency("digests on a GPU need torch; pip install torch") from cause
+        place = f"cuda:{self._device}"
+        columns = np.arange(2 * ROW_WORDS, dtype=np.uint64)
+        tables = (splitmix(columns) | np.uint64(1)).view(np.int64)
+        with self._torch.cuda.device(self._device):
+            self._tables = self._torch.from_numpy(tables).to(place)
+            self._sums = self._torch.zeros(len(buffers), dtype=self._torch.int64, device=place)
+            self._host = self._torch.zeros(len(buffers), dtype=self._torch.int64, pin_memory=True)
+            self._event = self._torch.cuda.Event()
+            self._steps = self._planned(place)
+
+    def start(self) -> None:
+        """Queue the reading, behind what was queued before on the device's default stream.
+
+        Copiers' copies are before it, too. `values` then waits for it.
+        """
+        if self._device is None or self._is_started:
+            return
+        self._is_started = True
+        with self._torch.cuda.stream(self._torch.cuda.default_stream(self._device)):
+            self._sums.zero_()
+            for sink, source, launches in self._steps:
+                if sink is not None:
+                    sink.copy_(source)
+                for unit, tasks in launches:
+                    rows, num_warps = (1, 4) if unit == 1 else (_NUM_ROWS, _NUM_WARPS)
+                    _kernel()[(len(tasks),)](
+                        tasks, self._tables, self._sums, unit, rows, num_warps=num_warps
+                    )
+            self._host.copy_(self._sums, non_blocking=True)
+            self._event.record()
+
+    def values(self, timeout_seconds: float) -> list[int]:
+        """Return what flyweight.digest says of each buffer's bytes in row-major order.
+
+        Raises TransferTimeout.
+        """
+        if self._device is None:
+            return []
+        self.start()
+        self._is_started = False
+        self._wait(timeout_seconds)
+        sums = self._host.numpy().view(np.uint64)
+        return [int(value) for value in fmix(fmix(self._nbytes) + sums)]
+
+    def _wait(self, timeout_seconds: float) -> None:
+        start = monotonic()
+        while not self._event.query():
+            waited = monotonic() - start
+            if waited > timeout_seconds:
+                raise TransferTimeout(
+                    f"digests of {len(self._buffers)} buffers on device {self._device} were not "
+                    f"there in {timeout_seconds:g} s"
+                )
+            sleep(0 if waited < _SPIN_SECONDS else 0.0005)
+
+    def _planned(self, place: str) -> list[tuple[Any, Any, list[tuple[int, Any]]]]:
+        """Return steps: a copy into order, if any, and the tasks of each unit after it."""
+        torch = self._torch
+        plain: list[_Task] = []
+        steps: list[tuple[Any, Any, list[tuple[int, Any]]]] = []
+        scratch = None
+
+        def launches(tasks: Sequence[_Task]) -> list[tuple[int, Any]]:
+            groups = {unit: [task[1:] for task in tasks if task[0] == unit] for unit in (16, 8, 1)}
+            return [
+                (unit, torch.from_numpy(np.array(group, np.int64)).to(place))
+                for unit, group in groups.items()
+                if group
+            ]
+
+        for index, buffer in enumerate(self._buffers):
+            if buffer.is_contiguous:
+                plain.extend(_tasks(buffer.address, buffer.nbytes, 0, index))
+                continue
+            if scratch is None:
+                scratch = torch.empty(_SCRATCH_BYTES + ROW_BYTES, dtype=torch.uint8, device=place)
+            held = row = done = 0
+            for block in _blocks(buffer):
+                source = tensor_at(block)
+                end = held + block.nbytes
+                sink = scratch[held:end].view(source.dtype).view(source.shape)
+                done += block.nbytes
+                is_last = done == buffer.nbytes
+                num_rows, rest = divmod(end, ROW_BYTES)
+                ready = end if is_last else end - rest
+                tasks = list(_tasks(scratch.data_ptr(), ready, row, index))
+                steps.append((sink, source, launches(tasks)))
+                if not is_last and num_rows and rest:
+                    steps.append((scratch[:rest], scratch[end - rest : end], []))
+                held, row = rest, row + num_rows
+        return [(None, None, launches(plain)), *steps]
+
+
+_Task = tuple[int, int, int, int, int]
+"""The bytes of an aligned read, then what the kernel knows: address, bytes, first row, index."""
+
+
+def _tasks(address: int, nbytes: int, first_row: int, index: int) -> Iterator[_Task]:
+    """Cut contiguous bytes that start with a row of their tensor into tasks."""
+    unit = 16 if address % 16 == 0 else 8 if address % 8 == 0 else 1
+    step = _NUM_ROWS * ROW_BYTES
+    whole = nbytes - nbytes % step if unit > 1 else 0
+    for start, end, each in ((0, whole, unit), (whole, nbytes, 1)):
+        for at in range(start, end, _TASK_ROWS * ROW_BYTES):
+            size = min(_TASK_ROWS * ROW_BYTES, end - at)
+            yield each, address + at, size, first_row + at // ROW_BYTES, index
+
+
+def _blocks(buffer: Buffer) -> Iterator[Buffer]:
+    """Cut a buffer, in row-major order, into blocks that scratch has room for."""
+    if buffer.nbytes <= _SCRATCH_BYTES:
+        yield buffer
+        return
+    size, *inner = buffer.shape
+    row_bytes = buffer.nbytes // size
+    step = max(_SCRATCH_BYTES // row_bytes, 1)
+    for start in range(0, size, step):
+        shape = (min(step, size - start), *inner)
+        block = buffer.block(Box((start, *(0 for _ in inner)), shape))
+        if row_bytes <= _SCRATCH_BYTES:
+            yield block
+        else:
+            yield from _blocks(replace(block, shape=block.shape[1:], strides=block.strides[1:]))

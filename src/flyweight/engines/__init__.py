@@ -1,0 +1,1 @@
+"""Engines of others: what runs Flyweight inside them."""

@@ -1,0 +1,227 @@
+"""Addresses: where a publisher is found. `unix:run/policy` is a directory of the user's own.
+
+In it lie the control socket, the door through which memory is handed over, the token,
+and the lock that keeps a second publisher out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import sleep
+
+from flyweight.errors import PeerLost, PeerRefused, SpecError, TransportError
+from flyweight.forks import leave_behind
+from flyweight.host import exposure
+from flyweight.transports.fd_passing import check_socket_path
+
+_TOKEN_TRIES, _TOKEN_SECONDS = 5, 0.01
+_MAX_TOKEN_BYTES = 256
+_TOKEN_DIGITS = 32
+
+
+@dataclass(frozen=True)
+class Address:
+    """A directory that only its user can enter."""
+
+    directory: Path
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        scheme, colon, path = str(text).partition(":")
+        if scheme != "unix" or not colon or not path or "\0" in path:
+            raise SpecError(
+                f"address {text!r} is not of the form 'unix:DIRECTORY'; other hosts cannot be "
+                f"reached yet"
+            )
+        return cls(Path(path).absolute())
+
+    def __str__(self) -> str:
+        return f"unix:{self.directory}"
+
+    @property
+    def control(self) -> Path:
+        return check_socket_path(self.directory / "control")
+
+    @property
+    def endpoint(self) -> str:
+        return f"ipc://{self.control}"
+
+    @property
+    def door(self) -> Path:
+        return check_socket_path(self.directory / "door")
+
+    @property
+    def token_file(self) -> Path:
+        return self.directory / "token"
+
+    def token(self) -> str:
+        """Return the token of the publisher that is there."""
+        for _ in range(_TOKEN_TRIES):  # one may go, and another come, while we look
+            self.check_private()
+            try:
+                with open(self.token_file, "rb") as file:
+                    text = file.read(_MAX_TOKEN_BYTES + 1)
+                break
+            except FileNotFoundError as cause:
+                if not self.door.exists():
+                    raise PeerLost(f"no publisher is at {self}") from cause
+            except OSError as cause:
+                raise PeerRefused(f"cannot read the token of {self}: {cause.strerror}") from cause
+            sleep(_TOKEN_SECONDS)
+        else:
+            raise PeerRefused(
+                f"{self} has a token of its own; pass it as token=, to a command as --token-file"
+            )
+        if not text or len(text) > _MAX_TOKEN_BYTES or not text.isascii():
+            raise PeerRefused(f"{str(self.token_file)!r} holds no token")
+        return text.decode("ascii")
+
+    def check_private(self) -> None:
+        """Raise unless the directory is there and nobody else can enter it."""
+        try:
+            found = os.stat(self.directory)
+        except OSError as cause:
+            raise PeerLost(f"no publisher is at {self}: {cause.strerror}") from cause
+        if not stat.S_ISDIR(found.st_mode):
+            raise SpecError(f"{str(self.directory)!r} is a file, not a directory for sockets")
+        if whose := exposure(found):
+            raise SpecError(
+                f"directory {str(self.directory)!r} {whose}; sockets need one of user "
+                f"{os.geteuid()} with mode 700: choose another, or chmod 700 it"
+            )
+
+
+class Claim:
+    """A publisher's hold on an address: as long as it lives, no other can take it."""
+
+    def __init__(self, address: Address, token: str | None) -> None:
+        self.address, self._has_file = address, token is None
+        self.token = secrets.token_hex(_TOKEN_DIGITS // 2) if token is None else token
+        if not isinstance(self.token, str):
+            raise SpecError(f"token is {type(token).__name__}, not text")
+        if not self.token or len(self.token) > _MAX_TOKEN_BYTES or not self.token.isascii():
+            raise SpecError(f"a token is 1 to {_MAX_TOKEN_BYTES} plain characters")
+        _ = address.control, address.door
+        try:
+            address.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            address.check_private()
+        except OSError as cause:
+            raise TransportError(
+                f"cannot make directory {str(address.directory)!r}: {cause.strerror}"
+            ) from cause
+        address.check_private()
+        try:
+            self._check_free()
+        except SpecError:
+            if not self._is_known():  # looked for last: one that starts now makes its lock first
+                raise
+        self._lock = self._locked()
+        leave_behind(self)
+        self._sweep()
+        try:
+            self._check_free()
+        except SpecError:
+            self.let_go()
+            raise
+        if self._has_file:
+            self._write_token()
+
+    def _locked(self) -> int:
+        path = self.address.directory / "lock"
+        try:
+            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as cause:
+            raise TransportError(f"cannot open {str(path)!r}: {cause.strerror}") from cause
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            os.close(lock)
+            raise TransportError(
+                f"another publisher is at {self.address}; close it, or choose another address"
+            ) from cause
+        return lock
+
+    def _write_token(self) -> None:
+        """Put the token where replicas look for it, whole or not at all."""
+        draft = self._draft
+        try:
+            flags = os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC
+            file = os.open(draft, flags, 0o600)
+            try:
+                os.write(file, self.token.encode("ascii"))
+            finally:
+                os.close(file)
+            draft.rename(self.address.token_file)
+        except OSError as cause:
+            self.let_go()
+            raise TransportError(f"cannot write {str(draft)!r}: {cause.strerror}") from cause
+
+    @property
+    def _draft(self) -> Path:
+        return self.address.directory / "token.new"
+
+    @property
+    def _made(self) -> tuple[Path, ...]:
+        """What a publisher makes here, apart from the lock, which stays."""
+        return (self.address.control, self.address.door, self.address.token_file, self._draft)
+
+    def _is_known(self) -> bool:
+        """True if a publisher was here before: its lock is there, an empty file of mode 600."""
+        try:
+            found = os.lstat(self.address.directory / "lock")
+        except OSError:
+            return False
+        return _is_private_file(found) and found.st_size == 0
+
+    def _check_free(self) -> None:
+        """Raise if something has a name that a publisher needs."""
+        for path in self._made:
+            if os.path.lexists(path):
+                raise SpecError(
+                    f"{str(path)!r} is there and no publisher made it; a publisher needs the name: "
+                    f"move it, or choose another directory"
+                )
+
+    def _sweep(self) -> None:
+        """Remove what a publisher that was killed has left, and nothing that it did not make."""
+        for path in self._made:
+            with suppress(FileNotFoundError):
+                found = os.lstat(path)
+                is_socket = path in (self.address.control, self.address.door)
+                if stat.S_ISSOCK(found.st_mode) if is_socket else _is_token(path, found):
+                    path.unlink()
+
+    def close(self) -> None:
+        """Give the address back. Safe to repeat."""
+        if self._lock >= 0:
+            with suppress(FileNotFoundError):
+                held = os.fstat(self._lock).st_ino
+                if os.stat(self.address.directory / "lock").st_ino == held:
+                    self._sweep()  # and not what another publisher has made there since
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close the lock here; in a forked child that does not give it back."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _is_private_file(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and not exposure(found)
+
+
+def _is_token(path: Path, found: os.stat_result) -> bool:
+    """True if a publisher wrote this file; one that was killed as it wrote has written less."""
+    if not _is_private_file(found) or found.st_size > _TOKEN_DIGITS:
+        return False
+    is_whole = path.suffix == ".new" or found.st_size == _TOKEN_DIGITS
+    return is_whole and re.fullmatch(rb"[0-9a-f]*", path.read_bytes()) is not None

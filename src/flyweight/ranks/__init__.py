@@ -1,0 +1,1 @@
+"""Ranks of one job: how they find and hear each other."""

@@ -1,0 +1,733 @@
+"""What a status cell promises, and every way in which its file can be wrong."""
+
+import errno
+import multiprocessing.shared_memory
+import os
+import random
+import signal as signals
+import socket
+import struct
+import threading
+import time
+import zlib
+from concurrent.futures import wait
+
+import msgspec
+import pytest
+
+import flyweight as fw
+from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
+from flyweight.forks import unforked
+from flyweight.lifecycle.cell import MAX_RANKS, Cell, Request, Slot
+from flyweight.lifecycle.cell_file import HEADER, PROTOCOL, CellFile, locked
+from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.engine import ModelEngine
+from flyweight.lifecycle.states import Signal, State, Tag
+from flyweight.lifecycle.worker import Worker
+from live_models import SPAWN, Child, resources, settled, until, weights
+
+RECORD_BYTES = 2048
+FIRST_SLOT = 64 + 8 + 2 * RECORD_BYTES
+PAUSE = Request(number=1, signal=Signal.PAUSE)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "engine.cell"
+
+
+def inode(path):
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def reheaded(path, **changes):
+    """Write some fields of a cell's header anew."""
+    names = ("magic", "protocol", "num_ranks", "epoch", "boot")
+    with open(path, "r+b") as file:
+        fields = dict(zip(names, HEADER.unpack(file.read(HEADER.size)), strict=True))
+        file.seek(0)
+        file.write(HEADER.pack(*{**fields, **changes}.values()))
+
+
+def resized(path, nbytes):
+    os.truncate(path, nbytes)
+
+
+# The file.
+
+
+def test_a_cell_is_made_whole_and_private_with_its_directory(tmp_path):
+    path = tmp_path / "some" / "run" / "cell"
+    with Cell(path, 3) as cell:
+        assert cell.request() is None
+        assert cell.slots() == [None, None, None]
+    found = os.stat(path)
+    assert found.st_mode & 0o777 == 0o600
+    assert found.st_blocks * 512 >= found.st_size  # a full disk is noticed here, not at a store
+    assert os.listdir(path.parent) == ["cell"]
+    assert os.stat(path.parent).st_mode & 0o777 == 0o700
+
+
+def test_who_comes_later_finds_what_was_told_before(path):
+    """C25: the file outlives all who use it."""
+    with Cell(path, 2) as cell:
+        epoch = cell.epoch
+        cell.ask(PAUSE)
+        cell.tell(1, Slot(pid=7, state=State.PAUSED))
+    with Cell(path, 2) as cell:
+        assert cell.epoch == epoch
+        assert cell.request() == PAUSE
+        assert cell.slots() == [None, Slot(pid=7, state=State.PAUSED)]
+
+
+def test_all_who_come_at_once_find_one_cell(path, threads):
+    """C25: on nothing, and on what another boot of the machine left; nobody is refused."""
+    for round_ in range(20):
+        barrier = threading.Barrier(6)
+
+        def attached(barrier=barrier):
+            barrier.wait(10)
+            with Cell(path, 2) as cell:
+                return cell.epoch
+
+        epochs = [future.result(20) for future in [threads.submit(attached) for _ in range(6)]]
+        assert len(set(epochs)) == 1
+        if round_ % 2:
+            os.unlink(path)
+        else:
+            reheaded(path, boot=b"another boot    ")
+    assert os.listdir(path.parent) == []  # nor drafts
+
+
+MISFITS = {
+    "cut inside its header": (lambda path: resized(path, 20), "has 20 bytes"),
+    "cut": (lambda path: resized(path, 5000), "has 5000 bytes"),
+    "too long": (lambda path: resized(path, 1 << 20), "has 1048576 bytes"),
+    "another protocol": (
+        lambda path: reheaded(path, protocol=PROTOCOL + 1),
+        f"has protocol {PROTOCOL + 1}",
+    ),
+    "other ranks": (lambda path: reheaded(path, num_ranks=5), "is for 5 ranks, expected 2"),
+    "another boot": (lambda path: reheaded(path, boot=bytes(16)), "from before this machine's"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_cell_that_does_not_fit_and_is_not_in_use_is_replaced(path, misfit):
+    with Cell(path, 2) as old:
+        before = inode(path)
+        MISFITS[misfit][0](path)
+        with Cell(path, 2) as cell:
+            assert inode(path) != before
+            cell.claim(None)
+            cell.ask(PAUSE)
+            assert cell.request() == PAUSE
+        with pytest.raises(LifecycleError, match="was replaced by another run"):
+            old.check_current()
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_cell_that_is_in_use_is_never_replaced(tmp_path, threads):
+    """C25: whatever is wrong with it, while a controller or a rank has a claim it stays."""
+
+    def refused(misfit, who):
+        spoil, text = MISFITS[misfit]
+        path = tmp_path / f"{misfit}-{who}"
+        with Cell(path, 2) as live:
+            live.claim(who)
+            spoil(path)
+            before = inode(path)
+            with pytest.raises(LifecycleError, match=f"{text}.*is in use; choose another path"):
+                Cell(path, 2)
+            assert inode(path) == before
+            live.check_current()
+
+    refusals = [threads.submit(refused, misfit, who) for misfit in MISFITS for who in (None, 1)]
+    for each in refusals:
+        each.result(20)
+
+
+def test_who_found_an_old_cell_does_not_replace_the_new_one_that_has_come_meanwhile(path, threads):
+    """C25: between a look at the file and its replacement an engine starts with a new one."""
+    has_looked, may_go_on = threading.Event(), threading.Event()
+
+    class SlowFile(CellFile):
+        def _misfit(self, file):
+            found = super()._misfit(file)
+            if found is not None and not has_looked.is_set():
+                has_looked.set()
+                assert may_go_on.wait(20)
+            return found
+
+    Cell(path, 1).close()
+    late = threads.submit(SlowFile(path, 3, 1 << 14).opened)
+    assert has_looked.wait(20)
+    with Cell(path, 2) as engine:
+        engine.claim(0)
+        may_go_on.set()
+        with pytest.raises(LifecycleError, match="is for 2 ranks, expected 3, and is in use"):
+            late.result(20)
+        engine.check_current()
+
+
+def test_who_finds_a_cell_that_another_is_just_replacing_waits_for_it(path, threads):
+    """C25: who replaces a cell locks all of it; that is not taken for somebody's claim."""
+    looks = []
+
+    class WatchedFile(CellFile):
+        def _misfit(self, file):
+            looks.append(file)
+            return super()._misfit(file)
+
+    Cell(path, 1).close()
+    with open(path, "r+b") as file:
+        assert locked(file.fileno(), 0, 0)
+        attached = threads.submit(WatchedFile(path, 2, 1 << 14).opened)
+        until(lambda: len(looks) > 2)
+    os.close(attached.result(10))
+
+
+FOREIGN = {
+    "nothing in it": b"",
+    "garbage of the right size": random.Random(1).randbytes(64 + 2 * 4104),
+    "another magic": b"FLYWSELL" + bytes(20000),
+    "text": b"[tool.ruff]\nline-length = 100\n",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_that_is_no_cell_is_refused_and_left_alone(path, kind):
+    path.write_bytes(FOREIGN[kind])
+    path.chmod(0o600)
+    with pytest.raises(LifecycleError, match="is no status cell; choose another path"):
+        Cell(path)
+    assert path.read_bytes() == FOREIGN[kind]
+
+
+def make_directory(path):
+    path.mkdir()
+
+
+def make_link(path):
+    Cell(path.with_name("real")).close()
+    path.symlink_to(path.with_name("real"))
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [(make_directory, errno.EISDIR), (make_link, errno.ELOOP), (make_socket, errno.ENXIO)],
+)
+def test_what_is_no_file_is_refused_by_name(path, make, code):
+    make(path)
+    with pytest.raises(StoreError, match="engine.cell") as raised:
+        Cell(path)
+    assert raised.value.errno == code
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_pipe_is_refused_without_waiting_for_its_other_end(path, mode, threads):
+    os.mkfifo(path, mode)
+    with pytest.raises(LifecycleError, match="is no status cell|with mode 644"):
+        threads.submit(Cell, path).result(10)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
+def test_a_cell_that_others_could_read_or_write_is_refused(path, mode):
+    """C33: who can write it commands the engine."""
+    Cell(path).close()
+    path.chmod(mode)
+    with pytest.raises(LifecycleError, match=rf"with mode {mode:o}; a status cell is of user \d+ "):
+        Cell(path)
+
+
+def test_a_cell_of_another_user_is_refused(path):
+    Cell(path).close()
+    try:
+        os.chown(path, 12345, -1)
+    except PermissionError:
+        pytest.skip("only root can give a file to another user")
+    with pytest.raises(LifecycleError, match="is of user 12345 with mode 600"):
+        Cell(path)
+
+
+def test_a_place_where_no_file_can_be_is_told_with_its_name(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="status cell '.*/file/cell'"):
+        Cell(tmp_path / "file" / "cell")
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1, MAX_RANKS + 1, True, 2.0, "2"])
+def test_a_number_of_ranks_that_is_none_is_refused(path, num_ranks):
+    with pytest.raises(SpecError, match=f"num_ranks is {num_ranks!r}, expected 1 to {MAX_RANKS}"):
+        Cell(path, num_ranks)
+    assert not path.exists()
+
+
+def test_a_process_that_changes_its_directory_keeps_its_cell(tmp_path):
+    def work(pipe):
+        os.chdir(tmp_path)
+        with Cell("cell") as cell:
+            os.chdir("/")
+            cell.claim(None)
+            cell.check_current()
+
+    with Child(work) as child:
+        child.result()
+
+
+# Claims.
+
+
+def claiming(path, rank, pipe):
+    """Claim a rank's slot, or the request, and keep it until killed."""
+    with Cell(path, 2) as cell:
+        cell.claim(rank)
+        if rank is not None:
+            cell.tell(rank, Slot(pid=os.getpid()))
+        pipe.send("claimed")
+        pipe.recv()
+
+
+@pytest.mark.parametrize(("rank", "name"), [(None, "the controller"), (1, "rank 1")])
+def test_a_second_claimant_is_refused_by_name_until_the_first_is_killed(path, rank, name):
+    """C21: one writer for each word. C25: the claim ends with the process, however that does."""
+    with Child(claiming, path, rank) as first, Cell(path, 2) as cell:
+        assert first.told() == "claimed"
+        process = "" if rank is None else f", process {first.pid}"
+        with pytest.raises(LifecycleError, match=f"has {name} already{process}; stop that one"):
+            cell.claim(rank)
+        cell.claim(0)  # another word is free
+        first.kill()
+        first.join()
+        cell.claim(rank)
+
+
+def test_a_second_controller_is_refused_and_lets_go_of_all(path):
+    before = resources()
+    with Control(path), pytest.raises(LifecycleError, match="has the controller already"):
+        Control(path)
+    assert settled(before) == before
+
+
+def test_a_rank_that_is_none_is_refused(path):
+    with Cell(path, 2) as cell:
+        for rank in (-1, 2):
+            with pytest.raises(SpecError, match=f"rank is {rank}, the cell has ranks 0 to 1"):
+                cell.claim(rank)
+
+
+def claiming_with_a_child(path, pipe):
+    cell = Cell(path, 2)
+    cell.claim(0)
+    cell.tell(0, Slot(pid=os.getpid()))
+    pid = os.fork()
+    if pid == 0:
+        signals.pause()
+    pipe.send(pid)
+    pipe.recv()
+
+
+def waiting_for_a_claim_with_a_child(path, pipe):
+    """The child is forked while another still has the claim."""
+    before, cell = Cell(path, 2), Cell(path, 2)
+    before.claim(0)
+    num_files = len(os.listdir("/proc/self/fd"))
+    claiming = threading.Thread(target=cell.claim, args=(0,))
+    claiming.start()
+    until(lambda: len(os.listdir("/proc/self/fd")) > num_files)
+    pid = os.fork()
+    if pid == 0:
+        signals.pause()
+    before.close()
+    claiming.join(10)
+    cell.tell(0, Slot(pid=os.getpid()))
+    pipe.send(pid)
+    pipe.recv()
+
+
+@pytest.mark.parametrize("claiming", [claiming_with_a_child, waiting_for_a_claim_with_a_child])
+def test_a_claim_is_not_inherited_by_a_forked_child_that_outlives_its_parent(path, claiming):
+    """C25: it would keep the rank's successor out for as long as the child lives."""
+    with Child(claiming, path) as first, Cell(path, 2) as cell:
+        orphan = first.told()
+        try:
+            first.kill()
+            first.join()
+            assert not cell.slot(0).is_alive
+            cell.claim(0)
+            os.kill(orphan, 0)  # it lives
+        finally:
+            os.kill(orphan, signals.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "timeout", "least", "most"),
+    [(1, 20.0, 20.0, 20.0), (2, 20.0, 15.0, 15.0), (2, 60.0, 50.0, 51.0), (2, 2.0, 1.5, 1.5)],
+)
+def test_several_ranks_have_time_to_tell_each_other_how_it_ended(
+    path, num_ranks, timeout, least, most
+):
+    """C24: they listen for each other's last words after their own deadline, before the user's."""
+    with Cell(path, num_ranks) as cell, Control(path, num_ranks) as control:
+        for rank in range(num_ranks):
+            cell.claim(rank)
+            cell.tell(rank, Slot(pid=os.getpid()))
+        began = time.monotonic()
+        operation = control.start(Signal.PAUSE, timeout_seconds=timeout)
+        request = cell.next_request(0, 10)
+        assert least - 0.01 <= request.timeout_seconds <= most + 0.01
+        assert began + least - 0.01 <= request.deadline <= time.monotonic() + most + 0.01
+        said = {"error": "LifecycleError", "answer": "rank 1 was silent"}
+        for rank in range(num_ranks):
+            cell.tell(rank, Slot(pid=os.getpid(), taken=1, done=1, **said))
+        ended = control.wait(operation, 20)
+        assert (ended.error, ended.reason) == ("LifecycleError", "rank 0: rank 1 was silent")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_operation_ends_soon_after_its_timeout_whatever_its_ranks_do(path, num_ranks):
+    """C24: they live and say nothing; the first has answered, if there are two."""
+    with Cell(path, num_ranks) as cell, Control(path, num_ranks) as control:
+        for rank in range(num_ranks):
+            cell.claim(rank)
+            cell.tell(rank, Slot(pid=os.getpid()))
+        began = time.monotonic()
+        operation = control.start(Signal.PAUSE, timeout_seconds=3)
+        for rank in range(num_ranks - 1):
+            cell.tell(rank, Slot(pid=os.getpid(), taken=1, done=1))
+        ended = control.wait(operation, 20)
+        assert 3 <= time.monotonic() - began < 5
+        assert (ended.ending, ended.error) == ("failed", "TransferTimeout")
+        assert ended.reason == (
+            f"rank {num_ranks - 1} (process {os.getpid()}) of replica 'engine' did not answer "
+            f"pause-1 within 3 s; see whether it is stopped, or still at work"
+        )
+
+
+def test_no_child_is_forked_before_a_file_that_was_opened_is_known(threads):
+    """`os.open` lets other threads run when the file is open, and before it says which it is."""
+
+    def fork():
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        return os.waitpid(pid, 0)[1]
+
+    with unforked:
+        forking = threads.submit(fork)
+        assert not wait([forking], 0.2).done
+    assert forking.result(10) == 0
+
+
+def test_a_claim_is_not_ended_by_a_forked_child_that_ends(path):
+    with Cell(path) as cell, Cell(path) as other:
+        cell.claim(0)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        with pytest.raises(LifecycleError, match="has rank 0 already"):
+            other.claim(0)
+
+
+def attached_and_gone(path, pipe):
+    memory = multiprocessing.shared_memory.SharedMemory(create=True, size=8)
+    memory.close()
+    memory.unlink()  # the tracker runs by now
+    with Cell(path, 2) as cell:
+        cell.claim(1)
+        cell.tell(1, Slot(pid=os.getpid()))
+    return cell.epoch
+
+
+def test_a_process_with_a_resource_tracker_leaves_the_cell_when_it_goes(path):
+    """C25: neither who attaches and ends, nor who is killed, takes the file with it."""
+    with Cell(path, 2) as cell:
+        before = inode(path)
+        with Child(attached_and_gone, path, context=SPAWN) as child:
+            assert child.result() == cell.epoch
+        with Child(claiming, path, 0) as child:
+            assert child.told() == "claimed"
+            child.kill()
+            child.join()
+        assert inode(path) == before
+        cell.check_current()
+        assert [slot.pid > 0 for slot in cell.slots()] == [True, True]
+
+
+# Under its users.
+
+
+def test_a_removed_cell_is_noticed_by_everyone_who_looks(path):
+    with Control(path) as control, Cell(path) as cell:
+        path.unlink()
+        for notice in (
+            cell.check_current,
+            lambda: cell.claim(0),
+            lambda: control.start(PAUSE.signal),
+        ):
+            with pytest.raises(LifecycleError, match="was removed under its users"):
+                notice()
+
+
+def test_a_replaced_cell_is_noticed_by_everyone_who_looks(path):
+    with Control(path) as control, Cell(path) as cell:
+        path.unlink()
+        with Cell(path) as other:
+            other.check_current()
+            for notice in (cell.check_current, lambda: control.start(PAUSE.signal)):
+                with pytest.raises(
+                    LifecycleError, match="was replaced by another run; attach again"
+                ):
+                    notice()
+
+
+def test_a_worker_whose_cell_is_removed_ends_soon_and_says_why(path, address):
+    model = weights(1, 1 << 12)
+    with fw.Replica(model, address) as replica:
+        worker = Worker(ModelEngine(model), replica, path, should_follow=False)
+        with worker:
+            path.unlink()
+            until(lambda: worker.failure is not None)
+            assert "was removed under its users" in str(worker.failure)
+            assert worker.machine.state is State.FAILED
+
+
+# Records.
+
+
+@pytest.mark.parametrize("letter", "aß€😀")
+def test_words_that_are_too_long_are_cut_between_two_characters(path, letter):
+    with Cell(path) as cell:
+        for shift in range(4):
+            text = "." * shift + letter * 1000
+            cell.tell(0, Slot(reason=text, answer=text))
+            slot = cell.slot(0)
+            for found in (slot.reason, slot.answer):
+                assert found.endswith("…")
+                assert text.startswith(found[:-1])
+                assert 690 < len(found.encode()) <= 700
+
+
+def test_words_that_are_no_text_are_told_all_the_same(path):
+    """File names and errors of other libraries may hold half of a character."""
+    with Cell(path) as cell:
+        cell.tell(0, Slot(reason="disk \udcff is full"))
+        assert cell.slot(0).reason == "disk ? is full"
+
+
+def test_the_largest_slot_fits(path):
+    most = 2**63 - 1
+    slot = Slot(
+        pid=most, started=most, state=State.VERIFYING, absent=tuple(Tag), version=most, pinned=most,
+        taken=most, went_back_from=most, num_went_back=most, is_paused_by_hand=True, done=most, error="E" * 60, answer="€" * 233, reason="€" * 233, is_listening=False,
+        step="release_experts", percent=99.99, num_running=most, nbytes=most, round_seconds=1e300,
+        pause_seconds=1e300, num_rounds=most,
+    )  # fmt: skip
+    with Cell(path) as cell:
+        cell.tell(0, slot)
+        assert cell.slot(0) == slot
+
+
+def write_record(path, offset, body, crc=None):
+    """Show a record of our own making where a counter is."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        (count,) = struct.unpack("<I", file.read(4))
+        file.seek(offset + 8 + (count & 1) * RECORD_BYTES)
+        crc = zlib.crc32(body, zlib.crc32(struct.pack("<I", count))) if crc is None else crc
+        file.write(struct.pack("<III", count, len(body), crc) + body)
+
+
+GOOD = msgspec.msgpack.encode(Slot())
+DAMAGE = {
+    "another checksum": (GOOD, 1, "damaged"),
+    "not msgpack": (b"\xc1\xc1", None, "holds no slot"),
+    "not a slot": (msgspec.msgpack.encode({"pid": "seven"}), None, "holds no slot"),
+    "a field that we do not know": (msgspec.msgpack.encode({"color": 1}), None, "holds no slot"),
+    "a state that there is not": (msgspec.msgpack.encode({"state": "DOZING"}), None, "DOZING"),
+    "text that is none": (b"\x81\xa6reason\xa2\xff\xfe", None, "holds no slot"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_record_is_told_and_never_taken(path, damage):
+    body, crc, text = DAMAGE[damage]
+    with Cell(path) as cell:
+        cell.tell(0, Slot())
+        write_record(path, FIRST_SLOT, body, crc)
+        with pytest.raises(LifecycleError, match=text):
+            cell.slot(0)
+        cell.tell(0, Slot(pid=3))  # its writer heals it
+        assert cell.slot(0) == Slot(pid=3)
+
+
+def test_a_damaged_request_is_told_to_who_waits_for_one(path):
+    with Cell(path) as cell:
+        cell.ask(PAUSE)
+        write_record(path, 64, b"rubbish", 0)
+        with pytest.raises(
+            LifecycleError, match="a request of the status cell is damaged; stop all"
+        ):
+            cell.next_request(0, 5)
+
+
+def test_a_length_beyond_the_record_is_damage(path):
+    with Cell(path) as cell:
+        cell.ask(PAUSE)
+        with open(path, "r+b") as file:
+            file.seek(64 + 8 + RECORD_BYTES)
+            file.write(struct.pack("<III", 1, 0xFFFFFFFF, 0))
+        with pytest.raises(LifecycleError, match="damaged"):
+            cell.request()
+
+
+# Waits.
+
+
+def seconds_of(work):
+    started = time.monotonic()
+    work()
+    return time.monotonic() - started
+
+
+def test_every_wait_ends_at_its_deadline(path):
+    """C21: always with a deadline."""
+    with Cell(path) as cell:
+        cell.ask(PAUSE)
+        bell = cell.wait_change(0, 0)
+
+        def waits_in_vain():
+            with pytest.raises(TransferTimeout, match="a sign did not come within 0.2 s"):
+                cell.wait(lambda slots: False, 0.2, "a sign")
+
+        def no_request():
+            assert cell.next_request(1, 0.2) is None
+
+        for wait in (waits_in_vain, no_request, lambda: cell.wait_change(bell, 0.2)):
+            assert 0.19 < seconds_of(wait) < 5
+
+
+@pytest.mark.parametrize("timeout", [0, -1])
+def test_a_wait_without_time_only_looks(path, timeout):
+    with Cell(path) as cell:
+        assert cell.next_request(0, timeout) is None
+        with pytest.raises(TransferTimeout):
+            cell.wait(lambda slots: False, timeout)
+        cell.ask(PAUSE)
+        assert cell.next_request(0, timeout) == PAUSE
+        assert cell.wait(lambda slots: True, timeout) == [None]
+
+
+def test_all_threads_and_processes_that_wait_wake_at_once(path, threads):
+    """C21: without polling; who is not woken would wait for thirty seconds."""
+
+    def hear(pipe):
+        with Cell(path) as cell:
+            pipe.send("there")
+            return cell.next_request(0, 30).number
+
+    with Cell(path) as cell, Child(hear) as first, Child(hear) as second:
+        children = (first, second)
+        assert [child.told() for child in children] == ["there", "there"]
+        futures = [threads.submit(cell.next_request, 0, 30) for _ in range(3)]
+        told = threads.submit(cell.wait, lambda slots: slots[0] is not None, 30)
+        started = time.monotonic()
+        cell.ask(PAUSE)
+        assert [future.result(10) for future in futures] == [PAUSE] * 3
+        assert [child.result(10) for child in children] == [1, 1]
+        cell.tell(0, Slot(pid=5))
+        assert told.result(10) == [Slot(pid=5)]
+        assert time.monotonic() - started < 10
+
+
+def test_a_request_of_an_older_number_is_not_taken_for_the_next(path):
+    with Cell(path) as cell:
+        cell.ask(PAUSE)
+        assert cell.next_request(1, 0.05) is None
+        cell.ask(Request(number=2, signal=Signal.RESUME))
+        assert cell.next_request(1, 5).signal is Signal.RESUME
+
+
+def test_waits_end_at_once_when_their_owner_says_so(path, threads):
+    with Cell(path) as cell:
+        request = threads.submit(cell.next_request, 0, 30)
+        answer = threads.submit(cell.wait, lambda slots: False, 30)
+        cell.end_waits()
+        assert request.result(10) is None
+        with pytest.raises(TransferTimeout):
+            answer.result(10)
+        assert cell.next_request(0, 30) is None
+
+
+def test_a_dead_rank_is_noticed_though_it_rings_no_bell(path, threads):
+    """C24: looked up ten times a second by whoever waits."""
+    looked = threading.Event()
+
+    def has_died(slots):
+        looked.set()
+        return not slots[1].is_alive
+
+    with Cell(path, 2) as cell, Child(claiming, path, 1) as child:
+        assert child.told() == "claimed"
+        assert cell.slot(1).is_alive
+        wait = threads.submit(cell.wait, has_died, 20)
+        assert looked.wait(10)
+        child.kill()
+        began = time.monotonic()
+        assert wait.result(10)[1].pid == child.pid
+        assert time.monotonic() - began < 1
+
+
+def idle(path, address, pipe):
+    """Return what share of a core an engine's worker takes that nobody asks for anything."""
+    model = weights(1, 1 << 12)
+    with fw.Replica(model, address) as replica, Worker(ModelEngine(model), replica, path):
+        pipe.send("there")
+        assert pipe.recv() == "measure"
+        before, started = time.process_time(), time.monotonic()
+        assert not pipe.poll(1.0)  # this is what is measured
+        return (time.process_time() - before) / (time.monotonic() - started)
+
+
+def test_a_worker_that_waits_takes_less_than_two_percent_of_a_core(path, address):
+    """C21: woken, not polling; with its publisher there, which it follows."""
+    with (
+        fw.Publisher(weights(1, 1 << 12), address) as publisher,
+        Child(idle, path, address) as child,
+    ):
+        assert child.told() == "there"
+        until(lambda: publisher.replicas)
+        child.send("measure")
+        assert child.result() < 0.02
+
+
+# Ends.
+
+
+def test_a_closed_cell_leaves_nothing_behind(path):
+    before = resources()
+    for _ in range(3):
+        cell = Cell(path, 4)
+        cell.claim(None)
+        cell.claim(2)
+        cell.close()
+        cell.close()
+    assert resources() == before
+
+
+def test_a_closed_cell_says_so(path):
+    cell, control = Cell(path), Control(path)
+    cell.close()
+    control.close()
+    for use in (cell.check_current, cell.request, cell.slots, control.status):
+        with pytest.raises(LifecycleError, match="was closed here"):
+            use()
+    with pytest.raises(LifecycleError, match="was closed here"):
+        control.start(Signal.PAUSE)
