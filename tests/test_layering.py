@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 LEVELS = (
-    "errors events forks host proofs|spec|memory plans|digest ports|cuda"
+    "errors|checks events forks host proofs|spec|memory plans|digest ports|cuda"
     "|stores formats adapters transports ranks|verbs|live|lifecycle|engines|server|demo|cli"
 )
 LEVEL = {room: n for n, rooms in enumerate(LEVELS.split("|")) for room in rooms.split()}
-PURE = {"errors", "events", "forks", "host", "proofs", "spec", "plans"}
+PURE = {"errors", "checks", "events", "forks", "host", "proofs", "spec", "plans"}
 FRAMEWORKS = {"torch", "paddle", "triton", "vllm", "sglang"}
 KNOW_FRAMEWORKS = {"adapters", "cuda", "engines", "demo"}
 SRC = Path(__file__).parents[1] / "src" / "flyweight"

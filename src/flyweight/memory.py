@@ -285,10 +285,3 @@ STAGING = Staging(shelf_bytes=32 << 20)
 
 MEMORY_BYTES = 256 << 20
 """The extra memory a verb may use unless it is told otherwise."""
-MIN_MEMORY_BYTES = 1 << 20
-
-
-def check_memory_bytes(memory_bytes: int) -> int:
-    if type(memory_bytes) is not int or memory_bytes < MIN_MEMORY_BYTES:
-        raise SpecError(f"memory_bytes is {memory_bytes!r}, at least {MIN_MEMORY_BYTES} are needed")
-    return memory_bytes

@@ -21,6 +21,7 @@ from typing import Any
 from flyweight.adapters.identity import Identity
 from flyweight.adapters.loader import Loader
 from flyweight.adapters.paddle_layer import memory_of
+from flyweight.checks import check_seconds, check_version
 from flyweight.engines.fastdeploy_engine import give_memory
 from flyweight.engines.fastdeploy_loading import ModelLoading
 from flyweight.errors import (
@@ -33,12 +34,12 @@ from flyweight.errors import (
 )
 from flyweight.events import emit
 from flyweight.formats.legacy import SHARED_DIRECTORY
-from flyweight.formats.snapshot import check_version, number_in
+from flyweight.formats.snapshot import number_in
 from flyweight.formats.stored import Stored
 from flyweight.lifecycle.steps import Weights
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.live.replica import Replica
-from flyweight.live.report import TIMEOUT_SECONDS, UpdateReport, check_seconds
+from flyweight.live.report import TIMEOUT_SECONDS, UpdateReport
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import Extra, LoadReport, load

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from flyweight.checks import check_seconds
 from flyweight.errors import (
     FlyweightError,
     LifecycleError,
@@ -35,7 +36,6 @@ from flyweight.host import exposure
 from flyweight.lifecycle.cell import Cell, Request
 from flyweight.lifecycle.cell_file import is_same_file
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
-from flyweight.live.report import check_seconds
 
 MODEL_WEIGHTS = "model_weights_status"
 KV_CACHE = "kv_cache_status"

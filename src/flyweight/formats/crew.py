@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TypeVar
 
-from flyweight.errors import SpecError
 from flyweight.events import emit
 from flyweight.host import on_threads
 from flyweight.memory import Bytes, Staging
@@ -64,9 +63,3 @@ def work_through(
 def default_threads() -> int:
     """Return how many threads keep disk and memory busy: while half of them wait, others hash."""
     return max(4, min(8, 2 * len(os.sched_getaffinity(0))))
-
-
-def check_threads(num_threads: int) -> int:
-    if type(num_threads) is not int or num_threads < 1:
-        raise SpecError(f"num_threads is {num_threads!r}, at least 1 is needed")
-    return num_threads

@@ -17,6 +17,7 @@ from math import prod
 
 import numpy as np
 
+from flyweight.checks import check_threads
 from flyweight.digest import Checksum, checksum
 from flyweight.errors import (
     ChecksumMismatch,
@@ -26,7 +27,7 @@ from flyweight.errors import (
     StoreError,
     listed,
 )
-from flyweight.formats.crew import check_threads, work_through
+from flyweight.formats.crew import work_through
 from flyweight.memory import STAGING, Bytes, Items, Staging, block_of, items_of
 from flyweight.ports import WINDOW_SLACK, Store
 from flyweight.spec.box import Box

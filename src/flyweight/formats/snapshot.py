@@ -7,17 +7,16 @@ checksum stands in its last line, around the exact bytes it covers.
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from flyweight.checks import check_version
 from flyweight.digest import checksum
 from flyweight.errors import (
     ChecksumMismatch,
     FormatError,
     SnapshotIncomplete,
-    SpecError,
     VersionError,
     listed,
 )
@@ -37,16 +36,6 @@ _ENVELOPE = re.compile(rb',\n"xxh3_64":"([0-9a-f]{16})"}\n')
 _ENVELOPE_BYTES = len(_MIDDLE) + 16 + len(b'"}\n')
 _NUMBER = re.compile(r"(?<![0-9])(?<![0-9]\.)[0-9]{1,18}\Z")
 _DIRECTORY = re.compile(r"v([0-9]{10,19})")
-
-
-def check_version(version: object) -> int:
-    """Return a version's number; numpy's integers will do, truth values and texts will not."""
-    if isinstance(version, bool) or not hasattr(version, "__index__"):
-        raise SpecError(f"version is {version!r}, expected a whole number")
-    number = operator.index(version)
-    if not 0 <= number < 2**63:
-        raise SpecError(f"version {number} is not a whole number from 0 to 2**63-1")
-    return number
 
 
 def number_in(text: str) -> int | None:

@@ -12,9 +12,10 @@ from math import prod
 
 import numpy as np
 
+from flyweight.checks import check_threads
 from flyweight.digest import Digest, checksum
 from flyweight.errors import SpecError
-from flyweight.formats.crew import check_threads, work_through
+from flyweight.formats.crew import work_through
 from flyweight.memory import Bytes, bytes_of, collector_paused
 from flyweight.ports import Draft, FilePlan, Format, Source
 from flyweight.spec.box import Box

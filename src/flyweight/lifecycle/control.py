@@ -16,12 +16,11 @@ from typing import Literal
 
 import msgspec
 
+from flyweight.checks import check_seconds, check_version
 from flyweight.errors import Busy, FlyweightError, PeerLost, TransferTimeout
 from flyweight.events import emit
-from flyweight.formats.snapshot import check_version
 from flyweight.lifecycle.cell import Cell, Request, Slot
 from flyweight.lifecycle.states import Signal, State, tags_named
-from flyweight.live.report import check_seconds
 
 ABSENT = "ABSENT"
 """The state of a replica none of whose ranks has come yet."""

@@ -13,9 +13,9 @@ from contextvars import ContextVar
 from time import monotonic
 
 from flyweight.adapters.memory_release import Residence
+from flyweight.checks import check_seconds
 from flyweight.errors import LifecycleError, TransferTimeout
 from flyweight.forks import leave_behind
-from flyweight.live.report import check_seconds
 from flyweight.ports import EngineHooks
 
 _innermost: ContextVar[EngineRequest | None] = ContextVar("flyweight_request", default=None)

@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
 
+from flyweight.checks import check_seconds
 from flyweight.errors import Busy, FlyweightError, LifecycleError
 from flyweight.lifecycle.ranks import YIELD_SECONDS, Ranks, Verdict
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag, tags_named
 from flyweight.lifecycle.steps import ROUND_SECONDS, Weights
 from flyweight.lifecycle.update_rounds import Round, Rounds
-from flyweight.live.report import UpdateReport, check_seconds
+from flyweight.live.report import UpdateReport
 from flyweight.ports import Engine
 
 _LEAST_SECONDS = 0.001

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeVar
 
-from flyweight.errors import Busy, LifecycleError, SpecError
+from flyweight.checks import one_of
+from flyweight.errors import Busy, LifecycleError
 
 
 class State(str, Enum):
@@ -68,8 +68,6 @@ class Signal(str, Enum):
         return self.value
 
 
-EnumT = TypeVar("EnumT", bound=Enum)
-
 OUTSIDE = (Signal.PAUSE, Signal.RESUME, Signal.CLEAR, Signal.RESTORE, Signal.UPDATE)
 ALL_TAGS = frozenset(Tag)
 
@@ -77,15 +75,6 @@ ALL_TAGS = frozenset(Tag)
 def tags_named(names: Iterable[str]) -> tuple[Tag, ...]:
     """Return the tags of these names, each once; raise SpecError for a name that is no tag."""
     return tuple(dict.fromkeys(one_of(Tag, name, "tag") for name in names))
-
-
-def one_of(kind: type[EnumT], value: str, what: str) -> EnumT:
-    """Return the member of an enum that a caller names; raise SpecError that lists them all."""
-    try:
-        return kind(value)
-    except ValueError:
-        names = " or ".join(repr(each.value) for each in kind)
-        raise SpecError(f"{what} is {value!r}, expected {names}") from None
 
 
 class Outcome(Enum):

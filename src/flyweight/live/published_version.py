@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flyweight.checks import check_seconds
 from flyweight.errors import FlyweightError, SpecError
 from flyweight.live.lanes import STRATEGIES, Offers, Strategy
 from flyweight.live.members import Peer
-from flyweight.live.report import PublishReport, ReplicaReport, check_seconds
+from flyweight.live.report import PublishReport, ReplicaReport
 from flyweight.live.round import Part, Round
 from flyweight.live.source import Region, Stock
 from flyweight.spec.manifest import Leaf

@@ -16,6 +16,7 @@ from typing import Literal, overload
 
 from flyweight.adapters.adapt import adapt
 from flyweight.adapters.identity import Identity
+from flyweight.checks import check_seconds, check_version
 from flyweight.cuda import driver as cuda
 from flyweight.errors import (
     DigestMismatch,
@@ -29,7 +30,6 @@ from flyweight.errors import (
     listed,
 )
 from flyweight.events import emit
-from flyweight.formats.snapshot import check_version
 from flyweight.formats.stored import Stored
 from flyweight.live.address import Address, Claim
 from flyweight.live.conductor import Conductor
@@ -51,13 +51,7 @@ from flyweight.live.published_version import (
     no_release,
     report_of,
 )
-from flyweight.live.report import (
-    TIMEOUT_SECONDS,
-    Lease,
-    PublishReport,
-    ReplicaReport,
-    check_seconds,
-)
+from flyweight.live.report import TIMEOUT_SECONDS, Lease, PublishReport, ReplicaReport
 from flyweight.live.round import Round
 from flyweight.live.source import Held, Stock
 from flyweight.transports.cuda_ipc import CudaIpcTransport

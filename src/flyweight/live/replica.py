@@ -16,6 +16,7 @@ from typing import Literal
 
 from flyweight.adapters.loader import Framework, Loader
 from flyweight.adapters.tree import is_model
+from flyweight.checks import check_seconds, check_version
 from flyweight.errors import (
     DigestMismatch,
     FlyweightError,
@@ -27,7 +28,6 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.events import emit
-from flyweight.formats.snapshot import check_version
 from flyweight.live.address import Address
 from flyweight.live.connection import spin_of
 from flyweight.live.intake import Intake
@@ -44,13 +44,7 @@ from flyweight.live.messages import (
     Kept,
     error_named,
 )
-from flyweight.live.report import (
-    TIMEOUT_SECONDS,
-    UpdateReport,
-    check_seconds,
-    check_verified,
-    unverified,
-)
+from flyweight.live.report import TIMEOUT_SECONDS, UpdateReport, check_verified, unverified
 from flyweight.live.round_feed import Link, RoundFeed
 from flyweight.live.sinks import Taken, Taker
 from flyweight.live.subscriber import Subscriber

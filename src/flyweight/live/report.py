@@ -8,19 +8,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
-from flyweight.errors import FlyweightError, SpecError, TransferTimeout, VersionError
+from flyweight.errors import FlyweightError, TransferTimeout, VersionError
 
 TIMEOUT_SECONDS = 30.0
-_MAX_SECONDS = 1e6  # what a system's clock can wait for
-
-
-def check_seconds(name: str, seconds: float) -> float:
-    """Return a time to wait that is a number, and not for ever."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise SpecError(f"{name} is {seconds!r}, not a number of seconds")
-    if not 0 <= seconds <= _MAX_SECONDS:
-        raise SpecError(f"{name} is {seconds:g}, between 0 and {_MAX_SECONDS:g} seconds are needed")
-    return float(seconds)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import msgspec
 
+from flyweight.checks import one_of
 from flyweight.errors import SpecError
 from flyweight.formats.snapshot import number_in
 from flyweight.lifecycle.control import ReplicaStatus
-from flyweight.lifecycle.states import Signal, Tag, one_of, tags_named
+from flyweight.lifecycle.states import Signal, Tag, tags_named
 from flyweight.server.course import Course, Order
 
 _MAX_SECONDS = 86_400.0

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from logging import getLogger
 from pathlib import Path
 
+from flyweight.checks import check_version
 from flyweight.errors import (
     FlyweightError,
     FormatError,
@@ -130,7 +131,7 @@ def open_source(
     old_names = None
     if rank is not None and legacy_id is not None:
         old_names = legacy.LegacyNames(rank, legacy_id)
-    version = None if version is None else snapshot.check_version(version)
+    version = None if version is None else check_version(version)
     with ExitStack() as on_failure:
 
         def store_at(directory: Path) -> LocalStore:

@@ -16,14 +16,14 @@ from typing import Literal
 
 from flyweight.adapters.adapt import adapt
 from flyweight.adapters.model import Model, ModelBlock
+from flyweight.checks import check_memory_bytes, check_version
 from flyweight.errors import PlanError, SpecError, TransportError, VersionError, listed
 from flyweight.events import emit
 from flyweight.formats import legacy
 from flyweight.formats.crew import default_threads
 from flyweight.formats.reader import Reader, Target
-from flyweight.formats.snapshot import check_version
 from flyweight.formats.stored import Stored
-from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
+from flyweight.memory import MEMORY_BYTES, collector_paused
 from flyweight.plans.reshard import reshard
 from flyweight.ranks.group import TIMEOUT_SECONDS, Group
 from flyweight.ranks.rendezvous import where

@@ -17,6 +17,7 @@ from pathlib import Path
 from time import perf_counter
 
 from flyweight import __version__
+from flyweight.checks import check_version
 from flyweight.errors import (
     FormatError,
     PeerLost,
@@ -245,7 +246,7 @@ def _begun(
     group: Group,
     check_replicas: CheckReplicas,
 ) -> PendingSave:
-    version = None if version is None else snapshot.check_version(version)
+    version = None if version is None else check_version(version)
     with collector_paused():
         holding = holding_of(source)
     if group.num_ranks == 1 and _is_whole(holding):

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from flyweight.checks import check_memory_bytes
 from flyweight.errors import SpecError
 from flyweight.formats.crew import default_threads
 from flyweight.formats.reader import WINDOW_BYTES
 from flyweight.formats.stored import Stored
-from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
+from flyweight.memory import MEMORY_BYTES, collector_paused
 from flyweight.plans.reshard import Plan, reshard
 from flyweight.ports import WINDOW_SLACK
 from flyweight.spec.layout import Shard

@@ -10,13 +10,14 @@ from typing import Literal, overload
 
 from flyweight.adapters.adapt import adapt
 from flyweight.adapters.model import Model
+from flyweight.checks import check_memory_bytes
 from flyweight.errors import SpecError
 from flyweight.formats import legacy
 from flyweight.formats.crew import default_threads
 from flyweight.formats.huggingface import PART_BYTES
 from flyweight.formats.stored import Stored
 from flyweight.formats.writer import seal, write
-from flyweight.memory import MEMORY_BYTES, check_memory_bytes, collector_paused
+from flyweight.memory import MEMORY_BYTES, collector_paused
 from flyweight.ports import Format, Source
 from flyweight.ranks.group import TIMEOUT_SECONDS, Group
 from flyweight.spec.manifest import Manifest, TensorSpec
