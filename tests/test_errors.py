@@ -45,3 +45,18 @@ def test_a_refusal_of_the_operating_system_keeps_its_number_in_another_process(a
     error = again(caught.value)
     assert error.errno == caught.value.errno == errno.ENOTDIR
     assert str(error) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "made"),
+    [
+        ("VersionError", errors.VersionError("full")),
+        ("StoreError", errors.StoreError("full")),
+        ("KeyError", errors.PeerFailed("KeyError: full")),
+        ("Collection", errors.PeerFailed("Collection: full")),
+        ("", errors.PeerFailed(": full")),
+    ],
+)
+def test_only_our_own_errors_are_made_by_name(kind, made):
+    error = errors.error_named(kind, "full")
+    assert (type(error), str(error)) == (type(made), str(made))

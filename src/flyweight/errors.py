@@ -114,3 +114,11 @@ def listed(names: Collection[str]) -> str:
     """Return the first five of `names`, quoted, and how many more there are."""
     head = ", ".join(repr(name) for name in sorted(names)[:5])
     return head if len(names) <= 5 else f"{head} and {len(names) - 5} more"
+
+
+def error_named(kind: str, text: str) -> FlyweightError:
+    """Return the error that another process reports by class name; PeerFailed for unknown names."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, FlyweightError):
+        return found(text)
+    return PeerFailed(f"{kind}: {text}")

@@ -19,8 +19,15 @@ from time import monotonic
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from flyweight.errors import Busy, FlyweightError, PeerLost, PeerRefused, SpecError, TransferTimeout
-from flyweight.live.messages import error_named
+from flyweight.errors import (
+    Busy,
+    FlyweightError,
+    PeerLost,
+    PeerRefused,
+    SpecError,
+    TransferTimeout,
+    error_named,
+)
 from flyweight.proofs import is_same, proof
 
 DEFAULT_PORT = 8470

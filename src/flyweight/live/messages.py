@@ -11,9 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from flyweight import errors
 from flyweight.digest import DigestKind
-from flyweight.errors import FlyweightError, PeerFailed, PeerRefused, SpecError, TransportError
+from flyweight.errors import PeerRefused, SpecError, TransportError
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.manifest import MAX_DIMS, MAX_NAME_CHARS, Leaf, TensorSpec
@@ -352,11 +351,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frame: bytes) -> Message
         return decoder.decode(memoryview(frame)[3:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
         raise TransportError(f"{len(frame)} bytes are no message: {cause}") from cause
-
-
-def error_named(kind: str, text: str) -> FlyweightError:
-    """Return the error that another process told of, as far as this one knows its kind."""
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, FlyweightError):
-        return found(text)
-    return PeerFailed(f"{kind}: {text}")

@@ -26,6 +26,7 @@ from flyweight.errors import (
     TransferTimeout,
     TransportError,
     VersionError,
+    error_named,
 )
 from flyweight.events import emit
 from flyweight.live.address import Address
@@ -34,16 +35,7 @@ from flyweight.live.intake import Intake
 from flyweight.live.lanes import Transports
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
-from flyweight.live.messages import (
-    Ask,
-    Begin,
-    Commit,
-    Denied,
-    Done,
-    Fault,
-    Kept,
-    error_named,
-)
+from flyweight.live.messages import Ask, Begin, Commit, Denied, Done, Fault, Kept
 from flyweight.live.report import TIMEOUT_SECONDS, UpdateReport, check_verified, unverified
 from flyweight.live.round_feed import Link, RoundFeed
 from flyweight.live.sinks import Taken, Taker

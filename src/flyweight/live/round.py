@@ -17,6 +17,7 @@ from flyweight.errors import (
     FlyweightError,
     PeerFailed,
     TransferTimeout,
+    error_named,
     listed,
 )
 from flyweight.live.messages import (
@@ -31,7 +32,6 @@ from flyweight.live.messages import (
     Filled,
     Going,
     Message,
-    error_named,
 )
 from flyweight.live.source import Packing, Region, Stock
 

@@ -8,17 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
-from flyweight.errors import FlyweightError, TransportError
+from flyweight.errors import FlyweightError, TransportError, error_named
 from flyweight.live.intake import Intake
-from flyweight.live.messages import (
-    Abort,
-    Commit,
-    Copied,
-    Emptied,
-    Filled,
-    Going,
-    error_named,
-)
+from flyweight.live.messages import Abort, Commit, Copied, Emptied, Filled, Going
 from flyweight.live.subscriber import Subscriber
 
 _REASON_SECONDS = 1.0

@@ -20,6 +20,7 @@ from flyweight.errors import (
     PeerRefused,
     TransferTimeout,
     TransportError,
+    error_named,
 )
 from flyweight.forks import leave_behind
 from flyweight.host import birth_of
@@ -41,7 +42,6 @@ from flyweight.live.messages import (
     Welcome,
     Withdraw,
     decode_from_publisher,
-    error_named,
 )
 from flyweight.transports.fd_passing import ANSWER_SECONDS, Line, check_files
 

@@ -35,9 +35,9 @@ from flyweight.errors import (
     StoreError,
     TransferTimeout,
     VersionError,
+    error_named,
 )
 from flyweight.lifecycle.states import Signal
-from flyweight.live.messages import error_named
 from flyweight.server import access, orders
 from flyweight.server.course import Answer, Course
 from flyweight.server.fleet import Fleet
