@@ -1,7 +1,5 @@
 """Host: which machine this is, how many files it lets us open, and which are only their user's.
 
-Also how work is spread over its threads.
-
 Containers of one machine share its boot, and so its clock, its locks and its memory; what is
 named or locked here means nothing under another boot.
 """
@@ -12,14 +10,9 @@ import errno
 import os
 import resource
 import stat
-from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from threading import Event, Lock
-from time import sleep
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OPEN_FILES = "/proc/self/fd"
-_LEAVE_SECONDS = 0.002
 
 
 def boot_id() -> str:
@@ -116,47 +109,3 @@ def exposure(found: os.stat_result, *, bits: int = 0o077) -> str:
     if found.st_uid in (os.geteuid(), 0) and not mode & bits:
         return ""
     return f"is of user {found.st_uid} with mode {mode:o}"
-
-
-def on_threads(work: Callable[[], None], num_threads: int, name: str, stop: Event) -> None:
-    """Call `work` on each of some threads; `stop` is set when all are through, or one has failed.
-
-    Nobody works when this returns or raises, however often Ctrl-C comes meanwhile: the caller goes
-    on to close or reuse what they worked on.
-    """
-    lock, num_inside = Lock(), 0
-
-    def inside() -> None:
-        nonlocal num_inside
-        with lock:
-            if stop.is_set():
-                return
-            num_inside += 1
-        try:
-            work()
-        finally:
-            with lock:
-                num_inside -= 1
-
-    def leave() -> None:
-        # Not by joining: Python 3.11 takes a thread for ended once its join was interrupted.
-        interrupt = None
-        while True:
-            try:
-                stop.set()
-                while num_inside:
-                    sleep(_LEAVE_SECONDS)
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-
-    with ThreadPoolExecutor(num_threads, name) as pool:
-        try:
-            members = [pool.submit(inside) for _ in range(num_threads)]
-            wait(members, return_when=FIRST_EXCEPTION)
-        finally:
-            leave()
-    for each in members:
-        each.result()

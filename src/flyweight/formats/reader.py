@@ -27,11 +27,11 @@ from flyweight.errors import (
     StoreError,
     listed,
 )
-from flyweight.formats.crew import work_through
 from flyweight.memory import STAGING, Bytes, Items, Staging, block_of, items_of
 from flyweight.ports import WINDOW_SLACK, Store
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Manifest
+from flyweight.worker_threads import run_jobs
 
 WINDOW_BYTES = 8 << 20
 _HOT_BYTES = 1 << 20  # what was just read is hashed from the core's own cache, not from memory
@@ -202,7 +202,7 @@ class Reader:
                 raise
 
         try:
-            work_through(
+            run_jobs(
                 windows,
                 work,
                 num_threads=num_threads,

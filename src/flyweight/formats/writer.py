@@ -15,11 +15,11 @@ import numpy as np
 from flyweight.checks import check_threads
 from flyweight.digest import Digest, checksum
 from flyweight.errors import SpecError
-from flyweight.formats.crew import work_through
 from flyweight.memory import Bytes, bytes_of, collector_paused
 from flyweight.ports import Draft, FilePlan, Format, Source
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Manifest, TensorSpec
+from flyweight.worker_threads import run_jobs
 
 Beside = Callable[[Bytes], None]
 """Work of somebody else, which is given a chunk of staging."""
@@ -111,7 +111,7 @@ def write(
             tick(nbytes)
         return nbytes
 
-    work_through(
+    run_jobs(
         _spread(batches, beside),
         work,
         num_threads=min(check_threads(num_threads), memory_bytes // per_thread_bytes),

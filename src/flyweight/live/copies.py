@@ -22,9 +22,9 @@ from flyweight.cuda.digest_kernel import DeviceDigests
 from flyweight.cuda.views import copy_strided
 from flyweight.digest import SMALL_BYTES, Digest, DigestKind, small_digests
 from flyweight.errors import TransferTimeout
-from flyweight.host import on_threads
 from flyweight.memory import Buffer, Bytes, Items
 from flyweight.spec.box import blocks, strides_of
+from flyweight.worker_threads import run_on_threads
 
 _CHUNK_BYTES = 4 << 20  # several of them fit in the cache that cores share
 _RUN_BYTES = 512
@@ -118,7 +118,7 @@ def _on_all(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadline: 
     if num_threads == 1:
         member()
         return
-    on_threads(member, num_threads, "flyweight-moves", stop)
+    run_on_threads(member, num_threads, "flyweight-moves", stop)
 
 
 class Moves:

@@ -24,9 +24,9 @@ from pathlib import Path
 import xxhash
 
 from flyweight.errors import FormatError
-from flyweight.host import on_threads
 from flyweight.memory import STAGING, Bytes, page_memory
 from flyweight.stores.local import PAGE, refused
+from flyweight.worker_threads import run_on_threads
 
 _LARGE_BYTES = 1 << 20
 _PROBE_EVERY = 64
@@ -215,7 +215,7 @@ class LocalDraft:
                     while not stop.is_set():
                         os.fsync(left.pop())
 
-            on_threads(sync, min(4, max(1, len(left))), "flyweight-sync", stop)
+            run_on_threads(sync, min(4, max(1, len(left))), "flyweight-sync", stop)
             os.fsync(self._work_fd)
         except OSError as cause:
             raise refused(cause, f"cannot make {self.place!r} durable") from cause

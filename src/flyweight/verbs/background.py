@@ -18,7 +18,6 @@ import numpy as np
 from flyweight.adapters.model import Model
 from flyweight.errors import StoreError, TransferTimeout
 from flyweight.events import emit
-from flyweight.formats.crew import default_threads, work_through
 from flyweight.formats.writer import Beside
 from flyweight.memory import STAGING, Bytes, Staging, block_of, bytes_for, items_of
 from flyweight.ports import Source
@@ -26,6 +25,7 @@ from flyweight.ranks.group import TIMEOUT_SECONDS
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Parcel
 from flyweight.verbs.pending import PendingSave, SaveReport, emit_done
+from flyweight.worker_threads import default_threads, run_jobs
 
 WhenBusy = Literal["wait", "refuse"]
 _COPY_BYTES = 16 << 20
@@ -240,7 +240,7 @@ def _copy(source: Model, staged: Staged, pending: PendingSave, num_threads: int 
         if not source.is_on_host(parcel.name):
             source.read(parcel.name, parcel.box, into=data, should_wait=False)
             pending.group.tick()
-    work_through(
+    run_jobs(
         [*jobs, *digests],
         work,
         num_threads=default_threads() if num_threads is None else num_threads,

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from flyweight.digest import Digest
 from flyweight.errors import ChecksumMismatch, DigestMismatch
 from flyweight.formats import snapshot
-from flyweight.formats.crew import default_threads
 from flyweight.formats.reader import Reader, Target
 from flyweight.formats.stored import Stored, whole_digest
 from flyweight.memory import MEMORY_BYTES, STAGING, Bytes, items_of
@@ -22,6 +21,7 @@ from flyweight.spec.box import Box, strides_of
 from flyweight.spec.dtype import DType
 from flyweight.spec.manifest import Extent, Leaf, TensorSpec, is_same_leaf
 from flyweight.verbs.find import PathLike, open_source
+from flyweight.worker_threads import default_threads
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from pathlib import Path
 from flyweight import __version__
 from flyweight.adapters import torch_module
 from flyweight.errors import FlyweightError
-from flyweight.formats.crew import default_threads
 from flyweight.formats.snapshot import directory_name
 from flyweight.spec.manifest import Json
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import LocalStore, as_path, refused
 from flyweight.verbs.find import PathLike, open_source, versions
+from flyweight.worker_threads import default_threads
 
 _PACKAGES = (
     "numpy",

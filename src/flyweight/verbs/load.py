@@ -20,7 +20,6 @@ from flyweight.checks import check_memory_bytes, check_version
 from flyweight.errors import PlanError, SpecError, TransportError, VersionError, listed
 from flyweight.events import emit
 from flyweight.formats import legacy
-from flyweight.formats.crew import default_threads
 from flyweight.formats.reader import Reader, Target
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, collector_paused
@@ -33,6 +32,7 @@ from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.match import Matches, check_names, match
 from flyweight.verbs.together import gather_ranks
+from flyweight.worker_threads import default_threads
 
 _log = getLogger("flyweight.verbs")
 Extra = Literal["refuse", "report"]

@@ -29,7 +29,6 @@ from flyweight.errors import (
 )
 from flyweight.events import emit
 from flyweight.formats import snapshot
-from flyweight.formats.crew import default_threads
 from flyweight.formats.writer import Beside, seal, write
 from flyweight.memory import collector_paused
 from flyweight.plans.shares import Holding, share_out
@@ -64,6 +63,7 @@ from flyweight.verbs.together import (
     encode_written,
     holding_of,
 )
+from flyweight.worker_threads import default_threads
 
 
 @dataclass(frozen=True)

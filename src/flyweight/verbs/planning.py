@@ -9,7 +9,6 @@ from time import perf_counter
 
 from flyweight.checks import check_memory_bytes
 from flyweight.errors import SpecError
-from flyweight.formats.crew import default_threads
 from flyweight.formats.reader import WINDOW_BYTES
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, collector_paused
@@ -19,6 +18,7 @@ from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike, open_source
+from flyweight.worker_threads import default_threads
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from flyweight.adapters.model import Model
 from flyweight.checks import check_memory_bytes
 from flyweight.errors import SpecError
 from flyweight.formats import legacy
-from flyweight.formats.crew import default_threads
 from flyweight.formats.huggingface import PART_BYTES
 from flyweight.formats.stored import Stored
 from flyweight.formats.writer import seal, write
@@ -35,6 +34,7 @@ from flyweight.verbs.find import PathLike, check_no_version, open_source
 from flyweight.verbs.pending import SaveReport, begin_version, emit_done
 from flyweight.verbs.replicas import CheckReplicas, check_option
 from flyweight.verbs.together import gather_ranks
+from flyweight.worker_threads import default_threads
 
 
 @overload
