@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from flyweight.cuda import driver as cuda
+from flyweight.cuda import driver
+from flyweight.cuda.copies import Copier
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
@@ -23,8 +24,8 @@ def on_host(data):
 
 
 def on_device(data):
-    buffer = cuda.allocate(0, len(data))
-    copier = cuda.Copier(0)
+    buffer = driver.allocate(0, len(data))
+    copier = Copier(0)
     copier.copy(buffer, Buffer.of(np.array(data)))
     copier.wait(10)
     copier.close()
@@ -35,14 +36,14 @@ def bytes_at(buffer):
     if buffer.device is None:
         return buffer.items().tobytes()
     found = np.empty(buffer.nbytes, np.uint8)
-    copier = cuda.Copier(buffer.device)
+    copier = Copier(buffer.device)
     copier.copy(Buffer.of(found), buffer)
     copier.wait(10)
     copier.close()
     return found.tobytes()
 
 
-no_gpu = pytest.mark.skipif(not cuda.is_available(), reason="the CUDA driver is not here")
+no_gpu = pytest.mark.skipif(not driver.is_available(), reason="the CUDA driver is not here")
 TRANSPORTS = {
     "shared-memory": (SharedMemoryTransport, SharedMemoryHandle, on_host),
     "cuda-ipc": (CudaIpcTransport, CudaIpcHandle, on_device),

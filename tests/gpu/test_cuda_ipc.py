@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch")
 
 from device_memory import used_bytes  # noqa: E402
 
-from flyweight.cuda import driver as cuda  # noqa: E402
+from flyweight.cuda import driver  # noqa: E402
+from flyweight.cuda.copies import Copier  # noqa: E402
 from flyweight.errors import HandleGone, SpecError, TransferTimeout, TransportError  # noqa: E402
 from flyweight.memory import Buffer  # noqa: E402
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport  # noqa: E402
@@ -45,7 +46,7 @@ def buffer_of(tensor):
 def content(buffer):
     """Return a flat buffer's bytes."""
     data = np.empty(buffer.nbytes, np.uint8)
-    copier = cuda.Copier(buffer.device)
+    copier = Copier(buffer.device)
     copier.copy(Buffer.of(data), buffer)
     copier.wait(30)
     copier.close()
@@ -336,7 +337,7 @@ def test_a_handle_of_a_device_that_is_not_here_is_refused():
 
 
 def copied(sink, source):
-    copier = cuda.Copier(0)
+    copier = Copier(0)
     copier.copy(buffer_of(sink), buffer_of(source))
     copier.wait(30)
     copier.close()
@@ -399,7 +400,7 @@ def test_a_table_of_copies_is_made_as_often_as_asked():
     pairs = [*zip(sinks, sources, strict=True), *views]
 
     def copy_thrice():
-        copier = cuda.Copier(0)
+        copier = Copier(0)
         table = copier.table([(buffer_of(sink), buffer_of(source)) for sink, source in pairs])
         assert (len(table.rest), table.num_tasks) == (4, 6 + 2 + 39 + 1)
         for _ in range(3):
@@ -420,7 +421,7 @@ def test_a_table_of_copies_is_made_as_often_as_asked():
 def test_a_table_writes_no_byte_beyond_its_sinks():
     room, source = numbers(100_000, dtype=torch.uint8), numbers(100_000, dtype=torch.uint8)
     wanted = room.clone()
-    copier = cuda.Copier(0)
+    copier = Copier(0)
     cuts = [(0, 16), (32, 47), (64, 4097), (8192, 8193), (20_000, 90_001)]
     table = copier.table([(buffer_of(room[a:b]), buffer_of(source[a:b])) for a, b in cuts])
     assert not table.rest
@@ -434,22 +435,22 @@ def test_a_table_writes_no_byte_beyond_its_sinks():
 
 def test_a_copy_waits_for_the_default_stream_and_keeps_its_deadline():
     source, sink = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
-    copier = cuda.Copier(0)
+    copier = Copier(0)
     torch.cuda._sleep(1_000_000_000)  # about half a second
     source.fill_(5)
     copier.copy(buffer_of(sink), buffer_of(source))
     with pytest.raises(TransferTimeout, match="1 copies of device 0 did not all arrive in 0.01 s"):
         copier.wait(0.01)
     with pytest.raises(TransferTimeout, match="device 0 was not done in 0.01 s"):
-        cuda.synchronize(0, 0.01)
+        driver.synchronize(0, 0.01)
     copier.wait(30)
-    cuda.synchronize(0, 30)
+    driver.synchronize(0, 30)
     assert sink.cpu().eq(5).all()
     copier.close()
 
 
 def test_copies_that_make_no_sense_are_refused():
-    copier = cuda.Copier(0)
+    copier = Copier(0)
     a, b = buffer_of(numbers(4, 6)), buffer_of(numbers(6, 4))
     with pytest.raises(SpecError, match=r"source is \(6, 4\) items of 2 bytes, sink is \(4, 6\)"):
         copier.copy(a, b)
@@ -474,29 +475,29 @@ def test_broadcast_sources_are_copied():
 
 
 def test_a_device_has_the_name_that_torch_gives_it():
-    assert cuda.is_available()
-    assert cuda.num_devices() == torch.cuda.device_count()
-    assert cuda.uuid(0) == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    assert cuda.device_named(cuda.uuid(0)) == 0
-    assert cuda.device_named("GPU-0") is None
+    assert driver.is_available()
+    assert driver.num_devices() == torch.cuda.device_count()
+    assert driver.uuid(0) == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    assert driver.device_named(driver.uuid(0)) == 0
+    assert driver.device_named("GPU-0") is None
 
 
 def test_memory_of_its_own_is_taken_and_given_back():
     before = used_bytes()
-    buffer = cuda.allocate(0, 256 << 20)
+    buffer = driver.allocate(0, 256 << 20)
     assert used_bytes() - before >= 256 << 20
-    assert cuda.allocation_at(0, buffer.address + 5).start == buffer.address
-    number = cuda.allocation_at(0, buffer.address).number
-    cuda.free(buffer)
+    assert driver.allocation_at(0, buffer.address + 5).start == buffer.address
+    number = driver.allocation_at(0, buffer.address).number
+    driver.free(buffer)
     assert used_bytes() == before
-    again = cuda.allocate(0, 256 << 20)
-    assert cuda.allocation_at(0, again.address).number != number
-    cuda.free(again)
+    again = driver.allocate(0, 256 << 20)
+    assert driver.allocation_at(0, again.address).number != number
+    driver.free(again)
 
 
 def test_a_driver_error_has_its_name():
     with pytest.raises(TransportError, match="cuMemAlloc_v2 answered 2, CUDA_ERROR_OUT_OF_MEMORY"):
-        cuda.allocate(0, 1 << 45)
+        driver.allocate(0, 1 << 45)
 
 
 if __name__ == "__main__":

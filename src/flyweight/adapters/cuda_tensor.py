@@ -9,7 +9,8 @@ import threading
 from dataclasses import dataclass
 from functools import cache
 
-from flyweight.cuda import driver as cuda
+from flyweight.cuda import driver
+from flyweight.cuda.copies import Copier
 from flyweight.memory import Buffer, Bytes, Staging
 from flyweight.spec.box import Box, strides_of
 from flyweight.spec.manifest import TensorSpec
@@ -51,7 +52,7 @@ class CudaTensor:
 
     def settle(self) -> None:
         assert self.buffer.device is not None
-        cuda.synchronize(self.buffer.device, _SECONDS)
+        driver.synchronize(self.buffer.device, _SECONDS)
 
     @property
     def versioned(self) -> object:
@@ -66,8 +67,8 @@ class CudaTensor:
 
 
 @cache
-def _copier(device: int) -> tuple[cuda.Copier, threading.Lock]:
-    return cuda.Copier(device), threading.Lock()
+def _copier(device: int) -> tuple[Copier, threading.Lock]:
+    return Copier(device), threading.Lock()
 
 
 def _host(data: Bytes, shape: tuple[int, ...], width: int) -> Buffer:

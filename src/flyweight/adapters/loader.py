@@ -10,7 +10,7 @@ import numpy as np
 
 from flyweight.adapters import numpy_dict, paddle_layer, torch_module
 from flyweight.adapters.model import Tensor
-from flyweight.cuda import driver as cuda
+from flyweight.cuda import driver
 from flyweight.errors import MissingDependency, SpecError
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
@@ -37,7 +37,7 @@ class Loader:
         if framework == "numpy" and device != "cpu":
             raise SpecError(f"device is {device!r}; numpy arrays are on the 'cpu'")
         _, buffer = self.fresh(TensorSpec(DTYPES["u8"], (1,)))
-        self.place = "" if buffer.device is None else cuda.uuid(buffer.device)
+        self.place = "" if buffer.device is None else driver.uuid(buffer.device)
 
     def fresh(self, spec: TensorSpec) -> tuple[Any, Buffer]:
         """Return a new tensor, and its memory to be filled."""

@@ -11,21 +11,19 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
 
-from flyweight.cuda.views import tensor_at
+from flyweight.cuda.copies import tensor_at, wait_until
 from flyweight.digest import ROW_BYTES, ROW_WORDS, fmix, splitmix
-from flyweight.errors import MissingDependency, SpecError, TransferTimeout
+from flyweight.errors import MissingDependency, SpecError
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
 
 _SCRATCH_BYTES = 16 << 20
 _TASK_ROWS = 128  # 1 MiB: so many tasks even out, and each loads 16 KiB of tables
 _NUM_ROWS, _NUM_WARPS = 4, 8  # of a step, and of the program that takes it
-_SPIN_SECONDS = 0.05
 
 
 @cache
@@ -140,20 +138,10 @@ class DeviceDigests:
             return []
         self.start()
         self._is_started = False
-        self._wait(timeout_seconds)
+        what = f"digests of {len(self._buffers)} buffers on device {self._device} were not there"
+        wait_until(self._event.query, timeout_seconds, what)
         sums = self._host.numpy().view(np.uint64)
         return [int(value) for value in fmix(fmix(self._nbytes) + sums)]
-
-    def _wait(self, timeout_seconds: float) -> None:
-        start = monotonic()
-        while not self._event.query():
-            waited = monotonic() - start
-            if waited > timeout_seconds:
-                raise TransferTimeout(
-                    f"digests of {len(self._buffers)} buffers on device {self._device} were not "
-                    f"there in {timeout_seconds:g} s"
-                )
-            sleep(0 if waited < _SPIN_SECONDS else 0.0005)
 
     def _planned(self, place: str) -> list[tuple[Any, Any, list[tuple[int, Any]]]]:
         """Return steps: a copy into order, if any, and the tasks of each unit after it."""

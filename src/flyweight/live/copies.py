@@ -17,9 +17,9 @@ from time import monotonic, perf_counter
 
 import numpy as np
 
-from flyweight.cuda import driver as cuda
+from flyweight.cuda import driver
+from flyweight.cuda.copies import Copier, copy_strided, run_bytes
 from flyweight.cuda.digest_kernel import DeviceDigests
-from flyweight.cuda.views import copy_strided
 from flyweight.digest import SMALL_BYTES, Digest, DigestKind, small_digests
 from flyweight.errors import TransferTimeout
 from flyweight.memory import Buffer, Bytes, Items
@@ -194,7 +194,7 @@ class DeviceCopies:
     def __init__(
         self,
         device: int,
-        copier: cuda.Copier,
+        copier: Copier,
         pairs: Sequence[tuple[Buffer, Buffer]],
         *,
         is_bucket: bool,
@@ -219,7 +219,7 @@ class DeviceCopies:
     def wait(self, deadline: float) -> None:
         self._copier.wait(max(deadline - monotonic(), 0.001))
         if self._strided:  # they are on the framework's own stream
-            cuda.synchronize(self._device, max(deadline - monotonic(), 0.001))
+            driver.synchronize(self._device, max(deadline - monotonic(), 0.001))
 
     def close(self) -> None:
         self._copier.drop(self._table)
@@ -230,7 +230,7 @@ def _is_strided(sink: Buffer, source: Buffer) -> bool:
     return (
         sink.device == source.device
         and sink.nbytes > _RUN_BYTES
-        and cuda.run_bytes(sink, source) < _RUN_BYTES
+        and run_bytes(sink, source) < _RUN_BYTES
     )
 
 
@@ -241,7 +241,7 @@ class Copiers:
     """
 
     def __init__(self) -> None:
-        self._copiers: dict[tuple[int, int], cuda.Copier] = {}
+        self._copiers: dict[tuple[int, int], Copier] = {}
         self._turn = 0
 
     def prepare(
@@ -258,7 +258,7 @@ class Copiers:
         for device, each in sorted(by_device.items()):
             key = device, self._turn if is_bucket else 0
             if key not in self._copiers:
-                self._copiers[key] = cuda.Copier(device)
+                self._copiers[key] = Copier(device)
             found.append(DeviceCopies(device, self._copiers[key], each, is_bucket=is_bucket))
         return found
 

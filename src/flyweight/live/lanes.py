@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from flyweight.cuda import driver as cuda
+from flyweight.cuda import driver
 from flyweight.errors import FlyweightError, PlanError, listed
 from flyweight.live.messages import Block, Bucket, Copy, Handle, Piece, Place
 from flyweight.live.source import ALIGN_BYTES, Packing, Stock
@@ -119,14 +119,14 @@ class Offers:
             return HOST
         if buffer.device is None:
             return MAPPED if self._is_shown[number] and strategy != "bucketed" else HOST
-        is_seen = cuda.uuid(buffer.device) in seen
+        is_seen = driver.uuid(buffer.device) in seen
         if not is_seen or not all(_reaches(buffer.device, goal) for goal in goals):
             return HOST
         if strategy == "bucketed":
-            return cuda.uuid(buffer.device)
+            return driver.uuid(buffer.device)
         if number not in self._refusals:
             self._refusals[number] = self._transports.device.refusal(buffer)
-        return cuda.uuid(buffer.device) if self._refusals[number] else MAPPED
+        return driver.uuid(buffer.device) if self._refusals[number] else MAPPED
 
     def places(self, numbers: Sequence[int]) -> tuple[Place, ...]:
         """Offer blocks, each once."""
@@ -153,10 +153,10 @@ def _reaches(device: int, goal: str) -> bool:
     """True if who has `goal` can read memory of `device` here."""
     if goal == HOST:
         return False
-    if goal == cuda.uuid(device):
+    if goal == driver.uuid(device):
         return True
-    other = cuda.device_named(goal)
-    return other is not None and cuda.can_access_peer(other, device)
+    other = driver.device_named(goal)
+    return other is not None and driver.can_access_peer(other, device)
 
 
 class Ring:
@@ -219,9 +219,9 @@ class Ring:
     def _allocate(self, home: str, nbytes: int) -> Buffer:
         if home == HOST:
             return self._transports.host.allocate(nbytes)
-        device = cuda.device_named(home)
+        device = driver.device_named(home)
         assert device is not None
-        return cuda.allocate(device, nbytes)
+        return driver.allocate(device, nbytes)
 
     def buckets_for(self, lanes: Mapping[int, str]) -> tuple[Bucket, ...]:
         """Return what of the buckets a replica needs."""
@@ -242,7 +242,7 @@ class Ring:
             if slot.device is None:
                 self._transports.host.free(slot)
             else:
-                cuda.free(slot)
+                driver.free(slot)
         self._key, self.packings, self.slots, self.handles = None, [], {}, {}
         self._homes = []
 

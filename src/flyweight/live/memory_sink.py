@@ -13,7 +13,7 @@ from time import monotonic, perf_counter
 from flyweight.adapters.adapt import adapt
 from flyweight.adapters.identity import Identity
 from flyweight.adapters.model import Model, ModelBlock
-from flyweight.cuda import driver as cuda
+from flyweight.cuda import driver
 from flyweight.digest import Digest
 from flyweight.errors import PlanError, SpecError, TransportError
 from flyweight.live.copies import Copiers, Move, Moves, Regions, SmallRegions, is_small
@@ -103,7 +103,7 @@ class MemorySink:
     def settle(self, deadline: float) -> None:
         assert self._model is not None
         for device in self._devices:
-            cuda.synchronize(device, max(deadline - monotonic(), 0.001))
+            driver.synchronize(device, max(deadline - monotonic(), 0.001))
         self._model.settle()
 
     def touched(self) -> None:
@@ -264,7 +264,7 @@ class MemorySink:
 
 
 def _place(buffer: Buffer) -> str:
-    return HOST if buffer.device is None else cuda.uuid(buffer.device)
+    return HOST if buffer.device is None else driver.uuid(buffer.device)
 
 
 def _wanted_names(

@@ -17,7 +17,7 @@ from typing import Literal, overload
 from flyweight.adapters.adapt import adapt
 from flyweight.adapters.identity import Identity
 from flyweight.checks import check_seconds, check_version
-from flyweight.cuda import driver as cuda
+from flyweight.cuda import driver
 from flyweight.errors import (
     DigestMismatch,
     FlyweightError,
@@ -291,7 +291,7 @@ class Publisher:
     def _settle(self, deadline: float) -> None:
         """Wait for what still writes the weights, on any stream of a device."""
         for device in self._stock.devices:
-            cuda.synchronize(device, max(deadline - monotonic(), 0.001))
+            driver.synchronize(device, max(deadline - monotonic(), 0.001))
 
     def _gather(self, version: int, num_replicas: int, deadline: float) -> list[Peer]:
         """Take the replicas that wait for this version, and tell those that wait in vain."""

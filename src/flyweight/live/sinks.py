@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flyweight.cuda import driver as cuda
+from flyweight.cuda import driver
 from flyweight.digest import DigestKind
 from flyweight.errors import TransportError
 from flyweight.live.intake import Intake
@@ -89,4 +89,4 @@ def checked_kind(taker: Taker, begin: Begin) -> DigestKind:
 
 def seen_devices(devices: Sequence[int]) -> tuple[str, ...]:
     """Return the GPUs that this process sees, if it has anything on one."""
-    return tuple(map(cuda.uuid, range(cuda.num_devices()))) if devices else ()
+    return tuple(map(driver.uuid, range(driver.num_devices()))) if devices else ()

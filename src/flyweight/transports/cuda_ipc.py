@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
-from flyweight.cuda import driver as cuda
+from flyweight.cuda import driver
 from flyweight.digest import Words
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer, bytes_of, without_fork
@@ -77,10 +77,10 @@ class CudaIpcHandle(
                 f"handle speaks of bytes {self.offset}..{self.offset + self.nbytes}, "
                 f"its allocation has {self.allocation_bytes}"
             )
-        if self.nbytes and (len(self.ipc) == cuda.IPC_BYTES) == bool(self.pieces):
+        if self.nbytes and (len(self.ipc) == driver.IPC_BYTES) == bool(self.pieces):
             raise TransportError(
                 f"handle with {len(self.ipc)} bytes for the driver and {len(self.pieces)} pieces; "
-                f"it has {cuda.IPC_BYTES} bytes or some pieces"
+                f"it has {driver.IPC_BYTES} bytes or some pieces"
             )
         total = sum(piece.nbytes for piece in self.pieces)
         if self.pieces and (
@@ -121,9 +121,9 @@ class _Mapping:
 
     def close(self) -> None:
         if self.pieces:
-            cuda.unmap(self.device, self.start, [piece.nbytes for piece in self.pieces])
+            driver.unmap(self.device, self.start, [piece.nbytes for piece in self.pieces])
         else:
-            cuda.close_ipc(self.device, self.start)
+            driver.close_ipc(self.device, self.start)
 
 
 class CudaIpcTransport:
@@ -165,7 +165,7 @@ class CudaIpcTransport:
                 found.append(each)
             first, low = found[0], buffer.span[0]
             if first.can_ipc:
-                ipc = cuda.ipc_handle(device, first.start)
+                ipc = driver.ipc_handle(device, first.start)
                 return self._offered(
                     buffer, [], first.number, low - first.start, first.nbytes, ipc=ipc
                 )
@@ -187,7 +187,7 @@ class CudaIpcTransport:
         except TransportError as error:  # the driver does not say what memory that is
             return str(error)
 
-    def _refusal(self, found: cuda.Allocation) -> str:
+    def _refusal(self, found: driver.Allocation) -> str:
         text = f"{found.nbytes} bytes at {found.start:#x} cannot be shown to other processes: "
         if found.can_ipc:
             return ""
@@ -234,7 +234,7 @@ class CudaIpcTransport:
             slot=self._free_slots.pop() if self._free_slots else self._num_slots + 1,
             number=self._number,
             register=self._register_key,
-            device=cuda.uuid(buffer.device),
+            device=driver.uuid(buffer.device),
             allocation=allocation,
             offset=offset,
             nbytes=high - low,
@@ -268,12 +268,12 @@ class CudaIpcTransport:
         self._register[0] = int(self._session, 16)
         self._register_key = self._door.put(readable)
 
-    def _show(self, device: int, found: cuda.Allocation, shown: list[int]) -> Piece:
+    def _show(self, device: int, found: driver.Allocation, shown: list[int]) -> Piece:
         """Put a file for mapped memory at the door, unless it is there, and count its use."""
         assert self._door is not None
         if found.number not in self._shown:
             try:
-                fd = cuda.export_fd(device, found.start)
+                fd = driver.export_fd(device, found.start)
             except TransportError as error:
                 error.note(f"{len(self._shown)} files are at the door already; see ulimit -n")
                 raise
@@ -311,11 +311,11 @@ class CudaIpcTransport:
             return self._opened[handle]
 
     def _opened_buffer(self, handle: CudaIpcHandle) -> Buffer:
-        device = cuda.device_named(handle.device)
+        device = driver.device_named(handle.device)
         if device is None:
             raise TransportError(
                 f"handle is of device {handle.device!r}, which is none of the "
-                f"{cuda.num_devices()} that this process sees; see CUDA_VISIBLE_DEVICES"
+                f"{driver.num_devices()} that this process sees; see CUDA_VISIBLE_DEVICES"
             )
         if not handle.nbytes:
             return _read_only(0, 0, None, device)
@@ -366,7 +366,7 @@ class CudaIpcTransport:
     def _mapped(self, device: int, handle: CudaIpcHandle) -> _Mapping:
         try:
             if not handle.pieces:
-                return _Mapping(device, cuda.open_ipc(device, handle.ipc), ())
+                return _Mapping(device, driver.open_ipc(device, handle.ipc), ())
             return _Mapping(device, self._map_pieces(device, handle), handle.pieces)
         except TransportError as error:
             self._check_offered(handle)
@@ -381,7 +381,7 @@ class CudaIpcTransport:
             for piece in handle.pieces:
                 fd = self._line.fetch(piece.key, timeout_seconds=FETCH_SECONDS)
                 files.append((fd, piece.nbytes))
-            return cuda.map_fds(device, files)
+            return driver.map_fds(device, files)
         finally:
             for fd, _ in files:
                 os.close(fd)
@@ -413,13 +413,13 @@ class CudaIpcTransport:
             self._opened.clear()
 
 
-def _allocations(buffer: Buffer) -> Iterator[cuda.Allocation]:
+def _allocations(buffer: Buffer) -> Iterator[driver.Allocation]:
     """Yield what a buffer lies in: several allocations where memory is mapped piece by piece."""
     if buffer.nbytes:
         assert buffer.device is not None
         at, high = buffer.span
         while at < high:
-            found = cuda.allocation_at(buffer.device, at)
+            found = driver.allocation_at(buffer.device, at)
             yield found
             if found.can_ipc:
                 return  # it was allocated as one

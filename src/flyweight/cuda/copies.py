@@ -1,0 +1,413 @@
+"""Copies by the CUDA driver, many at once, and copy tables that are run again and again."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import product
+from math import prod
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyweight.cuda.driver import (
+    allocate,
+    call,
+    check,
+    current_context,
+    free,
+    function,
+    primary_context,
+)
+from flyweight.errors import MissingDependency, SpecError, TransferTimeout, TransportError
+from flyweight.memory import Buffer
+
+_PIECE_BYTES = 256 << 20  # so that one huge tensor keeps all streams busy
+_TABLE_BYTES = 32 << 20  # what is larger is as fast by the driver's own copies
+_MAX_COPIES = 1 << 16
+_MAX_PITCH = 2**31 - 1
+_SPIN_SECONDS = 0.05  # a round takes about 8 ms, and who sleeps wakes 60 us late
+_NOT_READY = 600
+_HOST, _DEVICE = 1, 2
+
+
+class _Side(ctypes.Structure):
+    _fields_ = (
+        ("x", c_size_t),
+        ("y", c_size_t),
+        ("z", c_size_t),
+        ("level", c_size_t),
+        ("kind", c_int),
+        ("host", c_void_p),
+        ("device", c_void_p),
+        ("array", c_void_p),
+        ("reserved", c_void_p),
+        ("pitch", c_size_t),
+        ("height", c_size_t),
+    )
+
+
+class _Copy3D(ctypes.Structure):
+    _fields_ = (
+        ("source", _Side),
+        ("sink", _Side),
+        ("width", c_size_t),
+        ("height", c_size_t),
+        ("depth", c_size_t),
+    )
+
+
+def wait_until(is_done: Callable[[], bool], timeout_seconds: float, what: str) -> None:
+    """Return once `is_done`; raise TransferTimeout if that takes too long."""
+    start = monotonic()
+    while not is_done():
+        waited = monotonic() - start
+        if waited > timeout_seconds:
+            raise TransferTimeout(f"{what} in {timeout_seconds:g} s")
+        sleep(0 if waited < _SPIN_SECONDS else 0.0005)
+
+
+_Dim = tuple[int, int, int]
+"""How many, and how many bytes apart at the sink and at the source."""
+
+
+@lru_cache(maxsize=1 << 16)
+def _dims(
+    shape: tuple[int, ...], sink: tuple[int, ...], source: tuple[int, ...], item_bytes: int
+) -> tuple[tuple[_Dim, ...], tuple[_Dim, ...]]:
+    """Return what to walk through here, and below it what the driver copies in one call."""
+    dims = sorted(
+        (each for each in zip(shape, sink, source, strict=True) if each[0] != 1),
+        key=lambda dim: (dim[1], dim[2]),
+    )
+    if any(stride < item_bytes for _, stride, _ in dims):
+        raise SpecError(f"items of the sink share bytes: shape {shape}, byte strides {sink}")
+    merged: list[_Dim] = [(item_bytes, 1, 1)]
+    for size, to, at in dims:
+        inner, inner_to, inner_at = merged[-1]
+        if (to, at) == (inner * inner_to, inner * inner_at):
+            merged[-1] = (inner * size, inner_to, inner_at)
+        else:
+            merged.append((size, to, at))
+    merged.reverse()
+    cut = next(cut for cut in range(max(len(merged) - 3, 0), len(merged)) if _fits(merged[cut:]))
+    if prod(size for size, _, _ in merged[:cut]) > _MAX_COPIES:
+        raise SpecError(
+            f"copy of shape {shape} from byte strides {source} to {sink} takes more than "
+            f"{_MAX_COPIES} calls of the driver; copy it to contiguous memory first"
+        )
+    return tuple(merged[:cut]), tuple(merged[cut:])
+
+
+def run_bytes(sink: Buffer, source: Buffer) -> int:
+    """Return how many bytes of a copy lie without a gap on both sides, at least."""
+    _, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
+    return block[-1][0]
+
+
+def _fits(dims: Sequence[_Dim]) -> bool:
+    """True if the driver can copy rows, or planes of rows, that lie so at both sides."""
+    *outer, (width, _, _) = dims
+    for side in (1, 2):
+        if outer and not width <= outer[-1][side] <= _MAX_PITCH:
+            return False
+        if len(outer) == 2:
+            height, odd = divmod(outer[0][side], outer[1][side])
+            if odd or height < outer[1][0]:
+                return False
+    return True
+
+
+def _is_any(sink: Buffer, source: Buffer) -> bool:
+    """True if there is something to copy; raise SpecError if it cannot be copied."""
+    if (sink.shape, sink.item_bytes) != (source.shape, source.item_bytes):
+        raise SpecError(
+            f"source is {source.shape} items of {source.item_bytes} bytes, "
+            f"sink is {sink.shape} of {sink.item_bytes}"
+        )
+    if not sink.is_writable:
+        raise SpecError(f"sink of shape {sink.shape} is read-only")
+    return 0 not in sink.shape
+
+
+def _offsets(dims: Sequence[_Dim]) -> Iterator[tuple[int, int]]:
+    """Yield where each step through the dims is, in bytes, at the sink and at the source."""
+    for steps in product(*(range(size) for size, _, _ in dims)):
+        to = sum(step * dim[1] for step, dim in zip(steps, dims, strict=True))
+        yield to, sum(step * dim[2] for step, dim in zip(steps, dims, strict=True))
+
+
+def _each(line: str) -> str:
+    """Write a line of the kernel once for each load of a thread."""
+    quads = ["{" + ", ".join(f"%x{4 * k + lane}" for lane in range(4)) + "}" for k in range(_LOADS)]
+    step = 16 * _THREADS
+    return "\n".join(
+        line.format(k=k, step=step, offset=step * k, quad=quads[k]) for k in range(_LOADS)
+    )
+
+
+# A block of threads copies one task, {sink, source, bytes}: each thread eight times 16 bytes if
+# there are as many, then one of the bytes left over. All loads are under way before a store.
+_THREADS, _LOADS = 1024, 8
+_TASK_BYTES = 16 * _THREADS * _LOADS
+_KERNEL = f"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry copy_tasks(.param .u64 tasks) {{
+.reg .pred %p, %q<{_LOADS}>; .reg .b16 %byte; .reg .b32 %i, %at, %n, %whole, %x<{4 * _LOADS}>;
+.reg .b64 %task, %sink, %source, %from, %to, %wide;
+ld.param.u64 %task, [tasks];         cvta.to.global.u64 %task, %task;
+mov.u32 %i, %ctaid.x;                mul.wide.u32 %wide, %i, 24;
+add.u64 %task, %task, %wide;         ld.global.u32 %n, [%task+16];
+ld.global.u64 %sink, [%task];        ld.global.u64 %source, [%task+8];
+and.b32 %whole, %n, -16;             mov.u32 %i, %tid.x;
+add.u32 %at, %whole, %i;             setp.lt.u32 %p, %at, %n;
+cvt.u64.u32 %wide, %at;              add.u64 %from, %source, %wide;
+add.u64 %to, %sink, %wide;           @%p ld.global.u8 %byte, [%from];
+shl.b32 %at, %i, 4;                  cvt.u64.u32 %wide, %at;
+add.u64 %sink, %sink, %wide;         add.u64 %source, %source, %wide;
+{_each("setp.lt.u32 %q{k}, %at, %whole; add.u32 %at, %at, {step};")}
+{_each("@%q{k} ld.global.cs.v4.u32 {quad}, [%source+{offset}];")}
+{_each("@%q{k} st.global.cs.v4.u32 [%sink+{offset}], {quad};")}
+@%p st.global.u8 [%to], %byte;
+ret; }}
+"""
+
+
+@cache
+def _kernel(device: int) -> c_void_p:
+    module, kernel = c_void_p(), c_void_p()
+    with current_context(device):
+        call("cuModuleLoadData", byref(module), _KERNEL.encode())
+        call("cuModuleGetFunction", byref(kernel), module, b"copy_tasks")
+    return kernel
+
+
+def _tasks(copies: Sequence[tuple[int, int, int]]) -> NDArray[np.uint64]:
+    """Cut (sink, source, bytes) into tasks of the kernel."""
+    whole = np.array(copies, np.uint64).reshape(-1, 3)
+    step = np.uint64(_TASK_BYTES)
+    counts = (whole[:, 2] + step - np.uint64(1)) // step
+    first = np.cumsum(counts) - counts
+    tasks = np.repeat(whole, counts.astype(np.int64), axis=0)
+    offsets = np.arange(len(tasks), dtype=np.uint64) - np.repeat(first, counts.astype(np.int64))
+    offsets *= step
+    tasks[:, :2] += offsets[:, None]
+    tasks[:, 2] = np.minimum(tasks[:, 2] - offsets, step)
+    return tasks
+
+
+@dataclass(frozen=True, eq=False)
+class CopyTable:
+    """Copies that are made again and again, and what of them one launch does. Keeps the buffers."""
+
+    pairs: tuple[tuple[Buffer, Buffer], ...]
+    rest: tuple[tuple[Buffer, Buffer], ...]
+    tasks: Buffer
+    num_tasks: int
+    task_bytes: int
+
+
+_abandoned: list[object] = []
+
+
+class Copier:
+    """Copies between a device and the device or the host, many at once; one thread at a time.
+
+    A copy waits for what was queued before on the device's default stream, and later work on
+    that stream waits for it. Work on other streams is the caller's to wait for: `synchronize`.
+    """
+
+    def __init__(
+        self, device: int, *, num_streams: int = 8, piece_bytes: int = _PIECE_BYTES
+    ) -> None:
+        self._device, self._piece_bytes = device, piece_bytes
+        self._context, self._popped = primary_context(device), byref(c_void_p())
+        self._push, self._pop = function("cuCtxPushCurrent_v2"), function("cuCtxPopCurrent_v2")
+        self._copy_1d, self._query = function("cuMemcpyAsync"), function("cuStreamQuery")
+        self._queued_bytes = [0] * num_streams
+        self._held: list[object] = []
+        self._tables: list[Buffer] = []
+        self._streams: list[c_void_p] = []
+        with current_context(device):
+            for _ in range(num_streams):
+                self._streams.append(c_void_p())
+                call("cuStreamCreate", byref(self._streams[-1]), 0)
+
+    def copy(self, sink: Buffer, source: Buffer) -> None:
+        """Queue a copy; both buffers are kept until `wait`, and copies arrive in any order.
+
+        Raises SpecError if the buffers differ in shape or item width, if items of the sink share
+        bytes, or if the strides take more calls of the driver than 65536.
+        """
+        if not _is_any(sink, source):
+            return
+        walk, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
+        self._held.append((sink, source))
+        check("cuCtxPushCurrent_v2", self._push(self._context))
+        try:
+            for to, at in _offsets(walk) if walk else ((0, 0),):
+                if len(block) == 1:
+                    self._queue_flat(sink.address + to, source.address + at, block[0][0])
+                else:
+                    self._queue_rows(sink, to, source, at, block)
+        finally:
+            self._pop(self._popped)
+
+    def table(
+        self, pairs: Sequence[tuple[Buffer, Buffer]], *, launch_bytes: int = _TABLE_BYTES
+    ) -> CopyTable:
+        """Return copies, (sink, source) each, that `run` makes as often as it is asked to.
+
+        Those of less than `launch_bytes` are made by one launch of a kernel, as far as it can.
+
+        For thousands of small tensors this is many times faster than to queue each. It takes 24
+        bytes of the device's memory for 128 KiB of copies, until `drop`. Raises as `copy` does.
+        """
+        flat: list[tuple[int, int, int]] = []
+        rest: list[tuple[Buffer, Buffer]] = []
+        for sink, source in pairs:
+            if not _is_any(sink, source):
+                continue
+            walk, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
+            is_small = not walk and len(block) == 1 and block[0][0] < launch_bytes
+            is_here = sink.device == source.device == self._device
+            if is_small and is_here and sink.address % 16 == source.address % 16 == 0:
+                flat.append((sink.address, source.address, block[0][0]))
+            else:
+                rest.append((sink, source))
+        tasks = _tasks(flat)
+        place = allocate(self._device, tasks.nbytes)
+        self._tables.append(place)
+        if len(tasks):
+            with current_context(self._device):
+                call("cuMemcpyHtoD_v2", place.address, tasks.ctypes.data, tasks.nbytes)
+        nbytes = sum(each[2] for each in flat)
+        return CopyTable(tuple(pairs), tuple(rest), place, len(tasks), nbytes)
+
+    def drop(self, table: CopyTable) -> None:
+        """Give back what a table takes, once none of its copies is under way. Safe to repeat."""
+        if table.tasks in self._tables:
+            self._tables.remove(table.tasks)
+            free(table.tasks)
+
+    def run(self, table: CopyTable) -> None:
+        """Queue all copies of a table of this copier."""
+        if table.num_tasks:
+            self._held.append(table)
+            self._queued_bytes[0] += table.task_bytes
+            address = c_uint64(table.tasks.address)
+            arguments = (c_void_p * 1)(ctypes.addressof(address))
+            kernel, stream = _kernel(self._device), self._streams[0]
+            sizes = (table.num_tasks, 1, 1, _THREADS, 1, 1, 0)
+            with current_context(self._device):
+                call("cuLaunchKernel", kernel, *sizes, stream, arguments, None)
+        for sink, source in table.rest:
+            self.copy(sink, source)
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return once every queued copy has arrived; raise TransferTimeout if one does not.
+
+        After a timeout the buffers are still being written, and stay held.
+        """
+        what = f"{len(self._held)} copies of device {self._device} did not all arrive"
+        with current_context(self._device):
+            wait_until(self._is_idle, timeout_seconds, what)
+        self._held.clear()
+        self._queued_bytes = [0] * len(self._streams)
+
+    def close(self) -> None:
+        """Let go of the streams and tables. Safe to repeat.
+
+        What is still on its way is kept for good: nobody would notice its arrival.
+        """
+        if self._held:
+            with suppress(TransportError):
+                self.wait(0)
+            _abandoned.extend(self._held)
+        with current_context(self._device):
+            while self._streams:
+                call("cuStreamDestroy_v2", self._streams.pop())
+        while self._tables:
+            if self._held:
+                _abandoned.append(self._tables.pop())
+            else:
+                free(self._tables.pop())
+
+    def _is_idle(self) -> bool:
+        for stream in self._streams:
+            code = self._query(stream)
+            if code == _NOT_READY:
+                return False
+            check("cuStreamQuery", code)
+        return True
+
+    def _stream(self, nbytes: int) -> c_void_p:
+        """Return the stream with the least to do, and count these bytes to it."""
+        index = self._queued_bytes.index(min(self._queued_bytes))
+        self._queued_bytes[index] += nbytes
+        return self._streams[index]
+
+    def _queue_flat(self, sink: int, source: int, nbytes: int) -> None:
+        for start in range(0, nbytes, self._piece_bytes):
+            piece = min(self._piece_bytes, nbytes - start)
+            stream = self._stream(piece)
+            check("cuMemcpyAsync", self._copy_1d(sink + start, source + start, piece, stream))
+
+    def _queue_rows(
+        self, sink: Buffer, to: int, source: Buffer, at: int, dims: Sequence[_Dim]
+    ) -> None:
+        (depth, *_), (height, *pitches), (width, *_) = ((1, 0, 0), *dims)[-3:]
+        copy = _Copy3D(width=width, height=height, depth=depth)
+        for index, (side, buffer, offset) in enumerate(
+            ((copy.sink, sink, to), (copy.source, source, at))
+        ):
+            side.kind = _HOST if buffer.device is None else _DEVICE
+            side.host = side.device = buffer.address + offset
+            side.pitch = pitches[index]
+            side.height = dims[0][1 + index] // pitches[index] if len(dims) == 3 else height
+        stream = self._stream(width * height * depth)
+        call("cuMemcpy3DAsync_v2", byref(copy), stream)
+
+
+class _Shown:
+    """What torch needs to see memory as a tensor, without owning it."""
+
+    def __init__(self, interface: dict[str, object]) -> None:
+        self.__cuda_array_interface__ = interface
+
+
+def tensor_at(buffer: Buffer) -> Any:
+    """Return a device's memory as a tensor of integers; what matters is only how wide they are."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as cause:
+        raise MissingDependency(
+            "strided copies inside a GPU need torch; pip install torch"
+        ) from cause
+    numbers = (buffer.address, buffer.item_bytes, *buffer.strides)
+    width = next(width for width in (8, 4, 2, 1) if all(n % width == 0 for n in numbers))
+    shape, strides = buffer.shape, buffer.strides
+    if width != buffer.item_bytes:
+        shape, strides = (*shape, buffer.item_bytes // width), (*strides, width)
+    interface = {
+        "shape": shape,
+        "strides": strides,
+        "typestr": "|u1" if width == 1 else f"<i{width}",
+        "data": (buffer.address, False),
+        "version": 2,
+    }
+    return torch.as_tensor(_Shown(interface), device=f"cuda:{buffer.device}")
+
+
+def copy_strided(sink: Buffer, source: Buffer) -> None:
+    """Queue a copy item by item, for strides of which the driver can do only little at a time."""
+    tensor_at(sink).copy_(tensor_at(source))
