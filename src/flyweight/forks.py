@@ -1,40 +1,37 @@
-"""Forks: what a child must not keep of its parent's connections, locks and threads.
+"""What a forked child must close or replace: its parent's connections, files and locks.
 
-A socket or a lock that a forked child inherits outlives its parent, and hides the parent's
-death from everybody who would notice it; threads do not come along at all.
+A socket that a forked child inherits outlives its parent, and hides the parent's death
+from the peers that would notice it. A lock may be held by a thread that does not exist
+in the child.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import Protocol
-from weakref import WeakSet
+from collections.abc import Callable
+from weakref import WeakMethod
+
+fork_lock = threading.RLock()
+"""While a thread holds this lock, the process does not fork."""
+_methods: set[WeakMethod[Callable[[], None]]] = set()
 
 
-class Inherited(Protocol):
-    """Something of a process that its forked children have no use for."""
-
-    def let_go(self) -> None:
-        """Close this process's end of it, or forget it, without a word to anybody else."""
+def call_in_child(method: Callable[[], None]) -> None:
+    """Call a bound method in every child that this process forks, as long as its object lives."""
+    _methods.add(WeakMethod(method, _methods.discard))
 
 
-unforked = threading.RLock()
-"""Held, no child is forked: for what is open already, and not yet known to be left behind."""
-_inherited: WeakSet[Inherited] = WeakSet()
-
-
-def leave_behind(thing: Inherited) -> None:
-    """Have a forked child let go of a thing, as long as it lives."""
-    _inherited.add(thing)
-
-
-def _let_go() -> None:
-    unforked.release()
-    for thing in list(_inherited):
-        thing.let_go()
+def _after_fork_in_child() -> None:
+    fork_lock.release()
+    for reference in list(_methods):
+        method = reference()
+        if method is not None:
+            method()
 
 
 os.register_at_fork(
-    before=unforked.acquire, after_in_parent=unforked.release, after_in_child=_let_go
+    before=fork_lock.acquire,
+    after_in_parent=fork_lock.release,
+    after_in_child=_after_fork_in_child,
 )

@@ -17,7 +17,7 @@ import pytest
 
 import flyweight as fw
 from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
-from flyweight.forks import unforked
+from flyweight.forks import fork_lock
 from flyweight.lifecycle.cell import MAX_RANKS, Cell, Request, Slot
 from flyweight.lifecycle.cell_file import HEADER, PROTOCOL, CellFile, locked
 from flyweight.lifecycle.control import Control
@@ -419,7 +419,7 @@ def test_no_child_is_forked_before_a_file_that_was_opened_is_known(threads):
             os._exit(0)
         return os.waitpid(pid, 0)[1]
 
-    with unforked:
+    with fork_lock:
         forking = threads.submit(fork)
         assert not wait([forking], 0.2).done
     assert forking.result(10) == 0

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from flyweight.errors import LifecycleError, SpecError, TransferTimeout
-from flyweight.forks import leave_behind, unforked
+from flyweight.forks import call_in_child, fork_lock
 from flyweight.lifecycle import futex
 from flyweight.lifecycle.cell_file import HEADER, CellFile, begun_life, is_living
 from flyweight.lifecycle.states import Signal, State, Tag
@@ -202,7 +202,7 @@ class Cell:
             for rank in range(num_ranks)
         ]
         self._is_open, self._is_over = True, False
-        leave_behind(self)
+        call_in_child(self._close_files)
 
     def check_current(self) -> None:
         """Raise unless the cell that is mapped is the one that the path leads to."""
@@ -219,7 +219,7 @@ class Cell:
         offset, who = (1 + rank, f"rank {rank}") if rank is not None else (0, "the controller")
         if rank is not None and not 0 <= rank < self.num_ranks:
             raise SpecError(f"rank is {rank}, the cell has ranks 0 to {self.num_ranks - 1}")
-        with unforked:
+        with fork_lock:
             file = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
             self._claims.append(file)
         if not self._place.claimed(file, offset):
@@ -348,10 +348,10 @@ class Cell:
             for words in self._slots:
                 words.close()
             self._bell_words.release()
-            self.let_go()
+            self._close_files()
             self._memory.close()
 
-    def let_go(self) -> None:
+    def _close_files(self) -> None:
         """Close the files; claims of a forked child's parent stay the parent's, and its words."""
         self._is_open = False
         for file in self._claims:

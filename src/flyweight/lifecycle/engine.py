@@ -15,7 +15,8 @@ from time import monotonic
 from flyweight.adapters.memory_release import Residence
 from flyweight.checks import check_seconds
 from flyweight.errors import LifecycleError, TransferTimeout
-from flyweight.forks import leave_behind
+from flyweight.forks import call_in_child
+from flyweight.live.report import check_seconds
 from flyweight.ports import EngineHooks
 
 _innermost: ContextVar[EngineRequest | None] = ContextVar("flyweight_request", default=None)
@@ -124,7 +125,7 @@ class ModelEngine(EngineHooks):
         self._waiting: set[asyncio.Future[None]] = set()
         self.version: int | None = None
         """The version that requests are answered with."""
-        leave_behind(self)
+        call_in_child(self._replace_lock)
 
     def request(self, timeout_seconds: float = 60.0) -> EngineRequest:
         """Return a request to answer inside `with` or `async with`, which yield its version.
@@ -165,7 +166,7 @@ class ModelEngine(EngineHooks):
     def restore_weights(self) -> None:
         self._residence.restore()
 
-    def let_go(self) -> None:
+    def _replace_lock(self) -> None:
         """Replace the lock after a fork: the thread that held it does not exist in the child.
 
         Requests that ran stay counted, since one of them may run on here.

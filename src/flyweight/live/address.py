@@ -17,7 +17,7 @@ from pathlib import Path
 from time import sleep
 
 from flyweight.errors import PeerLost, PeerRefused, SpecError, TransportError
-from flyweight.forks import leave_behind
+from flyweight.forks import call_in_child
 from flyweight.host import exposure
 from flyweight.transports.fd_passing import check_socket_path
 
@@ -124,12 +124,12 @@ class Claim:
             if not self._is_known():  # looked for last: one that starts now makes its lock first
                 raise
         self._lock = self._locked()
-        leave_behind(self)
+        call_in_child(self._unlock)
         self._sweep()
         try:
             self._check_free()
         except SpecError:
-            self.let_go()
+            self._unlock()
             raise
         if self._has_file:
             self._write_token()
@@ -161,7 +161,7 @@ class Claim:
                 os.close(file)
             draft.rename(self.address.token_file)
         except OSError as cause:
-            self.let_go()
+            self._unlock()
             raise TransportError(f"cannot write {str(draft)!r}: {cause.strerror}") from cause
 
     @property
@@ -206,9 +206,9 @@ class Claim:
                 held = os.fstat(self._lock).st_ino
                 if os.stat(self.address.directory / "lock").st_ino == held:
                     self._sweep()  # and not what another publisher has made there since
-            self.let_go()
+            self._unlock()
 
-    def let_go(self) -> None:
+    def _unlock(self) -> None:
         """Close the lock here; in a forked child that does not give it back."""
         if self._lock >= 0:
             os.close(self._lock)

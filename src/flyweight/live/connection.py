@@ -16,7 +16,7 @@ from time import monotonic, sleep
 import zmq
 
 from flyweight.errors import TransportError
-from flyweight.forks import leave_behind
+from flyweight.forks import call_in_child
 from flyweight.live.messages import MAX_MESSAGE_BYTES, Message, encode
 from flyweight.transports.fd_passing import Line, check_files
 
@@ -85,7 +85,7 @@ class Wire:
             self._free()
             raise TransportError(f"cannot speak at {endpoint!r}: {cause}") from cause
         self._thread = threading.Thread(target=self._run, name="flyweight-wire", daemon=True)
-        leave_behind(self)
+        call_in_child(self._abandon_in_child)
 
     def start(self) -> None:
         """Begin to hear; whoever made the wire is ready for it now."""
@@ -153,7 +153,7 @@ class Wire:
                 self._wake.close()
                 self._woken.close()
 
-    def let_go(self) -> None:
+    def _abandon_in_child(self) -> None:
         """Leave it to its process: in a child it would be waited for without an end."""
         self._is_over = self._is_freed = True
         self._lock, self._hearing = threading.Lock(), threading.Lock()

@@ -25,7 +25,7 @@ from flyweight.errors import (
     TransferTimeout,
 )
 from flyweight.events import emit
-from flyweight.forks import leave_behind
+from flyweight.forks import call_in_child
 from flyweight.host import birth_of
 from flyweight.live.address import Claim
 from flyweight.live.connection import BEATS, Wire
@@ -166,9 +166,9 @@ class Roll:
             unreachable=self._unreachable,
             broken=self._break,
         )
-        leave_behind(self)
+        call_in_child(self._replace_lock)
 
-    def let_go(self) -> None:
+    def _replace_lock(self) -> None:
         """Have no lock, in a forked child, of whose holder did not come along."""
         self.changed = threading.Condition(threading.RLock())
 

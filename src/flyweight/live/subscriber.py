@@ -22,7 +22,7 @@ from flyweight.errors import (
     TransportError,
     error_named,
 )
-from flyweight.forks import leave_behind
+from flyweight.forks import call_in_child
 from flyweight.host import birth_of
 from flyweight.live.address import Address
 from flyweight.live.connection import BEATS, Wire
@@ -106,9 +106,9 @@ class Subscriber:
             self._wire.start()
             self.send(Hello(known, name, os.getpid(), self.line.name, is_watcher))
             self._closing = stack.pop_all()
-        leave_behind(self)
+        call_in_child(self._replace_lock)
 
-    def let_go(self) -> None:
+    def _replace_lock(self) -> None:
         """Have no lock, in a forked child, of whose holder did not come along."""
         self._changed = threading.Condition()
 

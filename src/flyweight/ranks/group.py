@@ -26,7 +26,7 @@ from flyweight.errors import (
     TransferTimeout,
     TransportError,
 )
-from flyweight.forks import leave_behind
+from flyweight.forks import call_in_child
 from flyweight.ranks.link import DONE, TICK, Link, fault_frame, fault_of, step_frame
 from flyweight.spec.manifest import Json
 
@@ -71,7 +71,7 @@ class Group:
                 self._selector.register(each.socket, selectors.EVENT_READ, each)
             self._post = threading.Thread(target=self._listen, name="flyweight-group", daemon=True)
             self._post.start()
-            leave_behind(self)
+            call_in_child(self._close_sockets)
 
     def allow(self, timeout_seconds: float) -> None:
         """Give each wait so much time from now on; every rank must allow about the same."""
@@ -331,7 +331,7 @@ class Group:
         what = f"{type(error).__name__}: {error}"
         self._fail(PeerFailed(f"rank {self.rank} failed in step {self._step!r}: {what}"))
 
-    def let_go(self) -> None:
+    def _close_sockets(self) -> None:
         for link in self._links.values():
             link.socket.close()
 

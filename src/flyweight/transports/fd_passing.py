@@ -25,7 +25,7 @@ from time import monotonic, sleep
 import msgspec
 
 from flyweight.errors import HandleGone, PeerLost, PeerRefused, TransferTimeout, TransportError
-from flyweight.forks import leave_behind
+from flyweight.forks import call_in_child
 from flyweight.host import has_room, raise_file_limit
 
 MAX_PATH_BYTES = 107
@@ -110,7 +110,7 @@ class Door:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._keeper = threading.Thread(target=self._keep, name="flyweight-door", daemon=True)
         self._keeper.start()
-        leave_behind(self)
+        call_in_child(self._close_in_child)
 
     def put(self, fd: int) -> str:
         """Take a file over, and return the key under which lines get duplicates of it."""
@@ -140,7 +140,7 @@ class Door:
         for each in (self._wake, self._woken):
             each.close()
 
-    def let_go(self) -> None:
+    def _close_in_child(self) -> None:
         """Close all files and connections in a forked child, whose parent keeps its own."""
         self._lock = threading.Lock()  # who held it did not come along
         self._shut()
@@ -280,7 +280,7 @@ class Line:
             raise PeerRefused(f"the door at {str(path)!r} does not know our token")
         self.pid, _, _ = _credentials(self._socket)
         """The process at the door, by its number here; 0 if it cannot be seen from here."""
-        leave_behind(self)
+        call_in_child(self._close_in_child)
 
     def _await_answer(self, deadline: float, is_over: Callable[[], bool]) -> None:
         looker = select.poll()
@@ -333,6 +333,6 @@ class Line:
     def close(self) -> None:
         self._socket.close()
 
-    def let_go(self) -> None:
+    def _close_in_child(self) -> None:
         self._lock = threading.Lock()  # who held it did not come along
         self._socket.close()
