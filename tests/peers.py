@@ -11,7 +11,7 @@ import zmq
 from flyweight.digest import Digest
 from flyweight.host import birth_of
 from flyweight.live import messages
-from flyweight.transports.fd_passing import Door
+from flyweight.transports.fd_passing import FdServer
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
 SESSION = "0123456789abcdef"
@@ -80,10 +80,10 @@ class FakePublisher:
         token.chmod(0o600)
         self.content = np.frombuffer(content, np.uint8)
         self.silence_seconds = silence_seconds
-        self._door = Door(directory / "door", token="t" * 32)
+        self._door = FdServer(directory / "door", token="t" * 32)
         file = os.memfd_create("fake", os.MFD_CLOEXEC)
         os.write(file, content)
-        self.key = self._door.put(file)
+        self.key = self._door.offer(file)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 100)

@@ -144,7 +144,7 @@ class Transport(Protocol[HandleT]):
         They stay mapped until `shut`, so that to open them again costs nothing.
         """
 
-    def shut(self, handle: HandleT) -> None:
+    def close_handle(self, handle: HandleT) -> None:
         """Let go of what was opened. Safe to repeat."""
 
     def close(self) -> None:

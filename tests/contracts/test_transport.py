@@ -11,7 +11,7 @@ from flyweight.cuda.copies import Copier
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
-from flyweight.transports.fd_passing import Door, Line
+from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.shared_memory import SharedMemoryHandle, SharedMemoryTransport
 from live_models import FORK, SPAWN, Child, resources, settled
 
@@ -62,20 +62,20 @@ def kind(request):
 @pytest.fixture
 def offering(kind, tmp_path):
     """A transport that offers, at a door that the test's children find."""
-    door = Door(tmp_path / "door", token=TOKEN)
-    transport = kind[0](door=door)
+    door = FdServer(tmp_path / "door", token=TOKEN)
+    transport = kind[0](fd_server=door)
     yield transport
     transport.close()
     door.close()
 
 
 def read_elsewhere(kind, path, text, pipe):
-    line = Line(path, token=TOKEN)
-    transport = kind[0](line=line)
+    line = FdConnection(path, token=TOKEN)
+    transport = kind[0](fd_connection=line)
     try:
         handle = msgspec.json.decode(text, type=kind[1])
         data = bytes_at(transport.open(handle))
-        transport.shut(handle)
+        transport.close_handle(handle)
         return data
     except TransportError as error:
         return type(error).__name__
@@ -158,8 +158,8 @@ def test_many_offers_and_releases_leak_nothing(kind, offering):
 
 
 def hold_open(kind, path, text, pipe):
-    line = Line(path, token=TOKEN)
-    transport = kind[0](line=line)
+    line = FdConnection(path, token=TOKEN)
+    transport = kind[0](fd_connection=line)
     handle = msgspec.json.decode(text, type=kind[1])
     buffer = transport.open(handle)
     pipe.send(("open", os.getpid()))

@@ -22,7 +22,7 @@ from flyweight.cuda.copies import Copier  # noqa: E402
 from flyweight.errors import HandleGone, SpecError, TransferTimeout, TransportError  # noqa: E402
 from flyweight.memory import Buffer  # noqa: E402
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport  # noqa: E402
-from flyweight.transports.fd_passing import Door, Line  # noqa: E402
+from flyweight.transports.fd_passing import FdConnection, FdServer  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,8 +58,8 @@ def content(buffer):
 
 def exporter(door_path):
     """Obey commands from stdin: one line of JSON each, and one for the answer."""
-    door = Door(Path(door_path), token="token") if door_path else None
-    transport = CudaIpcTransport(door=door)
+    door = FdServer(Path(door_path), token="token") if door_path else None
+    transport = CudaIpcTransport(fd_server=door)
     tensors, handles = [], []
     for line in sys.stdin:
         command, *args = json.loads(line)
@@ -144,10 +144,10 @@ def start(tmp_path):
         other = Exporter(kind, door_path)
         running.append(other)
         other.ask("hello")
-        line = Line(door_path, token="token") if has_door else None
+        line = FdConnection(door_path, token="token") if has_door else None
         if line is not None:
             lines.append(line)
-        transports.append(CudaIpcTransport(line=line))
+        transports.append(CudaIpcTransport(fd_connection=line))
         return other, transports[-1]
 
     yield begin
@@ -182,7 +182,7 @@ def test_without_a_door_plain_memory_is_read_all_the_same(start):
     other, transport = start("plain", has_door=False)
     (handle,) = other.offer(100_000)
     assert content(transport.open(handle)).tobytes() == expected(100_000).tobytes()
-    transport.shut(handle)
+    transport.close_handle(handle)
     other.ask("close")
     other.ask("free")
     with pytest.raises(HandleGone, match="no memory of another process"):
@@ -200,8 +200,8 @@ def test_an_allocation_is_mapped_once_however_many_handles_lie_in_it(start, kind
     starts = {transport.open(handle).address - handle.offset for handle in handles}
     assert len(starts) == len({handle.place for handle in handles}) == 1
     for handle in handles[:-1]:
-        transport.shut(handle)
-        transport.shut(handle)
+        transport.close_handle(handle)
+        transport.close_handle(handle)
     assert content(transport.open(handles[-1])).tobytes() == expected(4096).tobytes()
 
 
@@ -230,8 +230,8 @@ def test_handles_are_gone_with_a_killed_exporter_and_what_is_open_can_be_shut(st
         with pytest.raises(HandleGone, match="gone with"):
             transport.open(handle)
     assert content(buffer).tobytes() == expected(30 << 20).tobytes()
-    transport.shut(opened)
-    transport.shut(opened)
+    transport.close_handle(opened)
+    transport.close_handle(opened)
     assert torch.ones(8, device="cuda").sum().item() == 8  # the context is whole
 
 
@@ -245,7 +245,7 @@ def test_opening_and_shutting_over_and_over_takes_no_memory(start, kind):
             for handle in handles:
                 transport.open(handle)
             for handle in handles:
-                transport.shut(handle)
+                transport.close_handle(handle)
         return used_bytes(), used_bytes(other.process.pid)
 
     assert open_and_shut(10) == open_and_shut(190)
@@ -282,7 +282,7 @@ def test_a_handle_of_ones_own_process_is_the_memory_itself():
     for transport in (mine, other):
         buffer = transport.open(handle)
         assert (buffer.address, buffer.nbytes) == (low, high - low)
-    other.shut(handle)
+    other.close_handle(handle)
     other.release(handle)
     mine.open(handle)
     mine.release(handle)

@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from flyweight.errors import HandleGone, PeerLost, PeerRefused, TransferTimeout, TransportError
-from flyweight.transports.fd_passing import Door, Line
+from flyweight.transports.fd_passing import FdConnection, FdServer
 from live_models import Child, in_time, resources, settled, until
 
 
@@ -24,7 +24,7 @@ def hung_up():
 
 @pytest.fixture
 def door(tmp_path, hung_up):
-    door = Door(tmp_path / "door", token="secret", on_hangup=hung_up.append)
+    door = FdServer(tmp_path / "door", token="secret", on_hangup=hung_up.append)
     yield door
     door.close()
 
@@ -36,13 +36,13 @@ def memory(data):
 
 
 def test_a_file_is_fetched_by_its_key_and_gone_once_dropped(door, tmp_path):
-    key = door.put(memory(b"hello"))
-    line = Line(tmp_path / "door", token="secret")
+    key = door.offer(memory(b"hello"))
+    line = FdConnection(tmp_path / "door", token="secret")
     fd = line.fetch(key)
     assert os.pread(fd, 10, 0) == b"hello"
     os.close(fd)
-    door.drop(key)
-    door.drop(key)
+    door.release(key)
+    door.release(key)
     with pytest.raises(HandleGone, match="no longer offered"):
         line.fetch(key)
     line.close()
@@ -50,12 +50,12 @@ def test_a_file_is_fetched_by_its_key_and_gone_once_dropped(door, tmp_path):
 
 def test_a_wrong_token_is_refused(door, tmp_path):
     with pytest.raises(PeerRefused, match="does not know our token"):
-        Line(tmp_path / "door", token="guess")
+        FdConnection(tmp_path / "door", token="guess")
 
 
 def test_nobody_at_the_door_is_a_lost_peer(tmp_path):
     with pytest.raises(PeerLost, match="nobody is at the door"):
-        Line(tmp_path / "door", token="secret")
+        FdConnection(tmp_path / "door", token="secret")
 
 
 def test_the_socket_is_for_its_owner_only(door, tmp_path):
@@ -65,7 +65,7 @@ def test_the_socket_is_for_its_owner_only(door, tmp_path):
 def test_a_path_longer_than_an_address_is_refused_with_its_length(tmp_path):
     path = tmp_path / ("x" * 120)
     with pytest.raises(TransportError, match=f"has {len(os.fsencode(path))} bytes, at most 107"):
-        Door(path, token="secret")
+        FdServer(path, token="secret")
 
 
 def raw(path):
@@ -92,11 +92,11 @@ def test_garbage_ends_the_connection_and_not_the_door(door, tmp_path, message):
     client.send(message)
     assert client.recv(100) == b""
     client.close()
-    Line(tmp_path / "door", token="secret").close()
+    FdConnection(tmp_path / "door", token="secret").close()
 
 
 def test_files_are_not_given_before_the_token(door, tmp_path):
-    key = door.put(memory(b"secret bytes"))
+    key = door.offer(memory(b"secret bytes"))
     client = raw(tmp_path / "door")
     client.send(json.dumps({"type": "wanted", "key": key}).encode())
     assert client.recv(100) == b""
@@ -104,7 +104,7 @@ def test_files_are_not_given_before_the_token(door, tmp_path):
 
 
 def wait_for_death(path, pipe):
-    line = Line(path, token="secret")
+    line = FdConnection(path, token="secret")
     pipe.send(("line", line.name))
     signal.pause()
 
@@ -118,15 +118,15 @@ def test_the_door_hears_of_a_killed_process_at_once(door, tmp_path, hung_up):
 
 
 def serve(path, pipe):
-    door = Door(path, token="secret")
-    pipe.send(("key", door.put(memory(b"x"))))
+    door = FdServer(path, token="secret")
+    pipe.send(("key", door.offer(memory(b"x"))))
     signal.pause()
 
 
 def test_a_line_sees_that_its_door_was_killed(tmp_path):
     with Child(serve, tmp_path / "door") as child:
         _, key = child.told()
-        line = Line(tmp_path / "door", token="secret")
+        line = FdConnection(tmp_path / "door", token="secret")
         assert line.is_open
         child.kill()
         until(lambda: not line.is_open, 2)
@@ -138,7 +138,7 @@ def test_a_line_sees_that_its_door_was_killed(tmp_path):
 def test_a_stopped_door_is_given_up_in_time(tmp_path):
     with Child(serve, tmp_path / "door") as child:
         _, key = child.told()
-        line = Line(tmp_path / "door", token="secret")
+        line = FdConnection(tmp_path / "door", token="secret")
         child.stop()
         with in_time(3), pytest.raises(TransferTimeout, match="did not answer in 3 s"):
             line.fetch(key, timeout_seconds=3)
@@ -151,10 +151,10 @@ def test_a_line_to_a_stopped_door_is_given_up_in_time(tmp_path):
         child.told()
         child.stop()
         with in_time(3), pytest.raises(TransferTimeout, match="did not answer in 3"):
-            Line(tmp_path / "door", token="secret", timeout_seconds=3)
+            FdConnection(tmp_path / "door", token="secret", timeout_seconds=3)
         started = time.monotonic()
         with pytest.raises(TransferTimeout, match="did not answer in 0"):
-            Line(tmp_path / "door", token="secret", timeout_seconds=5, is_over=lambda: True)
+            FdConnection(tmp_path / "door", token="secret", timeout_seconds=5, is_over=lambda: True)
         assert time.monotonic() - started < 2
 
 
@@ -163,7 +163,7 @@ def sleep_on(pipe):
 
 
 def test_a_forked_child_does_not_keep_a_line_open(door, tmp_path, hung_up):
-    line = Line(tmp_path / "door", token="secret")
+    line = FdConnection(tmp_path / "door", token="secret")
     with Child(sleep_on):
         line.close()
         until(lambda: hung_up == [line.name], 2)
@@ -174,10 +174,10 @@ def come_up(pipe):
 
 
 def test_a_child_forked_while_a_file_is_handed_over_comes_up(door, tmp_path):
-    door.put(memory(b"x"))
+    door.offer(memory(b"x"))
     with door._lock, Child(come_up) as child:  # as its thread has it then
         assert child.result(5) == "up"
-    Line(tmp_path / "door", token="secret").close()
+    FdConnection(tmp_path / "door", token="secret").close()
 
 
 def look(line, pipe):
@@ -185,7 +185,7 @@ def look(line, pipe):
 
 
 def test_a_child_forked_while_a_file_is_fetched_sees_a_closed_line(door, tmp_path):
-    line = Line(tmp_path / "door", token="secret")
+    line = FdConnection(tmp_path / "door", token="secret")
     with line._lock, Child(look, line) as child:
         assert child.result(5) is False
     assert line.is_open
@@ -193,7 +193,7 @@ def test_a_child_forked_while_a_file_is_fetched_sees_a_closed_line(door, tmp_pat
 
 
 def full_door(path, pipe):
-    door = Door(path, token="secret")
+    door = FdServer(path, token="secret")
     limit = max(map(int, os.listdir("/proc/self/fd"))) + 100
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     files = []
@@ -217,11 +217,11 @@ def test_newcomers_who_may_all_need_another_file_are_turned_away_before_there_ar
         lines = []
         with pytest.raises(PeerLost, match="no files left for us; raise its limit, ulimit -n"):
             while True:
-                lines.append(Line(tmp_path / "door", token="secret"))
+                lines.append(FdConnection(tmp_path / "door", token="secret"))
         assert 5 <= len(lines) <= 12  # each takes one of 50, and might take another
         child.send("free them")
         child.told()
-        lines.append(Line(tmp_path / "door", token="secret"))
+        lines.append(FdConnection(tmp_path / "door", token="secret"))
         child.send("close")
         child.result()
         for each in lines:
@@ -229,8 +229,8 @@ def test_newcomers_who_may_all_need_another_file_are_turned_away_before_there_ar
 
 
 def test_many_threads_fetch_at_once(door, tmp_path):
-    line = Line(tmp_path / "door", token="secret")
-    keys = {door.put(memory(b"%d" % n)): b"%d" % n for n in range(20)}
+    line = FdConnection(tmp_path / "door", token="secret")
+    keys = {door.offer(memory(b"%d" % n)): b"%d" % n for n in range(20)}
     wrong = []
 
     def fetch(key, data):
@@ -250,9 +250,9 @@ def test_many_threads_fetch_at_once(door, tmp_path):
 
 def test_a_closed_door_leaves_no_file_thread_or_socket(tmp_path):
     before = resources()
-    door = Door(tmp_path / "door", token="secret")
-    door.put(memory(b"x"))
-    line = Line(tmp_path / "door", token="secret")
+    door = FdServer(tmp_path / "door", token="secret")
+    door.offer(memory(b"x"))
+    line = FdConnection(tmp_path / "door", token="secret")
     door.close()
     door.close()
     line.close()

@@ -13,29 +13,29 @@ import pytest
 
 from flyweight.errors import TransportError
 from flyweight.memory import Buffer
-from flyweight.transports.fd_passing import Door, Line
+from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.shared_memory import SharedMemoryTransport
 from live_models import Child, resources, settled
 
 
 @pytest.fixture
 def door(tmp_path):
-    door = Door(tmp_path / "door", token="secret")
+    door = FdServer(tmp_path / "door", token="secret")
     yield door
     door.close()
 
 
 @pytest.fixture
 def offering(door):
-    transport = SharedMemoryTransport(door=door)
+    transport = SharedMemoryTransport(fd_server=door)
     yield transport
     transport.close()
 
 
 @pytest.fixture
 def reading(door, tmp_path):
-    line = Line(tmp_path / "door", token="secret")
-    transport = SharedMemoryTransport(line=line)
+    line = FdConnection(tmp_path / "door", token="secret")
+    transport = SharedMemoryTransport(fd_connection=line)
     yield transport
     transport.close()
     line.close()
@@ -118,7 +118,7 @@ def test_private_memory_is_copied_once_and_goes_with_its_handle(offering, readin
     handle = offering.offer(Buffer.of(array))
     array[:] = 0
     assert reading.open(handle).items()[99] == 99
-    reading.shut(handle)
+    reading.close_handle(handle)
     offering.release(handle)
     assert settled(before) == before
 
@@ -134,7 +134,7 @@ def test_a_strided_buffer_is_offered_by_its_span(offering, reading):
 
 def test_readers_cannot_write_nor_cut_the_memory_short(offering, door, tmp_path):
     handle = offering.offer(offering.allocate(4096))
-    line = Line(tmp_path / "door", token="secret")
+    line = FdConnection(tmp_path / "door", token="secret")
     fd = line.fetch(handle.key)
     with pytest.raises(OSError, match="not permitted|denied|Bad file"):
         mmap.mmap(fd, 4096)
@@ -176,8 +176,8 @@ def test_segments_have_no_name_in_dev_shm(offering):
 
 
 def offer_and_wait(path, pipe):
-    door = Door(path, token="secret")
-    transport = SharedMemoryTransport(door=door)
+    door = FdServer(path, token="secret")
+    transport = SharedMemoryTransport(fd_server=door)
     buffer = transport.allocate(1 << 20)
     buffer.items()[:] = 42
     pipe.send(("handle", transport.offer(buffer)))
@@ -188,8 +188,8 @@ def test_a_reader_keeps_its_bytes_when_the_publisher_is_killed(tmp_path):
     before = resources()
     with Child(offer_and_wait, tmp_path / "door") as child:
         _, handle = child.told()
-        line = Line(tmp_path / "door", token="secret")
-        transport = SharedMemoryTransport(line=line)
+        line = FdConnection(tmp_path / "door", token="secret")
+        transport = SharedMemoryTransport(fd_connection=line)
         seen = transport.open(handle).items()
         child.kill()
         child.join()

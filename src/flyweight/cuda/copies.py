@@ -269,8 +269,8 @@ class Copier:
 
         Those of less than `launch_bytes` are made by one launch of a kernel, as far as it can.
 
-        For thousands of small tensors this is many times faster than to queue each. It takes 24
-        bytes of the device's memory for 128 KiB of copies, until `drop`. Raises as `copy` does.
+        For thousands of small tensors this is many times faster than queueing each one. A table
+        takes 24 bytes of device memory per 128 KiB until `free_table`. Raises as `copy` does.
         """
         flat: list[tuple[int, int, int]] = []
         rest: list[tuple[Buffer, Buffer]] = []
@@ -293,7 +293,7 @@ class Copier:
         nbytes = sum(each[2] for each in flat)
         return CopyTable(tuple(pairs), tuple(rest), place, len(tasks), nbytes)
 
-    def drop(self, table: CopyTable) -> None:
+    def free_table(self, table: CopyTable) -> None:
         """Give back what a table takes, once none of its copies is under way. Safe to repeat."""
         if table.tasks in self._tables:
             self._tables.remove(table.tasks)

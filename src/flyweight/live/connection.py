@@ -18,7 +18,7 @@ import zmq
 from flyweight.errors import TransportError
 from flyweight.forks import call_in_child
 from flyweight.live.messages import MAX_MESSAGE_BYTES, Message, encode
-from flyweight.transports.fd_passing import Line, check_files
+from flyweight.transports.fd_passing import FdConnection, check_files
 
 BEATS = 5
 """How often a side tells that it lives before the other would give it up."""
@@ -48,7 +48,7 @@ class Wire:
         beat: Callable[[float], None],
         beat_seconds: float,
         unreachable: Callable[[bytes], None] = lambda peer: None,
-        line: Line | None = None,
+        line: FdConnection | None = None,
         hung_up: Callable[[], None] = lambda: None,
         broken: Callable[[], None] = lambda: None,
     ) -> None:

@@ -222,7 +222,7 @@ class DeviceCopies:
             driver.synchronize(self._device, max(deadline - monotonic(), 0.001))
 
     def close(self) -> None:
-        self._copier.drop(self._table)
+        self._copier.free_table(self._table)
 
 
 def _is_strided(sink: Buffer, source: Buffer) -> bool:

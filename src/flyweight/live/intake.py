@@ -87,7 +87,7 @@ class Intake:
             for piece in bucket.pieces:
                 _check_index(piece.source, self.sources, "block")
         for handle in known - handles:
-            self.transports.shut(handle)
+            self.transports.close_handle(handle)
         self._handles, self.mapped, self.slots, self.begin = handles, mapped, slots, begin
         self.generation += 1
 
@@ -138,7 +138,7 @@ class Intake:
 
     def close(self) -> None:
         for handle in self._handles:
-            self.transports.shut(handle)
+            self.transports.close_handle(handle)
         self._handles = set()
         self.mapped, self.slots = {}, {}
 

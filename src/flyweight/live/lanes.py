@@ -57,11 +57,11 @@ class Transports:
             return self.device.open(handle)
         return self.host.open(handle)
 
-    def shut(self, handle: Handle) -> None:
+    def close_handle(self, handle: Handle) -> None:
         if isinstance(handle, CudaIpcHandle):
-            self.device.shut(handle)
+            self.device.close_handle(handle)
         else:
-            self.host.shut(handle)
+            self.host.close_handle(handle)
 
     def close(self) -> None:
         self.device.close()

@@ -56,7 +56,7 @@ from flyweight.live.messages import (
 )
 from flyweight.live.round import Part, Round
 from flyweight.live.source import Region, Stock
-from flyweight.transports.fd_passing import Door
+from flyweight.transports.fd_passing import FdServer
 
 _MAX_AGREEMENTS = 15
 _WATCHER_SECONDS = 5.0
@@ -136,7 +136,7 @@ class Roll:
     def __init__(
         self,
         claim: Claim,
-        door: Door,
+        door: FdServer,
         stock: Callable[[], Stock],
         *,
         asked: Callable[[Peer], None],

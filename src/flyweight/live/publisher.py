@@ -55,7 +55,7 @@ from flyweight.live.report import TIMEOUT_SECONDS, Lease, PublishReport, Replica
 from flyweight.live.round import Round
 from flyweight.live.source import Held, Stock
 from flyweight.transports.cuda_ipc import CudaIpcTransport
-from flyweight.transports.fd_passing import Door
+from flyweight.transports.fd_passing import FdServer
 from flyweight.transports.shared_memory import SharedMemoryTransport
 from flyweight.verbs.find import PathLike
 
@@ -112,10 +112,10 @@ class Publisher:
         with ExitStack() as stack:
             claim = Claim(Address.parse(address), token)
             stack.callback(claim.close)
-            door = Door(claim.address.door, token=claim.token, on_hangup=self._hung_up)
+            door = FdServer(claim.address.door, token=claim.token, on_hangup=self._hung_up)
             stack.callback(door.close)
             self._transports = Transports(
-                SharedMemoryTransport(door=door), CudaIpcTransport(door=door)
+                SharedMemoryTransport(fd_server=door), CudaIpcTransport(fd_server=door)
             )
             stack.callback(self._transports.close)
             stack.callback(self._copiers.close)

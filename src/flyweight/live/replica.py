@@ -326,8 +326,8 @@ class Replica:
             want = self._taker.want(tensors, welcome.tied)
             agreed = subscriber.agree(want, deadline, is_ended)
             transports = Transports(
-                SharedMemoryTransport(line=subscriber.line),
-                CudaIpcTransport(line=subscriber.line),
+                SharedMemoryTransport(fd_connection=subscriber.line),
+                CudaIpcTransport(fd_connection=subscriber.line),
             )
             intake = Intake.of(agreed, list(tensors.values()), transports)
         except BaseException:

@@ -43,7 +43,7 @@ from flyweight.live.messages import (
     Withdraw,
     decode_from_publisher,
 )
-from flyweight.transports.fd_passing import ANSWER_SECONDS, Line, check_files
+from flyweight.transports.fd_passing import ANSWER_SECONDS, FdConnection, check_files
 
 BEAT_SECONDS = 1.0
 _MIN_ANSWER_SECONDS = 0.1
@@ -83,7 +83,7 @@ class Subscriber:
         with ExitStack() as stack:
             try:
                 seconds = max(min(ANSWER_SECONDS, deadline - monotonic()), _MIN_ANSWER_SECONDS)
-                self.line = Line(
+                self.line = FdConnection(
                     address.door, token=known, timeout_seconds=seconds, is_over=is_over
                 )
             except PeerRefused as refused:

@@ -26,7 +26,7 @@ from flyweight.cuda import driver
 from flyweight.digest import Words
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer, bytes_of, without_fork
-from flyweight.transports.fd_passing import Door, Line
+from flyweight.transports.fd_passing import FdConnection, FdServer
 
 FETCH_SECONDS = 5.0
 _MAX_NUMBER = 2**63 - 1
@@ -132,8 +132,10 @@ class CudaIpcTransport:
     Mapped memory, as torch's expandable segments are, needs both.
     """
 
-    def __init__(self, *, door: Door | None = None, line: Line | None = None) -> None:
-        self._door, self._line = door, line
+    def __init__(
+        self, *, fd_server: FdServer | None = None, fd_connection: FdConnection | None = None
+    ) -> None:
+        self._fd_server, self._fd_connection = fd_server, fd_connection
         self._session = secrets.token_hex(8)
         self._offers: dict[int, _Offer] = {}
         self._free_slots: list[int] = []
@@ -203,7 +205,7 @@ class CudaIpcTransport:
                 f"{text}they were mapped without a handle type of POSIX files; "
                 f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
             )
-        if self._door is None:
+        if self._fd_server is None:
             return (
                 f"{text}they are mapped (expandable segments), which takes a door, and there is "
                 f"none; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
@@ -250,7 +252,7 @@ class CudaIpcTransport:
 
     def _open_register(self) -> None:
         """Put a register at the door: the session first, then numbers of offers that stand."""
-        if self._door is None or self._register is not None:
+        if self._fd_server is None or self._register is not None:
             return
         fd = -1
         try:
@@ -266,28 +268,28 @@ class CudaIpcTransport:
         without_fork(data)
         self._register = data.view(np.uint64)
         self._register[0] = int(self._session, 16)
-        self._register_key = self._door.put(readable)
+        self._register_key = self._fd_server.offer(readable)
 
     def _show(self, device: int, found: driver.Allocation, shown: list[int]) -> Piece:
         """Put a file for mapped memory at the door, unless it is there, and count its use."""
-        assert self._door is not None
+        assert self._fd_server is not None
         if found.number not in self._shown:
             try:
                 fd = driver.export_fd(device, found.start)
             except TransportError as error:
                 error.note(f"{len(self._shown)} files are at the door already; see ulimit -n")
                 raise
-            self._shown[found.number] = _Shown(Piece(self._door.put(fd), found.nbytes))
+            self._shown[found.number] = _Shown(Piece(self._fd_server.offer(fd), found.nbytes))
         self._shown[found.number].num_offers += 1
         shown.append(found.number)
         return self._shown[found.number].piece
 
     def _hide(self, shown: list[int]) -> None:
-        assert self._door is not None or not shown
+        assert self._fd_server is not None or not shown
         for number in shown:
             self._shown[number].num_offers -= 1
-            if not self._shown[number].num_offers and self._door is not None:
-                self._door.drop(self._shown.pop(number).piece.key)
+            if not self._shown[number].num_offers and self._fd_server is not None:
+                self._fd_server.release(self._shown.pop(number).piece.key)
 
     def release(self, handle: CudaIpcHandle) -> None:
         with self._lock:
@@ -338,10 +340,10 @@ class CudaIpcTransport:
 
         Without a register or a line nothing is known, and the driver will tell.
         """
-        if self._line is None or not handle.register:
+        if self._fd_connection is None or not handle.register:
             return
         what = f"offer {handle.number} of process {handle.pid}"
-        if _is_gone(self._line):
+        if _is_gone(self._fd_connection):
             raise HandleGone(f"{what} is gone with that process")
         register = self._registers.get(handle.session)
         if register is None:
@@ -352,8 +354,8 @@ class CudaIpcTransport:
             raise HandleGone(f"{what} was released")
 
     def _read_register(self, key: str) -> Words:
-        assert self._line is not None
-        fd = self._line.fetch(key, timeout_seconds=FETCH_SECONDS)
+        assert self._fd_connection is not None
+        fd = self._fd_connection.fetch(key, timeout_seconds=FETCH_SECONDS)
         try:
             data = bytes_of(mmap.mmap(fd, _REGISTER_BYTES, prot=mmap.PROT_READ))
         except (OSError, ValueError) as cause:
@@ -374,19 +376,19 @@ class CudaIpcTransport:
             raise
 
     def _map_pieces(self, device: int, handle: CudaIpcHandle) -> int:
-        if self._line is None:
+        if self._fd_connection is None:
             raise TransportError(f"handle of {len(handle.pieces)} files, and no line to a door")
         files: list[tuple[int, int]] = []
         try:
             for piece in handle.pieces:
-                fd = self._line.fetch(piece.key, timeout_seconds=FETCH_SECONDS)
+                fd = self._fd_connection.fetch(piece.key, timeout_seconds=FETCH_SECONDS)
                 files.append((fd, piece.nbytes))
             return driver.map_fds(device, files)
         finally:
             for fd, _ in files:
                 os.close(fd)
 
-    def shut(self, handle: CudaIpcHandle) -> None:
+    def close_handle(self, handle: CudaIpcHandle) -> None:
         with self._lock:
             mapping = self._mappings.get(handle.place)
             if self._opened.pop(handle, None) is not None and mapping is not None:
@@ -400,9 +402,9 @@ class CudaIpcTransport:
             for offer in self._offers.values():
                 self._hide(offer.shown)
             self._offers.clear()
-            if self._register is not None and self._door is not None:
+            if self._register is not None and self._fd_server is not None:
                 self._register[1 : self._num_slots + 1] = 0
-                self._door.drop(self._register_key)
+                self._fd_server.release(self._register_key)
             self._register, self._register_key = None, ""
             self._free_slots, self._num_slots = [], 0
             self._registers.clear()
@@ -426,7 +428,7 @@ def _allocations(buffer: Buffer) -> Iterator[driver.Allocation]:
             at = found.start + found.nbytes
 
 
-def _is_gone(line: Line) -> bool:
+def _is_gone(line: FdConnection) -> bool:
     """True once the other process has closed or died; an answer on its way is neither."""
     if line.fileno() < 0:
         return True

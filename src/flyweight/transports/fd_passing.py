@@ -1,6 +1,6 @@
 """Doorway: open files handed from one process to another on the same host.
 
-A `Door` is a Unix socket where its owner puts files under keys; a `Line` is a
+A `FdServer` is a Unix socket where its owner puts files under keys; a `FdConnection` is a
 connection to it that fetches them. Nothing offered has a name in a file system, so
 nothing is left behind by whoever is killed. The kernel closes a line with the
 process that held it, which is how either side learns of the other's death at once.
@@ -30,7 +30,7 @@ from flyweight.host import has_room, raise_file_limit
 
 MAX_PATH_BYTES = 107
 """What a Unix socket's address can hold."""
-MAX_LINES = 4096
+MAX_CONNECTIONS = 4096
 SPARE_FILES = 32
 """What must be left: libzmq takes a dozen for a connection, and without ends the whole process."""
 ANSWER_SECONDS = 5.0
@@ -81,7 +81,7 @@ def _credentials(peer: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
-class Door:
+class FdServer:
     """Hands files to lines that know the token and are of the same user."""
 
     def __init__(
@@ -112,14 +112,14 @@ class Door:
         self._keeper.start()
         call_in_child(self._close_in_child)
 
-    def put(self, fd: int) -> str:
+    def offer(self, fd: int) -> str:
         """Take a file over, and return the key under which lines get duplicates of it."""
         key = secrets.token_hex(8)
         with self._lock:
             self._files[key] = fd
         return key
 
-    def drop(self, key: str) -> None:
+    def release(self, key: str) -> None:
         """Close a file; who has fetched it before keeps it. Safe to repeat."""
         with self._lock:
             fd = self._files.pop(key, None)
@@ -150,7 +150,7 @@ class Door:
             each.close()
         self._selector.close()
         for key in list(self._files):
-            self.drop(key)
+            self.release(key)
 
     def _keep(self) -> None:
         while not self._is_over:
@@ -172,7 +172,7 @@ class Door:
                     sleep(_FULL_SECONDS)  # it stays at the door until a file is free
                 return
             _, uid, _ = _credentials(peer)
-            if uid not in (0, os.geteuid()) or len(self._lines) >= MAX_LINES:
+            if uid not in (0, os.geteuid()) or len(self._lines) >= MAX_CONNECTIONS:
                 peer.close()
                 return
             peer.setblocking(False)
@@ -236,7 +236,7 @@ class Door:
             self._on_hangup(line)
 
 
-class Line:
+class FdConnection:
     """A connection to a door, open as long as both processes live."""
 
     def __init__(

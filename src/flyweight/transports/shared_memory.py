@@ -26,7 +26,7 @@ import numpy as np
 from flyweight.errors import HandleGone, TransportError
 from flyweight.host import has_room, opened, reason
 from flyweight.memory import Buffer, Bytes, available_bytes, bytes_of, without_fork
-from flyweight.transports.fd_passing import SPARE_FILES, Door, Line
+from flyweight.transports.fd_passing import SPARE_FILES, FdConnection, FdServer
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1, and not in Python's list
@@ -64,8 +64,10 @@ class _Segment:
 class SharedMemoryTransport:
     """Offers at a door, opens through a line; a process that does only one needs only one."""
 
-    def __init__(self, *, door: Door | None = None, line: Line | None = None) -> None:
-        self._door, self._line = door, line
+    def __init__(
+        self, *, fd_server: FdServer | None = None, fd_connection: FdConnection | None = None
+    ) -> None:
+        self._fd_server, self._fd_connection = fd_server, fd_connection
         self._session = secrets.token_hex(8)
         self._segments: list[_Segment] = []
         self._offers: dict[SharedMemoryHandle, tuple[_Segment, object]] = {}
@@ -197,8 +199,8 @@ class SharedMemoryTransport:
         finally:
             if is_ours:
                 os.close(fd)
-        key = self._door.put(readable) if self._door else ""
-        if self._door is None:
+        key = self._fd_server.offer(readable) if self._fd_server else ""
+        if self._fd_server is None:
             os.close(readable)
         segment = _Segment(key, start, nbytes, file_offset, is_ours=is_ours)
         with self._lock:
@@ -207,8 +209,8 @@ class SharedMemoryTransport:
 
     def _forget(self, segment: _Segment) -> None:
         self._segments.remove(segment)
-        if self._door is not None:
-            self._door.drop(segment.key)
+        if self._fd_server is not None:
+            self._fd_server.release(segment.key)
 
     def _segment_at(self, address: int, nbytes: int) -> _Segment | None:
         index = bisect_right(self._segments, address, key=lambda each: each.start) - 1
@@ -253,9 +255,9 @@ class SharedMemoryTransport:
         return Buffer.flat_at(address, handle.nbytes, owner)
 
     def _mapped(self, handle: SharedMemoryHandle) -> Bytes:
-        if self._line is None:
+        if self._fd_connection is None:
             raise TransportError("no line to a door: this transport can only open its own offers")
-        fd = self._line.fetch(handle.key)
+        fd = self._fd_connection.fetch(handle.key)
         try:
             size = os.fstat(fd).st_size
             if not size:
@@ -271,7 +273,7 @@ class SharedMemoryTransport:
         without_fork(data)
         return data
 
-    def shut(self, handle: SharedMemoryHandle) -> None:
+    def close_handle(self, handle: SharedMemoryHandle) -> None:
         at = handle.session, handle.key
         with self._lock:
             users = self._users.get(at)
