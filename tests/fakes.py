@@ -47,14 +47,14 @@ class MemoryStore:
         pass
 
 
-class Board:
-    """A bulletin board in one process."""
+class FakeRendezvousStore:
+    """A store store in one process."""
 
     def __init__(self):
         self._texts = {}
 
-    def post(self, key, text, deadline):
+    def set(self, key, text, deadline):
         self._texts[key] = text
 
-    def look(self, key, deadline):
+    def get(self, key, deadline):
         return self._texts.get(key)

@@ -151,20 +151,6 @@ class Transport(Protocol[HandleT]):
         """Release every offer and shut all that is open. Safe to repeat."""
 
 
-class Bulletin(Protocol):
-    """A board that all ranks of a group can read and write."""
-
-    def post(self, key: str, text: str, deadline: float) -> None:
-        """Put a text under a key, in the place of what stood there."""
-
-    def look(self, key: str, deadline: float) -> str | None:
-        """Return what stands under a key by now, or None.
-
-        Both raise TransferTimeout if the board itself does not answer before `deadline`, which is
-        a reading of the monotonic clock.
-        """
-
-
 class Engine(Protocol):
     """Answers requests with the weights of one rank; told when to stand still.
 
@@ -235,17 +221,6 @@ class EngineHooks:
     def release_groups(self) -> None: ...
 
     def restore_groups(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A rank's place in a group, and the board it shares with the others."""
-
-    rank: int
-    num_ranks: int
-    bulletin: Bulletin | None = None
-    group: str = ""
-    """A name that all ranks of the group know it by, and no other group has."""
 
 
 class Draft(Protocol):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flyweight.adapters.memory_release import Residence
+from flyweight.adapters.memory_release import ModelMemory
 from flyweight.errors import SpecError
 
 MIB = 1 << 20
@@ -20,7 +20,7 @@ class Rotary(torch.nn.Module):
 
 def test_a_buffer_that_no_update_brings_back_stays():
     model = Rotary()
-    assert Residence(model).release() > 7 * MIB
+    assert ModelMemory(model).release() > 7 * MIB
     assert not model.weight[1024:-1024].any()
     assert not model.saved[1024:-1024].any()
     assert model.cosine.all()
@@ -29,7 +29,7 @@ def test_a_buffer_that_no_update_brings_back_stays():
 def test_what_lies_between_the_elements_of_a_tensor_stays():
     whole = torch.ones(4, MIB)
     model = {"rows": whole[::2], "half": whole[1]}
-    given = Residence(model).release()
+    given = ModelMemory(model).release()
     assert 3 * MIB < given <= 4 * MIB
     assert whole[0].all()
     assert whole[2].all()
@@ -39,20 +39,20 @@ def test_what_lies_between_the_elements_of_a_tensor_stays():
 
 def test_a_second_release_gives_nothing_and_a_restore_makes_it_possible_again():
     model = {"w": np.ones(MIB)}
-    residence = Residence(model)
-    assert residence.release() > 7 * MIB
-    assert residence.release() == 0
-    assert not residence.is_home
-    residence.restore()
-    residence.restore()
+    memory = ModelMemory(model)
+    assert memory.release() > 7 * MIB
+    assert memory.release() == 0
+    assert not memory.is_home
+    memory.restore()
+    memory.restore()
     model["w"][:] = 2
-    assert residence.is_home
-    assert residence.release() > 7 * MIB
+    assert memory.is_home
+    assert memory.release() > 7 * MIB
 
 
 def test_memory_that_another_process_may_see_is_refused_and_nothing_goes():
     model = {"mine": torch.ones(MIB), "shared": torch.ones(MIB).share_memory_()}
     with pytest.raises(SpecError, match="'shared'"):
-        Residence(model).release()
+        ModelMemory(model).release()
     assert model["mine"].all()
     assert model["shared"].all()

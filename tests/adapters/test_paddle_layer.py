@@ -5,7 +5,7 @@ from paddle import distributed as dist
 import flyweight as fw
 from flyweight.adapters import paddle_layer
 from flyweight.adapters.adapt import adapt
-from flyweight.adapters.memory_release import Residence
+from flyweight.adapters.memory_release import ModelMemory
 from flyweight.errors import SpecError
 
 
@@ -185,16 +185,16 @@ def test_a_clear_frees_tensors_on_a_gpu_and_a_restore_gives_them_memory(be_at):
     layer.embed.weight._share_buffer_to(other)
     model = {"net": layer, "again": other, "whole": whole, "part": whole[2:4]}
     before = {name: (id(t), tuple(t.shape), t.dtype) for name, t in layer.state_dict().items()}
-    residence = Residence(model)
+    memory = ModelMemory(model)
     nbytes = sum(t.size * t.element_size() for t in layer.state_dict().values())
     nbytes -= layer.tied.size * layer.tied.element_size()  # which is the embedding
-    assert residence.release() == nbytes
-    assert residence.release() == 0
+    assert memory.release() == nbytes
+    assert memory.release() == 0
     tensors = [*layer.state_dict().values(), other]
     assert not any(tensor._is_initialized() for tensor in tensors)
     assert (whole.tolist(), model["part"].tolist()) == ([*range(8)], [2, 3])
-    residence.restore()
-    residence.restore()
+    memory.restore()
+    memory.restore()
     assert all(tensor._is_initialized() for tensor in tensors)
     assert {
         name: (id(t), tuple(t.shape), t.dtype) for name, t in layer.state_dict().items()
@@ -202,7 +202,7 @@ def test_a_clear_frees_tensors_on_a_gpu_and_a_restore_gives_them_memory(be_at):
     assert other.data_ptr() == layer.embed.weight.data_ptr()  # shared as before
     layer.embed.weight.copy_(paddle.ones([11, 4]), True)
     assert (other == 1).all()
-    assert residence.release() == nbytes
+    assert memory.release() == nbytes
 
 
 def test_nothing_keeps_the_memory_of_a_tensor_on_a_gpu_that_is_cleared(be_at):

@@ -349,7 +349,7 @@ EXPECTED = {
     "full_disk": ({1: "StoreError", 0: "PeerFailed", 2: "PeerFailed"}, "File too large", "rank 1 failed in step"),
     "full_disk_at_coordinator": ({0: "StoreError", 1: "PeerFailed", 2: "PeerFailed"}, "File too large", "rank 0 failed in step"),
     "silent": ({0: "TransferTimeout", 2: "TransferTimeout"}, "", "rank 1 was silent for 3 s"),
-    "absent": ({0: "TransferTimeout", 1: "TransferTimeout", 2: "FlyweightError"}, "", r"1 ranks did not come within 3 s: \[2\]|did not call"),
+    "absent": ({0: "TransferTimeout", 1: "TransferTimeout", 2: "FlyweightError"}, "", r"1 ranks did not join within 3 s: \[2\]|did not call"),
     "absent_coordinator": ({1: "TransferTimeout", 2: "TransferTimeout", 0: "FlyweightError"}, "", "coordinator rank 0 did not answer|did not call"),
     "other_dtype": ({0: "DTypeMismatch", 1: "PeerFailed", 2: "PeerFailed"}, "'copied' is f32 on rank 0 and f64 on rank 1", "rank 0 failed"),
     "other_value": ({0: "PlanError", 1: "PeerFailed", 2: "PeerFailed"}, "'step' is 0 on rank 0 and 1 on rank 1", "rank 0 failed"),
@@ -362,7 +362,7 @@ EXPECTED = {
     "load_extra": ({0: "PlanError", 1: "PeerFailed", 2: "PeerFailed"}, "has 1 tensors that the target lacks: 'copied'", "rank 0 failed"),
     "load_killed": ({0: "PeerLost", 2: "PeerLost"}, "", "rank 1 closed its connection"),
     "other_paths": ({0: "PlanError", 1: "PeerFailed", 2: "PeerFailed"}, "rank 1 opened .*other.*: not the same weights", "rank 0 failed in step 'opened'"),
-    "store_stopped": ({1: "TransferTimeout", 2: "TransferTimeout"}, "", "store, usually on rank 0, does not answer|did not answer|did not come"),
+    "store_stopped": ({1: "TransferTimeout", 2: "TransferTimeout"}, "", "store, usually on rank 0, did not answer|did not join"),
     "damaged": ({0: "ChecksumMismatch PeerFailed", 1: "ChecksumMismatch PeerFailed", 2: "ChecksumMismatch PeerFailed"}, "", "checksum"),
 }  # fmt: skip
 
@@ -485,7 +485,7 @@ def test_the_watch_itself_sees_memory_that_is_gone_again():
 def one_skips(rank, num_ranks, root):
     run = Path(root) / "run"
     if rank != 1:
-        with pytest.raises(fw.FlyweightError, match="did not come"):
+        with pytest.raises(fw.FlyweightError, match="did not join"):
             save(rank, num_ranks, run, version=1, timeout_seconds=1.5)
     else:
         time.sleep(2.5)

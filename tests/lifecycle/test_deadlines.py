@@ -11,14 +11,14 @@ from time import monotonic
 import pytest
 
 import flyweight as fw
-from fakes import Board
+from fakes import FakeRendezvousStore
 from flyweight.errors import Busy, LifecycleError, TransferTimeout
 from flyweight.lifecycle.cell import Cell, Request
 from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
-from flyweight.ports import Seat
+from flyweight.ranks.rendezvous import Rendezvous
 from live_models import until, weights
 
 SECONDS, MOST_SECONDS = 3.0, 5.5
@@ -156,8 +156,8 @@ def test_what_waits_for_a_version_ends_at_its_deadline(store, tmp_path, address,
 @pytest.mark.parametrize(("rank", "late"), [(0, 0.75), (1, 1.5)])
 def test_a_rank_that_hears_nobody_ends_a_little_after_its_deadline(threads, rank, late):
     """C24: it listens for the others' last words; a tenth of the time more is for noticing."""
-    board = Board()
-    ranks = [Ranks(Seat(each, 2, board, "two")) for each in range(2)]
+    store = FakeRendezvousStore()
+    ranks = [Ranks(Rendezvous(each, 2, store, "two")) for each in range(2)]
 
     def prepared(each, seconds):
         return ranks[each].prepared(None, monotonic() + seconds)

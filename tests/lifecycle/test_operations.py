@@ -11,7 +11,7 @@ import pytest
 
 import flyweight as fw
 from conftest import flip
-from fakes import Board
+from fakes import FakeRendezvousStore
 from flyweight.errors import (
     Busy,
     ChecksumMismatch,
@@ -28,7 +28,7 @@ from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.lifecycle.weights import StoredWeights
 from flyweight.lifecycle.worker import Worker
-from flyweight.ports import Seat
+from flyweight.ranks.rendezvous import Rendezvous
 from live_models import SPAWN, Child, assign, holds, resources, settled, until, weights
 
 WEIGHTS, KV_CACHE = frozenset({Tag.WEIGHTS}), frozenset({Tag.KV_CACHE})
@@ -924,12 +924,12 @@ class Pair:
     """Two ranks of one replica, in threads."""
 
     def __init__(self, stack, address, threads, **options):
-        self._threads, board = threads, Board()
+        self._threads, store = threads, FakeRendezvousStore()
         self.trainer = weights(0)
         self.publisher = stack.enter_context(fw.Publisher(self.trainer, address, **options))
         self.models = [weights(0), weights(0)]
         self.engines = [FaultyEngine(model) for model in self.models]
-        self.ranks = [Ranks(Seat(rank, 2, board, "pair")) for rank in range(2)]
+        self.ranks = [Ranks(Rendezvous(rank, 2, store, "pair")) for rank in range(2)]
         self.machines, self.replicas = [], []
         for model, engine, ranks in zip(self.models, self.engines, self.ranks, strict=True):
             replica = stack.enter_context(fw.Replica(model, address))
@@ -1129,8 +1129,8 @@ def test_ranks_that_were_asked_for_different_things_stop_by_one_verdict(pair, ot
 
 def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads):
     """Of one rank alone, some time ago; a third hears of it from the first."""
-    board = Board()
-    ranks = [Ranks(Seat(rank, 3, board, "three")) for rank in range(3)]
+    store = FakeRendezvousStore()
+    ranks = [Ranks(Rendezvous(rank, 3, store, "three")) for rank in range(3)]
 
     def all_prepared():
         futures = [threads.submit(each.prepared, None, time.monotonic() + 20) for each in ranks]

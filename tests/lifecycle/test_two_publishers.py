@@ -3,13 +3,13 @@
 from contextlib import ExitStack
 
 import flyweight as fw
-from fakes import Board
+from fakes import FakeRendezvousStore
 from flyweight.errors import LifecycleError
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import State
-from flyweight.ports import Seat
+from flyweight.ranks.rendezvous import Rendezvous
 from live_models import holds, weights
 
 
@@ -22,10 +22,10 @@ class Engine:
     """Two ranks of one engine, each with a publisher of its own or both with one."""
 
     def __init__(self, stack, addresses, threads):
-        board, self._threads = Board(), threads
+        store, self._threads = FakeRendezvousStore(), threads
         self.models = [weights(0), weights(0)]
         self.engines = [ModelEngine(model) for model in self.models]
-        self.ranks = [Ranks(Seat(rank, 2, board, "engine")) for rank in range(2)]
+        self.ranks = [Ranks(Rendezvous(rank, 2, store, "engine")) for rank in range(2)]
         replicas = [
             stack.enter_context(fw.Replica(model, address))
             for model, address in zip(self.models, addresses, strict=True)

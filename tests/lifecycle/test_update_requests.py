@@ -12,14 +12,14 @@ import safetensors.numpy
 
 import flyweight as fw
 from controlled import serving
-from fakes import Board
+from fakes import FakeRendezvousStore
 from flyweight.errors import TransferTimeout, VersionError
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
-from flyweight.ports import Seat
+from flyweight.ranks.rendezvous import Rendezvous
 from live_models import Child, assign, holds, until, weights
 
 
@@ -347,7 +347,7 @@ def test_a_checkpoint_without_checksums_is_refused_where_they_are_to_be_compared
 
 def test_a_rank_that_was_started_again_takes_what_the_others_serve(address, threads):
     """No newer version is needed: of the replica as a whole, none is served."""
-    board, trainer = Board(), weights(1)
+    store, trainer = FakeRendezvousStore(), weights(1)
     with ExitStack() as stack:
         publisher = stack.enter_context(fw.Publisher(trainer, address, hold=True))
         publisher.publish(1)
@@ -355,7 +355,7 @@ def test_a_rank_that_was_started_again_takes_what_the_others_serve(address, thre
         def started(rank):
             model = weights(0)
             replica = stack.enter_context(fw.Replica(model, address))
-            ranks = Ranks(Seat(rank, 2, board, "pair"))
+            ranks = Ranks(Rendezvous(rank, 2, store, "pair"))
             return model, ranks, Machine(fw.ModelEngine(model), replica, ranks)
 
         def update(seconds):

@@ -10,7 +10,7 @@ import torch
 
 import flyweight as fw
 from conftest import flip
-from fakes import Board
+from fakes import FakeRendezvousStore
 from flyweight.engines.fastdeploy_weights import FastDeployOptions, Site, SnapshotWeights
 from flyweight.errors import (
     ChecksumMismatch,
@@ -25,7 +25,7 @@ from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
-from flyweight.ports import Seat
+from flyweight.ranks.rendezvous import Rendezvous
 from live_models import until
 
 WAY = {"timeout_seconds": 0.6, "before": lambda version: None, "is_over": lambda: False}
@@ -78,11 +78,11 @@ def test_a_session_is_of_what_was_loaded_and_the_same_for_copies(tmp_path, make,
 
 def test_ranks_do_not_keep_different_files_that_have_no_version(tmp_path, threads):
     """Both held version 0; one has loaded the new files, also as 0, and the other could not."""
-    board, models, machines = Board(), [model(), model()], []
+    store, models, machines = FakeRendezvousStore(), [model(), model()], []
     with ExitStack() as stack:
         for rank in range(2):
             put(tmp_path / str(rank), 1)
-            ranks = Ranks(Seat(rank, 2, board, "pair"))
+            ranks = Ranks(Rendezvous(rank, 2, store, "pair"))
             stack.callback(ranks.close)
             weights = snapshot_weights(models[rank], tmp_path / str(rank), rank)
             machines.append(Machine(ModelEngine(models[rank]), weights, ranks))

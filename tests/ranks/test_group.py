@@ -1,4 +1,4 @@
-"""Ranks that meet and hear of each other: here they are threads with real sockets between them."""
+"""Ranks that join a group and learn of each other's end: threads with real sockets between them."""
 
 import socket
 import struct
@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from flyweight.errors import PeerFailed, PeerLost, SpecError, TransferTimeout, TransportError
-from flyweight.ports import Seat
-from flyweight.ranks import rendezvous as meeting
+from flyweight.ranks import rendezvous
 from flyweight.ranks.group import Group
-from flyweight.ranks.rendezvous import meet
+from flyweight.ranks.rendezvous import Rendezvous, join_group
 from live_models import in_time
 
 TIMEOUT = 2.0
@@ -20,18 +19,18 @@ LONG = 4.0
 """Where it is measured: the coordinator gives up after 3 s of it, and a rank after all of it."""
 
 
-class Board:
-    """A bulletin board in memory."""
+class FakeRendezvousStore:
+    """A store store in memory."""
 
     def __init__(self):
         self._texts, self._changed = {}, threading.Condition()
 
-    def post(self, key, text, deadline):
+    def set(self, key, text, deadline):
         with self._changed:
             self._texts[key] = text
             self._changed.notify_all()
 
-    def look(self, key, deadline):
+    def get(self, key, deadline):
         with self._changed:
             return self._texts.get(key)
 
@@ -46,12 +45,12 @@ class Board:
 
 def play(num_ranks, part, *, coordinator=0, timeout_seconds=TIMEOUT, ranks=None):
     """Run `part(group)` on every rank, and return what each returned or raised."""
-    board = Board()
+    store = FakeRendezvousStore()
 
     def rank_part(rank):
         try:
-            seat = Seat(rank, num_ranks, board, "meeting")
-            with meet(seat, coordinator, timeout_seconds=timeout_seconds) as group:
+            place = Rendezvous(rank, num_ranks, store, "group")
+            with join_group(place, coordinator, timeout_seconds=timeout_seconds) as group:
                 return part(group)
         except TransportError as error:
             return error
@@ -74,12 +73,12 @@ def test_what_is_gathered_is_by_rank_and_what_is_scattered_arrives(coordinator):
         assert same == "same"
 
 
-def test_alone_nothing_goes_over_any_wire():
+def test_a_group_of_one_rank_needs_no_connection():
     with Group() as group:
         assert group.gather("a", 1) == [1]
         assert group.scatter("b", [2]) == 2
         group.tick()
-    assert meet(Seat(0, 1)).num_ranks == 1
+    assert join_group(Rendezvous()).num_ranks == 1
 
 
 def test_no_thread_and_no_socket_is_left_behind():
@@ -103,22 +102,30 @@ def test_a_rank_that_fails_says_why_to_all():
     assert str(found[1]) == "boom"
     for rank in (0, 2):
         assert isinstance(found[rank], PeerFailed)
-        assert "rank 1 failed in step 'meet': PeerLost: boom" in str(found[rank])
+        assert "rank 1 failed in step 'join': PeerLost: boom" in str(found[rank])
 
 
 def test_a_connection_that_closes_names_its_rank():
-    def part(group):
-        if group.rank == 2:
-            for link in group._links.values():
-                link.socket.shutdown(socket.SHUT_RDWR)
-            return None
-        group.gather("work", None)
-        return group.broadcast("done", None)
+    ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
 
-    found = play(3, part)
-    for rank in (0, 1):
-        assert isinstance(found[rank], PeerLost)
-        assert "rank 2 closed its connection in step" in str(found[rank])
+    def part(group):
+        try:
+            with group:
+                group.gather("work", None)
+                return group.broadcast("done", None)
+        except TransportError as error:
+            return error
+
+    groups = [
+        Group(0, 3, connections={1: ours[0], 2: ours[1]}, timeout_seconds=TIMEOUT),
+        Group(1, 3, connections={0: theirs[0]}, timeout_seconds=TIMEOUT),
+    ]
+    theirs[1].close()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(part, groups))
+    for error in found:
+        assert isinstance(error, PeerLost)
+        assert "rank 2 closed its connection in step" in str(error)
 
 
 def test_silence_is_given_up_in_time_and_the_silent_one_is_named():
@@ -178,7 +185,7 @@ def test_ranks_that_make_different_calls_are_told():
 @pytest.mark.parametrize(
     ("rank", "seconds", "text"),
     [
-        (0, 3, "2 ranks did not come within 3 s: [1, 2]"),
+        (0, 3, "2 ranks did not join within 3 s: [1, 2]"),
         (1, 4, "coordinator rank 0 did not answer within 4 s"),
     ],
 )
@@ -193,19 +200,19 @@ def test_ranks_that_do_not_come_are_named_in_time(rank, seconds, text):
     "words", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, b"0" * 64 + b"00000001", b"\xff" * 72]
 )
 def test_strangers_are_turned_away_and_hold_nobody_up(words):
-    board = Board()
+    store = FakeRendezvousStore()
 
     def stranger():
-        name, port, _ = board.answer(5).rsplit(" ", 2)
-        with socket.create_connection((name, int(port)), 5) as link:
-            link.sendall(words)
-            link.settimeout(3)
-            assert link.recv(1) == b""
+        name, port, _ = store.answer(5).rsplit(" ", 2)
+        with socket.create_connection((name, int(port)), 5) as connection:
+            connection.sendall(words)
+            connection.settimeout(3)
+            assert connection.recv(1) == b""
 
     def rank_part(rank):
         if rank == 1:
             time.sleep(0.3)  # the stranger is first
-        with meet(Seat(rank, 2, board, "meeting"), timeout_seconds=4) as group:
+        with join_group(Rendezvous(rank, 2, store, "group"), timeout_seconds=4) as group:
             return group.gather("a", group.rank)
 
     with ThreadPoolExecutor(3) as pool:
@@ -219,38 +226,32 @@ def test_strangers_are_turned_away_and_hold_nobody_up(words):
     [b"\xff\xff\xff\xff", struct.pack("<I", 4) + b"junk", struct.pack("<I", 2) + b"[]", struct.pack("<I", 13) + b'{"kind":"no"}'],
 )  # fmt: skip
 def test_garbage_from_a_rank_is_named_and_ends_the_work(frame):
-    def part(group):
-        if group.rank == 1:
-            for link in group._links.values():
-                link.socket.send(frame)
-            time.sleep(0.5)
-            return None
-        return group.gather("work", None)
-
-    found = play(2, part)
-    assert isinstance(found[0], PeerLost)
-    assert "rank 1 sent" in str(found[0])
+    ours, theirs = socket.socketpair()
+    theirs.send(frame)
+    group = Group(0, 2, connections={1: ours}, timeout_seconds=TIMEOUT)
+    with theirs, pytest.raises(PeerLost, match="rank 1 sent"), group:
+        group.gather("work", None)
 
 
-def test_ranks_of_other_networks_are_met_on_an_address_they_can_reach(monkeypatch):
+def test_ranks_of_other_networks_connect_to_an_address_they_can_reach(monkeypatch):
     """Two ranks that take themselves for strangers: not the loopback, the host's own address."""
     posted = []
-    real = meeting.where
+    real = rendezvous.location
 
     def elsewhere():
         return f"{threading.get_ident()} {real().partition(' ')[2]}"
 
-    monkeypatch.setattr(meeting, "where", elsewhere)
+    monkeypatch.setattr(rendezvous, "location", elsewhere)
 
-    class Watched(Board):
-        def post(self, key, text, deadline):
+    class Watched(FakeRendezvousStore):
+        def set(self, key, text, deadline):
             posted.append((key, text))
-            super().post(key, text, deadline)
+            super().set(key, text, deadline)
 
-    board = Watched()
+    store = Watched()
 
     def rank_part(rank):
-        with meet(Seat(rank, 2, board, "meeting"), timeout_seconds=5) as group:
+        with join_group(Rendezvous(rank, 2, store, "group"), timeout_seconds=5) as group:
             return group.gather("a", group.rank)
 
     with ThreadPoolExecutor(2) as pool:
@@ -261,21 +262,23 @@ def test_ranks_of_other_networks_are_met_on_an_address_they_can_reach(monkeypatc
 
 def test_options_that_make_no_sense_are_refused():
     with pytest.raises(SpecError, match="coordinator_rank is 2, the group has ranks 0 to 1"):
-        meet(Seat(0, 2, Board(), "m"), 2)
+        join_group(Rendezvous(0, 2, FakeRendezvousStore(), "m"), 2)
     for seconds in (0, -1, float("inf"), float("nan")):
         with pytest.raises(SpecError, match="timeout_seconds is"):
-            meet(Seat(0, 2, Board(), "m"), timeout_seconds=seconds)
+            join_group(Rendezvous(0, 2, FakeRendezvousStore(), "m"), timeout_seconds=seconds)
 
 
 def test_a_rank_that_missed_a_call_is_not_out_of_step_for_the_next():
-    """What a failed meeting left on the board answers nobody."""
-    board = Board()
+    """What a failed rendezvous left in the store answers nobody."""
+    store = FakeRendezvousStore()
 
     def rank_part(rank, calls):
         found = []
         for timeout_seconds in calls:
             try:
-                with meet(Seat(rank, 2, board, "group"), timeout_seconds=timeout_seconds) as group:
+                with join_group(
+                    Rendezvous(rank, 2, store, "group"), timeout_seconds=timeout_seconds
+                ) as group:
                     found.append(group.gather("a", rank))
             except TransferTimeout:
                 found.append("late")
@@ -298,11 +301,13 @@ def test_a_rank_that_missed_a_call_is_not_out_of_step_for_the_next():
 
 
 def test_ranks_that_take_different_ranks_for_the_coordinator_are_told():
-    board = Board()
+    store = FakeRendezvousStore()
 
     def rank_part(rank):
         try:
-            meet(Seat(rank, 3, board, "group"), 0 if rank != 1 else 2, timeout_seconds=TIMEOUT)
+            join_group(
+                Rendezvous(rank, 3, store, "group"), 0 if rank != 1 else 2, timeout_seconds=TIMEOUT
+            )
         except TransportError as error:
             return str(error)
 
@@ -348,24 +353,24 @@ def test_work_that_cannot_tell_is_told_for_it_and_not_for_ever(monkeypatch):
 
     assert play(2, part) == ["well", "well"]
     noticed.clear()
-    monkeypatch.setattr("flyweight.ranks.group._WORKING_TIMES", 0.2)
+    monkeypatch.setattr("flyweight.ranks.group.WORKING_TIMES", 0.2)
     found = play(2, part)
     assert "rank 1 was silent" in str(found[0])
 
 
 def test_many_silent_strangers_cost_the_ranks_nothing():
-    board = Board()
-    links = []
+    store = FakeRendezvousStore()
+    connections = []
 
     def strangers():
-        name, port, _ = board.answer(5).rsplit(" ", 2)
-        links.extend(socket.create_connection((name, int(port)), 5) for _ in range(30))
+        name, port, _ = store.answer(5).rsplit(" ", 2)
+        connections.extend(socket.create_connection((name, int(port)), 5) for _ in range(30))
 
     def rank_part(rank):
         if rank == 1:
             time.sleep(0.3)
         started = time.monotonic()
-        with meet(Seat(rank, 2, board, "meeting"), timeout_seconds=5) as group:
+        with join_group(Rendezvous(rank, 2, store, "group"), timeout_seconds=5) as group:
             group.gather("a", group.rank)
         return time.monotonic() - started
 
@@ -373,5 +378,5 @@ def test_many_silent_strangers_cost_the_ranks_nothing():
         crowd = pool.submit(strangers)
         assert max(pool.map(rank_part, range(2))) < 2
         crowd.exception(5)
-    for link in links:
-        link.close()
+    for connection in connections:
+        connection.close()

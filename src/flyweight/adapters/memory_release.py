@@ -1,4 +1,4 @@
-"""Residence: a model's memory given back and taken again, while all its tensors stay who they are.
+"""Release and restore of a model's memory, while all its tensors stay the same objects.
 
 On the host the pages go and the addresses stay: what is read there meanwhile is zeros, and
 every reference, view and stride holds, whatever framework it is of. On a GPU torch's storages
@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _DONTNEED = 4
 
 
-class Residence:
+class ModelMemory:
     """The memory of what a model would save: an update brings all of that back, and nothing else.
 
     So buffers that are not saved keep theirs, and so does what shares its memory with others.

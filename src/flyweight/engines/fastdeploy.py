@@ -49,8 +49,8 @@ from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import State, Tag
 from flyweight.lifecycle.steps import named
 from flyweight.lifecycle.worker import Worker
-from flyweight.ports import Seat
-from flyweight.ranks.process_group import default_seat, seat_of
+from flyweight.ranks.process_group import rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous
 
 ModelWeightsStatus = LegacyStatus
 _BEAT_SECONDS = 1.0
@@ -137,16 +137,16 @@ class DynamicWeightManager:
 
     def _made_machine(self, closing: ExitStack) -> Machine:
         group, size = self._group()
-        seat = Seat(0, 1) if size == 1 else default_seat() if group is None else seat_of(group)
-        if size > 1 and seat.num_ranks == 1:
+        rendezvous = Rendezvous() if size == 1 else rendezvous_of(group)
+        if size > 1 and rendezvous.num_ranks == 1:
             raise SpecError(
                 f"the config speaks of {size} ranks, paddle.distributed of one; call "
                 f"paddle.distributed.init_parallel_env first"
             )
-        self._ranks = Ranks(replace(seat, group=f"{seat.group}/calls"))
+        self._ranks = Ranks(replace(rendezvous, group=f"{rendezvous.group}/calls"))
         closing.callback(self._ranks.close)
         if self._options.cell is None:
-            ranks = Ranks(seat)
+            ranks = Ranks(rendezvous)
             closing.callback(ranks.close)
             return Machine(self._engine, self._weights, ranks, should_serve=False)
         # The loop's word says what is true; a worker that has ended must not be waited for.
@@ -155,8 +155,8 @@ class DynamicWeightManager:
             self._engine,
             self._weights,
             self._options.cell,
-            rank=seat.rank,
-            num_ranks=seat.num_ranks,
+            rank=rendezvous.rank,
+            num_ranks=rendezvous.num_ranks,
             process_group=group,
             should_follow=False,
             should_serve=False,

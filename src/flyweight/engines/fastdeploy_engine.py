@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flyweight.adapters import paddle_layer
-from flyweight.adapters.memory_release import Residence
+from flyweight.adapters.memory_release import ModelMemory
 from flyweight.engines.legacy_cells import tell_alive
 from flyweight.errors import LifecycleError, SpecError, listed
 from flyweight.ports import EngineHooks
@@ -162,7 +162,7 @@ class RunnerEngine(EngineHooks):
         self._check_filled = check_filled
         self._state, self._hooks, self._has_experts = state, hooks, has_experts
         self._to_release: dict[str, Any] = {}
-        self._residence = Residence(self._to_release)
+        self._memory = ModelMemory(self._to_release)
         self._takes_groups, self._takes_experts = False, True
         self._are_experts_down = self._are_groups_down = False
         self._here = threading.local()
@@ -201,13 +201,13 @@ class RunnerEngine(EngineHooks):
             {n: each for n, each in self._state.items() if paddle_layer.has_memory(each)}
         )
         try:
-            self._residence.release()
+            self._memory.release()
         finally:
             self._to_release.clear()  # tensors that are replaced meanwhile must not live on by it
         self._hooks.empty_cache()
 
     def restore_weights(self) -> None:
-        self._residence.restore()
+        self._memory.restore()
 
     def abort_requests(self) -> None:
         self._hooks.abort_requests()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from time import monotonic
 
-from flyweight.adapters.memory_release import Residence
+from flyweight.adapters.memory_release import ModelMemory
 from flyweight.checks import check_seconds
 from flyweight.errors import LifecycleError, TransferTimeout
 from flyweight.forks import call_in_child
@@ -118,7 +118,7 @@ class ModelEngine(EngineHooks):
     """Counts requests in and out; a base for engines that know more of their own."""
 
     def __init__(self, model: object) -> None:
-        self._residence = Residence(model)
+        self._memory = ModelMemory(model)
         self._changed = threading.Condition()
         self._is_open = False
         self._num_running = 0
@@ -161,10 +161,10 @@ class ModelEngine(EngineHooks):
         """Nothing to forget: a plain model keeps nothing between requests."""
 
     def release_weights(self) -> None:
-        self._residence.release()
+        self._memory.release()
 
     def restore_weights(self) -> None:
-        self._residence.restore()
+        self._memory.restore()
 
     def _replace_lock(self) -> None:
         """Replace the lock after a fork: the thread that held it does not exist in the child.

@@ -15,9 +15,8 @@ from time import monotonic
 from typing import Any
 
 from flyweight.errors import Busy, FlyweightError, TransportError
-from flyweight.ports import Seat
 from flyweight.ranks.group import PATIENCE, Group
-from flyweight.ranks.rendezvous import meet
+from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.spec.manifest import Json
 
 YIELD_SECONDS = 0.001
@@ -51,10 +50,10 @@ class Verdict:
 
 
 class Ranks:
-    """This rank, and the others; alone unless it was given a seat."""
+    """This rank, and the others; alone unless it was given a rendezvous."""
 
-    def __init__(self, seat: Seat | None = None) -> None:
-        self.seat = Seat(0, 1) if seat is None else seat
+    def __init__(self, rendezvous: Rendezvous | None = None) -> None:
+        self.rendezvous = Rendezvous() if rendezvous is None else rendezvous
         self._group: Group | None = None
         self._speaking = threading.Lock()
 
@@ -101,14 +100,14 @@ class Ranks:
         operation is no update, whose words these could be taken for. Nothing is said while that
         operation speaks: the others hear what it is for.
         """
-        if self.seat.num_ranks > 1 and self._speaking.acquire(blocking=False):
+        if self.rendezvous.num_ranks > 1 and self._speaking.acquire(blocking=False):
             try:
                 self._heard(_said(what, busy), deadline)
             finally:
                 self._speaking.release()
 
     def _decide(self, mine: dict[str, Json], deadline: float) -> Verdict:
-        if self.seat.num_ranks == 1:
+        if self.rendezvous.num_ranks == 1:
             return _decided([mine])
         with self._speaking:
             return self._heard(mine, deadline)
@@ -130,17 +129,17 @@ class Ranks:
         all who wait for the first.
         """
         left = max(deadline - monotonic(), _LEAST_SECONDS)
-        is_first = self.seat.rank == 0
+        is_first = self.rendezvous.rank == 0
         return (left + _LATE_SECONDS) / PATIENCE if is_first else left + 2 * _LATE_SECONDS
 
     def _met(self, timeout_seconds: float) -> Group:
         """Return the group, with so much time for each wait."""
-        if self._group is not None and self._group.has_parted:
+        if self._group is not None and self._group.can_rejoin:
             self._part()  # a rank heard no verdict some time ago: this decision is another
         if self._group is None:
-            self._group = meet(self.seat, timeout_seconds=timeout_seconds)
+            self._group = join_group(self.rendezvous, timeout_seconds=timeout_seconds)
         else:
-            self._group.allow(timeout_seconds)
+            self._group.set_timeout(timeout_seconds)
         return self._group
 
     def close(self) -> None:
@@ -154,7 +153,7 @@ class Ranks:
         if self._group is None:
             return None
         group, self._group = self._group, None
-        parting = threading.Thread(target=group.part, name="flyweight-parting", daemon=True)
+        parting = threading.Thread(target=group.leave, name="flyweight-parting", daemon=True)
         parting.start()
         return parting
 

@@ -18,8 +18,9 @@ from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
 from flyweight.lifecycle.steps import Weights
-from flyweight.ports import Engine, Seat
-from flyweight.ranks.process_group import default_seat, seat_of
+from flyweight.ports import Engine
+from flyweight.ranks.process_group import rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous
 
 _LOOK_SECONDS = 1.0
 """How often a worker that waits sees whether its cell is still the one."""
@@ -51,13 +52,13 @@ class Worker:
         how they find each other. `carry_out` is given each request, and what would do it here.
         """
         self._carry_out = carry_out
-        seat = self._seat(rank, num_ranks, process_group)
+        rendezvous = self._rendezvous(rank, num_ranks, process_group)
         self._engine, self._rank, self._should_follow = engine, rank, should_follow
         self._pid = os.getpid()
         self._telling = threading.Lock()
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._ranks, self._weights = Ranks(seat), weights
+        self._ranks, self._weights = Ranks(rendezvous), weights
         self.failure: FlyweightError | None = None
         """Why the worker ended by itself, if it did."""
         self._cell = Cell(cell, num_ranks)
@@ -98,16 +99,16 @@ class Worker:
             self._answer = f"rank {self._rank} was started again before it answered"
 
     @staticmethod
-    def _seat(rank: int, num_ranks: int, process_group: object) -> Seat:
+    def _rendezvous(rank: int, num_ranks: int, process_group: object) -> Rendezvous:
         if num_ranks == 1:
-            return Seat(0, 1)
-        seat = default_seat() if process_group is None else seat_of(process_group)
-        if (seat.rank, seat.num_ranks) != (rank, num_ranks):
+            return Rendezvous()
+        rendezvous = rendezvous_of(process_group)
+        if (rendezvous.rank, rendezvous.num_ranks) != (rank, num_ranks):
             raise SpecError(
-                f"rank {rank} of {num_ranks} is rank {seat.rank} of {seat.num_ranks} in its "
-                f"process group"
+                f"rank {rank} of {num_ranks} is rank {rendezvous.rank} of "
+                f"{rendezvous.num_ranks} in its process group"
             )
-        return seat
+        return rendezvous
 
     def start(self) -> None:
         """Begin to listen, and to follow, in threads of their own."""
@@ -187,7 +188,7 @@ class Worker:
                 self._trouble = ""
             case Signal.RESTORE:
                 # Ranks that have theirs say so in the update of those that do not.
-                is_shared = self._ranks.seat.num_ranks > 1
+                is_shared = self._ranks.rendezvous.num_ranks > 1
                 if Tag.WEIGHTS in tags and (is_shared or Tag.WEIGHTS in machine.condition.absent):
                     wanted = machine.pinned if request.version is None else request.version
                     machine.update(

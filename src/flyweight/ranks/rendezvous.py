@@ -1,10 +1,10 @@
-"""Meetings: how the ranks of a group find each other, before they are one.
+"""How the ranks of a group find each other and connect.
 
-On a bulletin board that all of them can read, a process group's store, every rank
-posts that it is there, under a key of its own and with a number used once. The
-coordinator answers each number with where it listens and a token that only the board
-knows; then every rank connects. What an earlier call left on the board answers
-nobody, so a rank that missed a call is not out of step for the next.
+Every rank writes to a store that all of them can read, such as a process group's, that it
+has arrived, under a key of its own and with a number used once. The coordinator answers
+each number with the address where it listens and a token that only readers of the store
+know; then every rank connects. What an earlier call left in the store answers no new
+number, so a rank that missed one call is not out of step for the next.
 """
 
 from __future__ import annotations
@@ -16,260 +16,272 @@ import selectors
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from time import monotonic, sleep
+from typing import Protocol
 
 from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError
 from flyweight.host import boot_id
-from flyweight.ports import Bulletin, Seat
+from flyweight.ranks.connection import fault_frame
 from flyweight.ranks.group import PATIENCE, TIMEOUT_SECONDS, Group
-from flyweight.ranks.link import fault_frame
 
 _CALLED_OFF = "called off: "
 _HELLO_BYTES = 72  # 64 digits of token, 8 of rank
 _POLL_SECONDS = 0.01
-_HEARD_SECONDS = 1.0
+_NOTICE_SECONDS = 1.0
 
-_meetings: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
-"""One at a time for each group: a rank has one place on its board."""
+_locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+"""One rendezvous at a time for each rank of a group: a rank has one key in the store."""
 _answered: dict[tuple[str, int], str] = {}
-"""The number of each rank's that this process answered last, as coordinator of a group."""
+"""The number of each rank that this process answered last, as coordinator of a group."""
 
 
-def meet(seat: Seat, coordinator: int = 0, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Group:
-    """Return the group once all its ranks are there; every rank must call this together."""
-    if type(coordinator) is not int or not 0 <= coordinator < seat.num_ranks:
-        raise SpecError(
-            f"coordinator_rank is {coordinator!r}, the group has ranks 0 to {seat.num_ranks - 1}"
-        )
+class RendezvousStore(Protocol):
+    """A key-value store that all ranks of a group can read and write.
+
+    Both methods raise TransferTimeout if the store does not answer before `deadline`, a time of
+    the monotonic clock.
+    """
+
+    def set(self, key: str, text: str, deadline: float) -> None:
+        """Put a text under a key, in place of the one before."""
+
+    def get(self, key: str, deadline: float) -> str | None:
+        """Return the text under a key, or None if there is none yet."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Which rank of a group this is, and the store in which the ranks find each other."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    store: RendezvousStore | None = None
+    group: str = ""
+    """A name that all ranks of the group use for it, and no other group does."""
+
+    def key(self, kind: str, name: object) -> str:
+        return f"{self.group}/{kind}/{name}"
+
+
+def join_group(
+    rendezvous: Rendezvous, coordinator: int = 0, *, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Group:
+    """Return the group once all its ranks are connected; every rank must call this together."""
+    last = rendezvous.num_ranks - 1
+    if type(coordinator) is not int or not 0 <= coordinator <= last:
+        raise SpecError(f"coordinator_rank is {coordinator!r}, the group has ranks 0 to {last}")
     if not (isfinite(timeout_seconds) and timeout_seconds > 0):
         raise SpecError(f"timeout_seconds is {timeout_seconds!r}, expected a number above 0")
-    if seat.num_ranks == 1 or seat.bulletin is None:
+    if not last or rendezvous.store is None:
         return Group(timeout_seconds=timeout_seconds)
+    lock = _locks[rendezvous.group, rendezvous.rank]
     deadline = monotonic() + timeout_seconds
-    alone = _meetings[seat.group, seat.rank]
-    if not alone.acquire(timeout=timeout_seconds):
-        raise TransferTimeout(f"another thread was meeting this group for {timeout_seconds:g} s")
+    if not lock.acquire(timeout=timeout_seconds):
+        raise TransferTimeout(f"another thread was joining this group for {timeout_seconds:g} s")
     try:
-        if seat.rank == coordinator:
-            return _Hosting(seat, seat.bulletin, timeout_seconds).group()
-        return _joined(seat, seat.bulletin, coordinator, timeout_seconds, deadline)
+        if rendezvous.rank == coordinator:
+            connections = _Coordinator(rendezvous, rendezvous.store, timeout_seconds).connect()
+        else:
+            connections = {coordinator: _connected(rendezvous, coordinator, deadline)}
     finally:
-        alone.release()
-
-
-def _joined(
-    seat: Seat, board: Bulletin, coordinator: int, timeout_seconds: float, deadline: float
-) -> Group:
-    number = secrets.token_hex(16)
-    arrival = f"{number} {coordinator} {where()}"
-    board.post(f"{seat.group}/arrival/{seat.rank}", arrival, deadline)
-    answer = None
-    while answer is None:
-        if monotonic() > deadline:
-            raise TransferTimeout(
-                f"coordinator rank {coordinator} did not answer within {timeout_seconds:g} s; all "
-                f"{seat.num_ranks} ranks must make the call"
-            )
-        sleep(_POLL_SECONDS)
-        answer = board.look(f"{seat.group}/answer/{number}", deadline)
-    if answer.startswith(_CALLED_OFF):
-        board.post(f"{seat.group}/heard/{number}", "yes", deadline)
-        raise TransferTimeout(answer.removeprefix(_CALLED_OFF))
-    name, port, token = answer.rsplit(" ", 2)
-    try:
-        link = socket.create_connection((name, int(port)), max(deadline - monotonic(), 0.1))
-        link.sendall(f"{token}{seat.rank:08d}".encode())
-    except OSError as cause:
-        raise PeerLost(f"coordinator rank {coordinator} at {name}:{port}: {cause}") from cause
-    links = {coordinator: link}
+        lock.release()
     return Group(
-        seat.rank, seat.num_ranks, coordinator, links=links, timeout_seconds=timeout_seconds
+        rendezvous.rank,
+        rendezvous.num_ranks,
+        coordinator,
+        connections=connections,
+        timeout_seconds=timeout_seconds,
     )
 
 
-@dataclass
-class _Greeting:
-    """A connection that has not yet said who it is."""
+def _connected(rendezvous: Rendezvous, coordinator: int, deadline: float) -> socket.socket:
+    """Return a connection to the coordinator."""
+    store, number, started = rendezvous.store, secrets.token_hex(16), monotonic()
+    assert store is not None
+    arrival = f"{number} {coordinator} {location()}"
+    store.set(rendezvous.key("arrival", rendezvous.rank), arrival, deadline)
+    while (answer := store.get(rendezvous.key("answer", number), deadline)) is None:
+        if monotonic() > deadline:
+            raise TransferTimeout(
+                f"coordinator rank {coordinator} did not answer within {deadline - started:.3g} s; "
+                f"all {rendezvous.num_ranks} ranks must make the call"
+            )
+        sleep(_POLL_SECONDS)
+    if answer.startswith(_CALLED_OFF):
+        store.set(rendezvous.key("heard", number), "yes", deadline)
+        raise TransferTimeout(answer.removeprefix(_CALLED_OFF))
+    name, port, token = answer.rsplit(" ", 2)
+    try:
+        connection = socket.create_connection((name, int(port)), max(deadline - monotonic(), 0.1))
+        connection.sendall(f"{token}{rendezvous.rank:08d}".encode())
+    except OSError as cause:
+        raise PeerLost(f"coordinator rank {coordinator} at {name}:{port}: {cause}") from cause
+    return connection
 
-    socket: socket.socket
-    data: bytes = b""
 
+class _Coordinator:
+    """The coordinator's side: answers the ranks that arrive, and accepts their connections."""
 
-class _Hosting:
-    """The coordinator's side: answers arrivals on the board, and greets who connects."""
-
-    def __init__(self, seat: Seat, board: Bulletin, timeout_seconds: float) -> None:
-        self._seat, self._board = seat, board
-        self._timeout_seconds, self._patience = timeout_seconds, PATIENCE * timeout_seconds
-        self._deadline = monotonic() + self._patience
-        self._peers = [rank for rank in range(seat.num_ranks) if rank != seat.rank]
-        self._arrivals: dict[int, str] = {}
-        self._numbers: dict[int, str] = {}
-        self._links: dict[int, socket.socket] = {}
+    def __init__(
+        self, rendezvous: Rendezvous, store: RendezvousStore, timeout_seconds: float
+    ) -> None:
+        self._rendezvous, self._store = rendezvous, store
+        self._seconds = PATIENCE * timeout_seconds
+        self._deadline = monotonic() + self._seconds
+        self._peers = [rank for rank in range(rendezvous.num_ranks) if rank != rendezvous.rank]
+        self._arrivals: dict[int, tuple[str, str]] = {}
+        """The number of each rank's arrival, and its location."""
+        self._connections: dict[int, socket.socket] = {}
         self._token = secrets.token_hex(32)
 
-    def group(self) -> Group:
+    def connect(self) -> dict[int, socket.socket]:
+        """Return a connection to every other rank."""
         try:
-            self._gather_arrivals()
-            self._gather_links()
+            while missing := self._missing(self._arrivals):
+                if not self._new_arrivals(missing):
+                    sleep(_POLL_SECONDS)
+            self._accept_all()
         except BaseException as error:
             if isinstance(error, TransportError):
                 self._call_off(error)
-            for link in self._links.values():
-                link.close()
+            for connection in self._connections.values():
+                connection.close()
             raise
-        for link in self._links.values():
-            link.setblocking(True)
-        return Group(
-            self._seat.rank,
-            self._seat.num_ranks,
-            self._seat.rank,
-            links=self._links,
-            timeout_seconds=self._timeout_seconds,
-        )
+        for connection in self._connections.values():
+            connection.setblocking(True)
+        return self._connections
 
-    def _look(self, ranks: Iterable[int]) -> list[int]:
-        """Look who has arrived since; returns those who are new here."""
-        fresh = []
+    def _missing(self, found: Container[int]) -> list[int]:
+        """Return the ranks that are not found yet; raise TransferTimeout after the deadline."""
+        missing = [rank for rank in self._peers if rank not in found]
+        if missing and monotonic() > self._deadline:
+            raise TransferTimeout(
+                f"{len(missing)} ranks did not join within {self._seconds:g} s: {missing[:8]}; "
+                f"all ranks must make the call"
+            )
+        return missing
+
+    def _new_arrivals(self, ranks: Iterable[int]) -> list[int]:
+        """Read the store, and return the ranks that have arrived since the last time."""
+        new = []
         for rank in ranks:
-            arrival = self._board.look(f"{self._seat.group}/arrival/{rank}", self._deadline)
+            arrival = self._store.get(self._rendezvous.key("arrival", rank), self._deadline)
             if arrival is None:
                 continue
-            number, coordinator, _ = arrival.split(" ", 2)
-            is_old = _answered.get((self._seat.group, rank)) == number
-            if is_old or self._numbers.get(rank) == number:
+            number, coordinator, place = arrival.split(" ", 2)
+            answered = _answered.get((self._rendezvous.group, rank))
+            if number in (answered, self._arrivals.get(rank, ("", ""))[0]):
                 continue
-            if int(coordinator) != self._seat.rank:
+            if int(coordinator) != self._rendezvous.rank:
                 raise TransportError(
                     f"rank {rank} takes rank {coordinator} for the coordinator, rank "
-                    f"{self._seat.rank} itself"
+                    f"{self._rendezvous.rank} itself"
                 )
-            self._numbers[rank], self._arrivals[rank] = number, arrival.split(" ", 2)[2]
-            fresh.append(rank)
-        return fresh
+            self._arrivals[rank] = number, place
+            new.append(rank)
+        return new
 
-    def _late(self, ranks: Sequence[int]) -> TransferTimeout:
-        return TransferTimeout(
-            f"{len(ranks)} ranks did not come within {self._patience:g} s: {list(ranks)[:8]}; all "
-            f"ranks must make the call"
-        )
+    def _answer(self, ranks: Iterable[int], answer: str) -> None:
+        for rank in ranks:
+            number, _ = self._arrivals[rank]
+            _answered[self._rendezvous.group, rank] = number
+            self._store.set(self._rendezvous.key("answer", number), answer, self._deadline)
 
-    def _gather_arrivals(self) -> None:
-        while missing := [rank for rank in self._peers if rank not in self._arrivals]:
-            if monotonic() > self._deadline:
-                raise self._late(missing)
-            if not self._look(missing):
-                sleep(_POLL_SECONDS)
-
-    def _gather_links(self) -> None:
-        here = where()
-        address = (_own_address(self._arrivals.values(), here), 0)
+    def _accept_all(self) -> None:
+        address = _own_address(place for _, place in self._arrivals.values())
         with (
-            socket.create_server(address, backlog=self._seat.num_ranks) as server,
-            selectors.DefaultSelector() as waiting,
+            socket.create_server((address, 0), backlog=self._rendezvous.num_ranks) as server,
+            selectors.DefaultSelector() as selector,
         ):
             server.setblocking(False)
-            waiting.register(server, selectors.EVENT_READ)
+            selector.register(server, selectors.EVENT_READ)
             name, port = server.getsockname()[:2]
             answer = f"{name} {port} {self._token}"
             self._answer(self._peers, answer)
             try:
-                while missing := [rank for rank in self._peers if rank not in self._links]:
-                    if monotonic() > self._deadline:
-                        raise self._late(missing)
-                    # One that gave up after its arrival may have come again.
-                    for key, _ in waiting.select(0.05) or self._answer_again(missing, answer):
-                        self._greet(server, waiting, key)
+                while missing := self._missing(self._connections):
+                    ready = selector.select(0.05)
+                    for key, _ in ready:
+                        self._accept(server, selector, key)
+                    if not ready:  # a rank that gave up may have come again
+                        self._answer(self._new_arrivals(missing), answer)
             finally:
-                for key in list(waiting.get_map().values()):
-                    if isinstance(key.data, _Greeting):
-                        key.data.socket.close()
+                for key in list(selector.get_map().values()):
+                    if isinstance(key.fileobj, socket.socket):
+                        key.fileobj.close()
 
-    def _answer(self, ranks: Iterable[int], answer: str) -> None:
-        for rank in ranks:
-            _answered[self._seat.group, rank] = self._numbers[rank]
-            key = f"{self._seat.group}/answer/{self._numbers[rank]}"
-            self._board.post(key, answer, self._deadline)
-
-    def _answer_again(self, ranks: Iterable[int], answer: str) -> tuple[()]:
-        self._answer(self._look(ranks), answer)
-        return ()
-
-    def _greet(
-        self,
-        server: socket.socket,
-        waiting: selectors.BaseSelector,
-        key: selectors.SelectorKey,
+    def _accept(
+        self, server: socket.socket, selector: selectors.BaseSelector, key: selectors.SelectorKey
     ) -> None:
-        """Take a connection in, or some of what one says; a stranger holds nobody up."""
+        """Accept a connection, or read some of its hello; a stranger delays nobody."""
         if key.fileobj is server:
             with suppress(OSError):
-                link, _ = server.accept()
-                link.setblocking(False)
-                waiting.register(link, selectors.EVENT_READ, _Greeting(link))
+                accepted, _ = server.accept()
+                accepted.setblocking(False)
+                selector.register(accepted, selectors.EVENT_READ, bytearray())
             return
-        greeting: _Greeting = key.data
+        connection, hello = key.fileobj, key.data
+        assert isinstance(connection, socket.socket)
         try:
-            more = greeting.socket.recv(_HELLO_BYTES - len(greeting.data))
+            more = connection.recv(_HELLO_BYTES - len(hello))
         except BlockingIOError:
             return
         except OSError:
             more = b""
-        greeting.data += more
-        if more and len(greeting.data) < _HELLO_BYTES:
+        hello += more
+        if more and len(hello) < _HELLO_BYTES:
             return
-        waiting.unregister(greeting.socket)
-        rank = self._rank_of(greeting.data)
-        if rank in self._peers and rank not in self._links:
-            self._links[rank] = greeting.socket
+        selector.unregister(connection)
+        rank = self._rank_in(bytes(hello))
+        if rank in self._peers and rank not in self._connections:
+            self._connections[rank] = connection
         else:
-            greeting.socket.close()
+            connection.close()
 
-    def _rank_of(self, hello: bytes) -> int:
-        """Return the rank that a connection says it is; -1 for one that does not know the token."""
+    def _rank_in(self, hello: bytes) -> int:
+        """Return the rank that a hello names; -1 if it does not have the token."""
         is_right = hmac.compare_digest(hello[:64], self._token.encode())
         return int(hello[64:]) if is_right and hello[64:].isdigit() else -1
 
     def _call_off(self, error: TransportError) -> None:
-        """Tell those who are there why nothing comes of it."""
-        for link in self._links.values():
+        """Tell the ranks that are there why the group is not formed."""
+        for connection in self._connections.values():
             with suppress(OSError):
-                link.setblocking(True)
-                link.settimeout(_HEARD_SECONDS)
-                link.sendall(fault_frame(error))
+                connection.settimeout(_NOTICE_SECONDS)
+                connection.sendall(fault_frame(error))
         with suppress(TransportError):
-            until = monotonic() + _HEARD_SECONDS
-            told = [rank for rank in self._numbers if rank not in self._links]
-            self._deadline = until
-            self._answer(told, f"{_CALLED_OFF}{error}")
-            for rank in told:  # the board may be ours, and end with us
-                key = f"{self._seat.group}/heard/{self._numbers[rank]}"
-                while self._board.look(key, until) is None and monotonic() < until:
+            self._deadline = monotonic() + _NOTICE_SECONDS
+            waiting = [rank for rank in self._arrivals if rank not in self._connections]
+            self._answer(waiting, f"{_CALLED_OFF}{error}")
+            for rank in waiting:  # the store may be in this process, and end with it
+                key = self._rendezvous.key("heard", self._arrivals[rank][0])
+                while self._store.get(key, self._deadline) is None and monotonic() < self._deadline:
                     sleep(_POLL_SECONDS)
 
 
-def where() -> str:
-    """Return what tells one network from another, and this host's name: containers may share it."""
+def location() -> str:
+    """Return an id of this network namespace, and the host's name, which containers may share."""
     network, boot = "unknown", boot_id()
     with suppress(OSError):
         network = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}" if boot else network
     return f"{network} {socket.gethostname()}"
 
 
-def _own_address(places: Iterable[str], here: str) -> str:
-    """Return the address to listen on: nobody else's business unless ranks are elsewhere."""
-    elsewhere = [each.partition(" ")[2] for each in places if each != here]
+def _own_address(locations: Iterable[str]) -> str:
+    """Return the address to listen on: the loopback, unless a rank is on another network."""
+    here = location()
+    elsewhere = [each.partition(" ")[2] for each in locations if each != here]
     if not elsewhere:
         return "127.0.0.1"
     try:
         if elsewhere[0] == socket.gethostname():
             return socket.gethostbyname(elsewhere[0])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere[0], 9))  # sends nothing; asks the system which way it is
+            probe.connect((elsewhere[0], 9))  # sends nothing; the system picks the local address
             return str(probe.getsockname()[0])
     except OSError as cause:
-        raise PeerLost(f"no way to host {elsewhere[0]!r} of another rank: {cause}") from cause
+        raise PeerLost(f"cannot reach host {elsewhere[0]!r} of another rank: {cause}") from cause

@@ -25,7 +25,7 @@ from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, collector_paused
 from flyweight.plans.reshard import reshard
 from flyweight.ranks.group import TIMEOUT_SECONDS, Group
-from flyweight.ranks.rendezvous import where
+from flyweight.ranks.rendezvous import location
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Json, Leaf
 from flyweight.spec.model_layout import ModelLayout
@@ -244,7 +244,7 @@ def _sharing(stored: Stored, reader: Reader, group: Group) -> float:
     Ranks of one machine that want much the same bytes leave them in the page cache for each other,
     and start at different places, so that each byte comes off the disk once.
     """
-    message: Json = {"where": where(), "bytes": reader.wanted_bytes}
+    message: Json = {"where": location(), "bytes": reader.wanted_bytes}
     told = group.gather("planned", message)
     wanted: Counter[str] = Counter()
     neighbours: dict[str, list[int]] = {}

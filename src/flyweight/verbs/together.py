@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from flyweight.errors import FormatError, SpecError
 from flyweight.plans.shares import Holding
-from flyweight.ports import Seat, Source
+from flyweight.ports import Source
 from flyweight.ranks.group import Group
-from flyweight.ranks.process_group import default_seat, seat_of
-from flyweight.ranks.rendezvous import meet
+from flyweight.ranks.process_group import rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Json, Manifest, Parcel, TensorSpec, check_name
 from flyweight.spec.manifest_json import (
@@ -34,11 +34,9 @@ def gather_ranks(
 
     `may_default`: without a process group, the one that was initialised, if one was.
     """
-    if process_group is not None:
-        seat = seat_of(process_group)
-    else:
-        seat = default_seat() if may_default else Seat(0, 1)
-    return meet(seat, coordinator_rank, timeout_seconds=timeout_seconds)
+    is_alone = process_group is None and not may_default
+    rendezvous = Rendezvous() if is_alone else rendezvous_of(process_group)
+    return join_group(rendezvous, coordinator_rank, timeout_seconds=timeout_seconds)
 
 
 def holding_of(source: Source) -> Holding:

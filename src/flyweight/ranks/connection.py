@@ -1,8 +1,8 @@
-"""Links: a rank's connection to another, and the frames that go over it.
+"""A connection between two ranks, and the frames that are sent through it.
 
-A frame is four bytes of length and a JSON message, never a pickle, of one of four kinds:
-step (a message of one's work), tick (work goes on), done (left on purpose) and fault.
-What follows from each, and who is given up when, `group.py` decides.
+A frame is four bytes of length and a JSON message, never a pickle. Its kind is step (a
+message), tick (work goes on), done (the rank leaves on purpose) or fault. `group.py`
+decides what follows from each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -29,34 +28,29 @@ _FAULTS: dict[str, type[TransportError]] = {
 }
 
 
-def _frame(message: Json) -> bytes:
-    data = json.dumps(message, separators=(",", ":")).encode()
+def frame_of(kind: str, **fields: Json) -> bytes:
+    data = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
     return struct.pack("<I", len(data)) + data
 
 
-TICK, DONE = _frame({"kind": "tick"}), _frame({"kind": "done"})
-
-
-def step_frame(step: str, body: Json) -> bytes:
-    """Return the frame that carries a message of a step."""
-    return _frame({"kind": "step", "step": step, "body": body})
+TICK, DONE = frame_of("tick"), frame_of("done")
 
 
 def fault_frame(fault: TransportError) -> bytes:
     """Return the frame that tells a peer of a fault."""
-    return _frame({"kind": "fault", "body": {"type": type(fault).__name__, "text": str(fault)}})
+    return frame_of("fault", body={"type": type(fault).__name__, "text": str(fault)})
 
 
-def fault_of(kind: str, text: str) -> TransportError:
+def fault_named(kind: str, text: str) -> TransportError:
     """Return the fault that a peer tells of."""
     return _FAULTS.get(kind, PeerFailed)(text)
 
 
-@dataclass
-class Link:
-    """A connection to one peer, and what came by it and was not taken yet."""
+@dataclass(eq=False)
+class Connection:
+    """A connection to one rank, and the messages that arrived and were not read yet."""
 
-    peer: int
+    rank: int
     socket: socket.socket
     inbox: deque[tuple[str, Json]] = field(default_factory=deque)
     heard: float = 0.0
@@ -69,7 +63,7 @@ class Link:
         view, deadline = memoryview(frame), monotonic() + timeout_seconds
         with self._sending, selectors.DefaultSelector() as writable:
             if self._is_torn:
-                raise OSError(errno.EPIPE, "half of a frame was sent before")
+                raise OSError(errno.EPIPE, "an earlier frame was sent only in part")
             writable.register(self.socket, selectors.EVENT_WRITE)
             while view:
                 if not writable.select(max(deadline - monotonic(), 0)):
@@ -78,23 +72,19 @@ class Link:
                 with suppress(BlockingIOError):
                     view = view[self.socket.send(view) :]
 
-    def take_in(self) -> bool:
-        """Read what has come; False at the end of the connection."""
-        try:
+    def receive(self) -> tuple[list[Json], bool]:
+        """Return the messages that have arrived, and whether the connection is still open."""
+        is_open, messages = True, []
+        with suppress(BlockingIOError):
             data = self.socket.recv(1 << 20)
-        except BlockingIOError:
-            return True
-        self._data += data
-        return bool(data)
-
-    def frames(self) -> Sequence[Json]:
-        found = []
+            self._data += data
+            is_open = bool(data)
         while len(self._data) >= 4:
             (length,) = struct.unpack_from("<I", self._data)
             if length > _MAX_FRAME_BYTES:
                 raise TransportError(f"a frame of {length} bytes, at most {_MAX_FRAME_BYTES}")
             if len(self._data) < 4 + length:
                 break
-            found.append(parse_json(bytes(self._data[4 : 4 + length]), "message"))
+            messages.append(parse_json(bytes(self._data[4 : 4 + length]), "message"))
             del self._data[: 4 + length]
-        return found
+        return messages, is_open
