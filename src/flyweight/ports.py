@@ -1,9 +1,10 @@
-"""The seams: what a Source, a Sink, a Store, a Format, a Transport and an Engine promise.
+"""The seams: what a Source, Sink, Transport, Store, Format, Engine and Weights promise.
 
-A source has weights, a sink wants them. Both name tensors by a manifest and bytes
-by boxes of it; neither shows a tensor. A store keeps files of one directory, and a
-format says what those files mean. An engine answers requests with weights, and stands
-still while they change. Whoever knows these can guess the rest.
+A source has weights, a sink takes them. Both name tensors by a manifest and bytes by boxes
+of those tensors; neither hands out a tensor. A store keeps the files of one directory, and a
+format gives those files their meaning. A transport shows memory to other processes. An
+engine answers requests, and Weights bring it new versions. Every implementation passes the
+suite of its port in `tests/contracts/`.
 """
 
 from __future__ import annotations
@@ -15,212 +16,115 @@ from typing import Protocol, TypeVar
 
 from flyweight.memory import Buffer, Bytes, Items, Staging
 from flyweight.spec.box import Box
-from flyweight.spec.manifest import Extent, Manifest
+from flyweight.spec.manifest import Extent, Manifest, TensorSpec
 
 WINDOW_SLACK = 8192
-"""What staging must have beyond a window: unbuffered reads start and end on a page."""
+"""How many bytes staging needs beyond a window: unbuffered reads start and end on a page."""
 
 
 class Source(Protocol):
-    """Has weights: a model in memory, or files that were opened."""
+    """Has weights: a model in memory, or opened files."""
 
     @property
     def manifest(self) -> Manifest: ...
 
     @property
     def staging(self) -> Staging:
-        """Where bytes on their way from `read` should stand: pinned, for a GPU."""
+        """Memory for bytes on their way from `read`: pinned, for a GPU."""
 
     def boxes(self, name: str) -> Sequence[Box]:
-        """Return what of a tensor is here: all of it, unless ranks share it."""
+        """Return the boxes of a tensor that are here: all of it, unless ranks share it."""
 
     def read(self, name: str, box: Box | None = None, *, into: Bytes | None = None) -> Bytes:
         """Return the bytes of a box inside one of `boxes`, in row-major order.
 
-        They are a view where they already lie so in host memory, else they are copied, to
-        `into` where that is given.
+        Returns a view if host memory already has them in that order, else a copy: in `into` if
+        that is given.
         """
 
 
 class Block(Protocol):
-    """A box of a tensor that is in memory here."""
+    """A box of a tensor that a sink has in memory."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The dtype and shape of the whole tensor."""
 
     @property
     def box(self) -> Box:
-        """In elements of the whole tensor."""
+        """The box, in elements of the whole tensor."""
 
     def items(self) -> Items | None:
-        """View the box's items where they lie, if the CPU can reach them, else None."""
+        """View the box's items where they lie, or None if the CPU cannot reach them."""
 
     def write(self, items: Box, data: Bytes) -> None:
-        """Put row-major bytes into a box, counted in items from this block's corner.
+        """Write row-major bytes to a box, counted in items from this block's corner.
 
-        `data` stays as it is until the thread that wrote has called the sink's `settle`.
+        `data` must not change until the thread that wrote has called the sink's `settle`.
         """
 
 
 class Sink(Protocol):
-    """Wants weights, in memory that exists already."""
+    """Takes weights into memory that exists already."""
 
     @property
     def manifest(self) -> Manifest:
-        """Whole tensors, also those of which only some boxes are here."""
+        """The whole tensors, also those of which only some boxes are here."""
 
     @property
     def staging(self) -> Staging:
-        """Where bytes on their way to a block should stand: pinned, for a GPU."""
+        """Memory for bytes on their way to a block: pinned, for a GPU."""
+
+    def check_writable(self) -> None:
+        """Raise SpecError if a tensor cannot be written: read-only or overlapping memory."""
 
     def blocks(self, name: str) -> Sequence[Block]:
-        """Return what of a tensor is here: all of it, unless ranks share it."""
+        """Return the blocks of a tensor that are here: all of it, unless ranks share it."""
 
     def settle(self) -> None:
-        """Wait until what this thread wrote has arrived."""
+        """Wait until everything that this thread wrote has arrived."""
 
     def touched(self) -> None:
-        """Tell the framework that tensors were written, whether or not the writing went well."""
+        """Tell the framework that tensors were written, also if a write failed."""
 
     def finish(self, manifest: Manifest) -> None:
-        """Take over what is not bytes, after the last write: values, for dicts that hold some."""
+        """Take over the values that are not tensors, after the last write."""
 
 
 class Store(Protocol):
-    """Files of one directory. Names are plain: no file here has a path."""
+    """The files of one directory. A name is a plain file name, never a path."""
 
     @property
     def place(self) -> str:
-        """Where this is, for people."""
+        """Where the files are, for messages."""
 
     def names(self) -> list[str]: ...
 
     def size(self, name: str) -> int: ...
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Return bytes for parsing: heads and manifests, never weights."""
+        """Return bytes for parsing: headers and manifests, never weights."""
 
     def window(
         self, name: str, offset: int, nbytes: int, staging: Bytes, *, may_map: bool = True
     ) -> AbstractContextManager[Bytes]:
-        """Show a stretch of a file, read-only, until the end of the block.
+        """Show a range of a file, read-only, until the end of the block.
 
-        What has to be read is read into `staging`, which has `WINDOW_SLACK` bytes more than the
-        window; what lies in memory already is shown there if `may_map`.
+        Reads into `staging`, which has `WINDOW_SLACK` bytes more than the window. Shows bytes
+        that are in memory already where they lie, if `may_map`.
         """
 
     def is_cached(self, name: str, offset: int, nbytes: int) -> bool:
-        """True if this stretch can be had without waiting for a disk."""
+        """True if the range can be read without waiting for a disk."""
 
     def read_into(self, name: str, offset: int, goals: Sequence[Bytes]) -> None:
-        """Read a stretch straight into `goals`, one after the other; best where `is_cached`."""
+        """Read a range directly into `goals`, one after the other; best where `is_cached`."""
 
     def share_reads(self) -> None:
-        """From now on leave what is read in memory, for others on this machine who want it too."""
+        """From now on leave what is read in the page cache, for other readers on this machine."""
 
     def close(self) -> None:
-        """Let go of open files. Safe to repeat."""
-
-
-HandleT = TypeVar("HandleT")
-
-
-class Transport(Protocol[HandleT]):
-    """Shows memory of one process to others, by handles that survive JSON."""
-
-    def offer(self, buffer: Buffer) -> HandleT:
-        """Let whoever has the handle read the buffer's bytes, until `release`.
-
-        What lies in memory that others can map is shown where it lies, and the buffer's owner is
-        kept until then; other bytes are copied once.
-        """
-
-    def release(self, handle: HandleT) -> None:
-        """Take an offer back: it cannot be opened any more. Safe to repeat.
-
-        Who has it open keeps it: memory of our own stays until the last reader lets go.
-        """
-
-    def open(self, handle: HandleT) -> Buffer:
-        """Return the offered bytes, read-only; raise HandleGone if they are no longer offered.
-
-        They stay mapped until `shut`, so that to open them again costs nothing.
-        """
-
-    def close_handle(self, handle: HandleT) -> None:
-        """Let go of what was opened. Safe to repeat."""
-
-    def close(self) -> None:
-        """Release every offer and shut all that is open. Safe to repeat."""
-
-
-class Engine(Protocol):
-    """Answers requests with the weights of one rank; told when to stand still.
-
-    Whatever a method raises is told to whoever asked, with the method's name. What a release gave
-    back half-way is restored whole: `restore_weights` and the like may find nothing to do.
-    """
-
-    def pause(self, deadline: float) -> None:
-        """Return once no request runs and none can start; raise TransferTimeout at the deadline.
-
-        A deadline that has passed asks for a pause only if nothing runs. After an error,
-        `resume` is called: requests go on as before.
-        """
-
-    def resume(self, version: int | None) -> None:
-        """Answer requests again, with weights of that version: what caches are keyed by."""
-
-    def drop_cache(self) -> None:
-        """Forget what was computed with the weights so far; called while nothing runs."""
-
-    def release_weights(self) -> None:
-        """Give the weights' memory back; whoever holds the parameters goes on holding them."""
-
-    def restore_weights(self) -> None:
-        """Have memory for the weights again, whatever is in it."""
-
-    @property
-    def num_running(self) -> int:
-        """How many requests run at this moment."""
-
-    def abort_requests(self) -> None:
-        """End the requests that run, unfinished."""
-
-    def release_cache(self) -> None:
-        """Give the memory of the key-value cache back."""
-
-    def restore_cache(self) -> None: ...
-
-    def release_experts(self) -> None:
-        """Free the buffers of expert parallelism; before the weights go."""
-
-    def restore_experts(self) -> None: ...
-
-    def release_groups(self) -> None:
-        """Shut communication groups down; after the weights went."""
-
-    def restore_groups(self) -> None:
-        """Start communication groups again; before the weights come."""
-
-
-class EngineHooks:
-    """What an engine may leave out: inherit from it, and write what you have."""
-
-    @property
-    def num_running(self) -> int:
-        return 0
-
-    def abort_requests(self) -> None: ...
-
-    def release_cache(self) -> None: ...
-
-    def restore_cache(self) -> None: ...
-
-    def release_experts(self) -> None: ...
-
-    def restore_experts(self) -> None: ...
-
-    def release_groups(self) -> None: ...
-
-    def restore_groups(self) -> None: ...
+        """Close open files. Safe to repeat."""
 
 
 class Draft(Protocol):
@@ -230,12 +134,12 @@ class Draft(Protocol):
     def place(self) -> str: ...
 
     def reserve(self, name: str, nbytes: int) -> None:
-        """Make a file of that size; a disk without room refuses here, not half-way."""
+        """Create a file of that size; a full disk raises here, not half-way."""
 
     def write(self, name: str, offset: int, data: Bytes) -> None: ...
 
     def flush(self) -> None:
-        """Make all files durable, and not yet visible."""
+        """Make all files durable, but not yet visible."""
 
     def commit(self) -> None:
         """Make all files durable, then visible at once."""
@@ -261,14 +165,182 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class Format:
-    """How bytes rest. Opening reads only heads; laying out is pure; sealing says what goes last."""
+    """How a manifest becomes files: two pure functions."""
 
     name: str
     layout: Callable[[Manifest], list[FilePlan]]
-    """The files that will hold these tensors, byte by byte."""
+    """Return the files that hold the tensors, byte by byte."""
     seal: Callable[[Manifest, Sequence[FilePlan]], Mapping[str, bytes]]
-    """The small files that make them whole, once checksums and digests are known."""
+    """Return the small files that complete them, once checksums and digests are known."""
     has_checksums: bool = False
     """True if the format keeps checksums and digests, so that they are worth computing."""
     has_values: bool = False
-    """True if the format keeps values that are no tensors."""
+    """True if the format keeps values that are not tensors."""
+
+
+HandleT = TypeVar("HandleT")
+
+
+class Transport(Protocol[HandleT]):
+    """Shows memory of one process to others, by handles that survive JSON."""
+
+    def offer(self, buffer: Buffer) -> HandleT:
+        """Return a handle by which other processes read the buffer's bytes, until `release`.
+
+        Memory that others can map is shown where it lies, and its owner is kept until then;
+        other memory is copied once.
+        """
+
+    def release(self, handle: HandleT) -> None:
+        """End an offer: it cannot be opened any more. Safe to repeat.
+
+        A reader that has it open keeps it: memory of our own stays until the last reader closes.
+        """
+
+    def open(self, handle: HandleT) -> Buffer:
+        """Return the offered bytes, to be read only; raise HandleGone if the offer has ended.
+
+        They stay mapped until `close_handle`, so that opening them again costs nothing.
+        """
+
+    def close_handle(self, handle: HandleT) -> None:
+        """Unmap what was opened. Safe to repeat."""
+
+    def close(self) -> None:
+        """Release every offer and close every open handle. Safe to repeat."""
+
+
+class Engine(Protocol):
+    """Answers requests with the weights of one rank, and pauses while they change.
+
+    An exception of a method is reported to the caller of the operation, with the method's name.
+    Every release has a restore, which may find nothing to do: what a failed release gave back
+    in part is restored as a whole.
+    """
+
+    def pause(self, deadline: float) -> None:
+        """Return once no request runs and none can start; raise TransferTimeout at the deadline.
+
+        With a deadline in the past, pause only if nothing runs. After an error `resume` is
+        called, and requests go on as before.
+        """
+
+    def resume(self, version: int | None) -> None:
+        """Answer requests again, with weights of that version; caches may use it as a key."""
+
+    def drop_cache(self) -> None:
+        """Forget everything computed with the old weights; called while nothing runs."""
+
+    def release_weights(self) -> None:
+        """Free the weights' memory; the parameters stay the same objects."""
+
+    def restore_weights(self) -> None:
+        """Allocate memory for the weights again, with any content."""
+
+    @property
+    def num_running(self) -> int:
+        """How many requests run at this moment."""
+
+    def abort_requests(self) -> None:
+        """End the running requests, unfinished."""
+
+    def release_cache(self) -> None:
+        """Free the memory of the key-value cache."""
+
+    def restore_cache(self) -> None: ...
+
+    def release_experts(self) -> None:
+        """Free the buffers of expert parallelism; before the weights are released."""
+
+    def restore_experts(self) -> None: ...
+
+    def release_groups(self) -> None:
+        """Shut communication groups down; after the weights were released."""
+
+    def restore_groups(self) -> None:
+        """Start communication groups again; before the weights are restored."""
+
+
+class EngineHooks:
+    """Defaults for the methods that an engine may leave out: inherit from this class."""
+
+    @property
+    def num_running(self) -> int:
+        return 0
+
+    def abort_requests(self) -> None: ...
+
+    def release_cache(self) -> None: ...
+
+    def restore_cache(self) -> None: ...
+
+    def release_experts(self) -> None: ...
+
+    def restore_experts(self) -> None: ...
+
+    def release_groups(self) -> None: ...
+
+    def restore_groups(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update did: see the fields."""
+
+    version: int
+    parent: int | None
+    nbytes: int
+    seconds: float
+    """From the first message of the round to its commit, without the wait for the round."""
+    waited_seconds: float
+    copy_seconds: float
+    verify_seconds: float
+    strategy: str
+    origin: str
+    """'published' in a round, 'held' by the publisher, or its newest 'snapshot'."""
+    verified: str
+    """What was compared with digests: 'live' parameters, what a loader 'received', or 'nothing'."""
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.nbytes / 1e9 / max(self.seconds, 1e-9)
+
+
+class Weights(Protocol):
+    """Brings versions of the weights into an engine's memory: a Replica, or something like it."""
+
+    @property
+    def version(self) -> int | None:
+        """The complete version that is held; None if there is none."""
+
+    @property
+    def session(self) -> str:
+        """Differs between two sources that number their versions alike."""
+
+    @property
+    def progress(self) -> float:
+        """How much of the running update is done, from 0 to 1."""
+
+    def update(
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float,
+        before: Callable[[int], None],
+        is_over: Callable[[], bool],
+        may_keep: bool = False,
+        must_verify: bool = False,
+    ) -> UpdateReport:
+        """Take over a version, or wait for the next one that is not held yet.
+
+        `before` is called with the version before the first write. A wait ends early once
+        `is_over`, which `wake` has it check. Transfers nothing if the named version is held
+        already, or with `may_keep` the newest one; in both cases only after the source has
+        confirmed it. With `must_verify`, refuses a version without checksums before a write.
+        """
+
+    def forget(self, reason: str) -> None:
+        """Hold no version from now on: the memory no longer has its bytes."""
+
+    def wake(self) -> None:
+        """Have a waiting `update` check `is_over` at once."""

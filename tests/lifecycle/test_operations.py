@@ -741,7 +741,7 @@ class Follower:
 
     def end(self, weights):
         self._is_over.set()
-        weights.rouse()
+        weights.wake()
         return self._future.result(10)
 
 

@@ -348,7 +348,7 @@ def test_close_ends_an_update_that_waits_for_a_welcome(address, threads, monkeyp
 
 
 def use(publisher, replica, pipe):
-    replica.rouse()
+    replica.wake()
     return publisher.replicas
 
 

@@ -36,10 +36,10 @@ from flyweight.events import emit
 from flyweight.formats.legacy import SHARED_DIRECTORY
 from flyweight.formats.snapshot import number_in
 from flyweight.formats.stored import Stored
-from flyweight.lifecycle.steps import Weights
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.live.replica import Replica
-from flyweight.live.report import TIMEOUT_SECONDS, UpdateReport
+from flyweight.live.report import TIMEOUT_SECONDS, UpdateReport, check_seconds
+from flyweight.ports import UpdateReport, Weights
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import Extra, LoadReport, load
@@ -405,8 +405,8 @@ class CheckedWeights:
         self._release()
         self._weights.forget(reason)
 
-    def rouse(self) -> None:
-        self._weights.rouse()
+    def wake(self) -> None:
+        self._weights.wake()
 
 
 def _are_same(found: Mapping[str, object], known: Mapping[str, object]) -> bool:

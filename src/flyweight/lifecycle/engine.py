@@ -17,7 +17,7 @@ from flyweight.checks import check_seconds
 from flyweight.errors import LifecycleError, TransferTimeout
 from flyweight.forks import call_in_child
 from flyweight.live.report import check_seconds
-from flyweight.ports import EngineHooks
+from flyweight.ports import Engine, EngineHooks
 
 _innermost: ContextVar[EngineRequest | None] = ContextVar("flyweight_request", default=None)
 """The request that began last in this context. It is never reset, since a block may end in another
@@ -194,3 +194,6 @@ def _check_no_event_loop() -> None:
         "the engine takes no requests at the moment, and `with engine.request()` would block this "
         "thread's event loop while it waits; use `async with engine.request()`"
     )
+
+
+_ENGINE: type[Engine] = ModelEngine  # mypy checks the port

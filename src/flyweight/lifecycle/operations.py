@@ -17,10 +17,10 @@ from flyweight.checks import check_seconds
 from flyweight.errors import Busy, FlyweightError, LifecycleError
 from flyweight.lifecycle.ranks import YIELD_SECONDS, Ranks, Verdict
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag, tags_named
-from flyweight.lifecycle.steps import ROUND_SECONDS, Weights
+from flyweight.lifecycle.steps import ROUND_SECONDS
 from flyweight.lifecycle.update_rounds import Round, Rounds
-from flyweight.live.report import UpdateReport
-from flyweight.ports import Engine
+from flyweight.live.report import UpdateReport, check_seconds
+from flyweight.ports import Engine, UpdateReport, Weights
 
 _LEAST_SECONDS = 0.001
 _PASSING = (State.PAUSING, State.CLEARING, State.UPDATING, State.VERIFYING)
@@ -155,7 +155,7 @@ class Machine(Rounds):
         held, or if one came by following since the last update was answered, or if a whole one
         is held and not served; each time the source has to confirm it. With `is_restore` ranks
         that hold a version keep it. With `must_verify` a source without checksums is refused.
-        `is_over`, and a `rouse` of the source, end the wait early.
+        `is_over`, and a `wake` of the source, end the wait early.
 
         A version that is asked for by its number stays until the newest is asked for again.
         The engine pauses requests only while it is copied, not while it is waited for.
@@ -264,7 +264,7 @@ class Machine(Rounds):
         """Have the source of weights, which who follows gives up for whoever asks."""
         ask = object()
         self._asks.add(ask)
-        self._weights.rouse()
+        self._weights.wake()
         try:
             if not self._source.acquire(timeout=max(deadline - monotonic(), _LEAST_SECONDS)):
                 raise Busy("another update is running; wait until it ends")

@@ -12,55 +12,18 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from logging import getLogger
 from time import monotonic
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from flyweight.errors import FlyweightError, LifecycleError
 from flyweight.events import emit
 from flyweight.lifecycle.states import Condition, Signal, State, Tag
-from flyweight.live.report import UpdateReport
-from flyweight.ports import Engine
+from flyweight.ports import Engine, Weights
 
 ResultT = TypeVar("ResultT")
 ROUND_SECONDS = 60.0
 """What a round that nobody asked for is given: to drain requests, and to hear the other ranks."""
 _STOP_SECONDS = 1.0
 _log = getLogger("flyweight.lifecycle")
-
-
-class Weights(Protocol):
-    """Where an engine's weights come from: a Replica, or something like it."""
-
-    @property
-    def version(self) -> int | None:
-        """The version that is held whole; None if none is."""
-
-    @property
-    def session(self) -> str:
-        """Tells apart two sources that number their versions alike."""
-
-    @property
-    def progress(self) -> float: ...
-
-    def update(
-        self,
-        version: int | None = None,
-        *,
-        timeout_seconds: float,
-        before: Callable[[int], None],
-        is_over: Callable[[], bool],
-        may_keep: bool = False,
-        must_verify: bool = False,
-    ) -> UpdateReport:
-        """Take a version over, or wait for the next one that is not held yet.
-
-        Transfers nothing if the version that is named is held already, or with `may_keep` the
-        newest; in both cases only after the source has confirmed it. With `must_verify` a version
-        without checksums is refused before it is written.
-        """
-
-    def forget(self, reason: str) -> None: ...
-
-    def rouse(self) -> None: ...
 
 
 class Steps:

@@ -18,9 +18,8 @@ from time import monotonic, perf_counter, sleep
 from flyweight.errors import Busy, FlyweightError, LifecycleError, TransferTimeout, VersionError
 from flyweight.lifecycle.ranks import YIELD_SECONDS, Ranks, Verdict
 from flyweight.lifecycle.states import Signal, State, Tag
-from flyweight.lifecycle.steps import ROUND_SECONDS, Steps, Weights, named
-from flyweight.live.report import UpdateReport
-from flyweight.ports import Engine
+from flyweight.lifecycle.steps import ROUND_SECONDS, Steps, named
+from flyweight.ports import Engine, UpdateReport, Weights
 
 _CATCH_UPS = 4
 

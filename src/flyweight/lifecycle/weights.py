@@ -23,7 +23,8 @@ from flyweight.errors import (
 from flyweight.events import Event, listening
 from flyweight.formats.stored import Stored
 from flyweight.live.replica import Replica
-from flyweight.live.report import UpdateReport, check_verified, unverified
+from flyweight.live.report import check_verified, unverified
+from flyweight.ports import UpdateReport
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.verbs.load import Extra, LoadReport, load
@@ -197,7 +198,7 @@ class StoredWeights:
         """Hold no version any more; what files lack is gone as well."""
         self._version = self._identity = self._partial_over = None
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """Nothing waits here for longer than a look at the directory."""
 
 
@@ -325,5 +326,5 @@ class NearestWeights:
         self._replica.forget(reason)
         self._stored.forget(reason)
 
-    def rouse(self) -> None:
-        self._replica.rouse()
+    def wake(self) -> None:
+        self._replica.wake()

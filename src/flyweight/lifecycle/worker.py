@@ -17,8 +17,7 @@ from flyweight.lifecycle.cell import Cell, Request, Slot
 from flyweight.lifecycle.operations import Machine
 from flyweight.lifecycle.ranks import Ranks
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
-from flyweight.lifecycle.steps import Weights
-from flyweight.ports import Engine
+from flyweight.ports import Engine, Weights
 from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
 
@@ -133,7 +132,7 @@ class Worker:
                 self._is_over.set()
                 self.failure = failure
                 emit("worker.ended", rank=self._rank, error=str(failure))
-                self._weights.rouse()
+                self._weights.wake()
                 self.machine.retire(failure)
                 self.tell()
 
@@ -281,7 +280,7 @@ class Worker:
             return
         self._is_over.set()
         self._cell.end_waits()
-        self._weights.rouse()
+        self._weights.wake()
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
         self._threads = []

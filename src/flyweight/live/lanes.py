@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from flyweight.cuda import driver
 from flyweight.errors import FlyweightError, PlanError, listed
@@ -19,6 +19,7 @@ from flyweight.live.messages import Block, Bucket, Copy, Handle, Piece, Place
 from flyweight.live.source import ALIGN_BYTES, Packing, Stock
 from flyweight.memory import Buffer
 from flyweight.plans.buckets import pack
+from flyweight.ports import Transport
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
 
@@ -46,22 +47,18 @@ class Transports:
             next(on_host) if each.device is None else self.device.offer(each) for each in buffers
         ]
 
+    def of(self, handle: Handle) -> Transport[Any]:
+        """Return the transport that a handle belongs to."""
+        return self.device if isinstance(handle, CudaIpcHandle) else self.host
+
     def release(self, handle: Handle) -> None:
-        if isinstance(handle, CudaIpcHandle):
-            self.device.release(handle)
-        else:
-            self.host.release(handle)
+        self.of(handle).release(handle)
 
     def open(self, handle: Handle) -> Buffer:
-        if isinstance(handle, CudaIpcHandle):
-            return self.device.open(handle)
-        return self.host.open(handle)
+        return self.of(handle).open(handle)
 
     def close_handle(self, handle: Handle) -> None:
-        if isinstance(handle, CudaIpcHandle):
-            self.device.close_handle(handle)
-        else:
-            self.host.close_handle(handle)
+        self.of(handle).close_handle(handle)
 
     def close(self) -> None:
         self.device.close()

@@ -35,11 +35,27 @@ from flyweight.live.intake import Intake
 from flyweight.live.lanes import Transports
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
-from flyweight.live.messages import Ask, Begin, Commit, Denied, Done, Fault, Kept
-from flyweight.live.report import TIMEOUT_SECONDS, UpdateReport, check_verified, unverified
+from flyweight.live.messages import (
+    Ask,
+    Begin,
+    Commit,
+    Denied,
+    Done,
+    Fault,
+    Kept,
+    error_named,
+)
+from flyweight.live.report import (
+    TIMEOUT_SECONDS,
+    UpdateReport,
+    check_seconds,
+    check_verified,
+    unverified,
+)
 from flyweight.live.round_feed import Link, RoundFeed
 from flyweight.live.sinks import Taken, Taker
 from flyweight.live.subscriber import Subscriber
+from flyweight.ports import UpdateReport, Weights
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -202,7 +218,7 @@ class Replica:
         The engine must not use the weights from `before` on, which is called with the version
         when it is there and nothing was written yet; what it raises ends the update, and the old
         version stays. Waits up to `timeout_seconds` for the version, or until `is_over` and
-        `rouse`; and as long, but 10 s at least, for each sign of progress while it comes: to give
+        `wake`; and as long, but 10 s at least, for each sign of progress while it comes: to give
         up then leaves weights that are not whole.
 
         Tensors that were replaced meanwhile are not written: without `before` the version is
@@ -242,12 +258,12 @@ class Replica:
                 if timeout_seconds is not None or self._state == "failed" or not self._is_open:
                     raise
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """Have an update that waits for a version look whether it is over."""
         link, joining = self._link, self._joining
         for subscriber in (joining, None if link is None else link.subscriber):
             if subscriber is not None:
-                subscriber.rouse()
+                subscriber.wake()
 
     def forget(self, reason: str) -> None:
         """Hold no version any more: the weights' memory was given back, or written by others."""
@@ -511,7 +527,7 @@ class Replica:
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
-        self.rouse()
+        self.wake()
         link = self._link
         if link is not None:
             link.subscriber.close()  # whoever is in an update hears of it
@@ -524,3 +540,6 @@ class Replica:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+_WEIGHTS: type[Weights] = Replica  # mypy checks the port

@@ -9,6 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from flyweight.errors import FlyweightError, TransferTimeout, VersionError
+from flyweight.ports import UpdateReport
 
 TIMEOUT_SECONDS = 30.0
 
@@ -62,29 +63,6 @@ class PublishReport:
             f"version {self.version}: {self.nbytes} bytes to {len(self.replicas)} replicas{failed} "
             f"in {1000 * self.seconds:.1f} ms, {self.gb_per_second:.1f} GB/s, {ways}"
         )
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """What an update did."""
-
-    version: int
-    parent: int | None
-    nbytes: int
-    seconds: float
-    """From the first message of the round to its commit; waiting for it is not in it."""
-    waited_seconds: float
-    copy_seconds: float
-    verify_seconds: float
-    strategy: str
-    origin: str
-    """'published' in a round, 'held' by the publisher, or its newest 'snapshot'."""
-    verified: str
-    """Whose digests were compared: 'live' parameters, what a loader 'received', or 'nothing'."""
-
-    @property
-    def gb_per_second(self) -> float:
-        return self.nbytes / 1e9 / max(self.seconds, 1e-9)
 
 
 class Lease:

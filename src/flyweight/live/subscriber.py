@@ -180,7 +180,7 @@ class Subscriber:
         """Return the next message; raise what ended the connection, or TransferTimeout.
 
         One that is due soon is best waited for awake, for `spin_seconds`. Once `is_over`, and
-        `rouse` was called, it is waited for no longer.
+        `wake` was called, it is waited for no longer.
         """
         if spin_seconds:
             self._wire.spin(lambda: bool(self._inbox) or self.is_lost, spin_seconds)
@@ -203,7 +203,7 @@ class Subscriber:
                 if isinstance(each, Abort) and each.round == round_:
                     raise error_named(each.kind, each.text)
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """Have who waits look whether it is over."""
         with self._changed:
             self._changed.notify_all()

@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Literal
 
 from flyweight.adapters.adapt import adapt
-from flyweight.adapters.model import Model, ModelBlock
 from flyweight.checks import check_memory_bytes, check_version
 from flyweight.errors import PlanError, SpecError, TransportError, VersionError, listed
 from flyweight.events import emit
@@ -24,6 +23,7 @@ from flyweight.formats.reader import Reader, Target
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, collector_paused
 from flyweight.plans.reshard import reshard
+from flyweight.ports import Block, Sink
 from flyweight.ranks.group import TIMEOUT_SECONDS, Group
 from flyweight.ranks.rendezvous import location
 from flyweight.spec.layout import Shard
@@ -316,7 +316,7 @@ def _open(
     return source
 
 
-def _adapted(into: object, stored: Stored, options: _Options, group: Group) -> Model:
+def _adapted(into: object, stored: Stored, options: _Options, group: Group) -> Sink:
     layout = options.layout
     if layout is None:
         return adapt(into, may_be_empty=group.num_ranks > 1)
@@ -334,7 +334,7 @@ def _adapted(into: object, stored: Stored, options: _Options, group: Group) -> M
     return adapt(into, lambda: layout.locals(tensors, number))
 
 
-def _reader(stored: Stored, sink: Model, matches: Matches, *, should_verify: bool) -> Reader:
+def _reader(stored: Stored, sink: Sink, matches: Matches, *, should_verify: bool) -> Reader:
     """Return a reader that will fill every matched tensor of the sink."""
     source_shards, sink_shards, targets = {}, {}, {}
     for name, source_name in matches.pairs.items():
@@ -349,7 +349,7 @@ def _reader(stored: Stored, sink: Model, matches: Matches, *, should_verify: boo
     return reader
 
 
-def _target(sink: Model, block: ModelBlock) -> Target:
+def _target(sink: Sink, block: Block) -> Target:
     box, items = block.spec.stored(block.box), block.items()
     if items is None:
         return Target(box, block.write, sink.staging, may_map=False, settle=sink.settle)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flyweight.adapters.model import Model
 from flyweight.errors import PlanError, listed
 from flyweight.formats import pdparams
 from flyweight.formats.stored import Stored, same_bytes
 from flyweight.plans.fit import check_fit
+from flyweight.ports import Sink
 from flyweight.ranks.group import Group
 from flyweight.spec.dtype import DType
 from flyweight.spec.manifest import TensorSpec
@@ -28,7 +28,7 @@ class Matches:
     unused: list[str]
 
 
-def match(stored: Stored, sink: Model) -> Matches:
+def match(stored: Stored, sink: Sink) -> Matches:
     """Pair the names, and raise if a pair differs in dtype or shape, all of a kind at once."""
     have, want = stored.manifest, sink.manifest
     known = set(have.names)
