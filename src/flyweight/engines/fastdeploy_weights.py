@@ -38,7 +38,7 @@ from flyweight.formats.snapshot import number_in
 from flyweight.formats.stored import Stored
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.live.replica import Replica
-from flyweight.live.report import TIMEOUT_SECONDS, UpdateReport, check_seconds
+from flyweight.live.report import TIMEOUT_SECONDS
 from flyweight.ports import UpdateReport, Weights
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike, open_source

@@ -16,7 +16,6 @@ from flyweight.adapters.memory_release import ModelMemory
 from flyweight.checks import check_seconds
 from flyweight.errors import LifecycleError, TransferTimeout
 from flyweight.forks import call_in_child
-from flyweight.live.report import check_seconds
 from flyweight.ports import Engine, EngineHooks
 
 _innermost: ContextVar[EngineRequest | None] = ContextVar("flyweight_request", default=None)

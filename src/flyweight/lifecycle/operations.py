@@ -19,7 +19,6 @@ from flyweight.lifecycle.ranks import YIELD_SECONDS, Ranks, Verdict
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag, tags_named
 from flyweight.lifecycle.steps import ROUND_SECONDS
 from flyweight.lifecycle.update_rounds import Round, Rounds
-from flyweight.live.report import UpdateReport, check_seconds
 from flyweight.ports import Engine, UpdateReport, Weights
 
 _LEAST_SECONDS = 0.001

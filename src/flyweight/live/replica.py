@@ -35,23 +35,8 @@ from flyweight.live.intake import Intake
 from flyweight.live.lanes import Transports
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
-from flyweight.live.messages import (
-    Ask,
-    Begin,
-    Commit,
-    Denied,
-    Done,
-    Fault,
-    Kept,
-    error_named,
-)
-from flyweight.live.report import (
-    TIMEOUT_SECONDS,
-    UpdateReport,
-    check_seconds,
-    check_verified,
-    unverified,
-)
+from flyweight.live.messages import Ask, Begin, Commit, Denied, Done, Fault, Kept
+from flyweight.live.report import TIMEOUT_SECONDS, check_verified, unverified
 from flyweight.live.round_feed import Link, RoundFeed
 from flyweight.live.sinks import Taken, Taker
 from flyweight.live.subscriber import Subscriber
