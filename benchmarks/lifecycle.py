@@ -35,7 +35,7 @@ import xxhash
 from measure import Child, llm_shapes, nbytes, record, spread
 
 import flyweight as fw
-from flyweight.lifecycle.cell import Cell, Request, Slot
+from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.states import Signal
@@ -82,7 +82,7 @@ def listener(path: str, name: str) -> dict[str, Callable[..., object]]:
             heard.append(time.monotonic())
             assert request is not None
             assert request.number == number
-            cell.tell(0, Slot(pid=os.getpid(), taken=number, done=number))
+            cell.write_record(0, RankRecord(pid=os.getpid(), taken=number, done=number))
         return heard
 
     def hear_poll(first: int, count: int) -> list[float]:
@@ -114,10 +114,10 @@ def reaction(options: argparse.Namespace, place: Path) -> dict[str, object]:
         cell.claim(None)
 
         def ask_cell(number: int) -> None:
-            cell.ask(Request(number=number, signal=Signal.PAUSE))
+            cell.write_request(Request(number=number, signal=Signal.PAUSE))
 
         def is_heard_cell(number: int) -> bool:
-            slot = cell.slot(0)
+            slot = cell.record(0)
             return slot is not None and slot.done == number
 
         def ask_poll(number: int) -> None:
@@ -256,15 +256,15 @@ def engine(shapes: Mapping[str, tuple[int, ...]], address: str, cell: str) -> di
     def finished(num_rounds: int) -> dict[str, float]:
         """Return what the round of that number took, once it is over."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while worker.machine.num_rounds < num_rounds or worker.machine.state != "SERVING":
-            assert time.monotonic() < deadline, worker.machine.failure
+        while worker.operations.num_rounds < num_rounds or worker.operations.state != "SERVING":
+            assert time.monotonic() < deadline, worker.operations.failure
             time.sleep(0.002)
         time.sleep(0.01)  # for the request that waited
-        report = worker.machine.report
+        report = worker.operations.report
         assert report is not None
         gap, gaps[0] = gaps[0], 0.0
         return {
-            "pause": worker.machine.pause_seconds,
+            "pause": worker.operations.pause_seconds,
             "no_answer": gap,
             "round": report.seconds,
             "copy": report.copy_seconds,

@@ -52,7 +52,7 @@ def test_a_file_imports_only_from_below(path):
         ("spec", "from flyweight.plans.reshard import reshard"),
         ("formats", "from flyweight.stores.local import LocalStore"),
         ("stores", "def f():\n    import torch"),
-        ("adapters", "from flyweight.lifecycle.operations import Machine"),
+        ("adapters", "from flyweight.lifecycle.operations import Operations"),
         ("adapters", "from flyweight.engines import fastdeploy"),
         ("lifecycle", "from flyweight.engines.fastdeploy import DynamicWeightManager"),
         ("engines", "from flyweight.server.app import App"),

@@ -13,7 +13,7 @@ from device_memory import used_bytes  # noqa: E402
 import flyweight as fw  # noqa: E402
 from flyweight.errors import LifecycleError  # noqa: E402
 from flyweight.lifecycle.control import Control  # noqa: E402
-from flyweight.lifecycle.operations import Machine  # noqa: E402
+from flyweight.lifecycle.operations import Operations  # noqa: E402
 from flyweight.lifecycle.states import Signal, State, Tag  # noqa: E402
 
 pytestmark = [
@@ -80,7 +80,7 @@ def test_clear_returns_device_memory_and_an_update_brings_it_back_in_place(addre
     model = policy(0.0)
     view, before = model[0].weight.t(), looks(model.parameters())
     with fw.Replica(model, address) as replica:
-        machine = Machine(fw.ModelEngine(model), replica)
+        machine = Operations(fw.ModelEngine(model), replica)
         training.send(5)
         machine.update(timeout_seconds=60)
         assert training.poll(60), "the publish did not return"

@@ -18,7 +18,7 @@ import pytest
 import flyweight as fw
 from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
 from flyweight.forks import fork_lock
-from flyweight.lifecycle.cell import MAX_RANKS, Cell, Request, Slot
+from flyweight.lifecycle.cell import MAX_RANKS, Cell, RankRecord, Request
 from flyweight.lifecycle.cell_file import HEADER, PROTOCOL, CellFile, locked
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.engine import ModelEngine
@@ -61,7 +61,7 @@ def test_a_cell_is_made_whole_and_private_with_its_directory(tmp_path):
     path = tmp_path / "some" / "run" / "cell"
     with Cell(path, 3) as cell:
         assert cell.request() is None
-        assert cell.slots() == [None, None, None]
+        assert cell.records() == [None, None, None]
     found = os.stat(path)
     assert found.st_mode & 0o777 == 0o600
     assert found.st_blocks * 512 >= found.st_size  # a full disk is noticed here, not at a store
@@ -73,12 +73,12 @@ def test_who_comes_later_finds_what_was_told_before(path):
     """C25: the file outlives all who use it."""
     with Cell(path, 2) as cell:
         epoch = cell.epoch
-        cell.ask(PAUSE)
-        cell.tell(1, Slot(pid=7, state=State.PAUSED))
+        cell.write_request(PAUSE)
+        cell.write_record(1, RankRecord(pid=7, state=State.PAUSED))
     with Cell(path, 2) as cell:
         assert cell.epoch == epoch
         assert cell.request() == PAUSE
-        assert cell.slots() == [None, Slot(pid=7, state=State.PAUSED)]
+        assert cell.records() == [None, RankRecord(pid=7, state=State.PAUSED)]
 
 
 def test_all_who_come_at_once_find_one_cell(path, threads):
@@ -121,7 +121,7 @@ def test_a_cell_that_does_not_fit_and_is_not_in_use_is_replaced(path, misfit):
         with Cell(path, 2) as cell:
             assert inode(path) != before
             cell.claim(None)
-            cell.ask(PAUSE)
+            cell.write_request(PAUSE)
             assert cell.request() == PAUSE
         with pytest.raises(LifecycleError, match="was replaced by another run"):
             old.check_current()
@@ -200,7 +200,7 @@ FOREIGN = {
 def test_a_file_that_is_no_cell_is_refused_and_left_alone(path, kind):
     path.write_bytes(FOREIGN[kind])
     path.chmod(0o600)
-    with pytest.raises(LifecycleError, match="is no status cell; choose another path"):
+    with pytest.raises(LifecycleError, match="is not a status cell; choose another path"):
         Cell(path)
     assert path.read_bytes() == FOREIGN[kind]
 
@@ -233,7 +233,7 @@ def test_what_is_no_file_is_refused_by_name(path, make, code):
 @pytest.mark.parametrize("mode", [0o600, 0o644])
 def test_a_pipe_is_refused_without_waiting_for_its_other_end(path, mode, threads):
     os.mkfifo(path, mode)
-    with pytest.raises(LifecycleError, match="is no status cell|with mode 644"):
+    with pytest.raises(LifecycleError, match="is not a status cell|with mode 644"):
         threads.submit(Cell, path).result(10)
 
 
@@ -242,7 +242,9 @@ def test_a_cell_that_others_could_read_or_write_is_refused(path, mode):
     """C33: who can write it commands the engine."""
     Cell(path).close()
     path.chmod(mode)
-    with pytest.raises(LifecycleError, match=rf"with mode {mode:o}; a status cell is of user \d+ "):
+    with pytest.raises(
+        LifecycleError, match=rf"with mode {mode:o}; a status cell belongs to user \d+ "
+    ):
         Cell(path)
 
 
@@ -285,11 +287,11 @@ def test_a_process_that_changes_its_directory_keeps_its_cell(tmp_path):
 
 
 def claiming(path, rank, pipe):
-    """Claim a rank's slot, or the request, and keep it until killed."""
+    """Claim a rank's record, or the request, and keep it until killed."""
     with Cell(path, 2) as cell:
         cell.claim(rank)
         if rank is not None:
-            cell.tell(rank, Slot(pid=os.getpid()))
+            cell.write_record(rank, RankRecord(pid=os.getpid()))
         pipe.send("claimed")
         pipe.recv()
 
@@ -325,7 +327,7 @@ def test_a_rank_that_is_none_is_refused(path):
 def claiming_with_a_child(path, pipe):
     cell = Cell(path, 2)
     cell.claim(0)
-    cell.tell(0, Slot(pid=os.getpid()))
+    cell.write_record(0, RankRecord(pid=os.getpid()))
     pid = os.fork()
     if pid == 0:
         signals.pause()
@@ -346,7 +348,7 @@ def waiting_for_a_claim_with_a_child(path, pipe):
         signals.pause()
     before.close()
     claiming.join(10)
-    cell.tell(0, Slot(pid=os.getpid()))
+    cell.write_record(0, RankRecord(pid=os.getpid()))
     pipe.send(pid)
     pipe.recv()
 
@@ -359,7 +361,7 @@ def test_a_claim_is_not_inherited_by_a_forked_child_that_outlives_its_parent(pat
         try:
             first.kill()
             first.join()
-            assert not cell.slot(0).is_alive
+            assert not cell.record(0).is_alive
             cell.claim(0)
             os.kill(orphan, 0)  # it lives
         finally:
@@ -377,7 +379,7 @@ def test_several_ranks_have_time_to_tell_each_other_how_it_ended(
     with Cell(path, num_ranks) as cell, Control(path, num_ranks) as control:
         for rank in range(num_ranks):
             cell.claim(rank)
-            cell.tell(rank, Slot(pid=os.getpid()))
+            cell.write_record(rank, RankRecord(pid=os.getpid()))
         began = time.monotonic()
         operation = control.start(Signal.PAUSE, timeout_seconds=timeout)
         request = cell.next_request(0, 10)
@@ -385,7 +387,7 @@ def test_several_ranks_have_time_to_tell_each_other_how_it_ended(
         assert began + least - 0.01 <= request.deadline <= time.monotonic() + most + 0.01
         said = {"error": "LifecycleError", "answer": "rank 1 was silent"}
         for rank in range(num_ranks):
-            cell.tell(rank, Slot(pid=os.getpid(), taken=1, done=1, **said))
+            cell.write_record(rank, RankRecord(pid=os.getpid(), taken=1, done=1, **said))
         ended = control.wait(operation, 20)
         assert (ended.error, ended.reason) == ("LifecycleError", "rank 0: rank 1 was silent")
 
@@ -396,17 +398,17 @@ def test_an_operation_ends_soon_after_its_timeout_whatever_its_ranks_do(path, nu
     with Cell(path, num_ranks) as cell, Control(path, num_ranks) as control:
         for rank in range(num_ranks):
             cell.claim(rank)
-            cell.tell(rank, Slot(pid=os.getpid()))
+            cell.write_record(rank, RankRecord(pid=os.getpid()))
         began = time.monotonic()
         operation = control.start(Signal.PAUSE, timeout_seconds=3)
         for rank in range(num_ranks - 1):
-            cell.tell(rank, Slot(pid=os.getpid(), taken=1, done=1))
+            cell.write_record(rank, RankRecord(pid=os.getpid(), taken=1, done=1))
         ended = control.wait(operation, 20)
         assert 3 <= time.monotonic() - began < 5
         assert (ended.ending, ended.error) == ("failed", "TransferTimeout")
         assert ended.reason == (
             f"rank {num_ranks - 1} (process {os.getpid()}) of replica 'engine' did not answer "
-            f"pause-1 within 3 s; see whether it is stopped, or still at work"
+            f"pause-1 within 3 s; check whether it is stopped or still working"
         )
 
 
@@ -442,7 +444,7 @@ def attached_and_gone(path, pipe):
     memory.unlink()  # the tracker runs by now
     with Cell(path, 2) as cell:
         cell.claim(1)
-        cell.tell(1, Slot(pid=os.getpid()))
+        cell.write_record(1, RankRecord(pid=os.getpid()))
     return cell.epoch
 
 
@@ -458,7 +460,7 @@ def test_a_process_with_a_resource_tracker_leaves_the_cell_when_it_goes(path):
             child.join()
         assert inode(path) == before
         cell.check_current()
-        assert [slot.pid > 0 for slot in cell.slots()] == [True, True]
+        assert [record.pid > 0 for record in cell.records()] == [True, True]
 
 
 # Under its users.
@@ -472,7 +474,7 @@ def test_a_removed_cell_is_noticed_by_everyone_who_looks(path):
             lambda: cell.claim(0),
             lambda: control.start(PAUSE.signal),
         ):
-            with pytest.raises(LifecycleError, match="was removed under its users"):
+            with pytest.raises(LifecycleError, match="was removed while in use"):
                 notice()
 
 
@@ -495,8 +497,8 @@ def test_a_worker_whose_cell_is_removed_ends_soon_and_says_why(path, address):
         with worker:
             path.unlink()
             until(lambda: worker.failure is not None)
-            assert "was removed under its users" in str(worker.failure)
-            assert worker.machine.state is State.FAILED
+            assert "was removed while in use" in str(worker.failure)
+            assert worker.operations.state is State.FAILED
 
 
 # Records.
@@ -507,9 +509,9 @@ def test_words_that_are_too_long_are_cut_between_two_characters(path, letter):
     with Cell(path) as cell:
         for shift in range(4):
             text = "." * shift + letter * 1000
-            cell.tell(0, Slot(reason=text, answer=text))
-            slot = cell.slot(0)
-            for found in (slot.reason, slot.answer):
+            cell.write_record(0, RankRecord(reason=text, answer=text))
+            record = cell.record(0)
+            for found in (record.reason, record.answer):
                 assert found.endswith("…")
                 assert text.startswith(found[:-1])
                 assert 690 < len(found.encode()) <= 700
@@ -518,21 +520,21 @@ def test_words_that_are_too_long_are_cut_between_two_characters(path, letter):
 def test_words_that_are_no_text_are_told_all_the_same(path):
     """File names and errors of other libraries may hold half of a character."""
     with Cell(path) as cell:
-        cell.tell(0, Slot(reason="disk \udcff is full"))
-        assert cell.slot(0).reason == "disk ? is full"
+        cell.write_record(0, RankRecord(reason="disk \udcff is full"))
+        assert cell.record(0).reason == "disk ? is full"
 
 
 def test_the_largest_slot_fits(path):
     most = 2**63 - 1
-    slot = Slot(
+    record = RankRecord(
         pid=most, started=most, state=State.VERIFYING, absent=tuple(Tag), version=most, pinned=most,
         taken=most, went_back_from=most, num_went_back=most, is_paused_by_hand=True, done=most, error="E" * 60, answer="€" * 233, reason="€" * 233, is_listening=False,
         step="release_experts", percent=99.99, num_running=most, nbytes=most, round_seconds=1e300,
         pause_seconds=1e300, num_rounds=most,
     )  # fmt: skip
     with Cell(path) as cell:
-        cell.tell(0, slot)
-        assert cell.slot(0) == slot
+        cell.write_record(0, record)
+        assert cell.record(0) == record
 
 
 def write_record(path, offset, body, crc=None):
@@ -545,14 +547,18 @@ def write_record(path, offset, body, crc=None):
         file.write(struct.pack("<III", count, len(body), crc) + body)
 
 
-GOOD = msgspec.msgpack.encode(Slot())
+GOOD = msgspec.msgpack.encode(RankRecord())
 DAMAGE = {
     "another checksum": (GOOD, 1, "damaged"),
-    "not msgpack": (b"\xc1\xc1", None, "holds no slot"),
-    "not a slot": (msgspec.msgpack.encode({"pid": "seven"}), None, "holds no slot"),
-    "a field that we do not know": (msgspec.msgpack.encode({"color": 1}), None, "holds no slot"),
+    "not msgpack": (b"\xc1\xc1", None, "has no readable rank record"),
+    "not a record": (msgspec.msgpack.encode({"pid": "seven"}), None, "has no readable rank record"),
+    "a field that we do not know": (
+        msgspec.msgpack.encode({"color": 1}),
+        None,
+        "has no readable rank record",
+    ),
     "a state that there is not": (msgspec.msgpack.encode({"state": "DOZING"}), None, "DOZING"),
-    "text that is none": (b"\x81\xa6reason\xa2\xff\xfe", None, "holds no slot"),
+    "text that is none": (b"\x81\xa6reason\xa2\xff\xfe", None, "has no readable rank record"),
 }
 
 
@@ -560,27 +566,27 @@ DAMAGE = {
 def test_a_damaged_record_is_told_and_never_taken(path, damage):
     body, crc, text = DAMAGE[damage]
     with Cell(path) as cell:
-        cell.tell(0, Slot())
+        cell.write_record(0, RankRecord())
         write_record(path, FIRST_SLOT, body, crc)
         with pytest.raises(LifecycleError, match=text):
-            cell.slot(0)
-        cell.tell(0, Slot(pid=3))  # its writer heals it
-        assert cell.slot(0) == Slot(pid=3)
+            cell.record(0)
+        cell.write_record(0, RankRecord(pid=3))  # its writer heals it
+        assert cell.record(0) == RankRecord(pid=3)
 
 
 def test_a_damaged_request_is_told_to_who_waits_for_one(path):
     with Cell(path) as cell:
-        cell.ask(PAUSE)
+        cell.write_request(PAUSE)
         write_record(path, 64, b"rubbish", 0)
         with pytest.raises(
-            LifecycleError, match="a request of the status cell is damaged; stop all"
+            LifecycleError, match="a request in the status cell is damaged; stop all"
         ):
             cell.next_request(0, 5)
 
 
 def test_a_length_beyond_the_record_is_damage(path):
     with Cell(path) as cell:
-        cell.ask(PAUSE)
+        cell.write_request(PAUSE)
         with open(path, "r+b") as file:
             file.seek(64 + 8 + RECORD_BYTES)
             file.write(struct.pack("<III", 1, 0xFFFFFFFF, 0))
@@ -600,12 +606,12 @@ def seconds_of(work):
 def test_every_wait_ends_at_its_deadline(path):
     """C21: always with a deadline."""
     with Cell(path) as cell:
-        cell.ask(PAUSE)
+        cell.write_request(PAUSE)
         bell = cell.wait_change(0, 0)
 
         def waits_in_vain():
             with pytest.raises(TransferTimeout, match="a sign did not come within 0.2 s"):
-                cell.wait(lambda slots: False, 0.2, "a sign")
+                cell.wait(lambda records: False, 0.2, "a sign")
 
         def no_request():
             assert cell.next_request(1, 0.2) is None
@@ -619,10 +625,10 @@ def test_a_wait_without_time_only_looks(path, timeout):
     with Cell(path) as cell:
         assert cell.next_request(0, timeout) is None
         with pytest.raises(TransferTimeout):
-            cell.wait(lambda slots: False, timeout)
-        cell.ask(PAUSE)
+            cell.wait(lambda records: False, timeout)
+        cell.write_request(PAUSE)
         assert cell.next_request(0, timeout) == PAUSE
-        assert cell.wait(lambda slots: True, timeout) == [None]
+        assert cell.wait(lambda records: True, timeout) == [None]
 
 
 def test_all_threads_and_processes_that_wait_wake_at_once(path, threads):
@@ -637,28 +643,28 @@ def test_all_threads_and_processes_that_wait_wake_at_once(path, threads):
         children = (first, second)
         assert [child.told() for child in children] == ["there", "there"]
         futures = [threads.submit(cell.next_request, 0, 30) for _ in range(3)]
-        told = threads.submit(cell.wait, lambda slots: slots[0] is not None, 30)
+        told = threads.submit(cell.wait, lambda records: records[0] is not None, 30)
         started = time.monotonic()
-        cell.ask(PAUSE)
+        cell.write_request(PAUSE)
         assert [future.result(10) for future in futures] == [PAUSE] * 3
         assert [child.result(10) for child in children] == [1, 1]
-        cell.tell(0, Slot(pid=5))
-        assert told.result(10) == [Slot(pid=5)]
+        cell.write_record(0, RankRecord(pid=5))
+        assert told.result(10) == [RankRecord(pid=5)]
         assert time.monotonic() - started < 10
 
 
 def test_a_request_of_an_older_number_is_not_taken_for_the_next(path):
     with Cell(path) as cell:
-        cell.ask(PAUSE)
+        cell.write_request(PAUSE)
         assert cell.next_request(1, 0.05) is None
-        cell.ask(Request(number=2, signal=Signal.RESUME))
+        cell.write_request(Request(number=2, signal=Signal.RESUME))
         assert cell.next_request(1, 5).signal is Signal.RESUME
 
 
 def test_waits_end_at_once_when_their_owner_says_so(path, threads):
     with Cell(path) as cell:
         request = threads.submit(cell.next_request, 0, 30)
-        answer = threads.submit(cell.wait, lambda slots: False, 30)
+        answer = threads.submit(cell.wait, lambda records: False, 30)
         cell.end_waits()
         assert request.result(10) is None
         with pytest.raises(TransferTimeout):
@@ -670,13 +676,13 @@ def test_a_dead_rank_is_noticed_though_it_rings_no_bell(path, threads):
     """C24: looked up ten times a second by whoever waits."""
     looked = threading.Event()
 
-    def has_died(slots):
+    def has_died(records):
         looked.set()
-        return not slots[1].is_alive
+        return not records[1].is_alive
 
     with Cell(path, 2) as cell, Child(claiming, path, 1) as child:
         assert child.told() == "claimed"
-        assert cell.slot(1).is_alive
+        assert cell.record(1).is_alive
         wait = threads.submit(cell.wait, has_died, 20)
         assert looked.wait(10)
         child.kill()
@@ -726,7 +732,7 @@ def test_a_closed_cell_says_so(path):
     cell, control = Cell(path), Control(path)
     cell.close()
     control.close()
-    for use in (cell.check_current, cell.request, cell.slots, control.status):
+    for use in (cell.check_current, cell.request, cell.records, control.status):
         with pytest.raises(LifecycleError, match="was closed here"):
             use()
     with pytest.raises(LifecycleError, match="was closed here"):

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from flyweight.errors import LifecycleError
-from flyweight.lifecycle.cell import Cell, Request, Slot
+from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State, Tag
 from live_models import Child
@@ -266,7 +266,7 @@ def test_the_checksum_alone_keeps_torn_records_out():
     assert graph.wrong is None or "for whole" not in graph.wrong[-1]
 
 
-# Requests and slots of ours: a controller, ranks, and everybody's restart.
+# Requests and records of ours: a controller, ranks, and everybody's restart.
 
 
 class Step:
@@ -284,8 +284,8 @@ class Rank(NamedTuple):
     taken: int = 0
     count: int = 0
     """The request's counter, as loaded."""
-    slot: tuple = (0, 0, 0, True)
-    """What its slot shows: life, taken, done, and whether that was done well."""
+    record: tuple = (0, 0, 0, True)
+    """What its record shows: life, taken, done, and whether that was done well."""
     done: tuple = ()
     """Requests that it has carried out, by whichever process."""
 
@@ -296,9 +296,9 @@ class System(NamedTuple):
     """The request that is shown; its counter is the same number."""
     pc: int = Step.START
     index: int = 0
-    """The next slot that the controller reads."""
+    """The next record that the controller reads."""
     is_answered: bool = True
-    """Whether all slots that it has read since the bell say so."""
+    """Whether all records that it has read since the bell say so."""
     is_well: bool = True
     is_gone: bool = False
     has_heard: bool = False
@@ -351,9 +351,9 @@ def protocol_steps(rules):
                 else:
                     yield now("reads nothing new", pc=Step.SLEEP, count=state.number)
             case Step.TELL_TAKEN:
-                slot = (rank.life, rank.taken, *rank.slot[2:])
+                record = (rank.life, rank.taken, *rank.record[2:])
                 pc = Step.RING_TAKEN if rules.rings_twice else Step.DO
-                yield now(f"tells it took {rank.taken}", pc=pc, slot=slot)
+                yield now(f"tells it took {rank.taken}", pc=pc, record=record)
             case Step.RING_TAKEN | Step.RING:
                 yield now("rings", system=ringing, pc=rank.pc + 1)
             case Step.WAKE_TAKEN | Step.WAKE:
@@ -367,20 +367,20 @@ def protocol_steps(rules):
                     f"carries {rank.taken} out", pc=Step.TELL_DONE, done=(*rank.done, rank.taken)
                 )
             case Step.TELL_DONE:
-                slot = (rank.life, rank.taken, rank.taken, True)
-                yield now(f"tells {rank.taken} is done", pc=Step.RING, slot=slot)
+                record = (rank.life, rank.taken, rank.taken, True)
+                yield now(f"tells {rank.taken} is done", pc=Step.RING, record=record)
             case Step.SLEEP:  # compared and slept in one step
                 pc = Step.ASLEEP if rank.count == state.number else Step.LOOK
                 yield now("falls asleep" if pc == Step.ASLEEP else "does not sleep", pc=pc, count=0)
             case Step.ASLEEP if rules.has_timeouts:
                 yield now("looks again", pc=Step.LOOK)
         if state.kills[1] < rules.rank_kills and at in rules.killable:
-            # Its first slot; who looks before that sees a dead process, which comes to the same.
+            # Its first record; who looks before that sees a dead process, which comes to the same.
             # It takes what was asked before it came as answered: well, if the one before it did so.
             number, life = state.number, rank.life + 1
-            is_well = rank.slot[2] == number and (rank.slot[3] or not rules.admits)
-            slot = (life, number, number, is_well or not rules.admits)
-            fresh = Rank(Step.LOOK, life, number, 0, slot, rank.done)
+            is_well = rank.record[2] == number and (rank.record[3] or not rules.admits)
+            record = (life, number, number, is_well or not rules.admits)
+            fresh = Rank(Step.LOOK, life, number, 0, record, rank.done)
             kills = (state.kills[0], state.kills[1] + 1)
             yield (
                 f"rank {at} is killed and restarted",
@@ -388,13 +388,13 @@ def protocol_steps(rules):
             )
 
     def read(state):
-        """Read one slot, and after the last decide."""
+        """Read one record, and after the last decide."""
         rank = state.ranks[state.index]
-        life, _, done, is_well = rank.slot
+        life, _, done, is_well = rank.record
         is_gone = state.is_gone or life != state.lives[state.index]
         is_answered = state.is_answered and done == state.number
         is_well = state.is_well and is_well
-        label = f"controller reads slot {state.index}"
+        label = f"controller reads record {state.index}"
         if state.index + 1 < rules.num_ranks and not is_gone:
             yield (
                 label,
@@ -418,13 +418,13 @@ def protocol_steps(rules):
         )  # fmt: skip
 
     def is_at(state, rank):
-        _, taken, done, _ = rank.slot
+        _, taken, done, _ = rank.record
         if rules.adopts == "begun":
             return taken == state.number != done
         return done != state.number
 
     def controller_steps(state):
-        lives = tuple(rank.slot[0] for rank in state.ranks)
+        lives = tuple(rank.record[0] for rank in state.ranks)
         match state.pc:
             case Step.START:  # what a controller does that comes anew, and before it asks
                 if state.number and any(is_at(state, rank) for rank in state.ranks):
@@ -570,7 +570,7 @@ def test_a_restarted_rank_that_took_up_the_last_request_would_do_it_twice():
         for label, other in steps(state):
             rank = other.ranks[0]
             if label.endswith("is killed and restarted"):
-                rank = rank._replace(taken=0, slot=(rank.life, 0, 0, True))
+                rank = rank._replace(taken=0, record=(rank.life, 0, 0, True))
             yield label, other._replace(ranks=(rank,))
 
     graph = Graph(System((Rank(),)), forgetful)
@@ -583,9 +583,9 @@ def test_a_restarted_rank_that_took_up_the_last_request_would_do_it_twice():
 PID = os.getpid()
 
 
-def slot_of(number):
-    """A slot of which every field follows from one number, and so does its length."""
-    return Slot(
+def record_of(number):
+    """A record of which every field follows from one number, and so does its length."""
+    return RankRecord(
         pid=number, started=3 * number, state=list(State)[number % 8], version=number,
         absent=tuple(Tag)[: number % 3], taken=number, done=number + 1, error=f"E{number}",
         answer=str(number) * (number % 40), reason="ß" * (number % 50), percent=number / 2,
@@ -593,9 +593,9 @@ def slot_of(number):
     )  # fmt: skip
 
 
-def words_of(slot):
-    """A slot less what the cell itself knows: which life wrote it, and whether that lasts."""
-    return msgspec.structs.replace(slot, started=3 * slot.taken, is_alive=False)
+def words_of(record):
+    """A record less what the cell itself knows: which life wrote it, and whether that lasts."""
+    return msgspec.structs.replace(record, started=3 * record.taken, is_alive=False)
 
 
 def request_of(number):
@@ -624,12 +624,16 @@ class Image:
 
 
 WRITES = {
-    "slot": (
-        lambda cell, number: cell.tell(0, slot_of(number)),
-        lambda cell: cell.slot(0),
-        slot_of,
+    "record": (
+        lambda cell, number: cell.write_record(0, record_of(number)),
+        lambda cell: cell.record(0),
+        record_of,
     ),
-    "request": (lambda cell, number: cell.ask(request_of(number)), Cell.request, request_of),
+    "request": (
+        lambda cell, number: cell.write_request(request_of(number)),
+        Cell.request,
+        request_of,
+    ),
 }
 
 
@@ -704,13 +708,13 @@ def test_a_record_that_is_shown_before_it_is_whole_is_damage_and_never_taken(tmp
 def test_a_counter_that_begins_anew_goes_on(tmp_path):
     """After four thousand million records."""
     with Cell(tmp_path / "cell") as cell, Image(tmp_path / "cell") as image:
-        cell.ask(request_of(1))  # its counter is at 64
-        cell.ask(request_of(2))
+        cell.write_request(request_of(1))  # its counter is at 64
+        cell.write_request(request_of(2))
         before = image.memory[64 + 8 :]
         struct.pack_into("<I", image.memory, 64, 0xFFFFFFFE)
         assert image.memory[64 + 8 :] == before
         for number in range(3, 9):
-            cell.ask(request_of(number))
+            cell.write_request(request_of(number))
             assert cell.request() == request_of(number)
         assert struct.unpack_from("<I", image.memory, 64) == (4,)
 
@@ -721,14 +725,14 @@ def test_a_counter_that_begins_anew_goes_on(tmp_path):
 def write_for_ever(path, rank, pipe):
     with Cell(path, 2) as cell:
         cell.claim(rank)
-        last = cell.request() if rank is None else cell.slot(rank)
+        last = cell.request() if rank is None else cell.record(rank)
         number = 0 if last is None else last.number if rank is None else last.taken
         while True:
             number += 1
             if rank is None:
-                cell.ask(request_of(number))
+                cell.write_request(request_of(number))
             else:
-                cell.tell(rank, slot_of(number))
+                cell.write_record(rank, record_of(number))
 
 
 def test_writers_killed_two_hundred_times_leave_whole_records_and_successors_go_on(tmp_path):
@@ -738,14 +742,14 @@ def test_writers_killed_two_hundred_times_leave_whole_records_and_successors_go_
         numbers = {None: 0, 0: 0, 1: 0}
 
         def check(who):
-            found = cell.request() if who is None else cell.slot(who)
+            found = cell.request() if who is None else cell.record(who)
             if found is None:
                 return 0
             number = found.number if who is None else found.taken
             if who is None:
                 assert found == request_of(number)
             else:
-                assert words_of(found) == slot_of(number)
+                assert words_of(found) == record_of(number)
             assert number >= numbers[who]
             numbers[who] = number
             return number
@@ -758,7 +762,7 @@ def test_writers_killed_two_hundred_times_leave_whole_records_and_successors_go_
                 deadline = time.monotonic() + 20
                 while any(check(who) <= before[who] for who in some):
                     assert time.monotonic() < deadline, "a successor wrote nothing"
-                assert all(cell.slot(who).is_alive for who in some if who is not None)
+                assert all(cell.record(who).is_alive for who in some if who is not None)
                 for _ in range(rng.randrange(40)):
                     check(rng.choice(some))
             finally:
@@ -767,7 +771,7 @@ def test_writers_killed_two_hundred_times_leave_whole_records_and_successors_go_
                     os.waitpid(pid, 0)
             for who in numbers:
                 check(who)
-            assert not any(slot is not None and slot.is_alive for slot in cell.slots())
+            assert not any(record is not None and record.is_alive for record in cell.records())
         assert min(numbers.values()) > 60
 
 
@@ -783,16 +787,16 @@ def forked(function, *args):
 
 
 def tell_for(path, rank, seconds, pipe):
-    """Write a rank's slot at full speed, and read all others' meanwhile."""
+    """Write a rank's record at full speed, and read all others' meanwhile."""
     with Cell(path, 3) as cell:
         cell.claim(rank)
         number = seen = 0
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             number += 1
-            cell.tell(rank, slot_of(number))
-            other = cell.slot((rank + 1) % 3)
-            assert other is None or words_of(other) == slot_of(other.taken)
+            cell.write_record(rank, record_of(number))
+            other = cell.record((rank + 1) % 3)
+            assert other is None or words_of(other) == record_of(other.taken)
             request = cell.request()
             if request is not None:
                 assert request == request_of(request.number)
@@ -811,18 +815,18 @@ def test_many_processes_at_full_speed_never_read_a_mix(tmp_path):
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             number += 1
-            cell.ask(request_of(number))
-            for rank, slot in enumerate(cell.slots()):
-                if slot is not None:
-                    assert words_of(slot) == slot_of(slot.taken)
-                    assert slot.taken >= last[rank]
-                    last[rank] = slot.taken
+            cell.write_request(request_of(number))
+            for rank, record in enumerate(cell.records()):
+                if record is not None:
+                    assert words_of(record) == record_of(record.taken)
+                    assert record.taken >= last[rank]
+                    last[rank] = record.taken
         for rank, child in enumerate(children):
             with child:
                 told, seen = child.result()
                 assert told > 500
                 assert 0 < seen <= number
-                assert words_of(cell.slot(rank)) == slot_of(told)
+                assert words_of(cell.record(rank)) == record_of(told)
 
 
 def answer_all(path, last, pipe):
@@ -835,7 +839,7 @@ def answer_all(path, last, pipe):
             assert request is not None, f"request {number + 1} was slept through"
             assert request.number == number + 1, "a request was lost"
             number = request.number
-            cell.tell(0, Slot(pid=PID, taken=number, done=number))
+            cell.write_record(0, RankRecord(pid=PID, taken=number, done=number))
         return number
 
 
@@ -847,9 +851,9 @@ def test_no_wakeup_of_the_real_cell_is_slept_through(tmp_path):
         assert child.told() == "there"
         bell = cell.wait_change(0, 0)
         for number in range(1, 3001):
-            cell.ask(Request(number=number, signal=Signal.PAUSE))
+            cell.write_request(Request(number=number, signal=Signal.PAUSE))
             began = time.monotonic()
-            while (slot := cell.slot(0)) is None or slot.done != number:
+            while (record := cell.record(0)) is None or record.done != number:
                 bell = cell.wait_change(bell, 20)
                 assert time.monotonic() - began < 15, f"answer {number} was slept through"
         assert child.result() == 3000
@@ -861,18 +865,18 @@ def test_no_wakeup_of_the_real_cell_is_slept_through(tmp_path):
 def test_a_controller_that_comes_anew_waits_for_a_request_that_nobody_has_taken_yet(tmp_path):
     """C23: the trace of the model, in the real thing: the first is gone before the rank woke up."""
     path = tmp_path / "cell"
-    me = Slot(pid=PID)
+    me = RankRecord(pid=PID)
     with Cell(path) as rank:
         rank.claim(0)
-        rank.tell(0, me)
+        rank.write_record(0, me)
         with Cell(path) as first:
             first.claim(None)
-            first.ask(Request(number=1, signal=Signal.PAUSE, timeout_seconds=20))
+            first.write_request(Request(number=1, signal=Signal.PAUSE, timeout_seconds=20))
         with Control(path) as control:
             operation = control.status().operation
             assert operation is not None
             assert operation.id == "pause-1"
             assert operation.ending == "running"
-            rank.tell(0, Slot(pid=PID, taken=1, done=1))
+            rank.write_record(0, RankRecord(pid=PID, taken=1, done=1))
             assert control.wait(operation, 20).ending == "done"
             assert control.start(Signal.RESUME).id == "resume-2"

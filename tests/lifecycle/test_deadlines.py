@@ -1,7 +1,7 @@
 """Waits end at their deadline, not before it and not long after: a doubled timeout fails here.
 
 All waits of a test begin together, each in a thread of its own, so that each test takes as
-long as one wait. Three seconds leave a busy machine two and a half more.
+long as one wait. Three seconds leave a busy operations two and a half more.
 """
 
 import threading
@@ -13,9 +13,9 @@ import pytest
 import flyweight as fw
 from fakes import FakeRendezvousStore
 from flyweight.errors import Busy, LifecycleError, TransferTimeout
+from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.lifecycle.cell import Cell, Request
-from flyweight.lifecycle.operations import Machine
-from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.ranks.rendezvous import Rendezvous
@@ -71,16 +71,16 @@ def serving(store):
     """An engine that serves version 1 of a store."""
     model = weights(0)
     engine = fw.ModelEngine(model)
-    machine = Machine(engine, StoredWeights(model, store))
-    machine.update(1, timeout_seconds=20)
-    assert machine.state is State.SERVING
-    return machine, engine
+    operations = Operations(engine, StoredWeights(model, store))
+    operations.update(1, timeout_seconds=20)
+    assert operations.state is State.SERVING
+    return operations, engine
 
 
 def test_waits_for_a_cell_end_at_their_deadline(tmp_path, threads):
     """C21"""
     with Cell(tmp_path / "e.cell") as cell:
-        cell.ask(Request(number=1, signal=Signal.PAUSE))
+        cell.write_request(Request(number=1, signal=Signal.PAUSE))
         bell = cell.wait_change(0, 0)
         waits = {
             "wait": (TransferTimeout, lambda: cell.wait(lambda slots: False, SECONDS)),
@@ -104,26 +104,26 @@ def test_what_waits_for_requests_that_run_ends_at_its_deadline(store, threads):
             "engine": (TransferTimeout, lambda: engines[3].pause(monotonic() + SECONDS)),
         }
         check_waits(waits, threads)
-        assert [machine.state for machine in machines[:3]] == [State.SERVING] * 3
+        assert [operations.state for operations in machines[:3]] == [State.SERVING] * 3
 
 
 def test_what_waits_for_its_turn_ends_at_its_deadline(store, threads):
     """C24, C31: while a pause waits that has more time."""
-    machine, engine = serving(store)
+    operations, engine = serving(store)
     with request(engine, threads):
-        pausing = threads.submit(machine.pause, timeout_seconds=40)
-        until(lambda: machine.state is State.PAUSING)
+        pausing = threads.submit(operations.pause, timeout_seconds=40)
+        until(lambda: operations.state is State.PAUSING)
         waits = {
             "request": (LifecycleError, lambda: engine.request(SECONDS).__enter__()),
-            "pause": (Busy, lambda: machine.pause(timeout_seconds=SECONDS)),
-            "resume": (Busy, lambda: machine.resume(timeout_seconds=SECONDS)),
-            "clear": (Busy, lambda: machine.clear(timeout_seconds=SECONDS)),
-            "restore": (Busy, lambda: machine.restore(timeout_seconds=SECONDS)),
-            "update": (Busy, lambda: machine.update(2, timeout_seconds=SECONDS)),
+            "pause": (Busy, lambda: operations.pause(timeout_seconds=SECONDS)),
+            "resume": (Busy, lambda: operations.resume(timeout_seconds=SECONDS)),
+            "clear": (Busy, lambda: operations.clear(timeout_seconds=SECONDS)),
+            "restore": (Busy, lambda: operations.restore(timeout_seconds=SECONDS)),
+            "update": (Busy, lambda: operations.update(2, timeout_seconds=SECONDS)),
         }
         check_waits(waits, threads)
     pausing.result(20)
-    assert machine.state is State.PAUSED
+    assert operations.state is State.PAUSED
 
 
 def test_what_waits_for_a_version_ends_at_its_deadline(store, tmp_path, address, threads):
@@ -138,7 +138,7 @@ def test_what_waits_for_a_version_ends_at_its_deadline(store, tmp_path, address,
         fw.Replica(asked, address) as second,
     ):
         both = NearestWeights(first, StoredWeights(nearest, tmp_path / "empty"))
-        machine = Machine(fw.ModelEngine(asked), second)
+        operations = Operations(fw.ModelEngine(asked), second)
         waits = {
             "stored": (
                 TransferTimeout,
@@ -148,7 +148,7 @@ def test_what_waits_for_a_version_ends_at_its_deadline(store, tmp_path, address,
                 TransferTimeout,
                 lambda: both.update(timeout_seconds=SECONDS, **options),
             ),
-            "machine": (TransferTimeout, lambda: machine.update(timeout_seconds=SECONDS)),
+            "operations": (TransferTimeout, lambda: operations.update(timeout_seconds=SECONDS)),
         }
         check_waits(waits, threads)
 
@@ -157,7 +157,7 @@ def test_what_waits_for_a_version_ends_at_its_deadline(store, tmp_path, address,
 def test_a_rank_that_hears_nobody_ends_a_little_after_its_deadline(threads, rank, late):
     """C24: it listens for the others' last words; a tenth of the time more is for noticing."""
     store = FakeRendezvousStore()
-    ranks = [Ranks(Rendezvous(each, 2, store, "two")) for each in range(2)]
+    ranks = [RankAgreement(Rendezvous(each, 2, store, "two")) for each in range(2)]
 
     def prepared(each, seconds):
         return ranks[each].prepared(None, monotonic() + seconds)

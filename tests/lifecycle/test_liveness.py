@@ -13,15 +13,15 @@ import pytest
 
 import flyweight as fw
 from flyweight.errors import LifecycleError, PeerLost
-from flyweight.lifecycle.cell import Cell, Slot
-from flyweight.lifecycle.cell_file import is_living, locked
+from flyweight.lifecycle.cell import Cell, RankRecord
+from flyweight.lifecycle.cell_file import is_life_running, locked
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.weights import StoredWeights
 from live_models import Child, until, weights
 
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-SERVING = Slot(state=State.SERVING, absent=(), version=3)
+SERVING = RankRecord(state=State.SERVING, absent=(), version=3)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def claiming(path, pipe):
     """Be rank 0, serving, until killed."""
     with Cell(path) as cell:
         cell.claim(0)
-        cell.tell(0, msgspec.structs.replace(SERVING, pid=os.getpid()))
+        cell.write_record(0, msgspec.structs.replace(SERVING, pid=os.getpid()))
         pipe.send("there")
         pipe.recv()
 
@@ -55,10 +55,10 @@ def test_a_living_process_with_the_number_of_the_dead_rank_is_not_taken_for_it(p
     with Control(path) as control:
         assert control.status().is_serving
         killed(rank)
-        (slot,) = control.cell.slots()
+        (record,) = control.cell.records()
         me = os.getpid()
         for other in ({"pid": me}, {"pid": me, "started": 1}):
-            control.cell.tell(0, msgspec.structs.replace(slot, **other, is_alive=True))
+            control.cell.write_record(0, msgspec.structs.replace(record, **other, is_alive=True))
             status = control.status()
             assert (status.state, status.version) == (State.FAILED, None)
             assert status.reason == f"rank 0: process {me} died"
@@ -74,8 +74,8 @@ def test_the_words_of_a_dead_rank_are_not_those_of_a_successor_that_has_said_not
     with Control(path) as control, Cell(path) as successor:
         successor.claim(0)
         assert control.status().state == State.FAILED
-        assert not control.cell.slot(0).is_alive
-        successor.tell(0, msgspec.structs.replace(SERVING, pid=os.getpid()))
+        assert not control.cell.record(0).is_alive
+        successor.write_record(0, msgspec.structs.replace(SERVING, pid=os.getpid()))
         assert control.status().is_serving
 
 
@@ -86,7 +86,7 @@ def test_an_operation_asked_of_a_dead_rank_is_not_answered_by_its_successor(path
         with Cell(path) as successor:
             killed(rank)
             successor.claim(0)
-            successor.tell(0, Slot(pid=os.getpid(), taken=1, done=1))
+            successor.write_record(0, RankRecord(pid=os.getpid(), taken=1, done=1))
             assert control.wait(operation, 10).error == "PeerLost"
         assert "rank 0 of replica 'engine' is gone" in operation.reason
 
@@ -110,19 +110,19 @@ def test_a_killed_rank_is_noticed_at_the_next_look(path):
         for _ in range(10):
             with Child(claiming, path) as child:
                 assert child.told() == "there"
-                assert cell.slot(0).is_alive
+                assert cell.record(0).is_alive
                 killed(child)
-                assert not cell.slot(0).is_alive
+                assert not cell.record(0).is_alive
 
 
 def test_who_replaces_a_cell_is_nobodys_life(path, rank):
     with Cell(path) as cell, open(path, "r+b") as other:
-        slot = cell.slot(0)
-        assert slot.is_alive
+        record = cell.record(0)
+        assert record.is_alive
         assert not locked(other.fileno(), 0, 0)  # nor is a cell replaced under a living rank
         killed(rank)
         assert locked(other.fileno(), 0, 0)
-        assert not cell.slot(0).is_alive
+        assert not cell.record(0).is_alive
 
 
 def asking(path, pipe):
@@ -132,7 +132,7 @@ def asking(path, pipe):
         count = 0
         while not pipe.poll():
             for _ in range(100):
-                cell.slot(0)
+                cell.record(0)
                 count += 1
         return count
 
@@ -141,7 +141,7 @@ def test_asking_who_lives_never_takes_nor_holds_up_a_lock(path):
     """C21: a rank that starts has its lock at the first try, whoever asks meanwhile."""
     with Cell(path) as cell:
         cell.claim(0)
-        cell.tell(0, Slot(pid=os.getpid()))
+        cell.write_record(0, RankRecord(pid=os.getpid()))
     with Child(asking, path) as first, Child(asking, path) as second:
         assert [first.told(), second.told()] == ["there", "there"]
         for _ in range(2000):
@@ -159,7 +159,7 @@ def test_a_number_that_is_no_life_lives_not(path, number):
     with Cell(path) as cell, open(path, "rb") as file:
         cell.claim(0)
         cell.claim(None)
-        assert not is_living(file.fileno(), number)
+        assert not is_life_running(file.fileno(), number)
 
 
 def test_lives_of_all_ranks_are_told_apart(path):
@@ -167,13 +167,13 @@ def test_lives_of_all_ranks_are_told_apart(path):
         for rank in range(0, 64, 2):
             cell.claim(rank)
         for rank in range(64):
-            cell.tell(rank, Slot(pid=os.getpid()))
-        assert [slot.is_alive for slot in cell.slots()] == [True, False] * 32
+            cell.write_record(rank, RankRecord(pid=os.getpid()))
+        assert [record.is_alive for record in cell.records()] == [True, False] * 32
 
 
 def test_a_rank_that_is_there_already_is_named_unless_it_has_said_nothing_yet(path):
     with Cell(path) as first, Cell(path) as second:
-        first.tell(0, Slot(pid=123456))
+        first.write_record(0, RankRecord(pid=123456))
         first.claim(0)
         with pytest.raises(LifecycleError, match="has rank 0 already; stop that one"):
             second.claim(0)

@@ -21,10 +21,10 @@ from flyweight.errors import (
     TransferTimeout,
     VersionError,
 )
+from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.engine import ModelEngine
-from flyweight.lifecycle.operations import Machine
-from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.lifecycle.weights import StoredWeights
 from flyweight.lifecycle.worker import Worker
@@ -75,7 +75,7 @@ class Room:
         self.publisher = stack.enter_context(fw.Publisher(self.trainer, address, hold=True))
         self.replica = stack.enter_context(fw.Replica(self.model, address))
         self.engine = FaultyEngine(self.model)
-        self.machine = Machine(self.engine, self.replica, **options)
+        self.operations = Operations(self.engine, self.replica, **options)
 
     def publish(self, version):
         assign(self.trainer, version)
@@ -83,7 +83,7 @@ class Room:
 
     def update(self, version, **options):
         self.publish(version)
-        return self.machine.update(version, timeout_seconds=20, **options)
+        return self.operations.update(version, timeout_seconds=20, **options)
 
     def serves(self, version):
         """True if a request is answered, with all of a version."""
@@ -132,24 +132,24 @@ def room(address):
 @pytest.fixture
 def serving(room):
     room.update(1)
-    assert room.machine.state is State.SERVING
+    assert room.operations.state is State.SERVING
     return room
 
 
-# How failures end: the table of machine.py.
+# How failures end: the table of operations.py.
 
 
 def test_a_pause_that_runs_out_of_time_leaves_the_engine_serving(serving, threads):
     """C32: a pause that did not come about is no pause."""
     with serving.request(threads) as (answered, may_end):
         with pytest.raises(TransferTimeout, match="1 requests were still running"):
-            serving.machine.pause(timeout_seconds=0.1)
-        assert serving.machine.state is State.SERVING
+            serving.operations.pause(timeout_seconds=0.1)
+        assert serving.operations.state is State.SERVING
         assert serving.serves(1)
         may_end.set()
         assert answered.result(10) == (1, True)
-    serving.machine.pause()
-    assert serving.machine.state is State.PAUSED
+    serving.operations.pause()
+    assert serving.operations.state is State.PAUSED
     assert serving.is_shut()
 
 
@@ -159,17 +159,17 @@ def test_a_pause_that_raises_leaves_the_engine_serving(serving, step):
     with pytest.raises(
         LifecycleError, match=f"the engine's {step} failed: RuntimeError: on purpose"
     ):
-        serving.machine.pause(should_abort=True)
-    assert serving.machine.state is State.SERVING
+        serving.operations.pause(should_abort=True)
+    assert serving.operations.state is State.SERVING
     assert serving.serves(1)
 
 
 def test_an_engine_that_can_neither_pause_nor_go_on_has_failed(serving):
     serving.engine.faults = {"pause": RuntimeError("stuck"), "resume": RuntimeError("broken")}
     with pytest.raises(LifecycleError, match="broken"):
-        serving.machine.pause()
-    assert serving.machine.state is State.FAILED
-    assert "broken" in str(serving.machine.failure)
+        serving.operations.pause()
+    assert serving.operations.state is State.FAILED
+    assert "broken" in str(serving.operations.failure)
     serving.engine.faults = {}
     serving.update(2)
     assert serving.serves(2)
@@ -180,20 +180,20 @@ def test_a_cache_that_is_not_dropped_leaves_the_old_version_served(serving):
     serving.engine.faults = {"drop_cache": RuntimeError("on purpose")}
     with pytest.raises(LifecycleError, match="the engine's drop_cache failed"):
         serving.update(2)
-    assert serving.machine.condition.state is State.SERVING
-    assert serving.machine.version == 1
+    assert serving.operations.condition.state is State.SERVING
+    assert serving.operations.version == 1
     assert serving.serves(1)
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
 def test_a_clear_whose_cache_is_not_dropped_changes_nothing(serving, is_paused):
     if is_paused:
-        serving.machine.pause()
+        serving.operations.pause()
     serving.engine.faults = {"drop_cache": RuntimeError("on purpose")}
     with pytest.raises(LifecycleError, match="the engine's drop_cache failed"):
-        serving.machine.clear()
-    assert serving.machine.state is (State.PAUSED if is_paused else State.SERVING)
-    assert serving.machine.version == 1
+        serving.operations.clear()
+    assert serving.operations.state is (State.PAUSED if is_paused else State.SERVING)
+    assert serving.operations.version == 1
     assert holds(serving.model, 1)
 
 
@@ -202,20 +202,20 @@ def test_a_clear_whose_cache_is_not_dropped_changes_nothing(serving, is_paused):
 )
 def test_a_release_that_raises_fails_the_engine_and_all_of_it_is_restored(serving, step):
     """C24: some of it may be gone: nothing is served before every part of it is there again."""
-    machine, engine = serving.machine, serving.engine
+    operations, engine = serving.operations, serving.engine
     engine.faults = {step: RuntimeError("on purpose")}
     with pytest.raises(
         LifecycleError, match=f"the engine's {step} failed: RuntimeError: on purpose"
     ):
-        machine.clear()
-    assert machine.state is State.FAILED
-    assert machine.version is None
+        operations.clear()
+    assert operations.state is State.FAILED
+    assert operations.version is None
     assert serving.is_shut()
     engine.faults = {}
     with pytest.raises(LifecycleError, match="needs state"):
-        machine.resume()
-    restored = serving.done(lambda: (machine.restore(), serving.update(2)))
-    assert machine.state is State.SERVING
+        operations.resume()
+    restored = serving.done(lambda: (operations.restore(), serving.update(2)))
+    assert operations.state is State.SERVING
     assert serving.serves(2)
     wanted = ["restore_groups", "restore_weights", "restore_experts"]
     assert [each for each in restored if each in wanted] == wanted
@@ -224,11 +224,11 @@ def test_a_release_that_raises_fails_the_engine_and_all_of_it_is_restored(servin
 
 @pytest.mark.parametrize("step", ["restore_groups", "restore_weights", "restore_experts"])
 def test_memory_that_does_not_come_back_fails_the_engine_until_it_does(serving, step):
-    serving.machine.clear(WEIGHTS)
+    serving.operations.clear(WEIGHTS)
     serving.engine.faults = {step: MemoryError("on purpose")}
     with pytest.raises(LifecycleError, match=f"the engine's {step} failed: MemoryError"):
         serving.update(2)
-    assert serving.machine.state is State.FAILED
+    assert serving.operations.state is State.FAILED
     assert serving.is_shut()
     serving.engine.faults = {}
     serving.update(3)
@@ -236,15 +236,15 @@ def test_memory_that_does_not_come_back_fails_the_engine_until_it_does(serving, 
 
 
 def test_a_cache_that_does_not_come_back_stays_away_and_can_be_asked_for_again(serving):
-    serving.machine.clear(KV_CACHE)
+    serving.operations.clear(KV_CACHE)
     serving.engine.faults = {"restore_cache": MemoryError("on purpose")}
     with pytest.raises(LifecycleError, match="the engine's restore_cache failed: MemoryError"):
-        serving.machine.restore()
-    assert serving.machine.condition.state is State.CLEARED
-    assert serving.machine.condition.absent == KV_CACHE
+        serving.operations.restore()
+    assert serving.operations.condition.state is State.CLEARED
+    assert serving.operations.condition.absent == KV_CACHE
     assert serving.is_shut()
     serving.engine.faults = {}
-    serving.machine.restore()
+    serving.operations.restore()
     assert serving.serves(1)
 
 
@@ -258,9 +258,9 @@ def test_an_update_that_finds_nothing_leaves_the_old_version_served_and_stops_no
     serving, version, error
 ):
     """Waiting costs no request: they stand still only while a version is copied."""
-    update = serving.machine.update
+    update = serving.operations.update
     assert serving.done(lambda: refused(error, update, version, timeout_seconds=0.3)) == []
-    assert serving.machine.state is State.SERVING
+    assert serving.operations.state is State.SERVING
     assert serving.serves(1)
 
 
@@ -269,10 +269,10 @@ def test_an_update_that_brings_nothing_new_fails_and_the_engine_serves_on(servin
 
     def update():
         with pytest.raises(TransferTimeout, match="a version after 1 from"):
-            serving.machine.update(timeout_seconds=0.5)
+            serving.operations.update(timeout_seconds=0.5)
 
     assert serving.done(update) == []
-    assert (serving.machine.state, serving.machine.num_rounds) == (State.SERVING, 1)
+    assert (serving.operations.state, serving.operations.num_rounds) == (State.SERVING, 1)
     assert serving.serves(1)
 
 
@@ -289,22 +289,22 @@ def test_weights_that_were_touched_are_not_served_until_a_whole_update_heals_the
     """C24: FAILED with a reason, and no restart is needed."""
     model = weights(0)
     engine = FaultyEngine(model)
-    machine = Machine(engine, StoredWeights(model, snapshots(tmp_path)))
-    machine.update(1)
+    operations = Operations(engine, StoredWeights(model, snapshots(tmp_path)))
+    operations.update(1)
     with pytest.raises(ChecksumMismatch):
-        machine.update(2)
-    assert machine.state is State.FAILED
-    assert machine.version is None
-    assert isinstance(machine.failure, ChecksumMismatch)
+        operations.update(2)
+    assert operations.state is State.FAILED
+    assert operations.version is None
+    assert isinstance(operations.failure, ChecksumMismatch)
     with pytest.raises(LifecycleError, match=r"engine is FAILED.*send UPDATE, then RESUME"):
-        machine.resume()
-    with pytest.raises(LifecycleError, match="took no requests"), engine.request(0):
+        operations.resume()
+    with pytest.raises(LifecycleError, match="accepted no requests"), engine.request(0):
         pass
     with pytest.raises(ChecksumMismatch):  # it does not heal by what broke it
-        machine.update(2)
-    machine.update(3)
-    assert machine.state is State.SERVING
-    assert machine.failure is None
+        operations.update(2)
+    operations.update(3)
+    assert operations.state is State.SERVING
+    assert operations.failure is None
     with engine.request(5) as version:
         assert version == 3
         assert holds(model, 3)
@@ -324,14 +324,14 @@ def test_a_loader_that_raises_anything_fails_the_engine_and_the_next_one_heals_i
         fw.Publisher(weights(1), address, hold=True) as publisher,
         fw.Replica(load, address, framework="numpy") as replica,
     ):
-        machine = Machine(ModelEngine(model), replica)
+        operations = Operations(ModelEngine(model), replica)
         publisher.publish(1)
         with pytest.raises(FlyweightError, match="ZeroDivisionError: in the middle"):
-            machine.update(1, timeout_seconds=10)
-        assert machine.state is State.FAILED
+            operations.update(1, timeout_seconds=10)
+        assert operations.state is State.FAILED
         trouble.clear()
-        machine.update(1, timeout_seconds=10)
-        assert machine.state is State.SERVING
+        operations.update(1, timeout_seconds=10)
+        assert operations.state is State.SERVING
         assert holds(model, 1)
 
 
@@ -341,36 +341,36 @@ def test_the_percent_of_an_update_grows_while_it_comes(address):
 
     def load(tensors):
         for name, tensor in tensors:
-            seen.append((machine.state, machine.percent))
+            seen.append((operations.state, operations.percent))
             model[name][...] = tensor
 
     with (
         fw.Publisher(model, address, hold=True, bucket_bytes=1 << 14) as publisher,
         fw.Replica(load, address, framework="numpy") as replica,
     ):
-        machine = Machine(ModelEngine(model), replica)
+        operations = Operations(ModelEngine(model), replica)
         for version in (1, 2):
             seen.clear()
             publisher.publish(version)
-            assert machine.percent == 0
-            machine.update(version, timeout_seconds=10)
+            assert operations.percent == 0
+            operations.update(version, timeout_seconds=10)
             percents = [percent for _, percent in seen]
             assert {state for state, _ in seen} == {State.UPDATING}
             assert percents == sorted(percents)
             assert 0 < percents[0] < 100
             assert 50 < percents[-1] <= 100
-        assert machine.percent == 0
+        assert operations.percent == 0
 
 
 def test_an_update_whose_resume_raises_stays_paused_with_the_new_version(serving):
     serving.engine.faults = {"resume": RuntimeError("on purpose")}
     with pytest.raises(LifecycleError, match="the engine's resume failed"):
         serving.update(2)
-    assert serving.machine.state is State.PAUSED
-    assert serving.machine.version == 2
+    assert serving.operations.state is State.PAUSED
+    assert serving.operations.version == 2
     assert serving.is_shut()
     serving.engine.faults = {}
-    serving.machine.resume()
+    serving.operations.resume()
     assert serving.serves(2)
 
 
@@ -378,21 +378,27 @@ def test_an_interrupted_step_leaves_no_state_that_nobody_ends(serving):
     """C24: Ctrl-C in the middle of a step."""
     serving.engine.faults = {"release_weights": KeyboardInterrupt()}
     with pytest.raises(KeyboardInterrupt):
-        serving.machine.clear()
-    assert serving.machine.state is State.FAILED
+        serving.operations.clear()
+    assert serving.operations.state is State.FAILED
     serving.engine.faults = {}
-    serving.machine.restore()
+    serving.operations.restore()
     serving.update(2)
     assert serving.serves(2)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "5", True])
 def test_a_time_that_is_none_is_refused_before_anything_is_done(serving, timeout):
-    machine = serving.machine
-    for work in (machine.pause, machine.resume, machine.clear, machine.restore, machine.update):
+    operations = serving.operations
+    for work in (
+        operations.pause,
+        operations.resume,
+        operations.clear,
+        operations.restore,
+        operations.update,
+    ):
         told = serving.done(lambda work=work: refused(SpecError, work, timeout_seconds=timeout))
         assert told == []
-    assert machine.state is State.SERVING
+    assert operations.state is State.SERVING
 
 
 # Requests.
@@ -422,7 +428,7 @@ def test_every_request_is_answered_with_one_whole_version(room):
             is_over.set()
         seen = set().union(*(each.result(20) for each in asking))
     assert len(seen) > 5
-    assert room.machine.num_rounds == 11
+    assert room.operations.num_rounds == 11
 
 
 def test_a_request_that_runs_is_finished_with_the_old_version_and_the_next_sees_the_new(
@@ -430,8 +436,8 @@ def test_a_request_that_runs_is_finished_with_the_old_version_and_the_next_sees_
 ):
     with serving.request(threads) as (answered, may_end):
         serving.publish(2)
-        update = threads.submit(serving.machine.update, 2, timeout_seconds=20)
-        until(lambda: serving.machine.state is State.PAUSING)
+        update = threads.submit(serving.operations.update, 2, timeout_seconds=20)
+        until(lambda: serving.operations.state is State.PAUSING)
         after = threads.submit(serving.serves, 2)  # waits at the gate
         assert not answered.done()
         may_end.set()
@@ -443,62 +449,64 @@ def test_a_request_that_runs_is_finished_with_the_old_version_and_the_next_sees_
 def test_an_update_that_may_not_drain_is_refused_while_requests_run(serving, threads):
     with serving.request(threads) as (answered, may_end):
         with pytest.raises(
-            LifecycleError, match="1 requests are running and were not to be drained"
+            LifecycleError,
+            match="1 requests are running and the caller does not allow to drain them",
         ):
             serving.update(2, may_drain=False)
-        assert serving.machine.state is State.SERVING
+        assert serving.operations.state is State.SERVING
         assert serving.serves(1)
         may_end.set()
         assert answered.result(10) == (1, True)
-    serving.machine.update(2, may_drain=False)
+    serving.operations.update(2, may_drain=False)
     assert serving.serves(2)
 
 
 def test_a_clear_that_may_not_drain_is_refused_while_requests_run(serving, threads):
     with serving.request(threads):
         with pytest.raises(
-            LifecycleError, match="1 requests are running and were not to be drained"
+            LifecycleError,
+            match="1 requests are running and the caller does not allow to drain them",
         ):
-            serving.machine.clear(may_drain=False)
+            serving.operations.clear(may_drain=False)
         assert serving.serves(1)
 
 
 def test_requests_that_run_are_aborted_before_the_pause_if_asked(serving):
-    told = serving.done(lambda: serving.machine.pause(should_abort=True))
+    told = serving.done(lambda: serving.operations.pause(should_abort=True))
     assert told == ["abort_requests", "pause"]
 
 
 def test_a_pause_that_should_resume_goes_on_as_before(serving):
-    machine = serving.machine
-    told = serving.done(lambda: machine.pause(should_abort=True, should_resume=True))
+    operations = serving.operations
+    told = serving.done(lambda: operations.pause(should_abort=True, should_resume=True))
     assert told == ["abort_requests", "pause", "resume 1"]
     assert serving.serves(1)
-    machine.clear(KV_CACHE)
-    machine.pause(should_resume=True)
-    assert (machine.state, machine.is_paused_by_hand) == (State.CLEARED, False)
-    machine.restore()
+    operations.clear(KV_CACHE)
+    operations.pause(should_resume=True)
+    assert (operations.state, operations.is_paused_by_hand) == (State.CLEARED, False)
+    operations.restore()
     assert serving.serves(1)
-    machine.pause()
-    machine.pause(should_resume=True)
-    assert (machine.state, machine.is_paused_by_hand) == (State.PAUSED, True)
+    operations.pause()
+    operations.pause(should_resume=True)
+    assert (operations.state, operations.is_paused_by_hand) == (State.PAUSED, True)
 
 
 def test_pausing_is_not_paused_and_a_second_pause_meanwhile_is_busy(serving, threads):
     """C32: the old way said 'already paused' while requests ran on."""
-    machine = serving.machine
+    operations = serving.operations
     with serving.request(threads) as (_, may_end):
-        pause = threads.submit(machine.pause, timeout_seconds=20)
-        until(lambda: machine.state is State.PAUSING)
+        pause = threads.submit(operations.pause, timeout_seconds=20)
+        until(lambda: operations.state is State.PAUSING)
         with pytest.raises(Busy, match="pause is running, pause was not begun; wait until it ends"):
-            machine.pause(timeout_seconds=0.05)
+            operations.pause(timeout_seconds=0.05)
         with pytest.raises(Busy, match="pause is running, clear was not begun"):
-            machine.clear(timeout_seconds=0.05)
-        assert machine.state is State.PAUSING
+            operations.clear(timeout_seconds=0.05)
+        assert operations.state is State.PAUSING
         may_end.set()
         pause.result(10)
-    assert machine.state is State.PAUSED
-    machine.pause()
-    assert machine.state is State.PAUSED
+    assert operations.state is State.PAUSED
+    operations.pause()
+    assert operations.state is State.PAUSED
 
 
 # Rounds.
@@ -514,11 +522,11 @@ def test_every_round_drops_the_cache_and_tells_the_engine_the_version(room):
 
 
 def test_an_update_of_a_paused_engine_stays_paused(serving):
-    serving.machine.pause()
+    serving.operations.pause()
     serving.update(2)
-    assert serving.machine.state is State.PAUSED
+    assert serving.operations.state is State.PAUSED
     assert serving.is_shut()
-    serving.machine.resume()
+    serving.operations.resume()
     assert serving.serves(2)
 
 
@@ -526,17 +534,17 @@ def test_an_engine_that_should_not_serve_waits_to_be_told(address):
     with ExitStack() as stack:
         room = Room(stack, address, should_serve=False)
         room.update(1)
-        assert room.machine.state is State.PAUSED
+        assert room.operations.state is State.PAUSED
         assert room.is_shut()
-        room.machine.resume()
+        room.operations.resume()
         assert room.serves(1)
 
 
 def test_an_engine_without_weights_serves_nothing_from_the_beginning(room):
-    assert room.machine.state is State.CLEARED
+    assert room.operations.state is State.CLEARED
     assert room.is_shut()
     with pytest.raises(LifecycleError, match="engine is CLEARED without weights.*send UPDATE"):
-        room.machine.resume()
+        room.operations.resume()
 
 
 # Tags.
@@ -544,76 +552,76 @@ def test_an_engine_without_weights_serves_nothing_from_the_beginning(room):
 
 def test_tags_are_cleared_one_by_one_and_twice_is_once(serving):
     """C32: a sleep of one tag does not make a later sleep of both return early."""
-    machine = serving.machine
+    operations = serving.operations
     weights_go = ["release_experts", "release_weights", "release_groups"]
-    assert serving.done(lambda: machine.clear(WEIGHTS)) == ["pause", "drop_cache", *weights_go]
-    assert serving.done(lambda: machine.clear(WEIGHTS)) == []
-    assert machine.condition.absent == WEIGHTS
-    assert serving.done(machine.clear) == ["drop_cache", "release_cache"]
-    assert machine.condition.absent == WEIGHTS | KV_CACHE
-    assert serving.done(machine.clear) == []
-    assert machine.state is State.CLEARED
-    assert machine.version is None
+    assert serving.done(lambda: operations.clear(WEIGHTS)) == ["pause", "drop_cache", *weights_go]
+    assert serving.done(lambda: operations.clear(WEIGHTS)) == []
+    assert operations.condition.absent == WEIGHTS
+    assert serving.done(operations.clear) == ["drop_cache", "release_cache"]
+    assert operations.condition.absent == WEIGHTS | KV_CACHE
+    assert serving.done(operations.clear) == []
+    assert operations.state is State.CLEARED
+    assert operations.version is None
     assert serving.replica.version is None
 
 
 def test_a_tag_that_there_is_not_is_refused_before_anything_is_done(serving):
     """C32: it would otherwise seem to be cleared."""
     with pytest.raises(SpecError, match="tag is 'wieghts', expected 'weights' or 'kv_cache'"):
-        serving.machine.clear(["wieghts"])
-    assert serving.machine.state is State.SERVING
-    serving.machine.clear(["weight"])  # as FastDeploy says it
-    assert serving.machine.condition.absent == {Tag.WEIGHTS}
+        serving.operations.clear(["wieghts"])
+    assert serving.operations.state is State.SERVING
+    serving.operations.clear(["weight"])  # as FastDeploy says it
+    assert serving.operations.condition.absent == {Tag.WEIGHTS}
 
 
 def test_clearing_nothing_is_nothing(serving):
-    assert serving.done(lambda: serving.machine.clear(())) == []
+    assert serving.done(lambda: serving.operations.clear(())) == []
     assert serving.serves(1)
 
 
 @pytest.mark.parametrize("is_cache_first", [True, False])
 def test_an_engine_serves_once_both_weights_and_cache_are_back(serving, is_cache_first):
     """C32: waking only one of them serves nothing, whichever comes first."""
-    machine = serving.machine
-    machine.clear()
-    wakes = [machine.restore, lambda: serving.update(2)]
+    operations = serving.operations
+    operations.clear()
+    wakes = [operations.restore, lambda: serving.update(2)]
     first, second = wakes if is_cache_first else wakes[::-1]
     first()
-    assert machine.state is State.CLEARED
-    assert machine.condition.absent == (WEIGHTS if is_cache_first else KV_CACHE)
+    assert operations.state is State.CLEARED
+    assert operations.condition.absent == (WEIGHTS if is_cache_first else KV_CACHE)
     assert serving.is_shut()
     second()
-    assert machine.state is State.SERVING
-    assert machine.version == 2
+    assert operations.state is State.SERVING
+    assert operations.version == 2
     assert serving.serves(2)
 
 
 def test_a_restore_of_what_is_there_is_nothing(serving):
-    assert serving.done(serving.machine.restore) == []
-    serving.machine.clear(KV_CACHE)
-    assert serving.done(serving.machine.restore) == ["restore_cache", "resume 1"]
-    assert serving.done(serving.machine.restore) == []
+    assert serving.done(serving.operations.restore) == []
+    serving.operations.clear(KV_CACHE)
+    assert serving.done(serving.operations.restore) == ["restore_cache", "resume 1"]
+    assert serving.done(serving.operations.restore) == []
     assert serving.serves(1)
 
 
 def test_an_engine_that_was_paused_stays_so_through_sleep_and_wake(serving):
-    machine = serving.machine
-    machine.pause()
-    machine.clear()
-    machine.restore()
+    operations = serving.operations
+    operations.pause()
+    operations.clear()
+    operations.restore()
     serving.update(2)
-    assert machine.state is State.PAUSED
+    assert operations.state is State.PAUSED
     assert serving.is_shut()
 
 
 def test_an_update_that_finds_nothing_gives_the_memory_of_a_cleared_engine_back(serving):
-    machine = serving.machine
-    machine.clear()
+    operations = serving.operations
+    operations.clear()
     with pytest.raises(TransferTimeout):
-        machine.update(9, timeout_seconds=0.3)
-    assert machine.state is State.CLEARED
-    assert not machine.has_weights_memory
-    machine.restore()
+        operations.update(9, timeout_seconds=0.3)
+    assert operations.state is State.CLEARED
+    assert not operations.has_weights_memory
+    operations.restore()
     serving.update(10)
     assert serving.serves(10)
 
@@ -686,19 +694,19 @@ def cleared_and_back(make, num, address, pipe):
     with fw.Publisher(model, address, hold=True) as publisher:
         publisher.publish(1)
         with fw.Replica(model, address) as replica:
-            machine = Machine(ModelEngine(model), replica)
-            machine.update(1, timeout_seconds=30)
+            operations = Operations(ModelEngine(model), replica)
+            operations.update(1, timeout_seconds=30)
             full = anonymous_bytes()
-            machine.clear()
+            operations.clear()
             empty = anonymous_bytes()
-            machine.restore()
-            machine.update(1, timeout_seconds=30)
+            operations.restore()
+            operations.update(1, timeout_seconds=30)
             again = anonymous_bytes()
             return {
                 "nbytes": nbytes,
                 "given": full - empty,
                 "taken": again - empty,
-                "state": machine.state,
+                "state": operations.state,
                 "is_same": identity(model) == before,
                 "is_whole": as_bytes(model) == wanted,
             }
@@ -725,8 +733,8 @@ def test_a_clear_gives_resident_memory_back_and_tensors_stay_who_they_are(make, 
 class Follower:
     """Follows in a thread, as a worker does."""
 
-    def __init__(self, machine, pool):
-        self._machine, self._is_over = machine, threading.Event()
+    def __init__(self, operations, pool):
+        self._machine, self._is_over = operations, threading.Event()
         self._future = pool.submit(self._follow)
         self.errors = []
 
@@ -747,7 +755,7 @@ class Follower:
 
 @pytest.fixture
 def followed(room, threads):
-    room.follower = Follower(room.machine, threads)
+    room.follower = Follower(room.operations, threads)
     yield room
     if not room.follower._future.done():
         room.follower.end(room.replica)
@@ -761,8 +769,8 @@ def publish_to_one(room, version):
 def test_versions_are_taken_as_they_are_published(followed):
     for version in (1, 2, 3):
         publish_to_one(followed, version)
-        until(lambda version=version: followed.machine.version == version)
-        until(lambda: followed.machine.state is State.SERVING)
+        until(lambda version=version: followed.operations.version == version)
+        until(lambda: followed.operations.state is State.SERVING)
         assert followed.serves(version)
     assert followed.follower.end(followed.replica) == 3
 
@@ -770,73 +778,73 @@ def test_versions_are_taken_as_they_are_published(followed):
 def test_an_operators_pause_is_respected_by_versions_that_come(followed):
     """Taken over, so that it is there at the resume, and not served before."""
     publish_to_one(followed, 1)
-    until(lambda: followed.machine.state is State.SERVING)
-    followed.machine.pause()
+    until(lambda: followed.operations.state is State.SERVING)
+    followed.operations.pause()
     publish_to_one(followed, 2)
-    until(lambda: followed.machine.version == 2)
-    until(lambda: followed.machine.state is State.PAUSED)
+    until(lambda: followed.operations.version == 2)
+    until(lambda: followed.operations.state is State.PAUSED)
     assert followed.is_shut()
-    followed.machine.resume()
+    followed.operations.resume()
     assert followed.serves(2)
 
 
 def test_an_explicit_update_has_the_source_while_a_follower_waits(followed):
     publish_to_one(followed, 1)
-    until(lambda: followed.machine.state is State.SERVING)
+    until(lambda: followed.operations.state is State.SERVING)
     started = time.monotonic()
-    assert followed.machine.update(timeout_seconds=20).version == 1  # it came by following
-    assert followed.machine.update(1, timeout_seconds=20).version == 1
+    assert followed.operations.update(timeout_seconds=20).version == 1  # it came by following
+    assert followed.operations.update(1, timeout_seconds=20).version == 1
     assert time.monotonic() - started < 10
     followed.publish(2)
-    assert followed.machine.update(timeout_seconds=20).version == 2  # and nothing is pinned
+    assert followed.operations.update(timeout_seconds=20).version == 2  # and nothing is pinned
     publish_to_one(followed, 3)
-    until(lambda: followed.machine.version == 3)
+    until(lambda: followed.operations.version == 3)
 
 
 def test_a_cleared_engine_is_not_filled_by_versions_that_come(followed):
     """Memory that an operator took back stays with whoever has it now."""
     publish_to_one(followed, 1)
-    until(lambda: followed.machine.state is State.SERVING)
-    followed.machine.clear()
+    until(lambda: followed.operations.state is State.SERVING)
+    followed.operations.clear()
     followed.publish(2)  # offered to the follower, who declines
-    assert all("given back meanwhile" in str(each) for each in followed.follower.errors)
+    assert all("released meanwhile" in str(each) for each in followed.follower.errors)
     assert followed.follower.end(followed.replica) == 1
-    assert followed.machine.state is State.CLEARED
-    assert not followed.machine.has_weights_memory
+    assert followed.operations.state is State.CLEARED
+    assert not followed.operations.has_weights_memory
 
 
 def test_a_pinned_version_is_not_left_for_a_newer_one(followed):
     publish_to_one(followed, 1)
-    until(lambda: followed.machine.state is State.SERVING)
-    followed.machine.update(1, timeout_seconds=20)
+    until(lambda: followed.operations.state is State.SERVING)
+    followed.operations.update(1, timeout_seconds=20)
     followed.publish(2)
     assert followed.serves(1)
-    followed.machine.update(timeout_seconds=20)
+    followed.operations.update(timeout_seconds=20)
     assert followed.serves(2)
 
 
 def test_a_pause_waits_for_a_round_that_nobody_asked_for(followed, threads):
     publish_to_one(followed, 1)
-    until(lambda: followed.machine.state is State.SERVING)
+    until(lambda: followed.operations.state is State.SERVING)
     with followed.request(threads) as (answered, may_end):
         publish = threads.submit(publish_to_one, followed, 2)
-        until(lambda: followed.machine.state is State.PAUSING)
+        until(lambda: followed.operations.state is State.PAUSING)
         with pytest.raises(Busy, match="update is running, pause was not begun"):
-            followed.machine.pause(timeout_seconds=0.05)
-        pause = threads.submit(followed.machine.pause, timeout_seconds=20)
+            followed.operations.pause(timeout_seconds=0.05)
+        pause = threads.submit(followed.operations.pause, timeout_seconds=20)
         may_end.set()
         assert answered.result(10) == (1, True)
         pause.result(20)
         publish.result(20)
-    assert followed.machine.state is State.PAUSED
-    assert followed.machine.version == 2
+    assert followed.operations.state is State.PAUSED
+    assert followed.operations.version == 2
 
 
 def test_a_round_that_has_no_turn_leaves_what_runs_alone(serving, threads, monkeypatch):
     """An engine that stands still for a clear is not told to go on beside it."""
     monkeypatch.setattr("flyweight.lifecycle.operations.ROUND_SECONDS", 0.1)
     serving.publish(2)
-    serving.machine.update(timeout_seconds=20)  # no pin
+    serving.operations.update(timeout_seconds=20)  # no pin
     began, may_end = threading.Event(), threading.Event()
 
     def hold():
@@ -844,16 +852,16 @@ def test_a_round_that_has_no_turn_leaves_what_runs_alone(serving, threads, monke
         assert may_end.wait(30)
 
     serving.engine.drop_cache = hold
-    clear = threads.submit(serving.machine.clear, KV_CACHE)
+    clear = threads.submit(serving.operations.clear, KV_CACHE)
     assert began.wait(10)
     serving.publish(3)
     with pytest.raises(Busy, match="clear is running, update was not begun"):
-        serving.machine.follow(timeout_seconds=20, is_over=lambda: False)
-    assert serving.machine.state is State.PAUSED
+        serving.operations.follow(timeout_seconds=20, is_over=lambda: False)
+    assert serving.operations.state is State.PAUSED
     assert serving.is_shut()
     may_end.set()
     clear.result(20)
-    assert serving.machine.state is State.CLEARED
+    assert serving.operations.state is State.CLEARED
 
 
 def test_a_closed_worker_leaves_no_thread_and_no_file(address, tmp_path):
@@ -862,14 +870,14 @@ def test_a_closed_worker_leaves_no_thread_and_no_file(address, tmp_path):
         room = Room(stack, address)
         with Worker(room.engine, room.replica, tmp_path / "cell") as worker:
             publish_to_one(room, 1)
-            until(lambda: worker.machine.state is State.SERVING)
+            until(lambda: worker.operations.state is State.SERVING)
             with Control(tmp_path / "cell") as control:
                 operation = control.wait(control.start(Signal.PAUSE), 20)
                 assert operation.ending == "done", operation.reason
         worker.close()
         threads = [t.name for t in threading.enumerate()]
         assert not {"flyweight-worker", "flyweight-follow", "flyweight-beat"} & set(threads)
-        assert worker.machine.state is State.PAUSED  # the engine stays as it is
+        assert worker.operations.state is State.PAUSED  # the engine stays as it is
     assert settled(before) == before
 
 
@@ -899,7 +907,7 @@ def test_a_pinned_version_is_the_one_that_wakes_up_again(address, tmp_path):
         ):
             operation = control.wait(control.start(signal, version=version), 20)
             assert operation.ending == "done", operation.reason
-        assert worker.machine.pinned == 1
+        assert worker.operations.pinned == 1
         assert room.serves(1)
 
 
@@ -907,13 +915,13 @@ def test_an_engine_that_follows_a_store_never_goes_back(tmp_path):
     """Versions only grow, also where the newest was removed."""
     model, store = weights(0), tmp_path / "store"
     fw.save(weights(5), store, version=5)
-    machine = Machine(ModelEngine(model), StoredWeights(model, store))
-    machine.update(timeout_seconds=5)
+    operations = Operations(ModelEngine(model), StoredWeights(model, store))
+    operations.update(timeout_seconds=5)
     for path in list(store.iterdir()):
         path.rename(tmp_path / path.name)
     fw.save(weights(3), store, version=3)
-    assert not machine.follow(timeout_seconds=0.3, is_over=lambda: False)
-    assert machine.state is State.SERVING
+    assert not operations.follow(timeout_seconds=0.3, is_over=lambda: False)
+    assert operations.state is State.SERVING
     assert holds(model, 5)
 
 
@@ -929,12 +937,12 @@ class Pair:
         self.publisher = stack.enter_context(fw.Publisher(self.trainer, address, **options))
         self.models = [weights(0), weights(0)]
         self.engines = [FaultyEngine(model) for model in self.models]
-        self.ranks = [Ranks(Rendezvous(rank, 2, store, "pair")) for rank in range(2)]
+        self.ranks = [RankAgreement(Rendezvous(rank, 2, store, "pair")) for rank in range(2)]
         self.machines, self.replicas = [], []
         for model, engine, ranks in zip(self.models, self.engines, self.ranks, strict=True):
             replica = stack.enter_context(fw.Replica(model, address))
             self.replicas.append(replica)
-            self.machines.append(Machine(engine, replica, ranks))
+            self.machines.append(Operations(engine, replica, ranks))
         stack.callback(self.part)
 
     def part(self):
@@ -989,15 +997,15 @@ class Pair:
 
     def update(self, version):
         self.publish(version)
-        return self.both(lambda machine: machine.update(version, timeout_seconds=20))
+        return self.both(lambda operations: operations.update(version, timeout_seconds=20))
 
     @property
     def states(self):
-        return [machine.state for machine in self.machines]
+        return [operations.state for operations in self.machines]
 
     @property
     def versions(self):
-        return [machine.version for machine in self.machines]
+        return [operations.version for operations in self.machines]
 
 
 @pytest.fixture
@@ -1045,7 +1053,7 @@ def test_a_rank_that_was_given_an_older_version_catches_up(address, threads, tmp
             return second(version, before=begun, **options)
 
         pair.replicas[0].update, pair.replicas[1].update = newer, older
-        assert pair.both(lambda machine: machine.update(timeout_seconds=20)) == [None, None]
+        assert pair.both(lambda operations: operations.update(timeout_seconds=20)) == [None, None]
         publishing[0].result(20)
         last = 4 if is_gone else 3
         assert pair.versions == [last, last]
@@ -1074,7 +1082,7 @@ def test_a_rank_that_cannot_prepare_keeps_all_at_the_old_version_at_once(pair, r
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_whose_memory_does_not_come_back_does_not_leave_the_other_waiting(pair, rank):
     """C24: on every rank, at once; peers do not wait for a deadline."""
-    assert pair.both(lambda machine: machine.clear()) == [None, None]
+    assert pair.both(lambda operations: operations.clear()) == [None, None]
     pair.engines[rank].faults = {"restore_weights": MemoryError("on purpose")}
     started = time.monotonic()
     raised = pair.update(2)
@@ -1082,7 +1090,7 @@ def test_a_rank_whose_memory_does_not_come_back_does_not_leave_the_other_waiting
     assert all("restore_weights failed: MemoryError" in str(each) for each in raised)
     assert State.SERVING not in pair.states
     pair.engines[rank].faults = {}
-    assert pair.both(lambda machine: machine.restore()) == [None, None]
+    assert pair.both(lambda operations: operations.restore()) == [None, None]
     assert pair.update(3) == [None, None]
     assert pair.states == [State.SERVING, State.SERVING]
     assert pair.versions == [3, 3]
@@ -1090,13 +1098,13 @@ def test_a_rank_whose_memory_does_not_come_back_does_not_leave_the_other_waiting
 
 def test_a_rank_that_refuses_to_resume_keeps_the_other_from_serving(pair):
     """C32: on all ranks or on none."""
-    assert pair.both(lambda machine: machine.pause()) == [None, None]
+    assert pair.both(lambda operations: operations.pause()) == [None, None]
     pair.machines[1].retire(LifecycleError("gone wrong"))
-    raised = pair.both(lambda machine: machine.resume(timeout_seconds=10))
+    raised = pair.both(lambda operations: operations.resume(timeout_seconds=10))
     assert all("engine is FAILED" in str(each) for each in raised)
     assert pair.states == [State.PAUSED, State.FAILED]
     assert pair.update(2) == [None, None]
-    assert pair.both(lambda machine: machine.resume(timeout_seconds=10)) == [None, None]
+    assert pair.both(lambda operations: operations.resume(timeout_seconds=10)) == [None, None]
     assert pair.states == [State.SERVING, State.SERVING]
 
 
@@ -1107,9 +1115,11 @@ def test_a_rank_that_refuses_to_resume_keeps_the_other_from_serving(pair):
 def test_a_second_pause_that_is_asked_of_one_rank_alone_does_not_end_the_first(pair, rank):
     """It is Busy by itself: what it said would be taken for a word on the one that runs."""
     with pair.held(rank, "pause") as is_held:
-        first = [pair.one(lambda machine: machine.pause(timeout_seconds=20), n) for n in (0, 1)]
+        first = [
+            pair.one(lambda operations: operations.pause(timeout_seconds=20), n) for n in (0, 1)
+        ]
         assert is_held.wait(10)
-        second = pair.one(lambda machine: machine.pause(timeout_seconds=0.3), rank)
+        second = pair.one(lambda operations: operations.pause(timeout_seconds=0.3), rank)
         assert isinstance(second.exception(10), Busy)
     assert [each.exception(20) for each in first] == [None, None]
     assert pair.states == [State.PAUSED, State.PAUSED]
@@ -1119,18 +1129,18 @@ def test_a_second_pause_that_is_asked_of_one_rank_alone_does_not_end_the_first(p
 @pytest.mark.parametrize("other", ["clear", "resume"])
 def test_ranks_that_were_asked_for_different_things_stop_by_one_verdict(pair, other, rank):
     """C32: when the time of the first is over; nothing has changed, on any."""
-    one = pair.one(lambda machine: machine.pause(timeout_seconds=0.5), rank)
-    two = pair.one(lambda machine: getattr(machine, other)(timeout_seconds=20), 1 - rank)
+    one = pair.one(lambda operations: operations.pause(timeout_seconds=0.5), rank)
+    two = pair.one(lambda operations: getattr(operations, other)(timeout_seconds=20), 1 - rank)
     raised = [one.exception(10), two.exception(10)]
     assert all("the ranks were asked for different things" in str(each) for each in raised)
     assert (pair.states, pair.versions) == ([State.SERVING] * 2, [1, 1])
-    assert pair.both(lambda machine: machine.pause(timeout_seconds=20)) == [None, None]
+    assert pair.both(lambda operations: operations.pause(timeout_seconds=20)) == [None, None]
 
 
 def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads):
     """Of one rank alone, some time ago; a third hears of it from the first."""
     store = FakeRendezvousStore()
-    ranks = [Ranks(Rendezvous(rank, 3, store, "three")) for rank in range(3)]
+    ranks = [RankAgreement(Rendezvous(rank, 3, store, "three")) for rank in range(3)]
 
     def all_prepared():
         futures = [threads.submit(each.prepared, None, time.monotonic() + 20) for each in ranks]
@@ -1138,7 +1148,7 @@ def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads):
 
     assert all(verdict.is_agreed for verdict in all_prepared())
     assert ranks[1].agreed(1, "", None, time.monotonic() + 0.1, what="resume").is_lost
-    until(lambda: all(each._group.has_parted for each in (ranks[0], ranks[2])))
+    until(lambda: all(each._group.can_rejoin for each in (ranks[0], ranks[2])))
     assert all(verdict.is_agreed for verdict in all_prepared())
     for parting in [threads.submit(each.close) for each in ranks]:
         parting.result(10)
@@ -1154,9 +1164,9 @@ def test_a_rank_that_hears_nobody_ends_within_what_its_controller_waits(pair, ra
 
 
 def test_a_restore_that_one_rank_is_not_at_brings_nothing_back(pair):
-    assert pair.both(lambda machine: machine.clear(KV_CACHE)) == [None, None]
+    assert pair.both(lambda operations: operations.clear(KV_CACHE)) == [None, None]
     calls = len(pair.engines[0].calls)
-    lone = pair.one(lambda machine: machine.restore(timeout_seconds=0.1), 0)
+    lone = pair.one(lambda operations: operations.restore(timeout_seconds=0.1), 0)
     assert "the ranks did not decide" in str(lone.exception(20))
     assert "restore_cache" not in pair.engines[0].calls[calls:]
     assert Tag.KV_CACHE in pair.machines[0].condition.absent
@@ -1164,13 +1174,13 @@ def test_a_restore_that_one_rank_is_not_at_brings_nothing_back(pair):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_cache_that_one_rank_lacks_keeps_the_other_from_serving(pair, rank):
-    assert pair.both(lambda machine: machine.clear(KV_CACHE)) == [None, None]
+    assert pair.both(lambda operations: operations.clear(KV_CACHE)) == [None, None]
     pair.engines[rank].faults = {"restore_cache": MemoryError("on purpose")}
-    raised = pair.both(lambda machine: machine.restore(timeout_seconds=20))
+    raised = pair.both(lambda operations: operations.restore(timeout_seconds=20))
     assert all("restore_cache failed: MemoryError" in str(each) for each in raised)
     assert State.SERVING not in pair.states
     pair.engines[rank].faults = {}
-    assert pair.both(lambda machine: machine.restore(timeout_seconds=20)) == [None, None]
+    assert pair.both(lambda operations: operations.restore(timeout_seconds=20)) == [None, None]
     assert pair.states == [State.SERVING, State.SERVING]
 
 
@@ -1179,34 +1189,34 @@ def test_a_pause_that_should_resume_brings_ranks_that_stand_apart_together(pair)
     assert isinstance(pair.update(2)[1], LifecycleError)
     assert pair.states == [State.SERVING, State.PAUSED]
     pair.engines[1].faults = {}
-    aborted = pair.both(lambda machine: machine.pause(should_abort=True, should_resume=True))
+    aborted = pair.both(lambda operations: operations.pause(should_abort=True, should_resume=True))
     assert aborted == [None, None]
     assert pair.states == [State.SERVING, State.SERVING]
 
 
 def test_a_pause_that_should_resume_stays_on_all_ranks_where_one_was_paused_by_hand(pair):
     pair.machines[1].is_paused_by_hand = True  # as a worker does that takes over
-    paused = pair.both(lambda machine: machine.pause(should_abort=True, should_resume=True))
+    paused = pair.both(lambda operations: operations.pause(should_abort=True, should_resume=True))
     assert paused == [None, None]
     assert pair.states == [State.PAUSED, State.PAUSED]
-    assert all(machine.is_paused_by_hand for machine in pair.machines)
-    assert pair.both(lambda machine: machine.resume()) == [None, None]
+    assert all(operations.is_paused_by_hand for operations in pair.machines)
+    assert pair.both(lambda operations: operations.resume()) == [None, None]
     assert pair.states == [State.SERVING, State.SERVING]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_round_that_one_rank_has_no_turn_for_ends_on_the_other_too(pair, rank, monkeypatch):
     """The pause that has the turn there drains for long; the other rank joins it afterwards."""
-    for module in ("machine", "rounds"):
+    for module in ("operations", "update"):
         monkeypatch.setattr(f"flyweight.lifecycle.{module}.ROUND_SECONDS", 0.5)
 
-    def follow(machine):
-        return machine.follow(timeout_seconds=20, is_over=lambda: False)
+    def follow(operations):
+        return operations.follow(timeout_seconds=20, is_over=lambda: False)
 
     pair.publish(2)
-    pair.both(lambda machine: machine.update(timeout_seconds=20))  # no pin
+    pair.both(lambda operations: operations.update(timeout_seconds=20))  # no pin
     with pair.request(rank):
-        pauses = [pair.one(lambda machine: machine.pause(timeout_seconds=20), rank)]
+        pauses = [pair.one(lambda operations: operations.pause(timeout_seconds=20), rank)]
         until(lambda: pair.states[rank] is State.PAUSING)
         pair.publish(3)
         raised = pair.both(follow)
@@ -1216,7 +1226,7 @@ def test_a_round_that_one_rank_has_no_turn_for_ends_on_the_other_too(pair, rank,
         ]
         assert all("pause is running, update was not begun" in str(each) for each in raised)
         assert pair.states[1 - rank] is State.SERVING
-        pauses.append(pair.one(lambda machine: machine.pause(timeout_seconds=20), 1 - rank))
+        pauses.append(pair.one(lambda operations: operations.pause(timeout_seconds=20), 1 - rank))
     assert [each.exception(20) for each in pauses] == [None, None]
     assert (pair.states, pair.versions) == ([State.PAUSED] * 2, [2, 2])
 
@@ -1224,10 +1234,10 @@ def test_a_round_that_one_rank_has_no_turn_for_ends_on_the_other_too(pair, rank,
 def test_an_engine_that_must_stop_waits_for_what_one_rank_is_at_alone(pair):
     """Nothing may be left serving because something else ran."""
     with pair.held(1) as is_held:
-        lone = pair.one(lambda machine: machine.clear(timeout_seconds=20), 1)
+        lone = pair.one(lambda operations: operations.clear(timeout_seconds=20), 1)
         assert is_held.wait(10)
-        retired = pair.one(lambda machine: machine.retire(LifecycleError("gone wrong")), 1)
-        other = pair.one(lambda machine: machine.clear(timeout_seconds=20), 0)
+        retired = pair.one(lambda operations: operations.retire(LifecycleError("gone wrong")), 1)
+        other = pair.one(lambda operations: operations.clear(timeout_seconds=20), 0)
         assert not wait([retired], 0.3).done
     assert [each.exception(20) for each in (lone, other, retired)] == [None] * 3
     assert pair.states == [State.CLEARED, State.FAILED]
@@ -1237,11 +1247,11 @@ def test_an_engine_that_must_stop_waits_for_what_one_rank_is_at_alone(pair):
 def test_a_pause_that_one_rank_has_no_time_for_leaves_all_serving(pair, rank):
     """C32: the rank that drained at once hears why, and does not take the other for lost."""
     with pair.request(rank):
-        raised = pair.both(lambda machine: machine.pause(timeout_seconds=0.6))
+        raised = pair.both(lambda operations: operations.pause(timeout_seconds=0.6))
         assert isinstance(raised[rank], TransferTimeout)
         assert "1 requests were still running" in str(raised[1 - rank])
         assert pair.states == [State.SERVING, State.SERVING]
-    assert pair.both(lambda machine: machine.pause(timeout_seconds=20)) == [None, None]
+    assert pair.both(lambda operations: operations.pause(timeout_seconds=20)) == [None, None]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -1257,13 +1267,15 @@ def test_a_round_that_all_ranks_are_in_is_not_ended_by_what_they_refuse_meanwhil
 
     pair.replicas[rank]._advance = slow
     pair.publish(2)
-    updates = [pair.one(lambda machine: machine.update(2, timeout_seconds=20), n) for n in (0, 1)]
+    updates = [
+        pair.one(lambda operations: operations.update(2, timeout_seconds=20), n) for n in (0, 1)
+    ]
     assert began.wait(10)
     until(lambda: pair.states[1 - rank] is State.VERIFYING)
     for seconds in (0.3, 0.1):
-        raised = pair.both(lambda machine: machine.pause(timeout_seconds=seconds))  # noqa: B023
+        raised = pair.both(lambda operations: operations.pause(timeout_seconds=seconds))  # noqa: B023
         assert [type(each) for each in raised] == [Busy, Busy]
-    only = pair.one(lambda machine: machine.pause(timeout_seconds=0.1), rank)
+    only = pair.one(lambda operations: operations.pause(timeout_seconds=0.1), rank)
     assert isinstance(only.exception(10), Busy)
     may_end.set()
     assert [update.exception(20) for update in updates] == [None, None]

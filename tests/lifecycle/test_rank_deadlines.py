@@ -4,7 +4,7 @@ import time
 
 from fakes import FakeRendezvousStore
 from flyweight.errors import TransferTimeout
-from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
 
 SECONDS = 1.0
@@ -14,7 +14,7 @@ LATE_SECONDS = 0.3
 def test_who_says_just_after_the_deadline_that_it_failed_is_heard(threads):
     """Else the first would take it for dead, and every rank would fail instead of going on."""
     store = FakeRendezvousStore()
-    first, second = ranks = [Ranks(Rendezvous(rank, 2, store, "pair")) for rank in range(2)]
+    first, second = ranks = [RankAgreement(Rendezvous(rank, 2, store, "pair")) for rank in range(2)]
 
     def decide(waits_seconds):
         """Have both decide by one deadline, the second so much after it; return how late it was."""

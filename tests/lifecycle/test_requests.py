@@ -160,7 +160,7 @@ def test_generators_of_one_thread_that_end_in_any_order_are_all_counted(engine):
     third.close()
     check_waits(engine, second.close)
     assert is_closed(engine)
-    with pytest.raises(LifecycleError, match="took no requests"), engine.request(0):
+    with pytest.raises(LifecycleError, match="accepted no requests"), engine.request(0):
         pass
 
 
@@ -248,7 +248,7 @@ def test_a_child_task_is_inside_only_while_the_outer_request_is_open(engine):
                 assert version == 1
             has_passed.set()
             await has_ended.wait()
-            with pytest.raises(LifecycleError, match="took no requests"):
+            with pytest.raises(LifecycleError, match="accepted no requests"):
                 async with engine.request(0):
                     pass
             async with engine.request(LATE) as version:
@@ -280,7 +280,7 @@ def test_a_thread_of_to_thread_is_inside_the_request_of_its_task(engine):
             assert await asyncio.to_thread(step) == outer
             assert not pause.has_returned
         await asyncio.to_thread(pause.join)
-        with pytest.raises(LifecycleError, match="took no requests"):
+        with pytest.raises(LifecycleError, match="accepted no requests"):
             await asyncio.to_thread(step)
 
     asyncio.run(main())
@@ -331,7 +331,7 @@ def test_async_with_ends_at_its_deadline(engine):
     engine.pause(time.monotonic())
 
     async def main():
-        with pytest.raises(LifecycleError, match="the engine took no requests for 0.05 s"):
+        with pytest.raises(LifecycleError, match="the engine accepted no requests for 0.05 s"):
             async with engine.request(0.05):
                 pass
 
@@ -482,7 +482,7 @@ def test_a_request_is_good_for_one_block(engine):
 
     engine.pause(time.monotonic())
     late = engine.request(0)
-    with pytest.raises(LifecycleError, match="took no requests"), late:
+    with pytest.raises(LifecycleError, match="accepted no requests"), late:
         pass
     engine.resume(1)
     request, other = engine.request(), engine.request()
@@ -566,7 +566,7 @@ def served(address, tmp_path, *, must_publish=NUM_VERSIONS):
             is_over.set()
         training.result(LATE)
         assert was_over
-        assert worker.machine.failure is None
+        assert worker.operations.failure is None
     assert engine.num_running == 0
 
 

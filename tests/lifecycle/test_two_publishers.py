@@ -5,9 +5,9 @@ from contextlib import ExitStack
 import flyweight as fw
 from fakes import FakeRendezvousStore
 from flyweight.errors import LifecycleError
+from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.lifecycle.engine import ModelEngine
-from flyweight.lifecycle.operations import Machine
-from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
 from flyweight.ranks.rendezvous import Rendezvous
 from live_models import holds, weights
@@ -25,13 +25,13 @@ class Engine:
         store, self._threads = FakeRendezvousStore(), threads
         self.models = [weights(0), weights(0)]
         self.engines = [ModelEngine(model) for model in self.models]
-        self.ranks = [Ranks(Rendezvous(rank, 2, store, "engine")) for rank in range(2)]
+        self.ranks = [RankAgreement(Rendezvous(rank, 2, store, "engine")) for rank in range(2)]
         replicas = [
             stack.enter_context(fw.Replica(model, address))
             for model, address in zip(self.models, addresses, strict=True)
         ]
         self.machines = [
-            Machine(*each) for each in zip(self.engines, replicas, self.ranks, strict=True)
+            Operations(*each) for each in zip(self.engines, replicas, self.ranks, strict=True)
         ]
         stack.callback(self._part)
 
@@ -42,8 +42,8 @@ class Engine:
     def update(self, version):
         """Have both ranks take a version; return what each raised."""
         futures = [
-            self._threads.submit(machine.update, version, timeout_seconds=20)
-            for machine in self.machines
+            self._threads.submit(operations.update, version, timeout_seconds=20)
+            for operations in self.machines
         ]
         return [future.exception(30) for future in futures]
 
@@ -77,6 +77,6 @@ def test_ranks_with_one_version_of_two_publishers_do_not_serve(tmp_path, threads
         engine = Engine(stack, addresses, threads)
         raised = engine.update(5)
         assert all("hold version 5 of different sources" in str(each) for each in raised)
-        assert [machine.state for machine in engine.machines] == [State.FAILED, State.FAILED]
-        assert [machine.version for machine in engine.machines] == [None, None]
+        assert [operations.state for operations in engine.machines] == [State.FAILED, State.FAILED]
+        assert [operations.version for operations in engine.machines] == [None, None]
         assert engine.answers() == []

@@ -14,9 +14,9 @@ import flyweight as fw
 from controlled import serving
 from fakes import FakeRendezvousStore
 from flyweight.errors import TransferTimeout, VersionError
+from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.lifecycle.control import Control
-from flyweight.lifecycle.operations import Machine
-from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.ranks.rendezvous import Rendezvous
@@ -221,7 +221,7 @@ def test_a_store_that_was_pruned_does_not_hide_a_publisher_that_comes(make, tmp_
     fleet.took(4)
     shutil.rmtree(store / "v0000000004")
     asked = threads.submit(fleet.ask)
-    until(lambda: fleet.control.cell.slot(0).taken > fleet.control.cell.slot(0).done)
+    until(lambda: fleet.control.cell.record(0).taken > fleet.control.cell.record(0).done)
     time.sleep(1.5)  # by then it has looked for a publisher, and in the store
     with fw.Publisher(weights(5), fleet.address, hold=True) as publisher:
         publisher.publish(5)
@@ -245,7 +245,7 @@ def test_closing_a_worker_ends_a_request_that_waits(make):
     fleet.publish(1)
     assert fleet.ask().ending == "done"
     fleet.control.start(Signal.UPDATE, timeout_seconds=60)
-    until(lambda: fleet.control.cell.slot(0).taken > fleet.control.cell.slot(0).done)
+    until(lambda: fleet.control.cell.record(0).taken > fleet.control.cell.record(0).done)
     started = time.monotonic()
     fleet.worker.close()
     assert time.monotonic() - started < 5
@@ -355,12 +355,13 @@ def test_a_rank_that_was_started_again_takes_what_the_others_serve(address, thre
         def started(rank):
             model = weights(0)
             replica = stack.enter_context(fw.Replica(model, address))
-            ranks = Ranks(Rendezvous(rank, 2, store, "pair"))
-            return model, ranks, Machine(fw.ModelEngine(model), replica, ranks)
+            ranks = RankAgreement(Rendezvous(rank, 2, store, "pair"))
+            return model, ranks, Operations(fw.ModelEngine(model), replica, ranks)
 
         def update(seconds):
             asked = [
-                threads.submit(machine.update, timeout_seconds=seconds) for *_, machine in ranks
+                threads.submit(operations.update, timeout_seconds=seconds)
+                for *_, operations in ranks
             ]
             return [each.exception(seconds + 30) for each in asked]
 
@@ -368,12 +369,12 @@ def test_a_rank_that_was_started_again_takes_what_the_others_serve(address, thre
         try:
             assert update(20) == [None, None]
             assert "a version after 1" in str(update(1.5)[0])  # it was answered with that one
-            assert [machine.state for *_, machine in ranks] == [State.SERVING] * 2
+            assert [operations.state for *_, operations in ranks] == [State.SERVING] * 2
             for number in range(2):
                 ranks[number][1].close()
                 ranks[number] = started(number)
                 assert update(20) == [None, None]
-                assert [machine.state for *_, machine in ranks] == [State.SERVING] * 2
+                assert [operations.state for *_, operations in ranks] == [State.SERVING] * 2
                 assert all(holds(model, 1) for model, *_ in ranks)
             assert "a version after 1" in str(update(1.5)[0])
         finally:

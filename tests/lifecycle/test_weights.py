@@ -20,9 +20,9 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.events import listening
+from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.lifecycle.engine import ModelEngine
-from flyweight.lifecycle.operations import Machine
-from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.ranks.rendezvous import Rendezvous
@@ -82,24 +82,24 @@ def test_ranks_do_not_keep_different_files_that_have_no_version(tmp_path, thread
     with ExitStack() as stack:
         for rank in range(2):
             put(tmp_path / str(rank), 1)
-            ranks = Ranks(Rendezvous(rank, 2, store, "pair"))
+            ranks = RankAgreement(Rendezvous(rank, 2, store, "pair"))
             stack.callback(ranks.close)
             weights = snapshot_weights(models[rank], tmp_path / str(rank), rank)
-            machines.append(Machine(ModelEngine(models[rank]), weights, ranks))
+            machines.append(Operations(ModelEngine(models[rank]), weights, ranks))
 
         def update():
             futures = [threads.submit(m.update, timeout_seconds=10) for m in machines]
             return [future.exception(30) for future in futures]
 
         assert update() == [None, None]
-        assert [machine.state for machine in machines] == [State.SERVING] * 2
+        assert [operations.state for operations in machines] == [State.SERVING] * 2
         put(tmp_path / "0", 2)
         put(tmp_path / "1", 2, (32, 64))
         assert "ShapeMismatch" in str(update()[0])
-        assert [machine.state for machine in machines] == [State.FAILED] * 2
+        assert [operations.state for operations in machines] == [State.FAILED] * 2
         put(tmp_path / "1", 2)
         assert update() == [None, None]
-        assert [machine.state for machine in machines] == [State.SERVING] * 2
+        assert [operations.state for operations in machines] == [State.SERVING] * 2
         assert all((each["w"] == 2).all() for each in models)
 
 
@@ -126,11 +126,11 @@ def test_a_machine_fills_a_parameter_that_was_replaced(tmp_path):
     layer = torch.nn.Linear(8, 8)
     torch.nn.init.ones_(layer.weight)
     fw.save(layer, tmp_path, version=7)
-    machine = Machine(ModelEngine(layer), StoredWeights(layer, tmp_path))
-    machine.update(7)
+    operations = Operations(ModelEngine(layer), StoredWeights(layer, tmp_path))
+    operations.update(7)
     layer.weight = torch.nn.Parameter(torch.zeros(8, 8))
-    machine.update(7)
-    assert (machine.state, machine.version) == (State.SERVING, 7)
+    operations.update(7)
+    assert (operations.state, operations.version) == (State.SERVING, 7)
     assert (layer.weight == 1).all()
 
 
@@ -200,33 +200,33 @@ def test_a_tensor_replaced_while_a_machine_follows_is_not_served(address, thread
         fw.Replica(target, address) as replica,
     ):
         publisher.publish(1)
-        machine = Machine(ModelEngine(target), replica)
-        machine.update(timeout_seconds=10)
+        operations = Operations(ModelEngine(target), replica)
+        operations.update(timeout_seconds=10)
         way = {"timeout_seconds": 20, "is_over": lambda: False}
-        future = threads.submit(machine.follow, **way)
+        future = threads.submit(operations.follow, **way)
         until(lambda: any(peer.ask for peer in publisher._on.peers.values()))
         target.update(model(7))
         source["w"][...] = 2
         publisher.publish(2)
         with pytest.raises(VersionError, match="were replaced, or have moved, before version 2"):
             future.result(20)
-        assert (machine.state, machine.version) == (State.FAILED, None)
-        assert machine.follow(**way)
-        assert (machine.state, machine.version) == (State.SERVING, 2)
+        assert (operations.state, operations.version) == (State.FAILED, None)
+        assert operations.follow(**way)
+        assert (operations.state, operations.version) == (State.SERVING, 2)
         assert (target["w"] == 2).all()
 
 
 def test_a_machine_does_not_serve_what_its_update_found_replaced(tmp_path):
     fw.save(model(1), tmp_path, version=1)
     target = model()
-    machine = Machine(ModelEngine(target), StoredWeights(target, tmp_path))
-    machine.update()
+    operations = Operations(ModelEngine(target), StoredWeights(target, tmp_path))
+    operations.update()
     target.update(model(7))
     with pytest.raises(VersionError, match="version 9 is not one of"):
-        machine.update(9)
-    assert (machine.state, machine.version) == (State.FAILED, None)
-    machine.update()
-    assert (machine.state, target["w"][0, 0]) == (State.SERVING, 1)
+        operations.update(9)
+    assert (operations.state, operations.version) == (State.FAILED, None)
+    operations.update()
+    assert (operations.state, target["w"][0, 0]) == (State.SERVING, 1)
 
 
 # Parts, laid over a version that the caller vouches for.
@@ -305,23 +305,25 @@ def near(address, tmp_path):
 def test_a_newer_snapshot_is_taken_while_no_publisher_is_there(near, address, tmp_path):
     target, weights = near
     fw.save(model(1), tmp_path / "store", version=1)
-    machine = Machine(ModelEngine(target), weights)
-    machine.update()
+    operations = Operations(ModelEngine(target), weights)
+    operations.update()
     fw.save(model(2), tmp_path / "store", version=2)
-    machine.update()  # asked for
-    assert (machine.version, target["w"][0, 0]) == (2, 2)
+    operations.update()  # asked for
+    assert (operations.version, target["w"][0, 0]) == (2, 2)
     fw.save(model(3), tmp_path / "store", version=3)
-    assert machine.follow(timeout_seconds=5, is_over=lambda: False)  # or not
-    assert (machine.version, target["w"][0, 0]) == (3, 3)
-    assert not machine.follow(timeout_seconds=1, is_over=lambda: False)
+    assert operations.follow(timeout_seconds=5, is_over=lambda: False)  # or not
+    assert (operations.version, target["w"][0, 0]) == (3, 3)
+    assert not operations.follow(timeout_seconds=1, is_over=lambda: False)
     with fw.Publisher(model(6), address, hold=True) as publisher:
         publisher.publish(6)
-        machine.update()
-        assert (machine.version, target["w"][0, 0]) == (6, 6)
+        operations.update()
+        assert (operations.version, target["w"][0, 0]) == (6, 6)
         fw.save(model(7), tmp_path / "store", version=7)
-        assert not machine.follow(timeout_seconds=1, is_over=lambda: False)  # who is there decides
-    assert machine.follow(timeout_seconds=5, is_over=lambda: False)
-    assert (machine.version, target["w"][0, 0]) == (7, 7)
+        assert not operations.follow(
+            timeout_seconds=1, is_over=lambda: False
+        )  # who is there decides
+    assert operations.follow(timeout_seconds=5, is_over=lambda: False)
+    assert (operations.version, target["w"][0, 0]) == (7, 7)
 
 
 def test_an_older_snapshot_is_not_taken_over_a_publishers_version(near, address, tmp_path):

@@ -12,8 +12,9 @@ import flyweight as fw
 from conftest import flip
 from flyweight.errors import Busy, LifecycleError, PeerLost, SpecError, TransferTimeout
 from flyweight.events import listening
-from flyweight.lifecycle.control import ABSENT, Control
-from flyweight.lifecycle.operations import Machine
+from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.operations import Operations
+from flyweight.lifecycle.replica_status import ABSENT
 from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.live.connection import Wire
@@ -103,7 +104,7 @@ def test_a_worker_follows_its_trainer_and_does_what_is_asked(start, publisher, c
     """C15, C16, C32: tags one by one; serving resumes once weights and cache are both there."""
     with Control(cell) as control:
         assert control.status().state == ABSENT
-        with pytest.raises(PeerLost, match="none of its 1 ranks has come yet"):
+        with pytest.raises(PeerLost, match="none of its 1 ranks has started yet"):
             control.start(Signal.PAUSE)
         child = start()
         assert control.status().state == State.CLEARED
@@ -266,14 +267,14 @@ def test_a_cell_that_is_removed_stops_the_engine_that_nobody_could_stop(start, p
         publish(publisher, 1)
         until(lambda: serves(control, 1))
         os.unlink(cell)
-        with pytest.raises(LifecycleError, match="was removed under its users"):
+        with pytest.raises(LifecycleError, match="was removed while in use"):
             control.start(Signal.PAUSE)
         until(lambda: control.status().state == State.FAILED)
         assert "was removed" in control.status().reason
         child.send("version")
         kind, text = child.told(20)
         assert kind == "error"
-        assert "took no requests" in text
+        assert "accepted no requests" in text
 
 
 def test_a_stopped_engine_does_not_hold_its_controller_for_ever(start, publisher, cell):
@@ -288,10 +289,10 @@ def test_a_stopped_engine_does_not_hold_its_controller_for_ever(start, publisher
         assert 3 <= time.monotonic() - began < 5
         assert operation.error == "TransferTimeout"
         assert f"process {child.pid}" in operation.reason
-        with pytest.raises(Busy, match="is still at operation pause-1"):
+        with pytest.raises(Busy, match="still works on operation pause-1"):
             control.check_idle()
         child.kill(signals.SIGCONT)
-        until(lambda: control.cell.slot(0).done == 1)
+        until(lambda: control.cell.record(0).done == 1)
         assert serves(control, 1)  # what was told to have failed is not done afterwards
         control.check_idle()
 
@@ -438,17 +439,17 @@ def test_an_update_after_a_failure_waits_for_the_request_that_still_runs(publish
     model = weights(0)
     engine = fw.ModelEngine(model)
     with fw.Replica(model, address) as replica:
-        machine = Machine(engine, replica)
+        operations = Operations(engine, replica)
         publisher[0].publish(1)
-        machine.update(timeout_seconds=10)
+        operations.update(timeout_seconds=10)
         with engine.request() as version:
-            machine.retire(LifecycleError("lost"))
+            operations.retire(LifecycleError("lost"))
             assign(publisher[1], 2)
             publisher[0].publish(2)
             with pytest.raises(TransferTimeout, match="still running"):
-                machine.update(timeout_seconds=0.5)
+                operations.update(timeout_seconds=0.5)
             assert holds(model, version)
-        machine.update(timeout_seconds=10)
-        machine.resume()
+        operations.update(timeout_seconds=10)
+        operations.resume()
         with engine.request() as version:
             assert (version, holds(model, version)) == (2, True)

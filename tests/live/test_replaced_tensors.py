@@ -10,7 +10,7 @@ import pytest
 
 import flyweight as fw
 from flyweight.errors import VersionError
-from flyweight.lifecycle.operations import Machine
+from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.weights import StoredWeights
 from live_models import until
 
@@ -124,7 +124,7 @@ def test_an_engine_is_updated_in_the_tensors_that_it_has_by_now(make, replace, a
         fw.Replica(target, address) as replica,
     ):
         engine = fw.ModelEngine(target)
-        machine = Machine(engine, replica)
+        machine = Operations(engine, replica)
         publisher.publish(1)
         machine.update(timeout_seconds=20)
         replace(target, make(9))
@@ -145,7 +145,7 @@ def test_stored_weights_hold_no_version_once_tensors_were_replaced(make, replace
     fw.save(make(1), tmp_path, version=1)
     target = make(0)
     weights = StoredWeights(target, tmp_path)
-    machine = Machine(fw.ModelEngine(target), weights)
+    machine = Operations(fw.ModelEngine(target), weights)
     machine.update(timeout_seconds=20)
     assert weights.version == 1
     replace(target, make(9))

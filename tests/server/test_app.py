@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controlled import TOKEN, VERSIONS, Engine, Site, Trainer, frozen, serving
 from flyweight.errors import StoreError
-from flyweight.lifecycle.control import Control, RankStatus, ReplicaStatus
+from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.replica_status import RankStatus, ReplicaStatus
 from flyweight.lifecycle.states import State
 from flyweight.server import app as server_app
 from flyweight.server import http as server_http
@@ -577,7 +578,10 @@ def test_an_engine_that_is_killed_is_told_in_words_and_comes_back(trained):
     cell = trained.place / "mortal.cell"
     with serving([Control(cell, 1, name="mortal")]) as site:
         code, told = site.ask("GET", "/health")
-        assert (code, told["result"]) == (503, "mortal: absent: none of its 1 ranks has come yet")
+        assert (code, told["result"]) == (
+            503,
+            "mortal: absent: none of its 1 ranks has started yet",
+        )
         assert site.ask("POST", "/v1/pause")[0] == 503
         assert site.ask("GET", "/update_model_weight")[0] == 404
         with Engine(trained.address, cell, should_follow=False) as engine:

@@ -118,7 +118,7 @@ def test_a_frozen_engine_is_given_up_when_its_time_is_over(site, verb):
         told = flyweight(verb, "--timeout", 3, code=7)
         assert 3 <= time.monotonic() - began < 5.5
     assert "TransferTimeout: engine: rank 0 (process " in told
-    assert "within 3 s; see whether it is stopped, or still at work" in told
+    assert "within 3 s; check whether it is stopped or still working" in told
 
 
 def test_time_that_is_over_is_exit_code_7(site):

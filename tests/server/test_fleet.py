@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from flyweight.errors import SpecError
-from flyweight.lifecycle.cell import Cell, Slot
+from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State
 from flyweight.server import fleet as server_fleet
@@ -48,7 +48,9 @@ class Ranks:
     def tell(self, rank, **fields):
         self.slots[rank] |= fields
         slot = {"pid": os.getpid(), "absent": ()}
-        self.cells[rank].tell(rank, Slot(**{**slot, "state": State.SERVING, **self.slots[rank]}))
+        self.cells[rank].write_record(
+            rank, RankRecord(**{**slot, "state": State.SERVING, **self.slots[rank]})
+        )
 
     def answer(self, *ranks):
         """Say that what was asked last is done."""
@@ -139,7 +141,7 @@ def test_a_cell_that_was_taken_away_is_a_failed_replica(ranks, fleet):
     ranks.cell.path.unlink()
     replica = fleet.status()["replicas"][0]
     assert (replica["state"], replica["version"]) == ("FAILED", None)
-    assert "was removed under its users" in replica["reason"]
+    assert "was removed while in use" in replica["reason"]
 
 
 def test_a_change_is_told_to_whoever_listens_without_being_asked(ranks, fleet):
@@ -186,7 +188,7 @@ def test_nothing_is_asked_of_anybody_while_a_rank_is_at_what_was_given_up(ranks,
         (busy,) = fleet.carry_out(None, asks(Signal.CLEAR))
         assert (busy.replica, busy.ending, busy.operation) == ("policy", "busy", "pause-1")
         assert busy.signal == "PAUSE"
-        assert "rank 0 of replica 'policy' is still at operation pause-1" in busy.reason
+        assert "rank 0 of replica 'policy' still works on operation pause-1" in busy.reason
         assert other.cell.request() is None
         ranks.answer(0, 1)
         resuming = threads.submit(fleet.carry_out, "policy", asks(Signal.RESUME))

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import flyweight as fw
 from controlled import serving
-from flyweight.lifecycle.cell import Cell, Slot
+from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import State
 from live_models import until, weights
@@ -41,14 +41,14 @@ def samples(site):
 )
 def test_each_metric_is_what_the_rank_says_in_its_unit(tmp_path, state, percent, ratio):
     """C26, C31: a rank says percent, and the ratio is a hundredth of it."""
-    told = Slot(
+    told = RankRecord(
         pid=os.getpid(), state=state, absent=(), version=7, percent=percent, num_running=5,
         nbytes=123_456_789, round_seconds=2.5, pause_seconds=0.125, num_rounds=9,
     )  # fmt: skip
     with Cell(tmp_path / "e.cell", 2) as cell:
         for rank in range(2):
             cell.claim(rank)
-            cell.tell(rank, told)
+            cell.write_record(rank, told)
         with serving([Control(tmp_path / "e.cell", 2, name="e")]) as site:
             found = samples(site)
             assert found["flyweight_state", state] == 1

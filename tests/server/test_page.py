@@ -161,7 +161,7 @@ def test_what_a_replica_is_called_is_text_and_never_markup(browser, tmp_path):
         page = Page(browser, site).load()
         page.sees(".name", name)
         page.sees(".state", "ABSENT")
-        page.sees(".reason", "none of its 1 ranks has come yet")
+        page.sees(".reason", "none of its 1 ranks has started yet")
         assert browser.title == "Flyweight"
         assert not page.complaints()
 

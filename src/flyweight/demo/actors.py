@@ -11,7 +11,7 @@ from flyweight.demo.channel import Generate, Line
 from flyweight.demo.children import Child, Told
 from flyweight.demo.setting import Places, Setting
 from flyweight.errors import TransportError
-from flyweight.lifecycle.cell import Cell, Slot
+from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.states import State
 
 _DIGITS = bytes((3, 1, 4, 1, 5, 9, 2, 6))
@@ -89,10 +89,10 @@ class Actor:
         return cls(name, start, Cell(places.cell(name)), users)
 
     @property
-    def slot(self) -> Slot:
+    def slot(self) -> RankRecord:
         """How the engine stands, by its status cell."""
-        found = self.cell.slot(0)
-        return Slot() if found is None else found
+        found = self.cell.record(0)
+        return RankRecord() if found is None else found
 
     @property
     def version(self) -> int | None:

@@ -56,7 +56,7 @@ def _tell(worker: Worker, path: Path) -> None:
     with Cell(path) as cell:
         while True:
             bell = cell.wait_change(bell, _LOOK_SECONDS)
-            slot, report = cell.slot(0), worker.machine.report
+            slot, report = cell.record(0), worker.operations.report
             if slot is None:
                 continue
             if slot.state is State.FAILED and state is not State.FAILED:

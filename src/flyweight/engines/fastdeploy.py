@@ -1,6 +1,6 @@
 """FastDeploy: its DynamicWeightManager, with the old calls and results, on Flyweight's parts.
 
-The old calls move a `Machine`: `update_parameters` takes weights in and stands still,
+The old calls move a `Operations`: `update_parameters` takes weights in and stands still,
 `finalize_update` lets them be served, `clear_parameters` gives their memory back; each on
 all ranks or on none. What exists only on a GPU or inside FastDeploy is reached through
 `FastDeployHooks`.
@@ -44,10 +44,10 @@ from flyweight.engines.fastdeploy_weights import (
 from flyweight.engines.legacy_cells import LegacyCell, LegacyStatus, LoopWord
 from flyweight.errors import FlyweightError, LifecycleError, SpecError, StoreError
 from flyweight.events import emit
-from flyweight.lifecycle.operations import Machine
-from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.agreement import RankAgreement
+from flyweight.lifecycle.engine_steps import named
+from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State, Tag
-from flyweight.lifecycle.steps import named
 from flyweight.lifecycle.worker import Worker
 from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
@@ -135,7 +135,7 @@ class DynamicWeightManager:
         process = partial(self._hooks.process_after_loading, config=self.fd_config)
         return ModelLoading(self._layers, process)
 
-    def _made_machine(self, closing: ExitStack) -> Machine:
+    def _made_machine(self, closing: ExitStack) -> Operations:
         group, size = self._group()
         rendezvous = Rendezvous() if size == 1 else rendezvous_of(group)
         if size > 1 and rendezvous.num_ranks == 1:
@@ -143,12 +143,12 @@ class DynamicWeightManager:
                 f"the config speaks of {size} ranks, paddle.distributed of one; call "
                 f"paddle.distributed.init_parallel_env first"
             )
-        self._ranks = Ranks(replace(rendezvous, group=f"{rendezvous.group}/calls"))
+        self._ranks = RankAgreement(replace(rendezvous, group=f"{rendezvous.group}/calls"))
         closing.callback(self._ranks.close)
         if self._options.cell is None:
-            ranks = Ranks(rendezvous)
+            ranks = RankAgreement(rendezvous)
             closing.callback(ranks.close)
-            return Machine(self._engine, self._weights, ranks, should_serve=False)
+            return Operations(self._engine, self._weights, ranks, should_serve=False)
         # The loop's word says what is true; a worker that has ended must not be waited for.
         word = self._word = LoopWord(lambda: _state_of(worker))
         worker = Worker(
@@ -163,7 +163,7 @@ class DynamicWeightManager:
             carry_out=word.carry_out,
         )
         closing.enter_context(worker)
-        return worker.machine
+        return worker.operations
 
     @property
     def _has_experts(self) -> bool:
@@ -445,7 +445,7 @@ class DynamicWeightManager:
 def _state_of(worker: Worker) -> State:
     if worker.failure is not None:
         raise worker.failure
-    return worker.machine.state
+    return worker.operations.state
 
 
 def _whole(config: object, path: str) -> int:

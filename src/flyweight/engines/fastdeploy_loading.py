@@ -14,7 +14,7 @@ from typing import Any
 
 from flyweight.adapters import paddle_layer
 from flyweight.errors import DTypeMismatch, LifecycleError, PlanError, ShapeMismatch, listed
-from flyweight.lifecycle.steps import named
+from flyweight.lifecycle.engine_steps import named
 
 Weights = Iterator[tuple[str, Any]]
 Load = Callable[[Weights], object]

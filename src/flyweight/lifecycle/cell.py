@@ -1,9 +1,9 @@
-"""Status cells: a file by which a replica's ranks and whoever controls them tell each other.
+"""Cell: the shared-memory file in which a controller and a replica's ranks exchange records.
 
-One word has one writer. The request is the controller's, each slot is its rank's; every
-record is written beside the one that holds and shown by a counter, so a writer that is
-killed half-way leaves the last whole record. Who waits sleeps on a counter (futex). The
-bell is rung by all and holds nothing: it only wakes whoever looks at all the slots.
+Every record has one writer: the controller writes the request, each rank its RankRecord. A
+record is stored twice, and a counter shows which copy is current: a writer that is killed
+half-way leaves the last complete record. Readers sleep on a counter (futex). The change
+counter carries no data: every writer changes it to wake processes that watch all records.
 """
 
 from __future__ import annotations
@@ -26,70 +26,70 @@ import msgspec
 from flyweight.errors import LifecycleError, SpecError, TransferTimeout
 from flyweight.forks import call_in_child, fork_lock
 from flyweight.lifecycle import futex
-from flyweight.lifecycle.cell_file import HEADER, CellFile, begun_life, is_living
+from flyweight.lifecycle.cell_file import HEADER, CellFile, begin_life, is_life_running
 from flyweight.lifecycle.states import Signal, State, Tag
 
 MAX_RANKS = 4096
-_BELL = 60
+_CHANGE_OFFSET = 60
 _REQUEST = 64
 _RECORD_BYTES = 2048
 _SLOT_BYTES = 8 + 2 * _RECORD_BYTES
-_RECORD = struct.Struct("<III")  # the counter it goes with, how long, CRC-32
+_RECORD = struct.Struct("<III")  # counter, length, CRC-32
 _MAX_WORDS_BYTES = 700
 _TRIES = 1000
 _LOOK_SECONDS = 0.1
-"""How often who waits for a process looks whether it lives."""
+"""How often a reader checks whether the processes it waits for still run."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the controller asks of all ranks."""
+    """A request of the controller to all ranks."""
 
     number: int
     signal: Signal
     version: int | None = None
     tags: tuple[Tag, ...] = ()
     may_drain: bool = True
-    """Whether an engine that serves is paused for it; otherwise it refuses."""
+    """Whether running requests are drained; otherwise an engine that has some refuses."""
     must_verify: bool = False
     """Whether an update from a source without checksums is refused."""
     should_abort: bool = False
-    """Whether requests that run are ended rather than finished."""
+    """Whether running requests are aborted instead of finished."""
     timeout_seconds: float = 60.0
     deadline: float = inf
-    """When it is too late to begin, by the machine's monotonic clock, which is one for all."""
+    """When it is too late to begin: a reading of CLOCK_MONOTONIC, shared by all processes."""
     should_resume: bool = False
-    """Whether to serve afterwards; after a pause, to go on as before."""
+    """Whether to serve afterwards; after a pause, whether to serve as before."""
 
 
-class Slot(
+class RankRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What a rank says of itself, and whether it is there to say it."""
+    """The state of one rank, written by its worker."""
 
     pid: int = 0
-    """For people: in another PID namespace it is somebody else's, and so it is once it ended."""
+    """For people only: another PID namespace, or a later process, may use the same number."""
     started: int = 0
-    """When the rank was claimed, in nanoseconds: the number of its life, which the cell enters."""
+    """The life of the process (see cell_file): when it claimed the rank, in nanoseconds."""
     state: State = State.CLEARED
     absent: tuple[Tag, ...] = (Tag.WEIGHTS,)
     version: int | None = None
-    """The version that is whole, on this rank and all others."""
+    """The version that is complete on all ranks."""
     pinned: int | None = None
-    """The version that was asked for by its number: newer ones are not followed."""
+    """The version that was requested by number; the rank does not follow newer ones."""
     is_paused_by_hand: bool = False
-    """True if it was asked to pause, and not to resume since: a restart does not change that."""
+    """True between a pause and a resume by a user; survives a restart."""
     taken: int = 0
-    """The number of the last request that it began to work on."""
+    """The number of the last request that it started."""
     done: int = 0
     """The number of the last request that it answered."""
     error: str = ""
-    """How the last request ended: the error's name, or nothing."""
+    """The error type of the last answer, or ""."""
     answer: str = ""
-    """The error's words."""
+    """The error text of the last answer."""
     reason: str = ""
-    """Why the engine is FAILED, or why it did not take the last version; in words."""
+    """Why the engine is FAILED, or why it did not load the last version."""
     is_listening: bool = True
-    """False once its worker has ended, though its process may go on."""
+    """False once its worker has ended, even if the process runs on."""
     step: str = ""
     percent: float = 0.0
     num_running: int = 0
@@ -98,18 +98,19 @@ class Slot(
     pause_seconds: float = 0.0
     num_rounds: int = 0
     went_back_from: int | None = None
-    """The version before, if it was newer than this one: a trainer has started again."""
+    """The previous version, if it was newer than this one: the trainer has restarted."""
     num_went_back: int = 0
-    """How often that happened to this process."""
+    """How often that happened in this process."""
     is_alive: bool = False
-    """True while somebody is there to do what is asked. Never written: who reads looks it up."""
+    """True while the worker runs. Never stored: readers ask the kernel."""
 
 
-RecordT = TypeVar("RecordT", Request, Slot)
+RecordT = TypeVar("RecordT", Request, RankRecord)
+_KIND_NAMES = {Request: "request", RankRecord: "rank record"}
 
 
-class _Words(Generic[RecordT]):
-    """A counter and two records, of which it tells the one that holds."""
+class _DoubleRecord(Generic[RecordT]):
+    """A counter and two copies of a record; the counter selects the current copy."""
 
     def __init__(self, memory: mmap.mmap, address: int, offset: int, kind: type[RecordT]) -> None:
         self._memory, self._offset = memory, offset
@@ -122,20 +123,20 @@ class _Words(Generic[RecordT]):
         return self._words[0]
 
     def read(self) -> tuple[RecordT | None, int]:
-        """Return the record that holds, and the counter it goes with."""
+        """Return the current record, or None, and its counter."""
         for _ in range(_TRIES):
             count = self.count
             data = self._half(count)
-            # The counter stands in the record too: memory of other processors keeps no order.
+            # The record repeats its counter: other CPUs may see the stores in another order.
             number, length, crc = _RECORD.unpack_from(data)
             body = data[_RECORD.size : _RECORD.size + length]
             is_whole = len(body) == length and crc == _crc(number, body)
-            is_new = not any((number, length, crc))  # nothing was ever written
+            is_new = not any((number, length, crc))  # never written
             if count == self.count == number and (is_whole or is_new):
                 return self._decoded(body), count
         raise LifecycleError(
-            f"a {self._kind.__name__.lower()} of the status cell is damaged; stop all who use the "
-            f"cell and remove its file"
+            f"a {_KIND_NAMES[self._kind]} in the status cell is damaged; stop all processes that "
+            f"use the cell and remove its file"
         )
 
     def _decoded(self, body: bytes) -> RecordT | None:
@@ -145,7 +146,7 @@ class _Words(Generic[RecordT]):
             return msgspec.msgpack.decode(body, type=self._kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as cause:
             raise LifecycleError(
-                f"the status cell holds no {self._kind.__name__.lower()}: {cause}"
+                f"the status cell has no readable {_KIND_NAMES[self._kind]}: {cause}"
             ) from cause
 
     def _half(self, count: int) -> bytes:
@@ -172,7 +173,12 @@ def _crc(number: int, body: bytes) -> int:
 
 
 class Cell:
-    """A replica's status cell, mapped. Made by whoever comes first; outlives all who use it."""
+    """The status cell of a replica, mapped into memory. The file outlives its processes.
+
+    Args:
+        path: the file; created if it does not exist.
+        num_ranks: the number of ranks of the replica.
+    """
 
     def __init__(self, path: str | os.PathLike[str], num_ranks: int = 1) -> None:
         if type(num_ranks) is not int or not 1 <= num_ranks <= MAX_RANKS:
@@ -192,29 +198,30 @@ class Cell:
             raise
         place = ctypes.c_char.from_buffer(self._memory)
         address = ctypes.addressof(place)
-        del place  # it would keep the mapping from being closed
-        self._bell_address = address + _BELL
-        self._bell_words = memoryview(self._memory)[_BELL : _BELL + 4].cast("I")
-        self._request = _Words(self._memory, address, _REQUEST, Request)
+        del place  # a reference would prevent closing the mapping
+        self._change_address = address + _CHANGE_OFFSET
+        change = memoryview(self._memory)[_CHANGE_OFFSET : _CHANGE_OFFSET + 4]
+        self._change_counter = change.cast("I")
+        self._request = _DoubleRecord(self._memory, address, _REQUEST, Request)
         first = _REQUEST + _SLOT_BYTES
-        self._slots = [
-            _Words(self._memory, address, first + rank * _SLOT_BYTES, Slot)
+        self._records = [
+            _DoubleRecord(self._memory, address, first + rank * _SLOT_BYTES, RankRecord)
             for rank in range(num_ranks)
         ]
         self._is_open, self._is_over = True, False
         call_in_child(self._close_files)
 
     def check_current(self) -> None:
-        """Raise unless the cell that is mapped is the one that the path leads to."""
+        """Raise LifecycleError unless the path still leads to the mapped file."""
         self._check_open()
         self._place.check_current(self._file)
 
-    # Who writes what.
+    # One writer for each record.
 
     def claim(self, rank: int | None) -> None:
-        """Become the one writer of a rank's slot, or with None of the request.
+        """Become the only writer of a rank's record, or with None of the request.
 
-        The claim ends with the process, however that does.
+        The claim ends with the process, also if it is killed.
         """
         offset, who = (1 + rank, f"rank {rank}") if rank is not None else (0, "the controller")
         if rank is not None and not 0 <= rank < self.num_ranks:
@@ -231,12 +238,12 @@ class Cell:
                 f"{self._claimant(rank)}; stop that one, or use another cell"
             )
         if rank is not None:
-            self._lives[rank] = begun_life(file)
+            self._lives[rank] = begin_life(file)
         self.check_current()
 
     def _claimant(self, rank: int | None) -> str:
-        slot = None if rank is None else self.slot(rank)
-        return f", process {slot.pid}" if slot is not None and slot.is_alive else ""
+        record = None if rank is None else self.record(rank)
+        return f", process {record.pid}" if record is not None and record.is_alive else ""
 
     # Reading and writing.
 
@@ -245,55 +252,55 @@ class Cell:
             raise LifecycleError(f"status cell {str(self.path)!r} was closed here")
 
     def request(self) -> Request | None:
-        """Return what was asked last, or None if nothing was yet."""
+        """Return the last request, or None."""
         self._check_open()
         return self._request.read()[0]
 
     def last_request(self) -> Request | None:
-        """Return what was asked last, or None if that cannot be read: who comes anew goes on."""
+        """Return the last request, or None if there is none or it cannot be read."""
         try:
             return self.request()
         except LifecycleError:
             return None
 
-    def ask(self, request: Request) -> None:
-        """Ask something of all ranks. For the controller only."""
+    def write_request(self, request: Request) -> None:
+        """Write a request to all ranks. Only the controller calls this."""
         self._check_open()
         try:
             msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request)
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as cause:
-            raise SpecError(f"no request that ranks could read: {cause}") from cause
+            raise SpecError(f"ranks could not read this request: {cause}") from cause
         with self._lock:
             self._request.write(request)
-        self._ring()
+        self._wake_readers()
 
-    def slot(self, rank: int) -> Slot | None:
-        """Return what a rank says of itself, or None if it never came."""
+    def record(self, rank: int) -> RankRecord | None:
+        """Return the record of a rank, or None if it has never started."""
         self._check_open()
-        slot = self._slots[rank].read()[0]
-        if slot is None:
+        record = self._records[rank].read()[0]
+        if record is None:
             return None
-        is_alive = slot.is_listening and is_living(self._file, slot.started)
-        return msgspec.structs.replace(slot, is_alive=is_alive)
+        is_alive = record.is_listening and is_life_running(self._file, record.started)
+        return msgspec.structs.replace(record, is_alive=is_alive)
 
-    def slots(self) -> list[Slot | None]:
-        return [self.slot(rank) for rank in range(self.num_ranks)]
+    def records(self) -> list[RankRecord | None]:
+        return [self.record(rank) for rank in range(self.num_ranks)]
 
-    def tell(self, rank: int, slot: Slot) -> None:
-        """Show a rank's slot. For that rank only."""
+    def write_record(self, rank: int, record: RankRecord) -> None:
+        """Write a rank's record. Only that rank calls this."""
         self._check_open()
         with self._lock:
-            life = self._lives.get(rank, slot.started)
-            self._slots[rank].write(_entered(slot, life))
-        self._ring()
+            life = self._lives.get(rank, record.started)
+            self._records[rank].write(_to_write(record, life))
+        self._wake_readers()
 
-    def _ring(self) -> None:
-        # Any other number will do: it says that something changed, never what.
-        self._bell_words[0] = secrets.randbits(32)
-        futex.wake(self._bell_address)
+    def _wake_readers(self) -> None:
+        # Any new value will do: readers only compare it.
+        self._change_counter[0] = secrets.randbits(32)
+        futex.wake(self._change_address)
 
     def next_request(self, after: int, timeout_seconds: float) -> Request | None:
-        """Sleep until there is a request of a later number than `after`; None if none comes."""
+        """Wait for a request with a number above `after`; return None if there is none in time."""
         self._check_open()
         deadline = monotonic() + timeout_seconds
         while True:
@@ -307,52 +314,52 @@ class Cell:
 
     def wait(
         self,
-        is_so: Callable[[Sequence[Slot | None]], bool],
+        is_so: Callable[[Sequence[RankRecord | None]], bool],
         timeout_seconds: float,
         what: str = "an answer",
-    ) -> list[Slot | None]:
-        """Sleep until something is so of the slots, and return them; raise TransferTimeout.
+    ) -> list[RankRecord | None]:
+        """Wait until `is_so(records)` and return the records; raise TransferTimeout.
 
-        Looked at again at every ring, and ten times a second since the dead ring no bell.
+        Checks at every change and ten times a second: a dead process never signals its futex.
         """
         deadline = monotonic() + timeout_seconds
         while True:
-            bell = self._bell_words[0]
-            slots = self.slots()
-            if is_so(slots):
-                return slots
+            bell = self._change_counter[0]
+            records = self.records()
+            if is_so(records):
+                return records
             left = deadline - monotonic()
             if left <= 0 or self._is_over:
                 raise TransferTimeout(f"{what} did not come within {timeout_seconds:g} s")
-            futex.sleep_while(self._bell_address, bell, min(left, _LOOK_SECONDS))
+            futex.sleep_while(self._change_address, bell, min(left, _LOOK_SECONDS))
 
     def wait_change(self, seen: int, timeout_seconds: float) -> int:
-        """Sleep until the bell is another than `seen`, or for that long; return what it is."""
+        """Wait until the change counter differs from `seen`, or until the timeout; return it."""
         if self._is_over or not self._is_open:
             return seen
-        futex.sleep_while(self._bell_address, seen, timeout_seconds)
-        return self._bell_words[0]
+        futex.sleep_while(self._change_address, seen, timeout_seconds)
+        return self._change_counter[0]
 
     def end_waits(self) -> None:
-        """Have every wait of this object, in whichever thread, end at once."""
+        """End every wait on this object at once, in all threads."""
         self._is_over = True
         if self._is_open:
             futex.wake(self._request.address)
-            futex.wake(self._bell_address)
+            futex.wake(self._change_address)
 
     def close(self) -> None:
-        """Let go of the cell; the file stays for the others. Safe to repeat."""
+        """Close the mapping; the file stays. Safe to repeat."""
         if self._is_open:
             self._is_open = False
             self._request.close()
-            for words in self._slots:
+            for words in self._records:
                 words.close()
-            self._bell_words.release()
+            self._change_counter.release()
             self._close_files()
             self._memory.close()
 
     def _close_files(self) -> None:
-        """Close the files; claims of a forked child's parent stay the parent's, and its words."""
+        """Close the files in a forked child; the parent keeps its claims and records."""
         self._is_open = False
         for file in self._claims:
             os.close(file)
@@ -372,13 +379,15 @@ def _size(num_ranks: int) -> int:
     return _REQUEST + (1 + num_ranks) * _SLOT_BYTES
 
 
-def _entered(slot: Slot, life: int) -> Slot:
-    """Return the slot as it is written: of a life, with words that fit."""
-    answer, reason = _cut(slot.answer), _cut(slot.reason)
-    return msgspec.structs.replace(slot, started=life, answer=answer, reason=reason, is_alive=False)
+def _to_write(record: RankRecord, life: int) -> RankRecord:
+    """Return the record as it is stored: with its life, and texts that fit."""
+    answer, reason = _shortened(record.answer), _shortened(record.reason)
+    return msgspec.structs.replace(
+        record, started=life, answer=answer, reason=reason, is_alive=False
+    )
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     data = text.encode(errors="replace")
     if len(data) <= _MAX_WORDS_BYTES:
         return data.decode()

@@ -1,7 +1,8 @@
-"""Cell files: how a status cell comes to be where its path says, and who may write what of it.
+"""CellFile: create, check, replace and lock the file of a status cell.
 
-A cell is made whole beside its place and linked there; one that does not fit is replaced only
-by a process that has locked all of it, so a live engine's cell is never taken away.
+A cell is written completely under a temporary name and then linked to its path. A cell that
+does not fit is replaced only by a process that has locked all of it, so the cell of a running
+engine is never replaced.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from flyweight.errors import LifecycleError, StoreError
 from flyweight.host import boot_id, exposure
 
 PROTOCOL = 2
-HEADER = struct.Struct("<8sIIQ16s")  # magic, protocol, ranks, epoch, the boot it is of
+HEADER = struct.Struct("<8sIIQ16s")  # magic, protocol, ranks, epoch, boot id
 REPLACE_SECONDS, RETRY_SECONDS = 0.5, 0.01
-"""For how long a lock may be that of a process which replaces the cell; how often to look."""
+"""How long to wait for a process that may be replacing the cell; how often to look."""
 _MAGIC = b"FLYWCELL"
 _TRIES = 1000
 _LIVES = 1 << 62
-"""Where the bytes begin that stand for lives; a file may be locked far beyond its end."""
+"""Offset of the bytes that processes lock to show that they run; far beyond the file's end."""
 _LOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37  # Linux; not every build of Python names them
 
 
 @dataclass(frozen=True)
 class CellFile:
-    """The place of a cell, and what it should be."""
+    """The path of a cell, and the size and number of ranks that it must have."""
 
     path: Path
     num_ranks: int
     nbytes: int
 
     def opened(self) -> int:
-        """Return the file, made whole and private if there is none.
+        """Open the cell and return its file descriptor; create the cell if there is none.
 
-        A cell that does not fit is replaced if nobody has a claim on it, else refused.
+        A cell that does not fit is replaced if no process has locked it, else LifecycleError.
         """
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         deadline = monotonic() + REPLACE_SECONDS
@@ -64,7 +65,7 @@ class CellFile:
                 if misfit is None:
                     return file
                 if locked(file, 0, 0):
-                    # Who holds the lock of the very file that is there is the one to replace it.
+                    # Only the holder of the lock on the current file may replace it.
                     if self.leads_to(file):
                         self._make(should_replace=True)
                 elif monotonic() > deadline and self.leads_to(file):
@@ -72,15 +73,15 @@ class CellFile:
                         f"{str(self.path)!r} {misfit}, and is in use; choose another path"
                     )
                 else:
-                    sleep(RETRY_SECONDS)  # another may be replacing it just now
+                    sleep(RETRY_SECONDS)  # another process may be replacing it
             except BaseException:
                 os.close(file)
                 raise
             os.close(file)
-        raise LifecycleError(f"status cell {str(self.path)!r} is made and removed again and again")
+        raise LifecycleError(f"status cell {str(self.path)!r} is created and removed repeatedly")
 
     def _make(self, *, should_replace: bool = False) -> None:
-        """Put an empty cell there, whole, unless another process was quicker."""
+        """Create an empty cell at the path, unless another process has created one."""
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -99,22 +100,23 @@ class CellFile:
                 draft.unlink(missing_ok=True)
         except OSError as cause:
             raise StoreError(
-                cause.errno, f"cannot make status cell {str(self.path)!r}: {cause.strerror}"
+                cause.errno, f"cannot create status cell {str(self.path)!r}: {cause.strerror}"
             ) from cause
 
     def _check_cell(self, file: int) -> None:
-        """Raise unless the file is a status cell, and only the user's."""
+        """Raise unless the file is a status cell that only this user can access."""
         found = os.fstat(file)
         if whose := exposure(found):
             raise LifecycleError(
-                f"{str(self.path)!r} {whose}; a status cell is of user {os.geteuid()} with mode 600"
+                f"{str(self.path)!r} {whose}; a status cell belongs to user {os.geteuid()} and has "
+                f"mode 600"
             )
         is_file = stat.S_ISREG(found.st_mode)
         if not is_file or os.pread(file, len(_MAGIC), 0) != _MAGIC:
-            raise LifecycleError(f"{str(self.path)!r} is no status cell; choose another path")
+            raise LifecycleError(f"{str(self.path)!r} is not a status cell; choose another path")
 
     def _misfit(self, file: int) -> str | None:
-        """Return what keeps a cell from being this one, or None."""
+        """Return why the file does not fit, or None if it fits."""
         head, nbytes = os.pread(file, HEADER.size, 0), os.fstat(file).st_size
         if len(head) < HEADER.size:
             return f"has {nbytes} bytes, a cell of {self.num_ranks} ranks {self.nbytes}"
@@ -130,12 +132,12 @@ class CellFile:
         return None
 
     def check_current(self, file: int) -> None:
-        """Raise unless an open cell is the one that the path leads to."""
+        """Raise unless the path still leads to this open file."""
         try:
             found = os.stat(self.path)
         except OSError as cause:
             raise LifecycleError(
-                f"status cell {str(self.path)!r} was removed under its users: {cause.strerror}"
+                f"status cell {str(self.path)!r} was removed while in use: {cause.strerror}"
             ) from cause
         if not is_same_file(found, os.fstat(file)):
             raise LifecycleError(
@@ -149,33 +151,33 @@ class CellFile:
             return False
 
     def claimed(self, lock: int, number: int) -> bool:
-        """Lock one byte of a cell, by a file that is open for that only; False if another has it.
+        """Lock one byte of the cell through `lock`; return False if another process holds it.
 
-        The lock is the open file's: a forked child must let go of it from the first.
+        The lock belongs to the open file description, so a forked child must close its copy.
         """
         deadline = monotonic() + REPLACE_SECONDS
         while not (is_locked := locked(lock, number, 1)) and self.leads_to(lock):
             if monotonic() > deadline:
                 break
-            sleep(RETRY_SECONDS)  # who wants to replace the cell locks all of it for a moment
+            sleep(RETRY_SECONDS)  # a process that replaces the cell locks all of it briefly
         return is_locked
 
 
-def begun_life(lock: int) -> int:
-    """Return the number of a life that lasts as long as the open file, however that ends.
+def begin_life(lock: int) -> int:
+    """Lock a byte of its own for this process and return the byte's number, the process's life.
 
-    A lock on a claim's byte says that somebody has it, and not who: until a rank that has started
-    again says something, the last words of the one before it would be those of a living rank.
+    The lock on a rank's byte shows that some process holds the rank, but not which one: between
+    the restart of a rank and its first record, the old record would look like a live one.
     """
     while not locked(lock, _LIVES + (number := monotonic_ns()), 1):
-        pass  # another rank began in the same nanosecond
+        pass  # another rank started in the same nanosecond
     return number
 
 
-def is_living(file: int, number: int) -> bool:
-    """True while the process lives that began a life of this number; neither waits nor locks.
+def is_life_running(file: int, number: int) -> bool:
+    """True while the process that holds this life runs. Neither waits nor locks.
 
-    The kernel answers for every process that it runs, whatever its number is, and to whom.
+    The kernel answers for processes of every PID namespace.
     """
     if not 0 < number < _LIVES:
         return False
@@ -184,14 +186,14 @@ def is_living(file: int, number: int) -> bool:
         kind, _, _, nbytes, _ = _LOCK.unpack(fcntl.fcntl(file, _F_OFD_GETLK, asked))
     except OSError as cause:
         raise _not_locked(cause) from cause
-    # Who replaces a cell locks all of it, to no end: that is nobody's life.
+    # A process that replaces a cell locks all of it, which is not a life.
     return bool(kind != fcntl.F_UNLCK and nbytes == 1)
 
 
 def locked(file: int, offset: int, nbytes: int) -> bool:
-    """Lock some bytes, all of them for 0; False if another open file has a lock there.
+    """Lock a range of bytes (0 for all); return False if another open file holds a lock there.
 
-    The lock is the open file's, so a forked child that closes its copy does not end it.
+    The lock belongs to the open file description: a forked child's close does not end it.
     """
     lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, nbytes, 0)
     try:
@@ -208,7 +210,7 @@ def _not_locked(cause: OSError) -> StoreError:
 
 
 def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
-    """True if two looks were at one file, whatever its name."""
+    """True if both results describe the same file."""
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
 

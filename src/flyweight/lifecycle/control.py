@@ -1,8 +1,7 @@
-"""Control: a replica from outside. Asks its ranks for something, and tells how they stand.
+"""Control: sends requests to the ranks of a replica through its status cell, and reads its status.
 
-What is told is put together from the ranks' own slots and from whether their processes
-live, which the kernel says; nothing of it is kept here, so a controller that is killed and
-started again tells the same.
+A controller keeps no state of its own: after a kill and a restart it finds everything in the
+cell, also a request that is still running.
 """
 
 from __future__ import annotations
@@ -12,104 +11,40 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic, time
-from typing import Literal
-
-import msgspec
 
 from flyweight.checks import check_seconds, check_version
 from flyweight.errors import Busy, FlyweightError, PeerLost, TransferTimeout
 from flyweight.events import emit
-from flyweight.lifecycle.cell import Cell, Request, Slot
-from flyweight.lifecycle.states import Signal, State, tags_named
+from flyweight.lifecycle.cell import Cell, RankRecord, Request
+from flyweight.lifecycle.replica_status import (
+    Operation,
+    RankRecords,
+    ReplicaStatus,
+    replica_status,
+    why_gone,
+)
+from flyweight.lifecycle.states import Signal, tags_named
 
-ABSENT = "ABSENT"
-"""The state of a replica none of whose ranks has come yet."""
 ANSWER_SECONDS = 0.5
-"""How long after its timeout an operation ends at the latest; ranks answer in that time."""
+"""An operation ends at most so long after its timeout; ranks use the time to answer."""
 _GRACE_SECONDS, _GRACE_SHARE = 3.5, 0.1
-"""What several ranks need after their deadline, to tell each other how it ended.
+"""The time that several ranks need after their deadline to agree on how the operation ended.
 
-They listen 1.5 s for the last words of others, are a tenth of their time late in noticing that
-there are none, tell each other so for 1 s at most, and stop an engine that is FAILED within 1 s.
-Their deadline is so much before the operation's, but never more than a quarter of its time.
+They wait 1.5 s for late statements, notice a silent rank up to a tenth of the timeout late, need
+at most 1 s to tell each other, and pause a FAILED engine within 1 s. The deadline of the ranks is
+earlier than the operation's by this time, but by no more than a quarter of the timeout.
 """
 _CLOSE_SECONDS = 4.0
-_WORST_FIRST = (
-    State.FAILED,
-    State.CLEARED,
-    State.CLEARING,
-    State.UPDATING,
-    State.VERIFYING,
-    State.PAUSING,
-    State.PAUSED,
-    State.SERVING,
-)
-
-_IN_A_ROUND = (State.UPDATING, State.VERIFYING)
-
-Ending = Literal["running", "done", "failed"]
-Slots = Sequence[Slot | None]
-
-
-class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank, as it says itself; `is_alive` is looked up."""
-
-    rank: int
-    pid: int
-    life: int
-    """Another number for each start of the rank, whatever its pid is."""
-    is_alive: bool
-    state: str
-    absent: tuple[str, ...]
-    version: int | None
-    pinned: int | None
-    step: str
-    percent: float
-    num_running: int
-    reason: str
-    nbytes: int
-    round_seconds: float
-    pause_seconds: float
-    num_rounds: int
-    went_back_from: int | None = None
-    """The version before this one, if it was newer."""
-    num_went_back: int = 0
-
-
-class Operation(msgspec.Struct, kw_only=True):
-    """Something that was asked of a replica, and how it ended."""
-
-    id: str
-    replica: str
-    signal: str
-    version: int | None = None
-    ending: Ending = "running"
-    error: str = ""
-    reason: str = ""
-    started: float = 0.0
-    """When, in seconds since 1970."""
-    seconds: float = 0.0
-
-
-class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica: its ranks together."""
-
-    name: str
-    state: str
-    version: int | None
-    percent: float
-    reason: str
-    ranks: tuple[RankStatus, ...]
-    operation: Operation | None
-    """What runs at this moment."""
-
-    @property
-    def is_serving(self) -> bool:
-        return self.state == State.SERVING
 
 
 class Control:
-    """The one controller of a replica."""
+    """The only controller of a replica.
+
+    Args:
+        path: the replica's status cell; created if it does not exist.
+        num_ranks: the number of ranks of the replica.
+        name: the replica's name in status and messages; default: the file's name.
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], num_ranks: int = 1, *, name: str | None = None
@@ -123,40 +58,25 @@ class Control:
         self._pid = os.getpid()
         try:
             self.cell.claim(None)
-            self._adopt()
+            self._adopt_running_request()
         except BaseException:
             self.cell.close()
             raise
 
-    def _adopt(self) -> None:
-        """Wait for what an earlier controller asked for, if ranks are still at it."""
+    def _adopt_running_request(self) -> None:
+        """Watch the request of an earlier controller if ranks are still working on it."""
         request = self.cell.last_request()
-        slots = self.cell.slots()
-        if request is not None and any(_has_to_answer(slot, request) for slot in slots):
+        records = self.cell.records()
+        if request is not None and any(_owes_answer(record, request) for record in records):
             self._running = self._operation(request)
             left = max(min(request.deadline - monotonic(), request.timeout_seconds), 0.0)
-            self._await(self._running, request, slots, left + _grace(left))
-
-    # How it stands.
+            self._watch_in_thread(self._running, request, records, left + _grace(left))
 
     def status(self) -> ReplicaStatus:
-        """Return how the replica stands; never waits."""
-        ranks = _statuses(self.cell.slots())
-        state, reason = _together(ranks)
-        versions = {each.version for each in ranks}
+        """Return the status of the replica. Never waits."""
         with self._lock:
             operation = self._running
-        return ReplicaStatus(
-            name=self.name,
-            state=state,
-            version=versions.pop() if len(versions) == 1 and state != State.FAILED else None,
-            percent=min((each.percent for each in ranks if each.state in _IN_A_ROUND), default=0.0),
-            reason=reason,
-            ranks=ranks,
-            operation=operation,
-        )
-
-    # What is asked.
+        return replica_status(self.name, self.cell.records(), operation)
 
     def start(
         self,
@@ -170,10 +90,20 @@ class Control:
         should_resume: bool = False,
         timeout_seconds: float = 60.0,
     ) -> Operation:
-        """Ask all ranks for something and return at once; raise Busy while something else runs.
+        """Send a request to all ranks and return at once; raise Busy while another one runs.
 
-        It ends within `timeout_seconds` and ANSWER_SECONDS, whatever the ranks do; several
-        ranks get less of it, since they have to tell each other how it ended.
+        The operation ends within `timeout_seconds` + ANSWER_SECONDS, whatever the ranks do.
+        Several ranks get less time, since they must agree on how it ended.
+
+        Args:
+            signal: what to do: PAUSE, RESUME, CLEAR, RESTORE or UPDATE.
+            version: the version for UPDATE or RESTORE; None for a newer one.
+            tags: what to CLEAR or RESTORE ("weights", "kv_cache"); () for all.
+            may_drain: whether running requests are drained; otherwise an engine with some refuses.
+            must_verify: refuse an update from a source without checksums.
+            should_abort: abort running requests at a PAUSE.
+            should_resume: serve afterwards.
+            timeout_seconds: for the whole operation.
         """
         if version is not None:
             check_version(version)
@@ -181,13 +111,14 @@ class Control:
         with self._lock:
             self._check_idle()
             self.cell.check_current()
-            slots = self.cell.slots()
-            gone = [n for n, slot in enumerate(slots) if slot is None or not slot.is_alive]
+            records = self.cell.records()
+            gone = [n for n, record in enumerate(records) if record is None or not record.is_alive]
             if gone:
-                raise PeerLost(f"{_together(_statuses(slots))[1]}; start the engine's ranks")
+                reason = replica_status(self.name, records).reason
+                raise PeerLost(f"{reason}; start the engine's ranks")
             last = self.cell.last_request()
-            reserve = min(_grace(timeout_seconds), timeout_seconds / 4) if len(slots) > 1 else 0.0
-            taken = [0 if slot is None else slot.taken for slot in slots]
+            reserve = min(_grace(timeout_seconds), timeout_seconds / 4) if len(records) > 1 else 0.0
+            taken = [0 if record is None else record.taken for record in records]
             request = Request(
                 number=1 + max(0 if last is None else last.number, *taken),
                 signal=signal,
@@ -201,14 +132,14 @@ class Control:
                 deadline=monotonic() + timeout_seconds - reserve,
             )
             operation = self._operation(request)
-            self.cell.ask(request)
+            self.cell.write_request(request)
             self._running = operation
-            self._await(operation, request, slots, timeout_seconds)
+            self._watch_in_thread(operation, request, records, timeout_seconds)
         emit("operation.started", id=operation.id, name=self.name)
         return operation
 
     def check_idle(self) -> None:
-        """Raise Busy if something runs, or a rank is still at what was given up already."""
+        """Raise Busy if an operation runs, or if a rank still works on an earlier one."""
         with self._lock:
             self._check_idle()
 
@@ -220,20 +151,17 @@ class Control:
                 operation=self._running.id,
             )
         last = self.cell.last_request()
-        for rank, slot in enumerate(self.cell.slots()):
-            if last is not None and _has_to_answer(slot, last):
-                # It would never see that request if another were written over it.
+        for rank, record in enumerate(self.cell.records()):
+            if last is not None and _owes_answer(record, last):
+                # A new request would overwrite the one that this rank still works on.
                 raise Busy(
-                    f"rank {rank} of replica {self.name!r} is still at operation {_id(last)}; "
+                    f"rank {rank} of replica {self.name!r} still works on operation {_id(last)}; "
                     f"wait until it ends, or restart that rank",
                     operation=_id(last),
                 )
 
     def wait(self, operation: Operation, timeout_seconds: float) -> Operation:
-        """Wait until an operation has ended, and return it; it may still be running then.
-
-        It ends by itself, ANSWER_SECONDS after its timeout at the latest.
-        """
+        """Wait until an operation has ended or `timeout_seconds` have passed; return it."""
         with self._ended:
             self._ended.wait_for(lambda: operation.ending != "running", timeout_seconds)
         return operation
@@ -247,8 +175,8 @@ class Control:
             started=time(),
         )
 
-    def _await(
-        self, operation: Operation, request: Request, before: Slots, timeout_seconds: float
+    def _watch_in_thread(
+        self, operation: Operation, request: Request, before: RankRecords, timeout_seconds: float
     ) -> None:
         thread = threading.Thread(
             target=self._watch,
@@ -260,23 +188,23 @@ class Control:
         thread.start()
 
     def _watch(
-        self, operation: Operation, request: Request, before: Slots, timeout_seconds: float
+        self, operation: Operation, request: Request, before: RankRecords, timeout_seconds: float
     ) -> None:
-        """See an operation to its end: answered by all, a rank that died, or time over."""
+        """Record how an operation ends: all ranks answered, a rank died, or a timeout."""
         began = monotonic()
-        lives = [None if slot is None else slot.started for slot in before]
+        lives = [None if record is None else record.started for record in before]
         error, reason, version = "", "", None
         try:
-            slots = self._answered(request, lives, timeout_seconds)
-            for rank, (slot, life) in enumerate(zip(slots, lives, strict=True)):
-                if _has_gone(slot, life):
-                    told = "it never came" if slot is None or life is None else _end_of(slot, life)
-                    raise PeerLost(f"rank {rank} of replica {self.name!r} is gone: {told}")
-            answers = [slot for slot in slots if slot is not None]
+            records = self._answered(request, lives, timeout_seconds)
+            for rank, (record, life) in enumerate(zip(records, lives, strict=True)):
+                if _is_gone(record, life):
+                    reason = why_gone(record, life)
+                    raise PeerLost(f"rank {rank} of replica {self.name!r} is gone: {reason}")
+            answers = [record for record in records if record is not None]
             version = answers[0].version
-            for rank, slot in enumerate(answers):
-                if slot.error and not error:
-                    error, reason = slot.error, f"rank {rank}: {slot.answer}"
+            for rank, record in enumerate(answers):
+                if record.error and not error:
+                    error, reason = record.error, f"rank {rank}: {record.answer}"
         except FlyweightError as failure:
             error, reason = type(failure).__name__, str(failure)
         with self._ended:
@@ -293,34 +221,34 @@ class Control:
 
     def _answered(
         self, request: Request, lives: Sequence[int | None], timeout_seconds: float
-    ) -> list[Slot | None]:
-        """Return the slots once all ranks answered, or one has gone; raise TransferTimeout."""
+    ) -> list[RankRecord | None]:
+        """Return the records once all ranks have answered or one is gone; raise TransferTimeout."""
 
-        def is_over(slots: Slots) -> bool:
-            return any(_has_gone(*each) for each in zip(slots, lives, strict=True)) or all(
-                slot is not None and slot.done == request.number for slot in slots
+        def is_over(records: RankRecords) -> bool:
+            return any(_is_gone(*each) for each in zip(records, lives, strict=True)) or all(
+                record is not None and record.done == request.number for record in records
             )
 
         try:
             return self.cell.wait(is_over, timeout_seconds + ANSWER_SECONDS)
         except TransferTimeout as cause:
-            slots = self.cell.slots()
-            if is_over(slots):
-                return slots
+            records = self.cell.records()
+            if is_over(records):
+                return records
             silent = [
-                f"rank {rank} (process {slot.pid})"
-                for rank, slot in enumerate(slots)
-                if slot is not None and slot.done != request.number
+                f"rank {rank} (process {record.pid})"
+                for rank, record in enumerate(records)
+                if record is not None and record.done != request.number
             ]
             raise TransferTimeout(
                 f"{' and '.join(silent)} of replica {self.name!r} did not answer {_id(request)} "
-                f"within {timeout_seconds:g} s; see whether it is stopped, or still at work"
+                f"within {timeout_seconds:g} s; check whether it is stopped or still working"
             ) from cause
 
     def close(self) -> None:
-        """Let go of the replica, which goes on by itself. Safe to repeat."""
+        """Stop controlling the replica, which keeps running. Safe to repeat."""
         if self._pid != os.getpid():
-            return  # a forked child has nothing of it
+            return  # the controller belongs to the parent process
         thread = self._waiting
         if thread is not None:
             self.cell.end_waits()
@@ -342,65 +270,11 @@ def _id(request: Request) -> str:
     return f"{request.signal.lower()}-{request.number}"
 
 
-def _has_to_answer(slot: Slot | None, request: Request) -> bool:
-    """True if a rank that lives has not answered; one that came later counts itself out."""
-    return slot is not None and slot.done != request.number and slot.is_alive
+def _owes_answer(record: RankRecord | None, request: Request) -> bool:
+    """True if a live rank has not answered; a rank that started later does not have to."""
+    return record is not None and record.done != request.number and record.is_alive
 
 
-def _has_gone(slot: Slot | None, life: int | None) -> bool:
-    """True if a process that was to answer is not there any more, or another came in its place."""
-    return slot is None or slot.started != life or not slot.is_alive
-
-
-def _statuses(slots: Slots) -> tuple[RankStatus, ...]:
-    return tuple(_rank_status(rank, slot) for rank, slot in enumerate(slots))
-
-
-def _rank_status(rank: int, slot: Slot | None) -> RankStatus:
-    told = Slot() if slot is None else slot
-    is_alive = told.is_alive
-    return RankStatus(
-        rank=rank,
-        pid=told.pid,
-        life=told.started,
-        is_alive=is_alive,
-        state=ABSENT if slot is None else told.state if is_alive else State.FAILED,
-        absent=told.absent,
-        version=told.version if is_alive else None,
-        pinned=told.pinned,
-        step=told.step,
-        percent=told.percent,
-        num_running=told.num_running,
-        reason=told.reason if is_alive or slot is None else _end_of(told),
-        nbytes=told.nbytes,
-        round_seconds=told.round_seconds,
-        pause_seconds=told.pause_seconds,
-        num_rounds=told.num_rounds,
-        went_back_from=told.went_back_from if is_alive else None,
-        num_went_back=told.num_went_back,
-    )
-
-
-def _end_of(slot: Slot, life: int | None = None) -> str:
-    """Return how a rank that is there no more has ended; `life` is the one that was to answer."""
-    if life is not None and slot.started != life:
-        return f"process {slot.pid} came in its place"
-    if slot.is_listening:
-        return f"process {slot.pid} died"
-    return f"its worker in process {slot.pid} was closed{': ' if slot.reason else ''}{slot.reason}"
-
-
-def _together(ranks: Sequence[RankStatus]) -> tuple[str, str]:
-    """Return the state of the whole, and why, if it is not well."""
-    if all(each.state == ABSENT for each in ranks):
-        return ABSENT, f"none of its {len(ranks)} ranks has come yet"
-    for each in ranks:
-        if not each.is_alive:
-            what = " has not come yet" if each.state == ABSENT else f": {each.reason}"
-            return State.FAILED, f"rank {each.rank}{what}"
-    state = next(state for state in _WORST_FIRST if any(each.state == state for each in ranks))
-    versions = sorted({-1 if each.version is None else each.version for each in ranks})
-    if state is State.SERVING and len(versions) > 1:
-        return State.FAILED, f"its ranks hold versions {versions}"
-    reasons = (f"rank {each.rank}: {each.reason}" for each in ranks if each.reason)
-    return state, next(reasons, "")
+def _is_gone(record: RankRecord | None, life: int | None) -> bool:
+    """True if the process that had to answer has ended, or another has taken its place."""
+    return record is None or record.started != life or not record.is_alive

@@ -1,7 +1,8 @@
-"""ModelEngine: a plain model as an engine. Requests pass a gate that a pause closes.
+"""ModelEngine: a plain model as an engine. A pause closes the gate that requests enter by.
 
-A request belongs to no thread: its block may begin in one thread, task or context and end in
-another. So requests are counted, and a context variable only says which one a new one is inside.
+A request does not belong to a thread: its block may begin in one thread, task or context and
+end in another. So the engine counts requests, and a context variable finds the outer request of
+a nested one.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from flyweight.forks import call_in_child
 from flyweight.ports import Engine, EngineHooks
 
 _innermost: ContextVar[EngineRequest | None] = ContextVar("flyweight_request", default=None)
-"""The request that began last in this context. It is never reset, since a block may end in another
-context: whoever looks here skips those that have ended."""
+"""The last request that began in this context. It is never reset, since a block may end in another
+context: readers skip requests that have ended."""
 
 
 class EngineRequest:
-    """One request to a ModelEngine, for one `with` or `async with` block.
+    """One request to a ModelEngine: use it in one `with` or `async with` block.
 
-    It runs from the beginning of the block to its end, whoever ends it. Inside a block that is
-    open, it has the version of that one, and does not wait: a pause waits for both.
+    The request runs from the start of the block to its end. A request inside the block of
+    another has the same version and does not wait at the gate: a pause waits for both.
     """
 
     __slots__ = ("_engine", "_has_begun", "_is_open", "_outer", "_timeout_seconds", "_version")
@@ -79,12 +80,12 @@ class EngineRequest:
                     self._has_begun = True
                     return engine
         raise LifecycleError(
-            "this request was entered before, and is good for one block; call engine.request() for "
+            "this request was entered before, and serves one block only; call engine.request() for "
             "another"
         )
 
     def _pass(self, engine: ModelEngine) -> bool:
-        """Run from now on, if the gate is open or a request around this one still runs."""
+        """Start the request if the gate is open, or if it is nested in a running request."""
         around = outer = _nearest_open(_innermost.get())
         while outer is not None and outer._engine is not engine:
             outer = _nearest_open(outer._outer)
@@ -105,16 +106,21 @@ class EngineRequest:
             engine._num_running -= 1
             if not engine._num_running:
                 engine._changed.notify_all()
-        # The context that it began in still knows it, and cannot be changed from any other: it
-        # must keep neither the model nor a trail of requests that have ended.
+        # The context in which it began keeps a reference that no other context can remove. So
+        # drop the references to the model and to outer requests that have ended.
         self._engine, self._outer = None, _nearest_open(self._outer)
 
     def _refusal(self) -> LifecycleError:
-        return LifecycleError(f"the engine took no requests for {self._timeout_seconds:g} s")
+        return LifecycleError(f"the engine accepted no requests for {self._timeout_seconds:g} s")
 
 
 class ModelEngine(EngineHooks):
-    """Counts requests in and out; a base for engines that know more of their own."""
+    """A plain model as an engine; also a base class for engines that do more.
+
+    Args:
+        model: a torch module, a Paddle layer or a dict of arrays; its memory is what
+            `release_weights` releases.
+    """
 
     def __init__(self, model: object) -> None:
         self._memory = ModelMemory(model)
@@ -123,15 +129,15 @@ class ModelEngine(EngineHooks):
         self._num_running = 0
         self._waiting: set[asyncio.Future[None]] = set()
         self.version: int | None = None
-        """The version that requests are answered with."""
+        """The version of the weights that requests use."""
         call_in_child(self._replace_lock)
 
     def request(self, timeout_seconds: float = 60.0) -> EngineRequest:
-        """Return a request to answer inside `with` or `async with`, which yield its version.
+        """Return a request for a `with` or `async with` block, which yields the version.
 
-        Waits while the engine stands still; raises LifecycleError if that takes longer. `async
-        with` lets the event loop go on meanwhile; `with` on an event loop raises at once instead,
-        since it would stop the requests that the engine waits for.
+        Entering the block waits while the engine is paused, for at most `timeout_seconds`, then
+        raises LifecycleError. `async with` does not block the event loop; `with` in an event loop
+        raises at once if it would have to wait.
         """
         return EngineRequest(self, check_seconds("timeout_seconds", timeout_seconds))
 
@@ -153,11 +159,11 @@ class ModelEngine(EngineHooks):
             self._is_open, self.version = True, version
             self._changed.notify_all()
             for opened in self._waiting:
-                with suppress(RuntimeError):  # its event loop is closed, and nobody waits
+                with suppress(RuntimeError):  # its event loop is closed
                     opened.get_loop().call_soon_threadsafe(_wake, opened)
 
     def drop_cache(self) -> None:
-        """Nothing to forget: a plain model keeps nothing between requests."""
+        """Do nothing: a plain model caches nothing."""
 
     def release_weights(self) -> None:
         self._memory.release()
@@ -168,7 +174,7 @@ class ModelEngine(EngineHooks):
     def _replace_lock(self) -> None:
         """Replace the lock after a fork: the thread that held it does not exist in the child.
 
-        Requests that ran stay counted, since one of them may run on here.
+        Running requests stay counted, since one of them may continue in the child.
         """
         self._changed, self._waiting = threading.Condition(), set()
 
@@ -190,7 +196,7 @@ def _check_no_event_loop() -> None:
     except RuntimeError:
         return
     raise LifecycleError(
-        "the engine takes no requests at the moment, and `with engine.request()` would block this "
+        "the engine is paused, and `with engine.request()` would block this "
         "thread's event loop while it waits; use `async with engine.request()`"
     )
 

@@ -1,7 +1,7 @@
-"""Futexes: to sleep until a word of shared memory changes, and to wake who sleeps so.
+"""Futexes: wait until a word of shared memory changes, and wake the waiting threads.
 
-The kernel compares and sleeps in one step, so a change is never slept through. Nothing is
-kept anywhere: whoever dies, nobody has to clean up.
+The kernel compares and sleeps in one step, so no change is missed. A futex has no state
+outside the word itself, so nothing has to be cleaned up after a process dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_supported() -> None:
 
 
 def sleep_while(address: int, value: int, timeout_seconds: float) -> None:
-    """Return when the 4-byte word at `address` may no longer be `value`, or after the timeout."""
+    """Return when the 4-byte word at `address` may differ from `value`, or at the timeout."""
     if timeout_seconds <= 0:
         return
     whole = int(timeout_seconds)
@@ -41,12 +41,12 @@ def sleep_while(address: int, value: int, timeout_seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all who sleep on the word at `address`, in this process and in others."""
+    """Wake all threads, of any process, that wait on the word at `address`."""
     _call(address, _WAKE, _ALL, None, ())
 
 
 def _call(address: int, operation: int, value: int, time: object, fine: tuple[int, ...]) -> None:
-    # ctypes lets other threads run meanwhile, so a waiting thread costs nobody anything.
+    # ctypes releases the GIL during the call.
     result = _libc.syscall(
         ctypes.c_long(_number or -1),
         ctypes.c_void_p(address),

@@ -1,9 +1,9 @@
-"""Machine: what may be asked of one rank's engine: pause, clear, restore, update, resume.
+"""Operations: pause, resume, clear, restore, update and follow, on one rank's engine.
 
-One operation at a time, each in its turn; in each the ranks hear of each other, so that none
-stands still, or serves, alone. Who follows holds the source of weights while it waits, and
-gives it up for who asks; it takes its turn only when a version is there. `rounds.py` has what
-an update does.
+One operation runs at a time, and the ranks of a replica run it together, so that none pauses
+or serves alone. `follow` holds the source of weights while it waits for a version, gives it up
+when an update is requested, and becomes the running operation only when a version is there.
+`update.py` has the steps of an update.
 """
 
 from __future__ import annotations
@@ -15,47 +15,52 @@ from time import monotonic, sleep
 
 from flyweight.checks import check_seconds
 from flyweight.errors import Busy, FlyweightError, LifecycleError
-from flyweight.lifecycle.ranks import YIELD_SECONDS, Ranks, Verdict
+from flyweight.lifecycle.agreement import YIELD_SECONDS, RankAgreement, Verdict
+from flyweight.lifecycle.engine_steps import ROUND_SECONDS
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag, tags_named
-from flyweight.lifecycle.steps import ROUND_SECONDS
-from flyweight.lifecycle.update_rounds import Round, Rounds
+from flyweight.lifecycle.update import UpdateAttempt, Updates
 from flyweight.ports import Engine, UpdateReport, Weights
 
 _LEAST_SECONDS = 0.001
 _PASSING = (State.PAUSING, State.CLEARING, State.UPDATING, State.VERIFYING)
 
 
-class Machine(Rounds):
-    """One rank of a replica: its engine, its weights, its state."""
+class Operations(Updates):
+    """The operations of one rank of a replica, on its engine and its weights."""
 
     def __init__(
         self,
         engine: Engine,
         weights: Weights,
-        ranks: Ranks | None = None,
+        ranks: RankAgreement | None = None,
         *,
         should_serve: bool = True,
         observe: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin without weights, standing still; `should_serve` says whether to serve with them.
+        """Start CLEARED: paused, without weights.
 
-        `observe` is called after each change of state, in the thread that made it.
+        Args:
+            engine: the engine of this rank.
+            weights: the source of its weights.
+            ranks: how it agrees with the other ranks; None for a replica of one rank.
+            should_serve: whether the engine resumes after its first update.
+            observe: called after each change of state, in the thread that made it.
         """
-        ranks = Ranks() if ranks is None else ranks
+        ranks = RankAgreement() if ranks is None else ranks
         super().__init__(engine, weights, ranks, should_serve=should_serve, observe=observe)
         self.is_paused_by_hand = False
         self._turn, self._source = threading.Lock(), threading.Lock()
         self._turn_of = ""
-        """The operation that has its turn, or had it last."""
-        self._asks: set[object] = set()
+        """The operation that is running, or ran last."""
+        self._waiting_requests: set[object] = set()
 
     @property
     def may_follow(self) -> bool:
-        """False while a version that nobody asked for would not be taken."""
+        """False while `follow` would not load a new version."""
         is_there = self.pinned is not None and self.pinned == self.version
         return self.has_weights_memory and not is_there
 
-    # What is asked from outside.
+    # Operations.
 
     def pause(
         self,
@@ -64,33 +69,33 @@ class Machine(Rounds):
         should_resume: bool = False,
         timeout_seconds: float = 60.0,
     ) -> None:
-        """Stand still: no request runs and none starts, once this returns.
+        """Pause: once this returns, no request runs and none starts.
 
-        With `should_resume` it then goes on as before, unless a rank was paused by hand: that
-        is so for all ranks.
+        With `should_abort` running requests are aborted, otherwise they finish. With
+        `should_resume` the engine then serves again, unless a user paused one of the ranks before.
         """
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        with self._turn_for("pause", deadline):
-            verdict = self._all_still("pause", deadline, should_abort=should_abort)
+        with self._exclusively("pause", deadline):
+            verdict = self._pause_all_ranks("pause", deadline, should_abort=should_abort)
             if should_resume and not verdict.was_paused:
-                self._resume_if_meant()
+                self._resume_if_wanted()
             else:
-                self._is_meant_to_serve, self.is_paused_by_hand = False, True
+                self._should_serve, self.is_paused_by_hand = False, True
 
     def resume(self, *, timeout_seconds: float = 60.0) -> None:
-        """Serve, on all ranks or on none."""
+        """Serve again, on all ranks or on none."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        with self._turn_for("resume", deadline):
+        with self._exclusively("resume", deadline):
             refusal = self._refusal(Signal.RESUME)
             verdict = self._ranks.agreed(self.version, "", refusal, deadline, what="resume")
-            while verdict.is_mixed and not verdict.is_over:  # a rank that follows gives way
+            while verdict.is_mixed and not verdict.is_over:  # a following rank gives way
                 sleep(YIELD_SECONDS)
                 verdict = self._ranks.agreed(self.version, "", refusal, deadline, what="resume")
             if refusal is not None:
                 raise refusal
             if not verdict.is_agreed:
                 raise LifecycleError(verdict.text)
-            self._is_meant_to_serve, self.is_paused_by_hand = True, False
+            self._should_serve, self.is_paused_by_hand = True, False
             if self.state is not State.SERVING:
                 self._resume()
 
@@ -101,14 +106,14 @@ class Machine(Rounds):
         may_drain: bool = True,
         timeout_seconds: float = 60.0,
     ) -> None:
-        """Give memory back, of each tag that still has some. An engine that serves is paused."""
+        """Release the memory of these tags. An engine that serves is paused first."""
         tags = tags_named(tags)
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        with self._turn_for("clear", deadline):
+        with self._exclusively("clear", deadline):
             if not tags:
                 return
             todo = [tag for tag in Tag if tag in tags and tag not in self._released]
-            self._all_still("clear", deadline, may_drain=may_drain, should_drop=bool(todo))
+            self._pause_all_ranks("clear", deadline, may_drain=may_drain, should_drop=bool(todo))
             if not todo:
                 return
             self._signal(Signal.CLEAR)
@@ -122,10 +127,10 @@ class Machine(Rounds):
             self._signal(Signal.EMPTIED, self.condition.absent | set(todo))
 
     def restore(self, *, timeout_seconds: float = 60.0) -> None:
-        """Have the cache's memory again. Weights come back by an update."""
+        """Allocate the memory of the cache again. An update restores the weights."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        with self._turn_for("restore", deadline):
-            self._hear_all(None, deadline, "restore")
+        with self._exclusively("restore", deadline):
+            self._wait_for_ranks(None, deadline, "restore")
             error: FlyweightError | None = None
             try:
                 if Tag.KV_CACHE in self._released:
@@ -134,8 +139,8 @@ class Machine(Rounds):
                     self._signal(Signal.RESTORE, self.condition.absent - {Tag.KV_CACHE})
             except FlyweightError as failure:
                 error = failure
-            self._hear_all(error, deadline, "serve with what was restored")
-            self._resume_if_meant()
+            self._wait_for_ranks(error, deadline, "serve with what was restored")
+            self._resume_if_wanted()
 
     def update(
         self,
@@ -147,41 +152,47 @@ class Machine(Rounds):
         timeout_seconds: float = 60.0,
         is_over: Callable[[], bool] = lambda: False,
     ) -> UpdateReport | None:
-        """Take a version over, or one that is newer than what is held; on all ranks or on none.
+        """Load a version, or one that is newer than the current one; on all ranks or on none.
 
-        Without a version this waits for a newer one until its deadline, and raises
-        TransferTimeout if none comes. Nothing is transferred if the version that is named is
-        held, or if one came by following since the last update was answered, or if a whole one
-        is held and not served; each time the source has to confirm it. With `is_restore` ranks
-        that hold a version keep it. With `must_verify` a source without checksums is refused.
-        `is_over`, and a `wake` of the source, end the wait early.
+        Without `version` this waits for a newer one until the deadline, and raises
+        TransferTimeout if none arrives. Nothing is transferred if the engine already holds
+        `version`, if `follow` loaded one since the last update request, or if a complete version
+        is held and not served; each time the source has to confirm it.
 
-        A version that is asked for by its number stays until the newest is asked for again.
-        The engine pauses requests only while it is copied, not while it is waited for.
+        A version that was requested by number stays until the newest is requested again.
+        Requests are paused only during the copy, not while this waits for a version.
+
+        Args:
+            version: the version to load; None for the next newer one.
+            may_drain: whether running requests are drained; otherwise they refuse the update.
+            must_verify: refuse a source without checksums.
+            is_restore: ranks that hold a version keep it.
+            timeout_seconds: for the whole operation.
+            is_over: checked while waiting; True ends the wait early, after the source's `wake`.
         """
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        round_ = Round(
+        attempt = UpdateAttempt(
             version,
             may_drain,
             deadline,
-            is_asked=True,
+            is_requested=True,
             must_verify=must_verify,
             is_restore=is_restore,
         )
-        with self._asking(deadline), self._turn_for("update", deadline):
-            return self._update(round_, is_over=is_over)
+        with self._source_for_request(deadline), self._exclusively("update", deadline):
+            return self._update(attempt, is_over=is_over)
 
     def follow(self, *, timeout_seconds: float, is_over: Callable[[], bool]) -> bool:
-        """Wait for the next version as one nobody asked for, and take it; False if none came.
+        """Wait for the next version and load it; return False if none arrived.
 
-        Others take their turns while this waits, and end the wait if they need the source.
+        Other operations run while this waits; an update request ends the wait.
         """
         deadline = monotonic() + timeout_seconds
 
         def stops() -> bool:
-            return is_over() or bool(self._asks)
+            return is_over() or bool(self._waiting_requests)
 
-        while self._asks and not is_over():  # first those who asked
+        while self._waiting_requests and not is_over():  # requests go first
             sleep(YIELD_SECONDS)
         if not self._source.acquire(timeout=timeout_seconds):
             return False
@@ -191,31 +202,31 @@ class Machine(Rounds):
             with ExitStack() as turn:
 
                 def enter() -> None:
-                    turn.enter_context(self._turn_for("update", monotonic() + ROUND_SECONDS))
+                    turn.enter_context(self._exclusively("update", monotonic() + ROUND_SECONDS))
 
-                round_ = Round(self.pinned, True, deadline, is_asked=False)
-                report = self._update(round_, enter=enter, is_over=stops)
+                attempt = UpdateAttempt(self.pinned, True, deadline, is_requested=False)
+                report = self._update(attempt, enter=enter, is_over=stops)
             return report is not None
         finally:
             self._source.release()
 
     def fail(self, error: FlyweightError, *, if_so: Callable[[], bool] = lambda: True) -> bool:
-        """Serve nothing until a whole update succeeds: something happened that this did not see.
+        """Enter FAILED because of something that happened outside of any operation.
 
-        Unless `if_so`, asked when nothing else runs, says otherwise; returns what it says.
+        `if_so` is called when no operation runs; False cancels. Returns its result.
         """
-        with self._turn_for("fail", monotonic() + ROUND_SECONDS):
+        with self._exclusively("fail", monotonic() + ROUND_SECONDS):
             is_so = if_so()
             if is_so:
                 self._fail(error)
             return is_so
 
     def retire(self, error: FlyweightError) -> None:
-        """Serve nothing any more, unless it is asked for: nobody else could stop this engine."""
-        self._is_meant_to_serve = False
+        """Enter FAILED and do not serve again unless requested: nobody can control this engine."""
+        self._should_serve = False
         self.fail(error)
 
-    def _all_still(
+    def _pause_all_ranks(
         self,
         what: str,
         deadline: float,
@@ -224,27 +235,27 @@ class Machine(Rounds):
         should_abort: bool = False,
         should_drop: bool = False,
     ) -> Verdict:
-        """Stand still, on all ranks or on none; an engine that served goes on if one cannot."""
+        """Pause all ranks or none; an engine that served resumes if one rank cannot pause."""
         error: FlyweightError | None = None
         try:
             if should_abort and self.state is State.SERVING:
                 self._pause(deadline, should_abort=True)
-            self._stand_still(deadline, may_drain)
+            self._ensure_idle(deadline, may_drain)
             if should_drop:
                 self._call("drop_cache", self._engine.drop_cache)
         except FlyweightError as failure:
             error = failure
         try:
-            return self._hear_all(error, deadline, what, was_paused=self.is_paused_by_hand)
+            return self._wait_for_ranks(error, deadline, what, was_paused=self.is_paused_by_hand)
         except FlyweightError:
-            self._resume_if_meant()
+            self._resume_if_wanted()
             raise
 
-    # Turns.
+    # One operation at a time.
 
     @contextmanager
-    def _turn_for(self, what: str, deadline: float) -> Iterator[None]:
-        """Be the one operation that runs; waits for what runs until the deadline."""
+    def _exclusively(self, what: str, deadline: float) -> Iterator[None]:
+        """Run as the only operation; wait for the running one until the deadline."""
         if not self._turn.acquire(timeout=max(deadline - monotonic(), _LEAST_SECONDS)):
             raise Busy(f"{self._turn_of} is running, {what} was not begun; wait until it ends")
         try:
@@ -252,23 +263,23 @@ class Machine(Rounds):
             yield
         finally:
             try:
-                if self.state in _PASSING:  # interrupted: nothing may stay so for ever
+                if self.state in _PASSING:  # interrupted half-way
                     self._fail(LifecycleError(f"{what} was ended in state {self.state}"))
             finally:
                 self._turn.release()
                 self._observe()
 
     @contextmanager
-    def _asking(self, deadline: float) -> Iterator[None]:
-        """Have the source of weights, which who follows gives up for whoever asks."""
+    def _source_for_request(self, deadline: float) -> Iterator[None]:
+        """Hold the source of weights for a request; `follow` gives it up."""
         ask = object()
-        self._asks.add(ask)
+        self._waiting_requests.add(ask)
         self._weights.wake()
         try:
             if not self._source.acquire(timeout=max(deadline - monotonic(), _LEAST_SECONDS)):
                 raise Busy("another update is running; wait until it ends")
         finally:
-            self._asks.discard(ask)
+            self._waiting_requests.discard(ask)
         try:
             yield
         finally:

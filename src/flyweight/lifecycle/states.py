@@ -1,9 +1,9 @@
-"""States: what an engine may do next, as data. Pure.
+"""The engine's states and signals, and the table that decides what each signal does. Pure.
 
-`TABLE` decides every pair of a state and a signal. Some signals are asked for from
-outside, the others report how a step ended. Beside the state stands what is `absent`:
-an engine serves only while nothing is, so PAUSED and CLEARED are one place, told
-apart by it.
+`TABLE` covers every pair of a state and a signal. Users send the signals in `OUTSIDE`; the
+other signals report how a step ended. `Condition` adds what is `absent` (weights, cache): an
+engine serves only while nothing is absent. PAUSED and CLEARED are the same row of the table:
+CLEARED means that something is absent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flyweight.errors import Busy, LifecycleError
 
 
 class State(str, Enum):
-    """Where an engine is. Requests are answered in SERVING, and finished in PAUSING."""
+    """The state of an engine. It accepts requests in SERVING and finishes them in PAUSING."""
 
     SERVING = "SERVING"
     PAUSING = "PAUSING"
@@ -33,7 +33,7 @@ class State(str, Enum):
 
 
 class Tag(str, Enum):
-    """What an engine needs to serve, and can give back one by one."""
+    """Memory that an engine needs to serve and can release: weights, key-value cache."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -47,9 +47,9 @@ class Tag(str, Enum):
 
 
 class Signal(str, Enum):
-    """What moves an engine."""
+    """An event that changes the state of an engine."""
 
-    # Asked for from outside.
+    # Sent by users and controllers.
     PAUSE = "PAUSE"
     RESUME = "RESUME"
     CLEAR = "CLEAR"
@@ -73,14 +73,14 @@ ALL_TAGS = frozenset(Tag)
 
 
 def tags_named(names: Iterable[str]) -> tuple[Tag, ...]:
-    """Return the tags of these names, each once; raise SpecError for a name that is no tag."""
+    """Return the tags with these names, without repeats; raise SpecError for an unknown name."""
     return tuple(dict.fromkeys(one_of(Tag, name, "tag") for name in names))
 
 
 class Outcome(Enum):
-    """What a signal does where it does not simply lead to a state."""
+    """What a signal does when it does not lead to one fixed state."""
 
-    STAY = "the state stays as it is"
+    STAY = "the state does not change"
     REST = "PAUSED, or CLEARED while something is absent"
     BUSY = "refused while a step runs"
     NO = "refused"
@@ -134,7 +134,7 @@ TABLE: Mapping[tuple[State, Signal], State | Outcome] = {
 
 
 def accepted(state: State) -> list[Signal]:
-    """Return the signals from outside that a state accepts."""
+    """Return the signals of `OUTSIDE` that a state accepts."""
     return [signal for signal in OUTSIDE if TABLE[state, signal] not in (_NO, _BUSY)]
 
 
@@ -145,15 +145,15 @@ def needed(signal: Signal) -> list[State]:
 
 @dataclass(frozen=True)
 class Condition:
-    """A state, and what is absent: given back, or never there."""
+    """A state, and the tags that are absent: released, or not loaded yet."""
 
     state: State = State.CLEARED
     absent: frozenset[Tag] = frozenset({Tag.WEIGHTS})
 
     def after(self, signal: Signal, absent: Collection[Tag] | None = None) -> Condition:
-        """Return the condition that a signal leads to; raise LifecycleError if it leads nowhere.
+        """Return the condition after a signal; raise LifecycleError if the state refuses it.
 
-        `absent` is what is so from then on; None leaves it as it is.
+        `absent` replaces the set of absent tags; None keeps it.
         """
         outcome = TABLE[self.state, signal]
         here = self if absent is None else replace(self, absent=frozenset(absent))
@@ -180,7 +180,7 @@ class Condition:
         return f"{text}; it accepts {_words(accepted(self.state))}: send {self._remedy(signal)}"
 
     def _remedy(self, signal: Signal) -> str:
-        """Return what to send before a signal that was refused, for it to be accepted."""
+        """Return the signals to send so that the refused one is accepted."""
         if self.state is State.SERVING:
             return f"PAUSE, then {signal}"
         if self.state is State.FAILED or Tag.WEIGHTS in self.absent:

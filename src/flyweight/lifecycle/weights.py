@@ -1,6 +1,7 @@
-"""Sources of weights beside a publisher: snapshots, and the nearest of both.
+"""StoredWeights and NearestWeights: load an engine's weights from snapshots, or from both.
 
-The version that was asked for never changes on the way from one source to the next.
+NearestWeights prefers a publisher and falls back to snapshots. A requested version stays the
+same version on every fallback.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ _PATIENCE_SECONDS, _LOOK_SECONDS = 0.5, 0.5
 
 
 class StoredWeights:
-    """Versions at rest in one directory."""
+    """The versions in one directory of snapshots or checkpoint files.
+
+    Args:
+        model: the model to load into.
+        path: a directory of versions, or any checkpoint that `fw.load` reads.
+        layout, rank, extra, partial_over: as in `fw.load`.
+    """
 
     rereads = False
-    """Whether files that have no version are read each time, or taken once and held."""
+    """True if files without a version number are read again for each update."""
 
     def __init__(
         self,
@@ -52,10 +59,10 @@ class StoredWeights:
         self._layout, self._rank, self._extra = layout, rank, extra
         self._vouched = self._partial_over = partial_over
         self._written: frozenset[str] = frozenset()
-        """What parts have filled since then, and no longer holds the version vouched for."""
+        """Tensors that partial loads have replaced since `partial_over` was complete."""
         self._version: int | None = None
         self._number: int | None = None
-        """What the files say of the version; they may say nothing."""
+        """The version number in the files, or None if they have none."""
         self._session = ""
         self._identity: Identity | None = None
         self._report: UpdateReport | None = None
@@ -63,18 +70,18 @@ class StoredWeights:
 
     @property
     def version(self) -> int | None:
-        """The version that the model's tensors hold; None once they are others, or have moved."""
+        """The version that the model holds; None if its tensors were replaced or moved."""
         self._look()
         return self._version
 
     @property
     def session(self) -> str:
-        """Tells apart what was loaded, by its content: the same on all ranks that loaded it."""
+        """Identifies the loaded files by content: equal on all ranks that loaded them."""
         return "" if self.version is None else self._session
 
     @property
     def newest(self) -> int:
-        """The newest version that is there; -1 if none is."""
+        """The newest version in the directory, or -1."""
         return max(versions(self._path), default=-1)
 
     def _look(self) -> None:
@@ -92,11 +99,11 @@ class StoredWeights:
         may_keep: bool = False,
         must_verify: bool = False,
     ) -> UpdateReport:
-        """Load a version, or the newest; wait for one if the newest is held already.
+        """Load a version, or the newest; wait for a newer one if the model holds the newest.
 
-        What is held is enough if it is the version that is named, or with `may_keep` the newest,
-        and its files still are what was loaded. What does not fit the model raises PlanError or
-        SpecError, and what was held stays.
+        Loads nothing if the model holds `version`, or with `may_keep` the newest, and the files
+        have not changed since. Raises PlanError or SpecError if the files do not fit the model,
+        which then keeps its version.
         """
         deadline = monotonic() + timeout_seconds
         while version is None and not self._has_newer():
@@ -113,7 +120,7 @@ class StoredWeights:
             session = self._session_of(stored)
             number = stored.manifest.version
             is_held = held is not None and (number, session) == (self._number, self._session)
-            if is_held and number is not None:  # files without one may be others by now
+            if is_held and number is not None:  # files without a number may have changed
                 if version is not None and self._report is not None:
                     check_verified(self._report, must_verify)
                     return self._report
@@ -149,7 +156,7 @@ class StoredWeights:
                 f"{over}, since other parts filled them: {listed(gone)}"
             )
         held, self._version, self.progress = self._version, None, 0.0
-        self._partial_over = None  # what fails half-way leaves tensors that nobody vouches for
+        self._partial_over = None  # after a failed load, some tensors may be of neither version
         try:
             with listening(self._advance):
                 report = load(
@@ -184,29 +191,33 @@ class StoredWeights:
         return open_source(self._path, version=version)
 
     def _session_of(self, stored: Stored) -> str:
-        # Not by paths and times: ranks of several machines may have copies of their own.
+        # Not by paths and times: ranks on several machines may have copies of the files.
         return f"files {stored.fingerprint():016x}"
 
     def _advance(self, event: Event) -> None:
-        # Of any load in this process: a second one at the same time would only be seen wrongly.
+        # Events of any load in this process: two loads at once only show a wrong progress.
         if event.kind == "progress" and event.fields.get("verb") == "load":
             done, total = event.fields["done_bytes"], event.fields["total_bytes"]
             if isinstance(done, int) and isinstance(total, int) and total:
                 self.progress = done / total
 
     def forget(self, reason: str) -> None:
-        """Hold no version any more; what files lack is gone as well."""
+        """Forget the version that is held, and `partial_over`."""
         self._version = self._identity = self._partial_over = None
 
     def wake(self) -> None:
-        """Nothing waits here for longer than a look at the directory."""
+        """Do nothing: `update` looks at the directory every half second."""
 
 
 class NearestWeights:
-    """A publisher's versions while there is a publisher, and snapshots while there is none.
+    """Weights from a publisher while one can be reached, else from snapshots.
 
-    An engine that holds nothing does not wait for a trainer that may be long in coming back; one
-    that holds something takes snapshots that are newer, as long as no publisher can be reached.
+    An engine without weights loads a snapshot instead of waiting for a trainer to come back. An
+    engine with weights loads newer snapshots while no publisher can be reached.
+
+    Args:
+        replica: the connection to the publisher.
+        stored: the snapshots.
     """
 
     def __init__(self, replica: Replica, stored: StoredWeights) -> None:
@@ -223,7 +234,7 @@ class NearestWeights:
 
     @property
     def session(self) -> str:
-        """That of whichever was written last."""
+        """The session of the source that was loaded last."""
         if self.version is None:
             return ""
         return self._replica.session if self._stored.version is None else self._stored.session
@@ -242,11 +253,11 @@ class NearestWeights:
         may_keep: bool = False,
         must_verify: bool = False,
     ) -> UpdateReport:
-        """Take a version from the publisher if one is there soon, else from files, else wait.
+        """Load a version from the publisher if it is there soon, else from files, else wait.
 
-        Without a number: the publisher's next, or, while no publisher can be reached, a snapshot
-        that is newer than what is held. A publisher that has nothing newer is waited for. With
-        `may_keep` what is held is enough if the side that it came from says that it is the newest.
+        Without `version`: the publisher's next version, or, while no publisher can be reached, a
+        snapshot newer than the current version. If the publisher has nothing newer, wait for it.
+        With `may_keep` the current version is enough if its source confirms that it is the newest.
         """
         deadline, self._is_reading = monotonic() + timeout_seconds, False
         how = {"may_keep": may_keep, "must_verify": must_verify}
@@ -264,12 +275,12 @@ class NearestWeights:
             except (PeerLost, TransferTimeout, VersionError) as error:
                 is_refused = missing is not None and isinstance(error, VersionError)
                 if begun or is_over() or is_refused:
-                    raise  # a round that began and did not end well: whoever asked must know
+                    raise  # a round failed after it began: the caller must know
                 failure, is_there = error, self._replica.is_connected
             held = self.version
             may_keep_file = may_keep and self._stored.version is not None
-            is_asked = version is not None or held is None or may_keep_file
-            if is_asked or (held is not None and not is_there and self._stored.newest > held):
+            is_requested = version is not None or held is None or may_keep_file
+            if is_requested or (held is not None and not is_there and self._stored.newest > held):
                 try:
                     return self._from_files(version, begin, is_over, **how)
                 except (FormatError, VersionError, TransferTimeout) as error:
@@ -296,8 +307,8 @@ class NearestWeights:
                 version, timeout_seconds=timeout_seconds, before=before, is_over=is_over, **how
             )
         finally:
-            if self._replica.state != "empty":  # it was written over, well or not
-                self._stored.forget("a publisher's version came")
+            if self._replica.state != "empty":  # it wrote, or tried to
+                self._stored.forget("a publisher's version was loaded over it")
 
     def _from_files(
         self,
@@ -311,10 +322,10 @@ class NearestWeights:
             self._is_reading = True
 
         try:
-            return self._stored.update(  # files that are not there yet are waited for in `update`
+            return self._stored.update(  # `update` waits for files that do not exist yet
                 version, timeout_seconds=0, before=begin, is_over=is_over, **how
             )
-        except (PlanError, SpecError):  # found before the first byte was written
+        except (PlanError, SpecError):  # raised before the first write
             self._is_reading = False
             raise
         finally:

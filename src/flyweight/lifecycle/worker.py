@@ -1,7 +1,7 @@
-"""Worker: one rank's end of the status cell. Does what is asked, and says how it stands.
+"""Worker: runs the requests of a status cell on one rank's engine, and writes the rank's record.
 
-Three threads beside the engine's own: one sleeps on the cell's request, one says how far an
-update is, and one waits for the next version, if the engine is to follow its trainer by itself.
+It has three threads: one waits for requests, one writes the progress of an update, and one
+waits for the next version, if the engine follows its trainer.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from time import monotonic
 
 from flyweight.errors import FlyweightError, LifecycleError, SpecError, TransferTimeout
 from flyweight.events import emit
-from flyweight.lifecycle.cell import Cell, Request, Slot
-from flyweight.lifecycle.operations import Machine
-from flyweight.lifecycle.ranks import Ranks
+from flyweight.lifecycle.agreement import RankAgreement
+from flyweight.lifecycle.cell import Cell, RankRecord, Request
+from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
 from flyweight.ports import Engine, Weights
 from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
 
 _LOOK_SECONDS = 1.0
-"""How often a worker that waits sees whether its cell is still the one."""
-_BEAT_SECONDS = 0.1
+"""How often a waiting worker checks that its cell was not replaced."""
+_PROGRESS_SECONDS = 0.1
 _FOLLOW_SECONDS = 30.0
-_REST_SECONDS = 0.5
+_RETRY_SECONDS = 0.5
 _CLOSE_SECONDS = 10.0
 
 
 class Worker:
-    """Drives one rank's engine as a status cell says, and follows its source of weights."""
+    """Controls one rank's engine through a status cell, and follows its source of weights."""
 
     def __init__(
         self,
@@ -45,10 +45,20 @@ class Worker:
         should_serve: bool = True,
         carry_out: Callable[[Request, Callable[[Request], None]], None] | None = None,
     ) -> None:
-        """Attach to the cell, which is made if it is not there.
+        """Attach to the cell; `start`, or a `with` block, starts the threads.
 
-        With several ranks, `process_group` (torch's or Paddle's; the default group if None) is
-        how they find each other. `carry_out` is given each request, and what would do it here.
+        Args:
+            engine: the engine of this rank.
+            weights: the source of its weights, such as a Replica.
+            cell: the path of the status cell; created if it does not exist.
+            rank: this rank of the replica.
+            num_ranks: the number of ranks of the replica.
+            process_group: how several ranks find each other: a group of torch or Paddle, None for
+                the default group.
+            should_follow: load each new version of the source without a request.
+            should_serve: resume the engine after its first update.
+            carry_out: called with each request and the function that runs it, for engines whose
+                own loop must run it; None runs it in the worker's thread.
         """
         self._carry_out = carry_out
         rendezvous = self._rendezvous(rank, num_ranks, process_group)
@@ -57,45 +67,45 @@ class Worker:
         self._telling = threading.Lock()
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._ranks, self._weights = Ranks(rendezvous), weights
+        self._ranks, self._weights = RankAgreement(rendezvous), weights
         self.failure: FlyweightError | None = None
-        """Why the worker ended by itself, if it did."""
+        """Why the worker ended without `close`, if it did."""
         self._cell = Cell(cell, num_ranks)
         try:
             self._cell.claim(rank)
             self._taken = self._done = 0
-            self._error = self._answer = self._trouble = ""
-            self._take_over()
-            last = self._cell.slot(rank)
-            self.machine = Machine(
+            self._error = self._answer = self._last_problem = ""
+            self._continue_after_restart()
+            last = self._cell.record(rank)
+            self.operations = Operations(
                 engine,
                 weights,
                 self._ranks,
-                # Who was paused or rolled to a version by hand stays so over a crash.
+                # A pause, and a version requested by number, survive a crash.
                 should_serve=should_serve and not (last and last.is_paused_by_hand),
-                observe=self.tell,
+                observe=self.write_record,
             )
             if last is not None:
-                self.machine.pinned = last.pinned
-                self.machine.last_version = last.version
-                self.machine.is_paused_by_hand = last.is_paused_by_hand
-            self.tell()
+                self.operations.pinned = last.pinned
+                self.operations.last_version = last.version
+                self.operations.is_paused_by_hand = last.is_paused_by_hand
+            self.write_record()
         except BaseException:
             self._cell.close()
             raise
 
-    def _take_over(self) -> None:
-        """Begin where the process before this one has ended, if there was one."""
-        request, last = self._cell.last_request(), self._cell.slot(self._rank)
+    def _continue_after_restart(self) -> None:
+        """Continue with the record of this rank's previous process, if there was one."""
+        request, last = self._cell.last_request(), self._cell.record(self._rank)
         if request is None:
             self._taken = self._done = 0 if last is None else last.taken
             return
         self._taken = self._done = request.number
         if last is not None and last.done == request.number:
             self._error, self._answer = last.error, last.answer
-        else:  # not done by the process that was asked, nor by this one: nobody may think so
+        else:  # the previous process did not finish it, and this one does not start it
             self._error = "PeerLost"
-            self._answer = f"rank {self._rank} was started again before it answered"
+            self._answer = f"rank {self._rank} was restarted before it answered"
 
     @staticmethod
     def _rendezvous(rank: int, num_ranks: int, process_group: object) -> Rendezvous:
@@ -110,8 +120,8 @@ class Worker:
         return rendezvous
 
     def start(self) -> None:
-        """Begin to listen, and to follow, in threads of their own."""
-        work = [(self.run, "flyweight-worker"), (self._beat, "flyweight-beat")]
+        """Start the threads."""
+        work = [(self.run, "flyweight-worker"), (self._report_progress, "flyweight-beat")]
         if self._should_follow:
             work.append((self._follow, "flyweight-follow"))
         for target, name in work:
@@ -121,11 +131,11 @@ class Worker:
 
     def _guarded(self, target: Callable[[], None]) -> None:
         failure: FlyweightError = LifecycleError(
-            f"the worker of rank {self._rank} ended by an error of its own"
+            f"the worker of rank {self._rank} ended because of an internal error"
         )
         try:
             target()
-        except FlyweightError as error:  # the cell is gone, or damaged
+        except FlyweightError as error:  # the cell was removed or is damaged
             failure = error
         finally:
             if not self._is_over.is_set():
@@ -133,26 +143,26 @@ class Worker:
                 self.failure = failure
                 emit("worker.ended", rank=self._rank, error=str(failure))
                 self._weights.wake()
-                self.machine.retire(failure)
-                self.tell()
+                self.operations.retire(failure)
+                self.write_record()
 
     def run(self) -> None:
-        """Do what the cell asks for, until `close`."""
+        """Answer requests until `close`."""
         while not self._is_over.is_set():
             try:
                 request = self._cell.next_request(self._taken, _LOOK_SECONDS)
-            except LifecycleError as error:  # it cannot be read; the next one may be
-                self._trouble, request = str(error), None
-                self.tell()
+            except LifecycleError as error:  # unreadable; the next request may be readable
+                self._last_problem, request = str(error), None
+                self.write_record()
                 self._is_over.wait(_LOOK_SECONDS)
             if request is None:
                 self._cell.check_current()
                 continue
-            self._obey(request)
+            self._answer_request(request)
 
-    def _obey(self, request: Request) -> None:
+    def _answer_request(self, request: Request) -> None:
         self._taken, self._error, self._answer = request.number, "", ""
-        self.tell()
+        self.write_record()
         try:
             if self._carry_out is None:
                 self._do(request)
@@ -161,121 +171,125 @@ class Worker:
         except FlyweightError as error:
             self._error, self._answer = type(error).__name__, str(error)
         self._done = request.number
-        self.tell()
+        self.write_record()
 
     def _do(self, request: Request) -> None:
-        machine, tags = self.machine, frozenset(request.tags) or ALL_TAGS
+        operations, tags = self.operations, frozenset(request.tags) or ALL_TAGS
         match request.signal:
             case Signal.PAUSE:
-                machine.pause(
+                operations.pause(
                     should_abort=request.should_abort,
                     should_resume=request.should_resume,
                     timeout_seconds=_left(request),
                 )
             case Signal.RESUME:
-                machine.resume(timeout_seconds=_left(request))
+                operations.resume(timeout_seconds=_left(request))
             case Signal.CLEAR:
-                machine.clear(tags, may_drain=request.may_drain, timeout_seconds=_left(request))
+                operations.clear(tags, may_drain=request.may_drain, timeout_seconds=_left(request))
             case Signal.UPDATE:
-                machine.update(
+                operations.update(
                     request.version,
                     may_drain=request.may_drain,
                     must_verify=request.must_verify,
                     timeout_seconds=_left(request),
                     is_over=self._is_over.is_set,
                 )
-                self._trouble = ""
+                self._last_problem = ""
             case Signal.RESTORE:
-                # Ranks that have theirs say so in the update of those that do not.
+                # Ranks that hold their weights take part in the update of those that do not.
                 is_shared = self._ranks.rendezvous.num_ranks > 1
-                if Tag.WEIGHTS in tags and (is_shared or Tag.WEIGHTS in machine.condition.absent):
-                    wanted = machine.pinned if request.version is None else request.version
-                    machine.update(
+                if Tag.WEIGHTS in tags and (
+                    is_shared or Tag.WEIGHTS in operations.condition.absent
+                ):
+                    wanted = operations.pinned if request.version is None else request.version
+                    operations.update(
                         wanted,
                         is_restore=True,
                         timeout_seconds=_left(request),
                         is_over=self._is_over.is_set,
                     )
                 if Tag.KV_CACHE in tags:
-                    machine.restore(timeout_seconds=_left(request))
+                    operations.restore(timeout_seconds=_left(request))
             case _:
-                raise LifecycleError(f"signal {request.signal} is not asked from outside")
+                raise LifecycleError(f"signal {request.signal} cannot be requested")
         if request.should_resume and request.signal is not Signal.PAUSE:
-            machine.resume(timeout_seconds=_left(request))
+            operations.resume(timeout_seconds=_left(request))
 
     def _follow(self) -> None:
-        rest_seconds = _REST_SECONDS
+        rest_seconds = _RETRY_SECONDS
         while not self._is_over.is_set():
             try:
-                came = self.machine.follow(
+                came = self.operations.follow(
                     timeout_seconds=_FOLLOW_SECONDS, is_over=self._is_over.is_set
                 )
-                rest_seconds = _REST_SECONDS
-                if came or self._trouble:
-                    self._trouble = ""
-                    self.tell()
-                if not came and not self.machine.may_follow:
-                    self._is_over.wait(_REST_SECONDS)
+                rest_seconds = _RETRY_SECONDS
+                if came or self._last_problem:
+                    self._last_problem = ""
+                    self.write_record()
+                if not came and not self.operations.may_follow:
+                    self._is_over.wait(_RETRY_SECONDS)
             except FlyweightError as error:
-                self._trouble = str(error)
-                self.tell()
-                if self.machine.state is State.SERVING:  # to pause again and again serves nobody
+                self._last_problem = str(error)
+                self.write_record()
+                if (
+                    self.operations.state is State.SERVING
+                ):  # do not pause a serving engine again and again
                     rest_seconds = min(2 * rest_seconds, _FOLLOW_SECONDS)
                 self._is_over.wait(rest_seconds)
 
-    def _beat(self) -> None:
-        """Say how far an update is, and how many requests run, as that changes."""
+    def _report_progress(self) -> None:
+        """Write the progress of an update and the number of running requests as they change."""
         seen = 0
-        while not self._is_over.wait(_BEAT_SECONDS):
+        while not self._is_over.wait(_PROGRESS_SECONDS):
             running = self._num_running()
-            if self.machine.state is State.UPDATING or running != seen:
+            if self.operations.state is State.UPDATING or running != seen:
                 seen = running
-                self.tell()
+                self.write_record()
 
     def _num_running(self) -> int:
         try:
             return int(self._engine.num_running)
-        except Exception:  # the engine is not ours; a number to look at is not worth an end
+        except Exception:  # the engine is the user's, and this number is only shown
             return -1
 
-    def tell(self) -> None:
-        """Show how this rank stands."""
-        machine = self.machine
+    def write_record(self) -> None:
+        """Write this rank's record into the cell."""
+        operations = self.operations
         with self._telling:
-            failure = machine.failure
-            report = machine.report
-            self._cell.tell(
+            failure = operations.failure
+            report = operations.report
+            self._cell.write_record(
                 self._rank,
-                Slot(
+                RankRecord(
                     pid=self._pid,
-                    state=machine.state,
-                    absent=tuple(sorted(machine.condition.absent)),
-                    # While it is written there is none.
-                    version=None if machine.is_in_pieces else machine.version,
-                    pinned=machine.pinned,
-                    is_paused_by_hand=machine.is_paused_by_hand,
+                    state=operations.state,
+                    absent=tuple(sorted(operations.condition.absent)),
+                    # There is none while the weights are being written.
+                    version=None if operations.is_in_pieces else operations.version,
+                    pinned=operations.pinned,
+                    is_paused_by_hand=operations.is_paused_by_hand,
                     taken=self._taken,
                     done=self._done,
                     error=self._error,
                     answer=self._answer,
-                    reason=self._trouble if failure is None else str(failure),
+                    reason=self._last_problem if failure is None else str(failure),
                     is_listening=not self._is_over.is_set(),
-                    step=machine.step,
-                    percent=machine.percent,
+                    step=operations.step,
+                    percent=operations.percent,
                     num_running=self._num_running(),
                     nbytes=0 if report is None else report.nbytes,
                     round_seconds=0.0 if report is None else report.seconds,
-                    pause_seconds=machine.pause_seconds,
-                    num_rounds=machine.num_rounds,
-                    went_back_from=machine.went_back_from,
-                    num_went_back=machine.num_went_back,
+                    pause_seconds=operations.pause_seconds,
+                    num_rounds=operations.num_rounds,
+                    went_back_from=operations.went_back_from,
+                    num_went_back=operations.num_went_back,
                 ),
             )
 
     def close(self) -> None:
-        """Stop listening and following; the engine stays as it is. Safe to repeat."""
+        """Stop the threads; the engine keeps its state. Safe to repeat."""
         if self._pid != os.getpid():
-            return  # a forked child has nothing of it
+            return  # the worker belongs to the parent process
         if self._is_over.is_set() and not self._threads:
             return
         self._is_over.set()
@@ -284,7 +298,7 @@ class Worker:
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
         self._threads = []
-        self.tell()
+        self.write_record()
         self._ranks.close()
         self._cell.close()
 
@@ -297,11 +311,11 @@ class Worker:
 
 
 def _left(request: Request) -> float:
-    """Return the seconds that are left of a request's time; raise if none are."""
+    """Return the seconds until a request's deadline; raise TransferTimeout if it has passed."""
     left = min(request.deadline - monotonic(), request.timeout_seconds)
     if left <= 0:
         raise TransferTimeout(
-            f"{request.signal} was not done within its {request.timeout_seconds:g} s; nothing more "
-            f"was begun"
+            f"{request.signal} was not done within its {request.timeout_seconds:g} s; no further "
+            f"step was begun"
         )
     return left

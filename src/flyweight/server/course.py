@@ -8,7 +8,8 @@ from typing import Literal
 import msgspec
 
 from flyweight.errors import Busy, FlyweightError, PeerLost
-from flyweight.lifecycle.control import Control, Operation, ReplicaStatus
+from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.replica_status import Operation, ReplicaStatus
 from flyweight.lifecycle.states import Signal, Tag
 from flyweight.server.standing import standing
 

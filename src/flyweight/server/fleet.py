@@ -21,7 +21,8 @@ import msgspec
 
 import flyweight
 from flyweight.errors import Busy, FlyweightError, SpecError, listed
-from flyweight.lifecycle.control import Control, Operation, ReplicaStatus
+from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.replica_status import Operation, ReplicaStatus
 from flyweight.lifecycle.states import State
 from flyweight.server.course import Answer, Course, Errand
 from flyweight.server.standing import standing

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from flyweight.lifecycle.control import ABSENT, RankStatus
+from flyweight.lifecycle.replica_status import ABSENT, RankStatus
 from flyweight.lifecycle.states import State
 from flyweight.server.fleet import Fleet
 

@@ -10,7 +10,7 @@ import msgspec
 from flyweight.checks import one_of
 from flyweight.errors import SpecError
 from flyweight.formats.snapshot import number_in
-from flyweight.lifecycle.control import ReplicaStatus
+from flyweight.lifecycle.replica_status import ReplicaStatus
 from flyweight.lifecycle.states import Signal, Tag, tags_named
 from flyweight.server.course import Course, Order
 

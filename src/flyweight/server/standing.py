@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flyweight.errors import FlyweightError
-from flyweight.lifecycle.control import ABSENT, Control, ReplicaStatus
+from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.replica_status import ABSENT, ReplicaStatus
 from flyweight.lifecycle.states import State
 
 _STANDS_STILL = (

@@ -1,9 +1,10 @@
-"""Ranks: how the ranks of one replica decide together, so that none serves what another does not.
+"""RankAgreement: the ranks of one replica decide together, so that all serve the same version.
 
-Each says what it holds or why it does not, the first one decides, and all hear the same
-verdict. A rank that dies, or says nothing, ends it for all: whoever does not hear a
-verdict takes it that there is none. What is asked for is repeated until all ranks are at it;
-the first whose time is over says that this is its last word, and all stop by that verdict.
+Each rank sends a statement (the version it holds, or an error), rank 0 decides, and all
+ranks receive the same verdict. If a rank dies or is silent, nothing is agreed; a rank that
+receives no verdict assumes that there is none. Ranks that work on different requests repeat
+their statement until all work on the same one. The first rank that reaches its deadline marks
+its statement as the last, and all ranks stop with that verdict.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.spec.manifest import Json
 
 YIELD_SECONDS = 0.001
-"""How long to wait for one who gives way, before looking again."""
+"""How long to wait before asking again a rank that gives way."""
 _LEAST_SECONDS = 0.1
 _PARTING_SECONDS = 5.0
 _LATE_SECONDS = 0.75
-"""What the first rank listens beyond the deadline: whoever does not succeed says so then."""
+"""How long rank 0 listens after the deadline: ranks that time out send their error then."""
 
 
 @dataclass(frozen=True)
@@ -33,24 +34,24 @@ class Verdict:
 
     is_agreed: bool = False
     is_kept: bool = False
-    """True if every rank still holds what it held: nobody touched anything."""
+    """True if no rank has written anything: each still holds its committed version."""
     is_lost: bool = False
-    """True if a rank died or said nothing: what it does is not known."""
+    """True if a rank died or was silent: its weights are unknown."""
     is_mixed: bool = False
-    """True if the ranks were asked for different things."""
+    """True if the ranks work on different requests."""
     is_over: bool = False
-    """True if so, and one of them will not repeat what it was asked for: its time is over."""
+    """True if `is_mixed` and one rank has reached its deadline, so nobody repeats."""
     was_paused: bool = False
-    """True if one of them was paused by hand before."""
+    """True if a user paused one of the ranks before."""
     may_keep: bool = False
-    """True if what is held would be enough for one of them."""
+    """True if the version that is held answers the request on at least one rank."""
     catch_up: int | None = None
-    """The version that those who are behind should take first."""
+    """The newest version among the ranks; ranks with an older one load it."""
     text: str = ""
 
 
-class Ranks:
-    """This rank, and the others; alone unless it was given a rendezvous."""
+class RankAgreement:
+    """Exchanges statements with the other ranks; decides alone without a rendezvous."""
 
     def __init__(self, rendezvous: Rendezvous | None = None) -> None:
         self.rendezvous = Rendezvous() if rendezvous is None else rendezvous
@@ -63,16 +64,16 @@ class Ranks:
         deadline: float,
         *,
         what: str = "update",
-        is_asked: bool = True,
+        is_requested: bool = True,
         was_paused: bool = False,
         may_keep: bool = False,
     ) -> Verdict:
-        """Return whether all ranks are ready for the same thing; every rank must call this.
+        """Return whether all ranks are ready for the same operation. Every rank must call this.
 
-        Where it `is_asked` for, ranks that were asked for different things repeat it until then.
+        `is_requested` is False for a rank that follows its source: it does not repeat itself.
         """
-        is_last = is_asked and monotonic() >= deadline
-        mine = _said(what, error, is_last=is_last)
+        is_last = is_requested and monotonic() >= deadline
+        mine = _statement(what, error, is_last=is_last)
         return self._decide({**mine, "was_paused": was_paused, "may_keep": may_keep}, deadline)
 
     def agreed(
@@ -85,57 +86,57 @@ class Ranks:
         what: str = "update",
         is_as_before: bool = False,
     ) -> Verdict:
-        """Return what all ranks decide of what they hold; every rank must call this.
+        """Return whether all ranks hold the same version. Every rank must call this.
 
-        `is_as_before` says that this rank still holds what was committed last.
+        `is_as_before` is True if this rank still holds the version that was committed last.
         """
         held: dict[str, Json] = {"version": version, "session": session}
-        mine = _said(what, error, is_first=False, is_last=monotonic() >= deadline)
+        mine = _statement(what, error, is_first=False, is_last=monotonic() >= deadline)
         return self._decide({**mine, **held, "is_as_before": is_as_before}, deadline)
 
-    def excuse(self, busy: Busy, deadline: float, *, what: str) -> None:
-        """Say that this rank takes no part in a round, beside the operation that keeps it from it.
+    def report_busy(self, busy: Busy, deadline: float, *, what: str) -> None:
+        """Tell the other ranks that this rank cannot join an update, because it is busy.
 
-        For who follows only, in a thread of its own: while it has the source of weights, that
-        operation is no update, whose words these could be taken for. Nothing is said while that
-        operation speaks: the others hear what it is for.
+        Only the follow thread calls this. It holds the source of weights, so the operation that
+        runs is not an update, and its statements cannot be confused with this one. If that
+        operation is exchanging statements now, send nothing: the others learn its purpose.
         """
         if self.rendezvous.num_ranks > 1 and self._speaking.acquire(blocking=False):
             try:
-                self._heard(_said(what, busy), deadline)
+                self._exchange(_statement(what, busy), deadline)
             finally:
                 self._speaking.release()
 
     def _decide(self, mine: dict[str, Json], deadline: float) -> Verdict:
         if self.rendezvous.num_ranks == 1:
-            return _decided([mine])
+            return _verdict([mine])
         with self._speaking:
-            return self._heard(mine, deadline)
+            return self._exchange(mine, deadline)
 
-    def _heard(self, mine: dict[str, Json], deadline: float) -> Verdict:
+    def _exchange(self, mine: dict[str, Json], deadline: float) -> Verdict:
         try:
-            group = self._met(self._patience(deadline))
+            group = self._connected_group(self._patience(deadline))
             said = group.gather("say", mine)
-            told: Any = group.broadcast("verdict", asdict(_decided(said)) if said else None)
+            told: Any = group.broadcast("verdict", asdict(_verdict(said)) if said else None)
             return Verdict(**told)
         except TransportError as fault:
-            self._part()
+            self._leave()
             return Verdict(is_lost=True, text=f"the ranks did not decide: {fault}")
 
     def _patience(self, deadline: float) -> float:
-        """Return how long to wait for the others, in the group's terms.
+        """Return the group's timeout for one exchange.
 
-        Who tries until the deadline has to be heard after it: by the first rank, and then by
-        all who wait for the first.
+        A rank that tries until the deadline sends its statement after it. Rank 0 must wait for
+        that statement, and the others for rank 0.
         """
         left = max(deadline - monotonic(), _LEAST_SECONDS)
         is_first = self.rendezvous.rank == 0
         return (left + _LATE_SECONDS) / PATIENCE if is_first else left + 2 * _LATE_SECONDS
 
-    def _met(self, timeout_seconds: float) -> Group:
-        """Return the group, with so much time for each wait."""
+    def _connected_group(self, timeout_seconds: float) -> Group:
+        """Return the group of ranks, connected, with this timeout for each wait."""
         if self._group is not None and self._group.can_rejoin:
-            self._part()  # a rank heard no verdict some time ago: this decision is another
+            self._leave()  # a rank missed an earlier verdict; start over with a new group
         if self._group is None:
             self._group = join_group(self.rendezvous, timeout_seconds=timeout_seconds)
         else:
@@ -143,13 +144,13 @@ class Ranks:
         return self._group
 
     def close(self) -> None:
-        """Part from the others, who hear of it when they wait for this rank. Safe to repeat."""
-        parting = self._part()
+        """Leave the group; ranks that wait for this one are told. Safe to repeat."""
+        parting = self._leave()
         if parting is not None:
             parting.join(_PARTING_SECONDS)
 
-    def _part(self) -> threading.Thread | None:
-        """Leave the group, in a thread of its own: it waits a while for the others to leave."""
+    def _leave(self) -> threading.Thread | None:
+        """Leave the group in a thread, since leaving waits a while for the other ranks."""
         if self._group is None:
             return None
         group, self._group = self._group, None
@@ -158,15 +159,15 @@ class Ranks:
         return parting
 
 
-def _said(
+def _statement(
     what: str, error: FlyweightError | None, *, is_first: bool = True, is_last: bool = False
 ) -> dict[str, Json]:
     text = "" if error is None else f"{type(error).__name__}: {error}"
     return {"what": what, "is_first": is_first, "is_last": is_last, "error": text}
 
 
-def _decided(said: Sequence[Any]) -> Verdict:
-    """Decide, from what each rank says."""
+def _verdict(said: Sequence[Any]) -> Verdict:
+    """Decide from the statements of all ranks. Pure."""
     asked = [f"{'to prepare' if each['is_first'] else 'for'} {each['what']!r}" for each in said]
     if len(set(asked)) > 1:
         words = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(asked))

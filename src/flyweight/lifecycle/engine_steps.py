@@ -1,9 +1,9 @@
-"""Steps: what one rank's engine is taken through, and how the failure of each step ends.
+"""EngineSteps: the calls that change one rank's engine, and what a failure of each one means.
 
-pause               the engine goes on serving as before
-drop the cache      nothing was changed; it stays paused, or goes on as before
-release, restore    FAILED: some of it may be gone; a cache that does not come back stays away
-resume              it stays paused
+pause               the engine keeps serving
+drop the cache      nothing changed; the engine stays paused, or serves again
+release, restore    FAILED: memory may be half released; a cache that fails to restore is absent
+resume              the engine stays paused
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flyweight.ports import Engine, Weights
 
 ResultT = TypeVar("ResultT")
 ROUND_SECONDS = 60.0
-"""What a round that nobody asked for is given: to drain requests, and to hear the other ranks."""
+"""Time to drain requests and reach the other ranks in an update that no request started."""
 _STOP_SECONDS = 1.0
 _log = getLogger("flyweight.lifecycle")
 
 
-class Steps:
-    """An engine, where its weights come from, and its condition. Not for two threads at once."""
+class EngineSteps:
+    """One engine, its source of weights and its condition. Use it from one thread at a time."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class Steps:
         observe: Callable[[], None],
     ) -> None:
         self._engine, self._weights = engine, weights
-        self._is_meant_to_serve, self._observe = should_serve, observe
+        self._should_serve, self._observe = should_serve, observe
         self.condition = Condition()
         self.version: int | None = None
-        """The version that was committed last and is whole on every rank."""
+        """The last committed version, complete on every rank."""
         self.failure: FlyweightError | None = None
         self.step = ""
-        """What is being done, in a word."""
+        """The engine call that is running, or ""."""
         self._released: set[Tag] = set()
-        self._is_still = False
-        """Whether the engine said that nothing runs, and was not told to go on since."""
-        self._halt(monotonic() + ROUND_SECONDS)
+        self._is_idle = False
+        """True after the engine has paused and before it is resumed."""
+        self._pause_engine(monotonic() + ROUND_SECONDS)
 
     @property
     def state(self) -> State:
@@ -58,17 +58,17 @@ class Steps:
     def has_weights_memory(self) -> bool:
         return Tag.WEIGHTS not in self._released
 
-    def _stand_still(self, deadline: float, may_drain: bool = True) -> None:
-        """Have nothing running, whatever the state says: a resume may have failed half-way."""
+    def _ensure_idle(self, deadline: float, may_drain: bool = True) -> None:
+        """Pause the engine unless it is idle. The state is not enough: a resume may have failed."""
         if self.state is not State.SERVING:
-            if not self._is_still:
-                self._halt(deadline)
+            if not self._is_idle:
+                self._pause_engine(deadline)
             return
         running = 0 if may_drain else self._call("num_running", lambda: self._engine.num_running)
         if running:
             raise LifecycleError(
-                f"{running} requests are running and were not to be drained; send PAUSE first, or "
-                f"allow to drain"
+                f"{running} requests are running and the caller does not allow to drain them; send "
+                f"PAUSE first, or allow to drain"
             )
         self._pause(deadline if may_drain else monotonic())
 
@@ -80,10 +80,10 @@ class Steps:
         try:
             if should_abort:
                 self._call("abort_requests", self._engine.abort_requests)
-            self._halt(deadline)
+            self._pause_engine(deadline)
         except FlyweightError:
             try:
-                self._go_on()
+                self._resume_engine()
             except FlyweightError as error:
                 self._fail(error)
                 raise
@@ -91,44 +91,43 @@ class Steps:
             raise
         self._signal(Signal.DRAINED)
 
-    def _halt(self, deadline: float) -> None:
+    def _pause_engine(self, deadline: float) -> None:
         self._call("pause", lambda: self._engine.pause(deadline))
-        self._is_still = True
+        self._is_idle = True
 
-    def _go_on(self) -> None:
-        self._is_still = False
+    def _resume_engine(self) -> None:
+        self._is_idle = False
         self._call("resume", lambda: self._engine.resume(self.version))
 
     def _resume(self) -> None:
         self.condition.after(Signal.RESUME)
         try:
-            self._go_on()
+            self._resume_engine()
         except FlyweightError:
-            with suppress(
-                FlyweightError
-            ):  # it may have let requests in; the next update asks again
-                self._halt(monotonic() + _STOP_SECONDS)
+            # The engine may accept requests. If this pause fails, the next update pauses again.
+            with suppress(FlyweightError):
+                self._pause_engine(monotonic() + _STOP_SECONDS)
             raise
         self._signal(Signal.RESUME)
 
-    def _resume_if_meant(self) -> None:
-        if self._is_meant_to_serve and self.state is State.PAUSED:
+    def _resume_if_wanted(self) -> None:
+        if self._should_serve and self.state is State.PAUSED:
             self._resume()
 
     def _release(self, tag: Tag) -> None:
         engine = self._engine
-        self._released.add(tag)  # before: what fails half-way has to be restored all the same
+        self._released.add(tag)  # first: a release that fails half-way needs a restore too
         if tag is Tag.KV_CACHE:
             self._call("release_cache", engine.release_cache)
         else:
             self.version = None
-            self._weights.forget("the memory of its weights was given back")
+            self._weights.forget("the memory of its weights was released")
             self._call("release_experts", engine.release_experts)
             self._call("release_weights", engine.release_weights)
             self._call("release_groups", engine.release_groups)
 
     def _restore_memory(self) -> bool:
-        """Have memory for the weights; True if there was none."""
+        """Allocate memory for the weights if it was released; return True if it was."""
         if self.has_weights_memory:
             return False
         engine = self._engine
@@ -143,7 +142,7 @@ class Steps:
         return True
 
     def _call(self, name: str, method: Callable[[], ResultT]) -> ResultT:
-        """Call the engine, and give what it raises a name."""
+        """Call a method of the engine and show its name in `step` meanwhile."""
         self.step = name
         try:
             return named(name, method)
@@ -165,29 +164,28 @@ class Steps:
         self._observe()
         try:
             emit("state.changed", state=self.state, before=before.state, signal=signal)
-        except Exception:  # a listener is not ours, and a state is not to be left half-way for it
+        except Exception:  # a user's listener must not stop a change of state
             _log.exception("a listener of state.changed failed")
 
     def _fail(self, error: FlyweightError) -> None:
-        """From now on nothing is served, until a whole update succeeds."""
-        if self.state in (State.SERVING, State.PAUSING) or not self._is_still:
-            self._is_still = False
-            with suppress(
-                FlyweightError
-            ):  # it is FAILED either way, and asked again before a write
-                self._halt(monotonic() + _STOP_SECONDS)
+        """Enter FAILED: the engine serves nothing until a complete update succeeds."""
+        if self.state in (State.SERVING, State.PAUSING) or not self._is_idle:
+            self._is_idle = False
+            # The state is FAILED either way, and an update pauses again before it writes.
+            with suppress(FlyweightError):
+                self._pause_engine(monotonic() + _STOP_SECONDS)
         self.failure, self.version = error, None
         absent = self.condition.absent | self._released | {Tag.WEIGHTS}
         self._signal(Signal.FAULT, absent)
 
 
 def named(name: str, method: Callable[[], ResultT]) -> ResultT:
-    """Call something of an engine, and give whatever it raises a name."""
+    """Call a method of the user's engine; raise LifecycleError for what it raises."""
     try:
         return method()
     except FlyweightError:
         raise
-    except Exception as cause:  # the engine is not ours: it may raise anything
+    except Exception as cause:  # the engine is the user's: it may raise anything
         raise LifecycleError(
             f"the engine's {name} failed: {type(cause).__name__}: {cause}"
         ) from cause

@@ -1,0 +1,160 @@
+"""ReplicaStatus: the status of a replica, combined from the records of its ranks.
+
+Everything comes from the records in the status cell and from the kernel, which knows the
+processes that run. A controller that is killed and restarted reports the same status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from flyweight.lifecycle.cell import RankRecord
+from flyweight.lifecycle.states import State
+
+ABSENT = "ABSENT"
+"""The state of a replica none of whose ranks has started yet."""
+_WORST_FIRST = (
+    State.FAILED,
+    State.CLEARED,
+    State.CLEARING,
+    State.UPDATING,
+    State.VERIFYING,
+    State.PAUSING,
+    State.PAUSED,
+    State.SERVING,
+)
+_IN_A_ROUND = (State.UPDATING, State.VERIFYING)
+
+Ending = Literal["running", "done", "failed"]
+RankRecords = Sequence[RankRecord | None]
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The status of one rank: its record, and whether its process runs."""
+
+    rank: int
+    pid: int
+    life: int
+    """A new number for each start of the rank, also if the pid repeats."""
+    is_alive: bool
+    state: str
+    absent: tuple[str, ...]
+    version: int | None
+    pinned: int | None
+    step: str
+    percent: float
+    num_running: int
+    reason: str
+    nbytes: int
+    round_seconds: float
+    pause_seconds: float
+    num_rounds: int
+    went_back_from: int | None = None
+    """The previous version, if it was newer."""
+    num_went_back: int = 0
+
+
+class Operation(msgspec.Struct, kw_only=True):
+    """A request to a replica, and its result."""
+
+    id: str
+    replica: str
+    signal: str
+    version: int | None = None
+    ending: Ending = "running"
+    error: str = ""
+    reason: str = ""
+    started: float = 0.0
+    """Start time in seconds since 1970."""
+    seconds: float = 0.0
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The status of a replica and its ranks."""
+
+    name: str
+    state: str
+    version: int | None
+    percent: float
+    reason: str
+    ranks: tuple[RankStatus, ...]
+    operation: Operation | None
+    """The operation that is running, or None."""
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state == State.SERVING
+
+
+def replica_status(
+    name: str, records: RankRecords, operation: Operation | None = None
+) -> ReplicaStatus:
+    """Combine the records of all ranks into the status of the replica."""
+    ranks = tuple(_rank_status(rank, record) for rank, record in enumerate(records))
+    state, reason = _state_and_reason(ranks)
+    versions = {each.version for each in ranks}
+    return ReplicaStatus(
+        name=name,
+        state=state,
+        version=versions.pop() if len(versions) == 1 and state != State.FAILED else None,
+        percent=min((each.percent for each in ranks if each.state in _IN_A_ROUND), default=0.0),
+        reason=reason,
+        ranks=ranks,
+        operation=operation,
+    )
+
+
+def _rank_status(rank: int, record: RankRecord | None) -> RankStatus:
+    known = RankRecord() if record is None else record
+    is_alive = known.is_alive
+    return RankStatus(
+        rank=rank,
+        pid=known.pid,
+        life=known.started,
+        is_alive=is_alive,
+        state=ABSENT if record is None else known.state if is_alive else State.FAILED,
+        absent=known.absent,
+        version=known.version if is_alive else None,
+        pinned=known.pinned,
+        step=known.step,
+        percent=known.percent,
+        num_running=known.num_running,
+        reason=known.reason if is_alive or record is None else why_gone(known, known.started),
+        nbytes=known.nbytes,
+        round_seconds=known.round_seconds,
+        pause_seconds=known.pause_seconds,
+        num_rounds=known.num_rounds,
+        went_back_from=known.went_back_from if is_alive else None,
+        num_went_back=known.num_went_back,
+    )
+
+
+def why_gone(record: RankRecord | None, life: int | None) -> str:
+    """Return why a rank is gone; `life` is the life of the process that had to answer."""
+    if record is None or life is None:
+        return "it has never started"
+    if record.started != life:
+        return f"process {record.pid} has taken its place"
+    if record.is_listening:
+        return f"process {record.pid} died"
+    reason = f": {record.reason}" if record.reason else ""
+    return f"its worker in process {record.pid} was closed{reason}"
+
+
+def _state_and_reason(ranks: Sequence[RankStatus]) -> tuple[str, str]:
+    """Return the state of the replica, and the reason if it is not well."""
+    if all(each.state == ABSENT for each in ranks):
+        return ABSENT, f"none of its {len(ranks)} ranks has started yet"
+    for each in ranks:
+        if not each.is_alive:
+            what = " has not started yet" if each.state == ABSENT else f": {each.reason}"
+            return State.FAILED, f"rank {each.rank}{what}"
+    state = next(state for state in _WORST_FIRST if any(each.state == state for each in ranks))
+    versions = sorted({-1 if each.version is None else each.version for each in ranks})
+    if state is State.SERVING and len(versions) > 1:
+        return State.FAILED, f"its ranks hold versions {versions}"
+    reasons = (f"rank {each.rank}: {each.reason}" for each in ranks if each.reason)
+    return state, next(reasons, "")
