@@ -11,6 +11,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic, time
+from typing import TYPE_CHECKING, TypedDict
+
+from msgspec.structs import replace
 
 from flyweight.checks import check_seconds, check_version
 from flyweight.errors import Busy, FlyweightError, PeerLost, TransferTimeout
@@ -25,6 +28,9 @@ from flyweight.lifecycle.replica_status import (
 )
 from flyweight.lifecycle.states import Signal, tags_named
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 ANSWER_SECONDS = 0.5
 """An operation ends at most so long after its timeout; ranks use the time to answer."""
 _GRACE_SECONDS, _GRACE_SHARE = 3.5, 0.1
@@ -35,6 +41,18 @@ at most 1 s to tell each other, and pause a FAILED engine within 1 s. The deadli
 earlier than the operation's by this time, but by no more than a quarter of the timeout.
 """
 _CLOSE_SECONDS = 4.0
+
+
+class RequestOptions(TypedDict, total=False):
+    """The fields of a Request that `Control.start` takes as keywords."""
+
+    version: int | None
+    tags: Sequence[str]
+    may_drain: bool
+    must_verify: bool
+    should_abort: bool
+    should_resume: bool
+    timeout_seconds: float
 
 
 class Control:
@@ -78,25 +96,15 @@ class Control:
             operation = self._running
         return replica_status(self.name, self.cell.records(), operation)
 
-    def start(
-        self,
-        signal: Signal,
-        *,
-        version: int | None = None,
-        tags: Sequence[str] = (),
-        may_drain: bool = True,
-        must_verify: bool = False,
-        should_abort: bool = False,
-        should_resume: bool = False,
-        timeout_seconds: float = 60.0,
-    ) -> Operation:
+    def start(self, request: Request | Signal, **options: Unpack[RequestOptions]) -> Operation:
         """Send a request to all ranks and return at once; raise Busy while another one runs.
 
         The operation ends within `timeout_seconds` + ANSWER_SECONDS, whatever the ranks do.
         Several ranks get less time, since they must agree on how it ended.
 
         Args:
-            signal: what to do: PAUSE, RESUME, CLEAR, RESTORE or UPDATE.
+            request: the Request to send, whose number and deadline are set here. Or only its
+                signal: PAUSE, RESUME, CLEAR, RESTORE or UPDATE; then `options` are its fields.
             version: the version for UPDATE or RESTORE; None for a newer one.
             tags: what to CLEAR or RESTORE ("weights", "kv_cache"); () for all.
             may_drain: whether running requests are drained; otherwise an engine with some refuses.
@@ -105,9 +113,14 @@ class Control:
             should_resume: serve afterwards.
             timeout_seconds: for the whole operation.
         """
-        if version is not None:
-            check_version(version)
+        if not isinstance(request, Request):
+            request = Request(number=0, signal=request)
+        request = replace(request, **options)
+        timeout_seconds = request.timeout_seconds
+        if request.version is not None:
+            check_version(request.version)
         check_seconds("timeout_seconds", timeout_seconds)
+        tags = tags_named(request.tags)
         with self._lock:
             self._check_idle()
             self.cell.check_current()
@@ -119,15 +132,10 @@ class Control:
             last = self.cell.last_request()
             reserve = min(_grace(timeout_seconds), timeout_seconds / 4) if len(records) > 1 else 0.0
             taken = [0 if record is None else record.taken for record in records]
-            request = Request(
+            request = replace(
+                request,
                 number=1 + max(0 if last is None else last.number, *taken),
-                signal=signal,
-                version=version,
-                tags=tags_named(tags),
-                may_drain=may_drain,
-                must_verify=must_verify,
-                should_abort=should_abort,
-                should_resume=should_resume,
+                tags=tags,
                 timeout_seconds=timeout_seconds - reserve,
                 deadline=monotonic() + timeout_seconds - reserve,
             )
