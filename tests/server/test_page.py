@@ -1,4 +1,4 @@
-"""The page in a real browser: loaded, pressed, and seen to change."""
+"""The page in a real browser: load it, press its buttons, see it change."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def running(tmp_path_factory, browser):
 
 
 class Page:
-    """What a person sees and does."""
+    """What a person sees and does in the browser."""
 
     def __init__(self, browser, site):
         self.browser, self.site = browser, site
@@ -51,7 +51,7 @@ class Page:
         self.find(selector).click()
 
     def sees(self, selector, words):
-        """Wait until words stand there."""
+        """Wait until an element shows these words."""
         try:
             until(lambda: words in (self.text(selector) or ""))
         except AssertionError:
@@ -60,7 +60,7 @@ class Page:
             ) from None
 
     def complaints(self):
-        """What the console shows, but for answers that are errors on purpose."""
+        """What the console logged, except for HTTP errors that a test causes on purpose."""
         return [each for each in self.browser.get_log("browser") if each["source"] != "network"]
 
 
@@ -83,7 +83,7 @@ def test_a_press_changes_the_state_and_the_page_shows_it(page):
     assert page.site.state == "PAUSED"
     page.press(".resume")
     page.sees(".state", "SERVING")
-    page.sees(".answer", "is done in")
+    page.sees(".answer", "finished in")
     assert page.site.state == "SERVING"
     page.sees("#operations", "resume-")
 
@@ -102,7 +102,7 @@ def test_the_page_asks_for_the_token_until_it_is_the_right_one(page):
     assert page.text(".state") is None
     page.find("#token").send_keys("wrong")
     page.press("#token-use")
-    page.sees("#token-words", "another token")
+    page.sees("#token-text", "another token")
     page.find("#token").send_keys(TOKEN)
     page.press("#token-use")
     page.sees(".state", "SERVING")
@@ -118,17 +118,17 @@ def test_update_and_roll_change_the_version_and_the_timeline(page):
     page.press(".update")
     page.sees(".version", "version 3")
     until(lambda: page.text("#rounds tbody tr td:nth-child(3)") == "3")
-    assert float(page.text("#rounds tbody tr td:nth-child(7)")) > 0  # how long it stood still
+    assert float(page.text("#rounds tbody tr td:nth-child(7)")) > 0  # the pause
     assert len(page.browser.find_elements("css selector", "#speeds div")) >= 2
 
 
 def test_a_roll_without_a_number_asks_for_one(page):
     page.load().sees(".state", "SERVING")
     page.press(".roll")
-    page.sees(".answer", "write the number of a version")
+    page.sees(".answer", "enter a version number")
 
 
-def test_clear_asks_first_and_restore_brings_it_back(page):
+def test_clear_asks_for_confirmation_and_restore_undoes_it(page):
     page.load().sees(".state", "SERVING")
     page.press(".clear")
     page.press("#clear-dialog button[value=cancel]")
@@ -143,7 +143,7 @@ def test_clear_asks_first_and_restore_brings_it_back(page):
     page.sees(".state", "SERVING")
 
 
-def test_buttons_wait_while_an_operation_runs(page):
+def test_buttons_are_disabled_while_an_operation_runs(page):
     page.load().sees(".state", "SERVING")
     page.site.engine.tell("request")
     page.press(".pause")
@@ -155,7 +155,7 @@ def test_buttons_wait_while_an_operation_runs(page):
     until(lambda: page.find(".resume").is_enabled())
 
 
-def test_what_a_replica_is_called_is_text_and_never_markup(browser, tmp_path):
+def test_a_replica_name_is_shown_as_text_and_never_as_markup(browser, tmp_path):
     name = "<img src=x onerror=document.title='broken'>"
     with serving([Control(tmp_path / "odd.cell", 1, name=name)]) as site:
         page = Page(browser, site).load()
@@ -166,18 +166,18 @@ def test_what_a_replica_is_called_is_text_and_never_markup(browser, tmp_path):
         assert not page.complaints()
 
 
-def test_a_server_that_comes_back_is_found_again(browser, tmp_path):
+def test_the_page_reconnects_to_a_server_that_restarts(browser, tmp_path):
     cell = tmp_path / "back.cell"
     with serving([Control(cell, 1)]) as site:
         page = Page(browser, site).load()
         page.sees("#link", "live")
-    page.sees("#link", "trying again")
+    page.sees("#link", "reconnecting")
     with serving([Control(cell, 1)], port=int(site.netloc.rpartition(":")[2])):
         page.sees("#link", "live")
 
 
 @pytest.mark.parametrize("width", [390, 900])
-def test_it_fits_small_screens(page, width):
+def test_the_page_fits_small_screens(page, width):
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     try:
