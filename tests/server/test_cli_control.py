@@ -1,4 +1,4 @@
-"""`flyweight serve` and the commands that speak with it, as a user types them."""
+"""`flyweight serve` and the commands that call it, as a user types them."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from rich.console import Console
 
 from commands import COMMAND, Running, flyweight, run
 from controlled import Engine, Site, Stranger, Trainer, frozen, told_json
@@ -28,7 +29,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(place):
-    """A trainer, an engine that follows nobody by itself, and `flyweight serve`."""
+    """A trainer, an engine that updates only on request, and `flyweight serve`."""
     address, cell = f"unix:{place}/policy", place / "engine.cell"
     words = ["serve", "--replica", f"engine={cell}", "--port", 0, "--run", place / "run"]
     with (
@@ -49,7 +50,7 @@ def running(place):
 
 @pytest.fixture
 def site(running, monkeypatch):
-    """The server, found by the environment, with its engine serving."""
+    """The server, with its address in the environment and its engine serving."""
     running.engine.tell("finish")
     until(lambda: running.replica()["operation"] is None)
     if running.replica()["ranks"][0]["absent"]:
@@ -60,7 +61,7 @@ def site(running, monkeypatch):
     return running
 
 
-def test_serve_says_where_it_is_and_writes_the_token_where_only_its_user_reads(site):
+def test_serve_prints_its_address_and_writes_a_private_token_file(site):
     """C33"""
     assert site.told["replicas"] == ["engine"]
     assert site.told["page"] == f"{site.address}/#token={site.token}"
@@ -91,7 +92,7 @@ def test_the_commands_do_what_their_names_say(site):
     assert flyweight("restore", "--tags", "weight", "--json")["replicas"][0]["state"] == "SERVING"
 
 
-def test_a_state_that_does_not_accept_it_is_exit_code_8(site):
+def test_a_signal_that_the_state_refuses_is_exit_code_8(site):
     flyweight("clear")
     text = flyweight("resume", code=8)
     assert text.startswith("LifecycleError: engine: rank 0:")
@@ -100,7 +101,7 @@ def test_a_state_that_does_not_accept_it_is_exit_code_8(site):
     assert (told["error"], told["exit_code"]) == ("LifecycleError", 8)
 
 
-def test_a_busy_engine_is_exit_code_8_with_the_id_of_what_runs(site, threads):
+def test_a_busy_engine_is_exit_code_8_with_the_id_of_the_running_operation(site, threads):
     site.engine.tell("request")
     pausing = threads.submit(site.ask, "POST", "/v1/pause")
     until(lambda: site.state == "PAUSING")
@@ -111,8 +112,8 @@ def test_a_busy_engine_is_exit_code_8_with_the_id_of_what_runs(site, threads):
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "clear", "restore", "update"])
-def test_a_frozen_engine_is_given_up_when_its_time_is_over(site, verb):
-    """C24: `--timeout` is what the user waits; half a second more, and what a busy machine adds."""
+def test_a_call_to_a_frozen_engine_ends_at_its_timeout(site, verb):
+    """C24: the user waits for `--timeout`, plus half a second and what a busy machine adds."""
     with frozen(site):
         began = time.monotonic()
         told = flyweight(verb, "--timeout", 3, code=7)
@@ -121,7 +122,7 @@ def test_a_frozen_engine_is_given_up_when_its_time_is_over(site, verb):
     assert "within 3 s; check whether it is stopped or still working" in told
 
 
-def test_time_that_is_over_is_exit_code_7(site):
+def test_a_timeout_is_exit_code_7(site):
     site.engine.tell("request")
     assert "TransferTimeout" in flyweight("pause", "--timeout", 0.1, code=7)
     assert site.state == "SERVING"
@@ -143,7 +144,7 @@ def test_time_that_is_over_is_exit_code_7(site):
     ],
     ids=str,
 )
-def test_what_goes_wrong_is_told_in_words(site, tmp_path, words, code, says):
+def test_errors_say_what_is_wrong_and_what_to_do(site, tmp_path, words, code, says):
     for name, text, mode in (
         ("TOKEN", site.token, 0o600),
         ("OPEN", site.token, 0o644),
@@ -155,7 +156,7 @@ def test_what_goes_wrong_is_told_in_words(site, tmp_path, words, code, says):
     assert says in flyweight(*(files.get(word, word) for word in words), code=code)
 
 
-def test_the_token_may_come_by_the_environment(site, monkeypatch, tmp_path):
+def test_the_token_may_be_in_the_environment(site, monkeypatch, tmp_path):
     monkeypatch.setenv("FLYWEIGHT_RUN", str(tmp_path))
     monkeypatch.setenv("FLYWEIGHT_TOKEN", site.token)
     assert flyweight("status", "--json")["replicas"]
@@ -164,8 +165,8 @@ def test_the_token_may_come_by_the_environment(site, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "body", [b"hello", b'{"result": 5}', b'{"replicas": []}', b"[1]", b"[" * 99_999], ids=str
 )
-def test_a_server_of_another_kind_is_told_from_ours(monkeypatch, body):
-    """Also one that knows the token."""
+def test_a_server_of_another_kind_is_recognized(monkeypatch, body):
+    """Even if it knows the token."""
     monkeypatch.setenv("FLYWEIGHT_TOKEN", "any")
 
     def answer(data):
@@ -179,8 +180,8 @@ def test_a_server_of_another_kind_is_told_from_ours(monkeypatch, body):
         assert "is it a control server?" in flyweight("status", address, code=7)
 
 
-def test_a_status_that_does_not_come_does_not_end_the_command(site, threads, monkeypatch):
-    """How far it is is shown in passing; how it ends is what was asked for."""
+def test_a_missing_progress_report_does_not_end_the_command(site, threads, monkeypatch):
+    """Progress is optional; the command waits for the result."""
     call, has_missed = Client.call, threading.Event()
 
     def call_but_for_status(self, method, path, *args, **options):
@@ -190,7 +191,7 @@ def test_a_status_that_does_not_come_does_not_end_the_command(site, threads, mon
         return call(self, method, path, *args, **options)
 
     monkeypatch.setattr(Client, "call", call_but_for_status)
-    monkeypatch.setattr(control.err, "_force_terminal", True)
+    monkeypatch.setattr(control, "err", Console(stderr=True, force_terminal=True))
     site.engine.tell("request")
     finishing = threads.submit(lambda: has_missed.wait(20) and site.engine.tell("finish"))
     assert flyweight("pause", "--json")["replicas"][0]["state"] == "PAUSED"
@@ -207,7 +208,7 @@ def test_a_server_whose_thread_ends_is_exit_code_6(tmp_path, monkeypatch):
     assert "ended by itself: OSError: no more files" in flyweight(*words, code=6)
 
 
-def test_top_once_shows_how_things_stand(site):
+def test_top_once_shows_the_status(site):
     assert "SERVING" in flyweight("top", "--once")
     assert flyweight("top", "--once", "--json")["replicas"][0]["name"] == "engine"
 
@@ -220,8 +221,8 @@ def test_top_prints_a_line_for_each_change_until_the_server_ends(site):
             pass
 
 
-def test_a_terminal_sees_how_far_an_operation_is(site):
-    """The bar is on a terminal only."""
+def test_a_terminal_shows_the_progress_of_an_operation(site):
+    """Only a terminal shows the progress bar."""
     site.engine.tell("request")
     ours, theirs = pty.openpty()
     words = [*COMMAND, "pause", site.address, "--run", str(site.run)]
@@ -262,7 +263,7 @@ def test_a_port_in_use_is_exit_code_6(site, tmp_path):
     ],
     ids=str,
 )
-def test_a_server_that_cannot_be_meant_is_not_started(tmp_path, words, code, says):
+def test_serve_refuses_bad_options(tmp_path, words, code, says):
     words = [
         word.replace("CELL", f"{tmp_path}/cell").replace("OTHER", f"{tmp_path}/other")
         for word in words
@@ -271,7 +272,7 @@ def test_a_server_that_cannot_be_meant_is_not_started(tmp_path, words, code, say
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_ends_in_order_when_it_is_told_to(tmp_path, number):
+def test_serve_ends_cleanly_on_a_signal(tmp_path, number):
     cell = tmp_path / "e.cell"
     words = ["serve", "--replica", f"e={cell}:2", "--port", 0, "--run", tmp_path / "run"]
     with Running(*words) as served:
@@ -286,7 +287,7 @@ def test_serve_ends_in_order_when_it_is_told_to(tmp_path, number):
     assert token.isalnum()
 
 
-def test_other_commands_start_without_what_a_server_needs():
+def test_other_commands_do_not_import_the_server_extra():
     code = (
         "import sys, flyweight.cli\n"
         "print([m for m in ('starlette', 'uvicorn', 'prometheus_client') if m in sys.modules])"

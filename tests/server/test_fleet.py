@@ -1,25 +1,26 @@
-"""What a fleet makes of the slots that ranks write. Here the test is all the ranks."""
+"""The journal of a fleet, and its operations. Here the test plays all the ranks."""
 
+import json
 import os
 import threading
 
 import pytest
 
 from flyweight.errors import SpecError
-from flyweight.lifecycle.cell import Cell, RankRecord
+from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State
 from flyweight.server import fleet as server_fleet
-from flyweight.server.course import Order
-from flyweight.server.fleet import MAX_ROUNDS, Fleet
+from flyweight.server.fleet import Fleet
+from flyweight.server.journal import MAX_ROUNDS
 from live_models import resources, settled, until
 
 
 class Ranks:
-    """Two ranks that say what a test wants them to."""
+    """Two ranks that report what a test wants."""
 
     def __init__(self, path):
-        self.path, self.slots = path, [{}, {}]
+        self.path, self.records = path, [{}, {}]
         self.cells = [self._claimed(rank) for rank in range(2)]
 
     def _claimed(self, rank):
@@ -32,10 +33,10 @@ class Ranks:
         return self.cells[0]
 
     def restart(self, rank):
-        """Be another life of a rank, with the same number."""
+        """Restart a rank: the same number, another process as far as the cell knows."""
         self.cells[rank].close()
         self.cells[rank] = self._claimed(rank)
-        self.slots[rank] = {}
+        self.records[rank] = {}
         self.tell(rank)
 
     def __enter__(self):
@@ -46,19 +47,19 @@ class Ranks:
             cell.close()
 
     def tell(self, rank, **fields):
-        self.slots[rank] |= fields
-        slot = {"pid": os.getpid(), "absent": ()}
+        self.records[rank] |= fields
+        record = {"pid": os.getpid(), "absent": ()}
         self.cells[rank].write_record(
-            rank, RankRecord(**{**slot, "state": State.SERVING, **self.slots[rank]})
+            rank, RankRecord(**{**record, "state": State.SERVING, **self.records[rank]})
         )
 
     def answer(self, *ranks):
-        """Say that what was asked last is done."""
+        """Answer the last request."""
         for rank in ranks:
             self.tell(rank, done=self.cell.request().number)
 
     def finish(self, rank, version, nbytes=100, seconds=1.0, pause=0.5):
-        count = self.slots[rank].get("num_rounds", 0) + 1
+        count = self.records[rank].get("num_rounds", 0) + 1
         self.tell(
             rank, version=version, num_rounds=count, nbytes=nbytes, round_seconds=seconds,
             pause_seconds=pause,
@@ -89,7 +90,7 @@ def test_a_round_of_several_ranks_is_one_entry(ranks, fleet):
     assert first["gb_per_second"] == pytest.approx(75e-9)
 
 
-def test_each_round_has_an_entry_of_its_own_also_of_one_version(ranks, fleet):
+def test_each_round_has_its_own_entry_even_for_the_same_version(ranks, fleet):
     for version in (1, 2, 2, 1):
         for rank in range(2):
             ranks.finish(rank, version)
@@ -97,14 +98,14 @@ def test_each_round_has_an_entry_of_its_own_also_of_one_version(ranks, fleet):
     assert [each["version"] for each in fleet.status()["rounds"]] == [1, 2, 2, 1]
 
 
-def test_what_is_told_of_a_round_late_is_in_its_entry(ranks, fleet):
+def test_a_late_report_of_a_round_is_added_to_its_entry(ranks, fleet):
     ranks.finish(0, version=1, pause=0.0)
     assert fleet.status()["rounds"][0]["pause_seconds"] == 0.0
     ranks.tell(0, pause_seconds=0.25)
     assert [each["pause_seconds"] for each in fleet.status()["rounds"]] == [0.25]
 
 
-def test_a_rank_that_started_again_counts_from_the_beginning(ranks, fleet):
+def test_a_restarted_rank_counts_its_rounds_from_zero(ranks, fleet):
     ranks.finish(0, version=1)
     ranks.finish(0, version=2)
     fleet.status()
@@ -115,7 +116,7 @@ def test_a_rank_that_started_again_counts_from_the_beginning(ranks, fleet):
     assert [each["version"] for each in fleet.status()["rounds"]] == [2, 4]
 
 
-def test_the_journal_keeps_only_so_much(ranks, fleet):
+def test_the_journal_has_a_limited_length(ranks, fleet):
     for version in range(MAX_ROUNDS + 10):
         ranks.finish(0, version)
         fleet.status()
@@ -123,7 +124,7 @@ def test_the_journal_keeps_only_so_much(ranks, fleet):
     assert versions == list(range(10, MAX_ROUNDS + 10))
 
 
-def test_a_failure_is_noted_once_and_in_words(ranks, fleet):
+def test_a_failure_is_recorded_once_with_its_reason(ranks, fleet):
     for rank in range(2):
         ranks.tell(rank, version=1)
     for percent in range(3):
@@ -133,8 +134,8 @@ def test_a_failure_is_noted_once_and_in_words(ranks, fleet):
     assert (fault["replica"], fault["reason"]) == ("policy", "rank 0: the tensor 'w' is odd")
 
 
-def test_a_cell_that_was_taken_away_is_a_failed_replica(ranks, fleet):
-    """C25: what is shown is what is so, not what was."""
+def test_a_removed_cell_is_a_failed_replica(ranks, fleet):
+    """C25: the status is read, not remembered."""
     for rank in range(2):
         ranks.tell(rank, version=1)
     assert fleet.status()["replicas"][0]["state"] == "SERVING"
@@ -144,23 +145,23 @@ def test_a_cell_that_was_taken_away_is_a_failed_replica(ranks, fleet):
     assert "was removed while in use" in replica["reason"]
 
 
-def test_a_change_is_told_to_whoever_listens_without_being_asked(ranks, fleet):
+def test_listeners_are_notified_of_each_change(ranks, fleet):
     heard = []
-    with fleet.listening(lambda: heard.append(fleet.news())):
+    with fleet.listening(lambda: heard.append(fleet.latest_status())):
         ranks.tell(0, version=7)
         until(lambda: any(b'"version":7' in data for _, data in heard))
         numbers = [number for number, _ in heard]
         assert numbers == sorted(numbers)
 
 
-def test_a_fleet_needs_replicas_with_names_of_their_own(ranks):
+def test_a_fleet_needs_replicas_with_unique_names(ranks):
     with pytest.raises(SpecError, match="a fleet needs a replica"):
         Fleet([])
     with Control(ranks.cell.path, 2) as control, pytest.raises(SpecError, match="'policy'"):
         Fleet([control, control])
 
 
-def test_a_fleet_that_is_closed_leaves_nothing_behind(ranks):
+def test_a_closed_fleet_leaks_nothing(ranks):
     before = resources()
     fleet = Fleet([Control(ranks.cell.path, 2)])
     ranks.tell(0, version=1)
@@ -169,29 +170,31 @@ def test_a_fleet_that_is_closed_leaves_nothing_behind(ranks):
     assert settled(before) == before
 
 
-# What is asked of them.
+# Operations.
 
 
-def asks(signal, timeout_seconds=20.0):
-    return lambda before: Order(signal=signal, timeout_seconds=timeout_seconds)
-
-
-def test_nothing_is_asked_of_anybody_while_a_rank_is_at_what_was_given_up(ranks, tmp_path, threads):
+def test_nothing_is_sent_to_any_replica_while_a_rank_still_works_on_an_operation_that_timed_out(
+    ranks, tmp_path, threads
+):
     other = Ranks(tmp_path / "other.cell")
     fleet = Fleet([Control(other.cell.path, 2), Control(ranks.cell.path, 2)])
     try:
         for rank in range(2):
             ranks.tell(rank, version=1)
             other.tell(rank, version=1)
-        (late,) = fleet.carry_out("policy", asks(Signal.PAUSE, timeout_seconds=0.05))
+        (late,) = fleet.carry_out(
+            "policy", Request(number=0, signal=Signal.PAUSE, timeout_seconds=0.05)
+        )
         assert (late.error, late.operation) == ("TransferTimeout", "pause-1")
-        (busy,) = fleet.carry_out(None, asks(Signal.CLEAR))
+        (busy,) = fleet.carry_out(None, Request(number=0, signal=Signal.CLEAR))
         assert (busy.replica, busy.ending, busy.operation) == ("policy", "busy", "pause-1")
         assert busy.signal == "PAUSE"
         assert "rank 0 of replica 'policy' still works on operation pause-1" in busy.reason
         assert other.cell.request() is None
         ranks.answer(0, 1)
-        resuming = threads.submit(fleet.carry_out, "policy", asks(Signal.RESUME))
+        resuming = threads.submit(
+            fleet.carry_out, "policy", Request(number=0, signal=Signal.RESUME)
+        )
         until(lambda: ranks.cell.request().number == 2)
         ranks.answer(0, 1)
         assert [each.ending for each in resuming.result(20)] == ["done"]
@@ -200,8 +203,27 @@ def test_nothing_is_asked_of_anybody_while_a_rank_is_at_what_was_given_up(ranks,
         other.__exit__()
 
 
-def test_a_watcher_that_does_not_come_back_does_not_keep_a_fleet_open(ranks, monkeypatch):
-    monkeypatch.setattr(server_fleet, "_CLOSE_SECONDS", 0.05)
+def test_listeners_are_notified_of_an_operation_that_changes_no_state(ranks, fleet, threads):
+    for rank in range(2):
+        ranks.tell(rank, version=1)
+    resuming = threads.submit(fleet.carry_out, None, Request(number=0, signal=Signal.RESUME))
+    until(lambda: ranks.cell.request() is not None)
+    ranks.answer(0, 1)
+    assert [each.ending for each in resuming.result(20)] == ["done"]
+    operations = json.loads(fleet.latest_status()[1])["operations"]
+    assert [each["id"] for each in operations] == ["resume-1"]
+
+
+def test_a_request_that_was_never_started_is_not_in_the_journal(fleet):
+    (answer,) = fleet.carry_out(None, Request(number=0, signal=Signal.PAUSE))
+    assert (answer.ending, answer.operation, answer.error) == ("failed", None, "PeerLost")
+    status = fleet.status()
+    assert (status["operations"], status["faults"]) == ([], [])
+    assert not fleet.endings
+
+
+def test_a_watcher_that_hangs_does_not_block_close(ranks, monkeypatch):
+    monkeypatch.setattr(server_fleet, "CLOSE_SECONDS", 0.05)
     control, is_in, may_go_on = Control(ranks.cell.path, 2), threading.Event(), threading.Event()
 
     def wait_change(seen, timeout_seconds):
@@ -211,8 +233,8 @@ def test_a_watcher_that_does_not_come_back_does_not_keep_a_fleet_open(ranks, mon
 
     monkeypatch.setattr(control.cell, "wait_change", wait_change)
     fleet = Fleet([control])
-    (watcher,) = fleet._watchers
     assert is_in.wait(20)
+    (watcher,) = [each for each in threading.enumerate() if each.name == "flyweight-fleet"]
     closing = threading.Thread(target=fleet.close, daemon=True)
     closing.start()
     closing.join(10)

@@ -1,4 +1,4 @@
-"""Metrics are in the units that their names say: seconds, bytes, ratios from 0 to 1, counts."""
+"""Metrics have the units that their names say: seconds, bytes, ratios from 0 to 1, counts."""
 
 import os
 import time
@@ -18,7 +18,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "control.md"
 
 
 def samples(site):
-    """Return all metrics of ranks, or of replicas, as `name: value`; of states only the one."""
+    """Return all metrics by name and rank; of `flyweight_state` only the state that is 1."""
     code, text, headers = site.raw("GET", "/metrics")
     assert (code, headers["Content-Type"].partition(";")[0]) == (200, "text/plain")
     found = {}
@@ -39,8 +39,8 @@ def samples(site):
         (State.VERIFYING, 100.0, 1.0),
     ],
 )
-def test_each_metric_is_what_the_rank_says_in_its_unit(tmp_path, state, percent, ratio):
-    """C26, C31: a rank says percent, and the ratio is a hundredth of it."""
+def test_each_metric_has_the_value_of_the_rank_in_its_own_unit(tmp_path, state, percent, ratio):
+    """C26, C31: a rank reports percent, and the ratio is a hundredth of it."""
     told = RankRecord(
         pid=os.getpid(), state=state, absent=(), version=7, percent=percent, num_running=5,
         nbytes=123_456_789, round_seconds=2.5, pause_seconds=0.125, num_rounds=9,
@@ -66,14 +66,14 @@ def test_each_metric_is_what_the_rank_says_in_its_unit(tmp_path, state, percent,
                     assert found[f"flyweight_{name}", rank] == pytest.approx(value)
 
 
-def test_a_real_round_is_told_in_seconds_and_bytes(tmp_path, address):
-    """C26: within what the test's own clock says, and the loader's own time."""
+def test_a_real_round_is_measured_in_seconds_and_bytes(tmp_path, address):
+    """C26: between the loader's own time and what the test's clock measures."""
     model, trained = weights(0), weights(1)
 
     def load(tensors):
         for name, tensor in tensors:
             model[name][...] = tensor
-        time.sleep(0.3)  # what the round takes at least
+        time.sleep(0.3)  # the least that the round takes
 
     cell = tmp_path / "e.cell"
     with (

@@ -1,11 +1,11 @@
-"""Access: who may speak with the server. A token, our own host names, our own pages.
+"""Access: which requests the server answers. They need the token, our host name, and our origin.
 
-The token is sent along (pages, scrapes), or only proven (our own commands, which first have
-the server prove that it knows it too): a stranger at our port then learns nothing.
+A client sends the token (the page, metric scrapes), or proves that it knows it (our commands,
+after the server has proven the same), so a stranger who listens on our port learns nothing.
 
-A page of another site that a user has open can send requests to loopback, also under a
-name that it made lead there; so the names we answer to are listed, and an Origin other
-than ours is refused before anything else is looked at.
+A page of another site that is open in the user's browser can send requests to loopback, even
+under a host name that it resolves to loopback. So the server lists the names it answers to, and
+refuses other hosts and other origins before it looks at the token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 import secrets
 import socket
-from collections.abc import Collection
 from http import HTTPStatus
 from ipaddress import ip_address
 
@@ -25,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flyweight.proofs import is_same, proof
 
 OPEN_PATHS = ("/", "/health")
-"""What needs no token: the page, which is the same for everyone, and whether all is well."""
+"""Need no token: the page, which is the same for everyone, and the health check."""
 _CHALLENGE_PATH = "/challenge"
 _MAX_NONCES = 4096
 _HEADERS = {
@@ -52,21 +51,21 @@ def error_response(code: int, error: str, text: str, **headers: str) -> Response
 
 
 def status_name(code: int) -> str:
-    """Return what errors of HTTP itself are called, as MethodNotAllowed."""
+    """Return the error name for an HTTP code, such as MethodNotAllowed."""
     return HTTPStatus(code).phrase.title().replace(" ", "")
 
 
-class Gate:
-    """Lets requests through to an app that come to our name, from our page, with the token."""
+class AccessMiddleware:
+    """Passes a request on to the app if its host, its origin and its token are ours."""
 
     def __init__(self, app: ASGIApp, *, token: str, host: str) -> None:
         self._app, self._token = app, token
         self._nonces: dict[str, None] = {}
-        """Those that were given out and not used, oldest first. Of the event loop only."""
-        self._is_wild = host in ("0.0.0.0", "::")  # noqa: S104  (compared, not bound)
-        self._names: Collection[str] = {"localhost", host.lower()}
-        if self._is_wild:
-            self._names |= {socket.gethostname().lower()}
+        """Nonces that were given out and not used, oldest first. Only the event loop uses it."""
+        self._is_any_host = host in ("0.0.0.0", "::")  # noqa: S104  (compared, not bound)
+        self._names = {"localhost", host.lower()}
+        if self._is_any_host:
+            self._names.add(socket.gethostname().lower())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,9 +83,9 @@ class Gate:
         await (self._app if answer is None else answer)(scope, receive, send_with_headers)
 
     def _answer(self, scope: Scope, headers: Headers) -> Response | None:
-        """Return what the app is not asked for: a refusal, or a proof; None lets the request in."""
+        """Return a refusal or a proof, or None to pass the request on to the app."""
         host = headers.get("host", "")
-        if not self._is_ours(host):
+        if not self._is_our_host(host):
             return error_response(
                 403, "Forbidden", f"host {host!r} is not a name of this server; use its address"
             )
@@ -96,7 +95,7 @@ class Gate:
                 403, "Forbidden", f"origin {origin!r} is another site than 'http://{host}'"
             )
         if scope["path"] == _CHALLENGE_PATH:
-            return self._proven(scope)
+            return self._challenge(scope)
         if scope["path"] in OPEN_PATHS:
             return None
         scheme, _, shown = headers.get("authorization", "").partition(" ")
@@ -104,16 +103,16 @@ class Gate:
             return None
         if scheme.lower() == "flyweight" and self._is_proven(shown, scope, headers):
             return None
-        what = "the token is another" if scheme else "there is no token"
+        what = "the token is another one" if scheme else "the request has no token"
         return error_response(
             401,
             "Unauthorized",
-            f"{what}; send 'Authorization: Bearer TOKEN' with the one that the server wrote",
+            f"{what}; send 'Authorization: Bearer TOKEN' with the token that the server wrote",
             **{"WWW-Authenticate": "Bearer"},
         )
 
-    def _proven(self, scope: Scope) -> Response:
-        """Prove to a client that this server knows the token, and give it a nonce for a request."""
+    def _challenge(self, scope: Scope) -> Response:
+        """Prove to a client that this server knows the token; give it a nonce for one request."""
         if scope["method"] != "GET":
             text = f"{_CHALLENGE_PATH!r} does not take {scope['method']}"
             return error_response(405, "MethodNotAllowed", text)
@@ -130,7 +129,7 @@ class Gate:
         return json_response(200, {"status": "success", "result": {"nonce": nonce, "proof": shown}})
 
     def _is_proven(self, shown: str, scope: Scope, headers: Headers) -> bool:
-        """True for a proof of the token and of this very request, which has no body; once."""
+        """True for a proof of the token and of this request, which has no body. Each nonce once."""
         nonce, _, mac = shown.partition(" ")
         if nonce not in self._nonces:
             return False
@@ -141,8 +140,8 @@ class Gate:
         expected = proof(self._token, "request", nonce, scope["method"], target)
         return is_same(mac, expected) and not has_body
 
-    def _is_ours(self, host: str) -> bool:
-        """True for loopback, for the host that is bound, and for any address if all are."""
+    def _is_our_host(self, host: str) -> bool:
+        """True for loopback, for the bound host, and for any IP address if all are bound."""
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name.lower() in self._names or is_loopback(name):
             return True
@@ -150,4 +149,4 @@ class Gate:
             ip_address(name)
         except ValueError:
             return False
-        return self._is_wild  # an address cannot be a name that somebody made lead here
+        return self._is_any_host  # nobody can make a DNS name of their own out of an IP address

@@ -1,23 +1,22 @@
-"""The app: routes, what they take, and which code goes with which answer.
+"""The app: routes, how they read requests, and which HTTP code goes with which answer.
 
-Every answer is `{"status", "result"}`; an error adds `error`, the name of its kind.
-Handlers that wait do so in threads; the event loop only reads and writes.
+Every answer is `{"status", "result"}`; an error adds `error`, the name of its type.
+Whatever waits runs in a thread; the event loop only reads and writes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import anyio
 import anyio.to_thread
-import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -38,45 +37,39 @@ from flyweight.errors import (
     error_named,
 )
 from flyweight.lifecycle.states import Signal
-from flyweight.server import access, orders
-from flyweight.server.course import Answer, Course
+from flyweight.server.access import AccessMiddleware, error_response, json_response, status_name
 from flyweight.server.fleet import Fleet
+from flyweight.server.health import described, is_healthy, is_paused
 from flyweight.server.metrics import CONTENT_TYPE, FleetMetrics
-from flyweight.server.orders import (
-    NoOptions,
-    Options,
-    ReplicaOptions,
-    SleepOptions,
-    UpdateOptions,
-    WakeupOptions,
+from flyweight.server.requests import (
+    CONTROL_ROUTES,
+    LEGACY_ROUTES,
+    Answer,
+    ControlRoute,
+    RequestBody,
+    decode,
 )
-from flyweight.server.standing import is_still, is_well, words
-from flyweight.server.stream import EventStream
+from flyweight.server.stream import event_stream
 from flyweight.verbs.find import versions
 
+BODY_SECONDS = 10.0
 MAX_BODY_BYTES = 64 << 10
 MAX_STREAMS = 64
-_BODY_SECONDS = 10.0
 _PAGE = Path(__file__).with_name("page.html")
-
-OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
+_CODES: tuple[tuple[type[FlyweightError], int], ...] = (
+    (LifecycleError, 409),
+    (TransferTimeout, 504),
+    (PeerLost, 503),
+    (SpecError, 400),
+    (DigestMismatch, 502),
+    (VersionError, 404),
+    (StoreError, 500),
+)
 
 
 def make_app(fleet: Fleet, *, token: str, host: str, store: str | None = None) -> Starlette:
-    """Return the app that controls a fleet; `store` is where versions rest."""
+    """Return the app that controls a fleet; `store` holds the versions that `/versions` lists."""
     routes = _Routes(fleet, store)
-    control: Mapping[str, tuple[type[Any], Callable[[Any], Course]]] = {
-        "/v1/pause": (Options, orders.pause),
-        "/v1/resume": (Options, orders.resume),
-        "/v1/sleep": (SleepOptions, orders.sleep),
-        "/v1/wakeup": (WakeupOptions, orders.wakeup),
-        "/v1/update_weights": (UpdateOptions, orders.update),
-        "/v1/abort_requests": (Options, orders.abort),
-    }
-    old: Mapping[str, tuple[Callable[[Any], Course], tuple[Signal, ...]]] = {
-        "/clear_load_weight": (orders.clear_load_weight, (Signal.CLEAR,)),
-        "/update_model_weight": (orders.update_model_weight, (Signal.UPDATE, Signal.RESTORE)),
-    }
     return Starlette(
         routes=[
             Route("/", routes.page),
@@ -87,37 +80,34 @@ def make_app(fleet: Fleet, *, token: str, host: str, store: str | None = None) -
             Route("/events", routes.events),
             Route("/v1/is_paused", routes.is_paused),
             *(
-                Route(path, partial(routes.control, kind, plan), methods=["POST"])
-                for path, (kind, plan) in control.items()
+                Route(path, partial(routes.control, each), methods=["POST"])
+                for path, each in CONTROL_ROUTES.items()
             ),
             *(
-                Route(path, partial(routes.old_control, plan, same), methods=["GET"])
-                for path, (plan, same) in old.items()
+                Route(path, partial(routes.legacy_control, each), methods=["GET"])
+                for path, each in LEGACY_ROUTES.items()
             ),
         ],
-        middleware=[Middleware(access.Gate, token=token, host=host)],
+        middleware=[Middleware(AccessMiddleware, token=token, host=host)],
         exception_handlers={
             FlyweightError: _flyweight_error,
             HTTPException: _http_error,
-            Exception: _fault,
+            Exception: _internal_error,
         },
         lifespan=routes.lifespan,
     )
 
 
 class _Routes:
-    """What the routes do."""
-
     def __init__(self, fleet: Fleet, store: str | None) -> None:
         self._fleet, self._store = fleet, store
         self._metrics = FleetMetrics(fleet)
         self._page = _PAGE.read_bytes()
-        self._policy = _policy(self._page.decode())
-        self._num_streams = 0
+        self._policy = _content_security_policy(self._page.decode())
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        # A call that waits keeps a thread; with one for each replica the others find one free.
+        # A call that waits holds a thread; one more per replica leaves some free for the others.
         limiter = anyio.to_thread.current_default_thread_limiter()
         limiter.total_tokens += len(self._fleet.names)
         yield
@@ -127,159 +117,112 @@ class _Routes:
         return Response(self._page, 200, headers, "text/html; charset=utf-8")
 
     async def health(self, request: Request) -> Response:
-        await _options(request, NoOptions)
+        await _decoded(request)
         found = await run_in_threadpool(self._fleet.replicas)
-        is_fine = all(map(is_well, found))
-        told = {each.name: words(each) for each in found}
-        text = "; ".join(f"{name}: {text}" for name, text in told.items())
-        body = {"status": "success" if is_fine else "error", "result": text, "replicas": told}
-        return access.json_response(200 if is_fine else 503, body)
+        is_well = all(map(is_healthy, found))
+        texts = {each.name: described(each) for each in found}
+        text = "; ".join(f"{name}: {text}" for name, text in texts.items())
+        body = {"status": "success" if is_well else "error", "result": text, "replicas": texts}
+        return json_response(200 if is_well else 503, body)
 
     async def status(self, request: Request) -> Response:
-        await _options(request, NoOptions)
+        await _decoded(request)
         return _success(await run_in_threadpool(self._fleet.status))
 
     async def versions(self, request: Request) -> Response:
-        await _options(request, NoOptions)
+        await _decoded(request)
         store = self._store
-        at_rest = [] if store is None else await run_in_threadpool(versions, store)
+        stored = [] if store is None else await run_in_threadpool(versions, store)
         found = await run_in_threadpool(self._fleet.replicas)
         held = {each.name: each.version for each in found}
-        return _success({"store": store, "versions": at_rest, "replicas": held})
+        return _success({"store": store, "versions": stored, "replicas": held})
 
     async def metrics(self, request: Request) -> Response:
         text = await run_in_threadpool(self._metrics.text)
         return Response(text, 200, {"Content-Type": CONTENT_TYPE})
 
     async def is_paused(self, request: Request) -> Response:
-        options = await _options(request, ReplicaOptions)
-        found = await run_in_threadpool(self._fleet.replicas, options.replica)
+        body = await _decoded(request, "replica")
+        found = await run_in_threadpool(self._fleet.replicas, body.replica)
         states = {each.name: each.state for each in found}
-        return _success({"is_paused": all(map(is_still, found)), "replicas": states})
+        return _success({"is_paused": all(map(is_paused, found)), "replicas": states})
 
-    async def control(
-        self, kind: type[Options], plan: Callable[[Any], Course], request: Request
-    ) -> Response:
-        options = await _options(request, kind)
-        answers = await run_in_threadpool(self._fleet.carry_out, options.replica, plan(options))
-        return _answered(answers)
+    async def control(self, route: ControlRoute, request: Request) -> Response:
+        return _answered(await self._carry_out(route, request))
 
-    async def old_control(
-        self, plan: Callable[[Options], Course], same: tuple[Signal, ...], request: Request
-    ) -> Response:
-        """Answer with the codes of old: 400 and 403 for what runs already, 404 for no answer."""
+    async def legacy_control(self, route: ControlRoute, request: Request) -> Response:
+        """Answer with FastDeploy's codes: 400 if the same runs, 403 if the opposite, or 404."""
         _check_get(request)
-        options = await _options(request, Options)
-        answers = await run_in_threadpool(self._fleet.carry_out, options.replica, plan(options))
-        opposite = {Signal.CLEAR, Signal.UPDATE, Signal.RESTORE} - set(same)
+        answers = await self._carry_out(route, request)
+        clearing, updating = {Signal.CLEAR}, {Signal.UPDATE, Signal.RESTORE}
+        is_clear = route.request.signal in clearing
+        same, opposite = (clearing, updating) if is_clear else (updating, clearing)
         busy = [answer.signal for answer in answers if answer.ending == "busy"]
         codes = {504: 404, 503: 404}
         if busy:
             codes[409] = 400 if busy[0] in same else 403 if busy[0] in opposite else 409
         return _answered(answers, codes)
 
+    async def _carry_out(self, route: ControlRoute, request: Request) -> list[Answer]:
+        body = await _decoded(request, *route.keys)
+        asked = body.filled(route.request)
+        if_cleared = None if route.if_cleared is None else body.filled(route.if_cleared)
+        answers = await run_in_threadpool(self._fleet.carry_out, body.replica, asked, if_cleared)
+        return [answer.in_words_of(body) for answer in answers]
+
     async def events(self, request: Request) -> Response:
         _check_get(request)
-        await _options(request, NoOptions)
-        if self._num_streams >= MAX_STREAMS:
+        await _decoded(request)
+        if self._fleet.num_listeners >= MAX_STREAMS:
             raise HTTPException(503, f"{MAX_STREAMS} clients listen to events already")
-        return EventStream(self._fleet, self._count_streams)
-
-    def _count_streams(self, change: int) -> None:
-        self._num_streams += change
+        return event_stream(self._fleet)
 
 
-# What comes in.
+# Requests.
 
 
 def _check_get(request: Request) -> None:
-    """Raise for a HEAD, which comes along with every GET: it would act, or never end."""
+    """Raise for a HEAD, which Starlette routes like a GET: it would act, or never end."""
     if request.method != "GET":
         raise HTTPException(405)
 
 
-async def _options(request: Request, kind: type[OptionsT]) -> OptionsT:
-    """Return what a request asks for, by its query or as JSON; unknown names are errors."""
-    query: dict[str, Any] = {}
-    for name, value in request.query_params.multi_items():
-        if name in query:
-            raise SpecError(f"{name!r} is in the query twice")
-        is_number = name == "version" and value.isascii() and value.isdigit()
-        query[name] = value.split(",") if name == "tags" else int(value) if is_number else value
-    body: dict[str, Any] = {}
-    if request.method == "POST" and (data := await _body(request)):
-        body = _decoded(data)
-    both = body.keys() & query.keys()
-    if both:
-        raise SpecError(f"{sorted(both)[0]!r} is in the query and in the body")
-    try:
-        told = msgspec.convert(body, kind)
-        asked = msgspec.convert(query, kind, strict=False)
-    except msgspec.ValidationError as cause:
-        names = ", ".join(kind.__struct_fields__) or "nothing"
-        raise SpecError(f"{_lowered(str(cause))}; this route takes {names}") from cause
-    return msgspec.structs.replace(told, **{name: getattr(asked, name) for name in query})
-
-
-def _decoded(data: bytes) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
-        raise SpecError(
-            f"the body's {len(data)} bytes are no JSON object: {_lowered(str(cause))}"
-        ) from cause
-    return found
-
-
-def _lowered(text: str) -> str:
-    return text[:1].lower() + text[1:]
+async def _decoded(request: Request, *keys: str) -> RequestBody:
+    data = await _body(request) if request.method == "POST" else b""
+    return decode(keys, request.query_params.multi_items(), data)
 
 
 async def _body(request: Request) -> bytes:
-    """Return a request's body; raise for one that is too large, or does not come."""
-    try:
-        return await asyncio.wait_for(_read(request), _BODY_SECONDS)
-    except asyncio.TimeoutError as cause:
-        raise HTTPException(
-            408, f"the body did not come within {_BODY_SECONDS:g} s", {"Connection": "close"}
-        ) from cause
-
-
-async def _read(request: Request) -> bytes:
+    """Return the body of a request; raise if it is too large, or does not arrive in time."""
     data = bytearray()
     try:
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > MAX_BODY_BYTES:
-                # The connection stays open: who still sends would see it reset, and no answer.
-                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        with anyio.fail_after(BODY_SECONDS):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > MAX_BODY_BYTES:
+                    # Not closed here: a client that is still sending would see a reset, no answer.
+                    raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    except TimeoutError as cause:
+        text = f"the body did not arrive within {BODY_SECONDS:g} s"
+        raise HTTPException(408, text, {"Connection": "close"}) from cause
     except ClientDisconnect as cause:
         raise HTTPException(400, f"the body ended after {len(data)} bytes") from cause
     return bytes(data)
 
 
-# What goes out.
+# Answers.
 
 
 def _success(result: object) -> Response:
-    return access.json_response(200, {"status": "success", "result": result})
+    return json_response(200, {"status": "success", "result": result})
 
 
 def _code(error: FlyweightError) -> int:
-    kinds: tuple[tuple[type[FlyweightError], int], ...] = (
-        (LifecycleError, 409),
-        (TransferTimeout, 504),
-        (PeerLost, 503),
-        (SpecError, 400),
-        (DigestMismatch, 502),
-        (VersionError, 404),
-        (StoreError, 500),
-    )
-    return next((code for kind, code in kinds if isinstance(error, kind)), 502)
+    return next((code for kind, code in _CODES if isinstance(error, kind)), 502)
 
 
 def _answered(answers: Sequence[Answer], codes: Mapping[int, int] | None = None) -> Response:
-    """Tell how replicas answered: well only if all of them did."""
+    """Return the answers of replicas as one: a success only if all of them are done."""
     wrong = [answer for answer in answers if answer.ending != "done"]
     if not wrong:
         return _success({"replicas": answers})
@@ -293,34 +236,29 @@ def _answered(answers: Sequence[Answer], codes: Mapping[int, int] | None = None)
         status = "refused" if isinstance(error, LifecycleError) else "error"
         text = "; ".join(f"{each.replica}: {each.reason}" for each in wrong)
         body |= {"status": status, "result": text}
-    return access.json_response(code if codes is None else codes.get(code, code), body)
+    return json_response(code if codes is None else codes.get(code, code), body)
 
 
 async def _flyweight_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, FlyweightError)
-    return access.error_response(_code(error), type(error).__name__, str(error))
+    return error_response(_code(error), type(error).__name__, str(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    texts = {
-        404: f"there is no {request.url.path!r} here",
-        405: f"{request.url.path!r} does not take {request.method}",
-    }
-    text = texts.get(error.status_code, error.detail)
-    return access.error_response(
-        error.status_code, access.status_name(error.status_code), text, **(error.headers or {})
-    )
+    code, path = error.status_code, request.url.path
+    texts = {404: f"there is no route {path!r}", 405: f"{path!r} does not take {request.method}"}
+    text = texts.get(code, error.detail)
+    return error_response(code, status_name(code), text, **(error.headers or {}))
 
 
-async def _fault(request: Request, error: Exception) -> Response:
-    """Tell of a fault of ours; who serves the app logs its traceback."""
-    text = f"{error}: a fault in flyweight itself"
-    return access.error_response(500, type(error).__name__, text)
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """Report a bug of ours; uvicorn logs its traceback."""
+    return error_response(500, type(error).__name__, f"{error}: an error in flyweight itself")
 
 
-def _policy(page: str) -> str:
-    """Return what a browser may run and load of the page: what is in it, and our own routes."""
+def _content_security_policy(page: str) -> str:
+    """Return what a browser may run and load: the page's own script and style, and our routes."""
 
     def hashes(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Whose port it is: what the commands send to a stranger there, and which tokens a server takes."""
+"""Tokens and proofs: what commands send to a stranger at the port, and which tokens a server takes."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def served(place, *words, port=0, cell="e.cell"):
 
 @contextmanager
 def serving(place, *words, **options):
-    """`flyweight serve`: the process, what it told, its token, and the same over HTTP."""
+    """`flyweight serve`: the process, its token, its port, and a client for it."""
     with served(place, *words, **options) as process:
         told = json.loads(process.line())
         process.token_file = Path(told["token_file"])
@@ -40,7 +40,7 @@ def serving(place, *words, **options):
 
 @pytest.fixture(scope="module")
 def left_behind(tmp_path_factory):
-    """A port whose server was killed, and the token that is still in its file."""
+    """A killed server, whose token is still in its file."""
     with serving(tmp_path_factory.mktemp("killed")) as server:
         server.process.kill()
         server.process.wait(20)
@@ -74,7 +74,7 @@ def test_a_stranger_at_the_port_of_a_killed_server_is_not_sent_its_token(left_be
     with Stranger(CLAIMS[claim], ("127.0.0.1", left_behind.port)) as stranger:
         address = f"http://127.0.0.1:{left_behind.port}"
         told = flyweight(*words, address, "--run", left_behind.token_file.parent, code=7)
-        assert stranger.received  # it was asked, and answered
+        assert stranger.received  # it got a request, and answered
         assert left_behind.token.encode() not in stranger.received
         assert b"authorization" not in stranger.received.lower()
     assert f"{address} did not prove that it knows the token of " in told
@@ -94,8 +94,8 @@ def test_a_token_of_the_environment_or_a_file_is_not_sent_to_a_stranger(left_beh
         assert left_behind.token.encode() not in stranger.received
 
 
-def test_a_stranger_who_passes_everything_on_to_the_server_learns_no_token(tmp_path):
-    """C33: at another address of the same machine; what it was told cannot be told again."""
+def test_a_stranger_who_relays_everything_to_the_server_learns_no_token(tmp_path):
+    """C33: at another port of the same machine; a proof that it saw cannot be used again."""
 
     def ask(data):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
@@ -121,7 +121,7 @@ def test_a_stranger_who_passes_everything_on_to_the_server_learns_no_token(tmp_p
             assert b" 401 " in ask(other).partition(b"\r\n")[0]  # fmt: skip
 
 
-def test_what_is_proven_of_one_request_is_good_for_no_other(tmp_path):
+def test_the_proof_of_one_request_is_valid_for_no_other(tmp_path):
     """C33: not for another route, other options, or a body."""
     with serving(tmp_path) as server:
 
@@ -139,10 +139,10 @@ def test_what_is_proven_of_one_request_is_good_for_no_other(tmp_path):
         assert tried("GET", "/status", "/versions") == 401
         assert tried("GET", "/status", token="0" * 32) == 401
         assert tried("POST", "/v1/pause", body={"timeout": 9}) == 401
-        assert tried("POST", "/v1/pause") == 503  # let in: no engine has come yet
+        assert tried("POST", "/v1/pause") == 503  # passed on to the app: no engine has started
 
 
-def test_a_challenge_that_is_none_is_refused(tmp_path):
+def test_a_malformed_challenge_is_refused(tmp_path):
     with serving(tmp_path) as server:
         for query in ("", "?nonce=", "?nonce=short", f"?nonce={'%C3%A9' * 32}", "?other=1"):
             assert server.site.ask("GET", f"/challenge{query}", token="")[0] == 400
@@ -151,11 +151,11 @@ def test_a_challenge_that_is_none_is_refused(tmp_path):
         assert server.site.ask("GET", "/challenge", token="", headers=headers)[0] == 403
 
 
-# Tokens, from start to end.
+# Token files.
 
 
-def test_each_start_has_a_token_of_its_own_and_the_old_one_is_refused(tmp_path):
-    """C33: also after a kill, which leaves the file."""
+def test_each_start_makes_a_new_token_and_refuses_the_old_one(tmp_path):
+    """C33: even after a kill, which leaves the token file."""
     with serving(tmp_path) as first:
         assert first.site.ask("GET", "/status")[0] == 200
         first.process.kill()
@@ -171,7 +171,7 @@ def test_each_start_has_a_token_of_its_own_and_the_old_one_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_token_goes_with_its_server(tmp_path, number):
+def test_a_server_removes_its_token_file_when_it_ends(tmp_path, number):
     with serving(tmp_path) as server:
         assert server.stop(number) == ("", "")
         assert os.listdir(tmp_path / "run") == []
@@ -198,7 +198,7 @@ def test_servers_at_two_ports_leave_each_others_tokens_alone(tmp_path):
         assert flyweight("status", first.site.address, "--run", tmp_path / "run", "--json")
 
 
-def test_a_server_at_the_same_port_of_another_address_does_not_take_the_token_over(tmp_path):
+def test_a_server_at_the_same_port_of_another_address_does_not_replace_the_token(tmp_path):
     with serving(tmp_path) as first:
         words = ["--replica", f"o={tmp_path}/o.cell", "--host", "127.0.0.2", "--port", first.port]
         done = run("serve", *words, "--run", tmp_path / "run")
@@ -209,8 +209,8 @@ def test_a_server_at_the_same_port_of_another_address_does_not_take_the_token_ov
 
 
 @pytest.mark.parametrize("kind", ["open", "link", "another user's", "directory"])
-def test_a_file_that_is_not_private_is_no_place_for_a_token(tmp_path, kind):
-    """C33: it is refused, and left as it is."""
+def test_a_token_is_not_written_to_a_file_that_is_not_private(tmp_path, kind):
+    """C33: the file is refused and stays as it is."""
     path = tmp_path / "server-1.token"
     path.touch(0o600)
     if kind == "open":
@@ -227,8 +227,8 @@ def test_a_file_that_is_not_private_is_no_place_for_a_token(tmp_path, kind):
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_token_of_the_users_own_stays(tmp_path):
-    """One that several know, as a mounted secret: it is neither changed nor removed."""
+def test_a_token_file_of_the_user_is_neither_changed_nor_removed(tmp_path):
+    """Such as a mounted secret that several programs share."""
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef-of-my-own\n")
     path.chmod(0o400)
@@ -241,8 +241,8 @@ def test_a_token_of_the_users_own_stays(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "says"), [(None, "is not there"), ("short", "5 characters")])
-def test_a_token_that_is_missing_or_could_be_guessed_is_refused(tmp_path, text, says):
-    """Anybody may ask for a proof, and try tokens on it: one that is short would be found."""
+def test_a_missing_or_short_token_is_refused(tmp_path, text, says):
+    """Anyone may request a proof and try tokens against it, so a short token could be found."""
     path = tmp_path / "secret"
     if text is not None:
         path.write_text(text)
@@ -255,8 +255,8 @@ def test_a_token_that_is_missing_or_could_be_guessed_is_refused(tmp_path, text, 
     assert path.exists() == (text is not None)
 
 
-def test_a_stopped_server_is_given_up_in_time(tmp_path):
-    """C24: `--timeout` is what the user waits, also if it is the server that does not answer."""
+def test_a_call_to_a_stopped_server_ends_at_its_timeout(tmp_path):
+    """C24: the user waits for `--timeout`, even if the server itself does not answer."""
     with serving(tmp_path) as server:
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
@@ -268,14 +268,14 @@ def test_a_stopped_server_is_given_up_in_time(tmp_path):
             os.kill(server.process.pid, signal.SIGCONT)
 
 
-def test_a_stranger_who_answers_letter_by_letter_is_given_up_in_time(left_behind):
-    """C24: each letter comes soon enough, and all of them would never end."""
+def test_a_call_to_a_server_that_answers_byte_by_byte_ends_at_its_timeout(left_behind):
+    """C24: no single byte is late, but the whole answer would never end."""
 
     def drop(connection):
         connection.recv(65536)
         for letter in b"HTTP/1.1 200 OK\r\nX: " + 600 * b"a":
             connection.sendall(bytes([letter]))
-            sleep(0.1)  # it is the one who takes its time
+            sleep(0.1)  # the slow server under test, not a wait of the test
 
     with Stranger(drop=drop, address=("127.0.0.1", left_behind.port)):
         began = monotonic()

@@ -1,0 +1,163 @@
+"""Connections: clients that send slowly, read nothing, or are too many; and how a server ends."""
+
+import os
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+import uvicorn
+
+from controlled import TOKEN, serving
+from flyweight.errors import StoreError
+from flyweight.lifecycle.cell import Cell, RankRecord
+from flyweight.lifecycle.control import Control
+from flyweight.server import app as server_app
+from flyweight.server import http as server_http
+from flyweight.server import stream as server_stream
+from flyweight.server.fleet import Fleet
+from live_models import until
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A server whose engine has not started."""
+    with serving([Control(tmp_path / "engine.cell", 1, name="engine")]) as site:
+        yield site
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    fleet = Fleet([Control(tmp_path / "engine.cell", 1)])
+    yield fleet
+    fleet.close()
+
+
+def connected(site):
+    host, _, port = site.netloc.rpartition(":")
+    connection = socket.create_connection((host, int(port)), 20)
+    connection.settimeout(20)
+    return connection
+
+
+def head(site, request="POST /v1/pause"):
+    return f"{request} HTTP/1.1\r\nHost: {site.netloc}\r\nAuthorization: Bearer {site.token}\r\n"
+
+
+def test_a_body_that_arrives_too_slowly_is_refused(site, monkeypatch):
+    monkeypatch.setattr(server_app, "BODY_SECONDS", 0.1)
+    with connected(site) as connection:
+        connection.sendall(f"{head(site)}Content-Length: 9\r\n\r\n{{".encode())
+        assert b" 408 " in connection.recv(1000)
+
+
+def test_half_a_request_does_not_keep_a_connection_for_ever(site, monkeypatch):
+    """Otherwise a few hundred of them, which need no token, would shut everyone else out."""
+    monkeypatch.setattr(server_http, "REQUEST_SECONDS", 0.1)
+    with connected(site) as half:
+        half.sendall(b"GET / HT")
+        assert half.recv(1) == b""
+    assert site.raw("GET", "/status")[0] == 200
+
+
+def test_waits_for_clients_end_at_their_deadline(site, threads, monkeypatch):
+    """C24: not later; for a silent client, half a request, a slow body, and a quiet stream."""
+    for module, name in (
+        (server_http, "REQUEST_SECONDS"),
+        (server_app, "BODY_SECONDS"),
+        (server_stream, "KEEPALIVE_SECONDS"),
+    ):
+        monkeypatch.setattr(module, name, 3.0)
+
+    def received(sent, num_before=0):
+        """Return what arrives when the deadline has passed, and how long that took."""
+        with connected(site) as connection:
+            connection.sendall(sent.encode())
+            for _ in range(num_before):
+                connection.recv(65536)
+            began = time.monotonic()
+            return connection.recv(65536), time.monotonic() - began
+
+    waits = {
+        b"": [("",), ("GET / HT",)],
+        b" 408 ": [(f"{head(site)}Content-Length: 9\r\n\r\n{{",)],
+        b":\n\n": [(f"{head(site, 'GET /events')}\r\n", 2)],
+    }
+    futures = [(says, threads.submit(received, *each)) for says in waits for each in waits[says]]
+    for says, future in futures:
+        text, seconds = future.result(30)
+        assert says in text if says else text == b""
+        assert 2.9 <= seconds < 5.5, (says, seconds)
+    assert site.raw("GET", "/status")[0] == 200
+
+
+def test_a_body_that_ends_early_is_the_clients_fault(site):
+    with connected(site) as short:
+        short.sendall(f"{head(site)}Transfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
+        assert b" 400 " in short.recv(200)
+
+
+def test_idle_connections_make_room_for_new_ones(tmp_path, monkeypatch):
+    """Otherwise a few hundred of them, which need no token, would shut everyone else out."""
+    monkeypatch.setattr(server_http, "MAX_CONNECTIONS", 8)
+    with (
+        Cell(tmp_path / "crowd.cell") as cell,
+        serving([Control(cell.path, 1, name="crowd")]) as site,
+        site.events() as next_event,
+        ExitStack() as stack,
+    ):
+        assert next_event()["replicas"][0]["state"] == "ABSENT"
+        crowd = [stack.enter_context(connected(site)) for _ in range(20)]
+        assert site.raw("GET", "/versions")[0] == 200
+        assert crowd[0].recv(1) == b""
+        crowd[-1].sendall(f"GET /versions HTTP/1.1\r\nHost: {site.netloc}\r\n\r\n".encode())
+        assert b" 401 " in crowd[-1].recv(200)  # the newest connection is still open
+        cell.claim(0)
+        cell.write_record(0, RankRecord(pid=os.getpid()))
+        assert next_event()["replicas"][0]["state"] == "CLEARED"  # so is one that is in use
+
+
+def test_a_client_that_reads_no_answer_does_not_keep_a_connection_for_ever(site, monkeypatch):
+    monkeypatch.setattr(server_http, "REQUEST_SECONDS", 0.1)
+    request = f"GET / HTTP/1.1\r\nHost: {site.netloc}\r\n\r\n".encode()
+    with connected(site) as connection, pytest.raises(ConnectionError):
+        while True:  # pages pile up until the server stops sending, and then closes
+            connection.sendall(request * 100)
+
+
+# The server's own end.
+
+
+def test_a_server_that_does_not_start_raises(fleet):
+    listener = server_http.Listener()
+    listener.close()
+    with pytest.raises(StoreError, match="ended by itself: "):
+        server_http.HttpServer(fleet, listener, token=TOKEN)
+
+
+def test_a_server_that_ends_by_itself_is_noticed(fleet, monkeypatch):
+    may_end = threading.Event()
+
+    async def main_loop(self):
+        while not may_end.wait(0.01):
+            pass
+
+    monkeypatch.setattr(uvicorn.Server, "main_loop", main_loop)
+
+    def has_ended():
+        try:
+            server.check()
+        except StoreError:
+            return True
+        return False
+
+    with (
+        server_http.Listener() as listener,
+        server_http.HttpServer(fleet, listener, token=TOKEN) as server,
+    ):
+        assert not has_ended()
+        may_end.set()
+        until(has_ended)
+        with pytest.raises(StoreError, match="ended by itself"):
+            server.check()
