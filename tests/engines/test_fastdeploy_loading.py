@@ -206,7 +206,7 @@ def test_a_loader_or_hook_that_fails_is_failed_with_its_reason(
     words = {
         "load": "load_weights failed: ValueError: no place for norm",
         "process": "process_weights_after_loading failed: ZeroDivisionError",
-        "early": "load_weights of Engine returned before it had taken 'attn.k_proj'",
+        "early": "load_weights of Engine returned before it took 'attn.k_proj'",
         "refused": "a shape that describes nothing",
     }
     if wrong == "load":

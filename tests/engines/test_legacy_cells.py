@@ -19,9 +19,9 @@ from flyweight.engines.legacy_cells import (
     PREFIX_TREE,
     LegacyCell,
     LegacyStatus,
-    check_model_weights_status,
     settle,
 )
+from flyweight.engines.worker_loop import check_model_weights_status
 from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
 from live_models import Child
 
@@ -161,7 +161,9 @@ def test_a_cell_that_an_old_process_replaces_is_noticed_by_who_waits(id, cell, t
     waiting = threads.submit(check_model_weights_status, cell, None, runner, 7, True)
     with Foreign() as old:
         old.ask("create", f"{MODEL_WEIGHTS}.{id}")  # as an engine that restarts does
-        with pytest.raises(LifecycleError, match="re(moved|placed) under its users; attach again"):
+        with pytest.raises(
+            LifecycleError, match="re(moved|placed) while it was in use; attach again"
+        ):
             waiting.result(10)
         with LegacyCell(MODEL_WEIGHTS, id) as again:
             assert again.status is NORMAL

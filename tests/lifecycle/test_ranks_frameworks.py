@@ -179,9 +179,11 @@ def manage(rank, num_ranks, framework, directory):
     """A rank with FastDeploy's manager, on snapshots that it takes its share of."""
     from paddle import distributed
 
-    from flyweight.engines.fastdeploy import DynamicWeightManager
-    from flyweight.engines.fastdeploy_engine import FastDeployHooks
-    from flyweight.engines.fastdeploy_weights import FastDeployOptions
+    from flyweight.engines.fastdeploy import (
+        DynamicWeightManager,
+        FastDeployHooks,
+        FastDeployOptions,
+    )
 
     self = Rank(framework, directory, rank)
     config = SimpleNamespace(

@@ -11,7 +11,7 @@ import torch
 import flyweight as fw
 from conftest import flip
 from fakes import FakeRendezvousStore
-from flyweight.engines.fastdeploy_weights import FastDeployOptions, Site, SnapshotWeights
+from flyweight.engines.strategies import FileWeights
 from flyweight.errors import (
     ChecksumMismatch,
     PlanError,
@@ -41,20 +41,7 @@ def put(directory, value, shape=(64, 64)):
     safetensors.numpy.save_file(model(value, shape), directory / "model.safetensors")
 
 
-def snapshot_weights(state, directory, rank=0):
-    site = Site(
-        state=state,
-        model_directory=str(directory),
-        rank=rank,
-        global_rank=rank,
-        legacy_id=0,
-        options=FastDeployOptions(),
-        closing=ExitStack(),
-    )
-    return SnapshotWeights(site, directory, may_be_legacy=False)
-
-
-KINDS = pytest.mark.parametrize("make", [StoredWeights, snapshot_weights])
+KINDS = pytest.mark.parametrize("make", [StoredWeights, FileWeights])
 
 
 @KINDS
@@ -84,7 +71,7 @@ def test_ranks_do_not_keep_different_files_that_have_no_version(tmp_path, thread
             put(tmp_path / str(rank), 1)
             ranks = RankAgreement(Rendezvous(rank, 2, store, "pair"))
             stack.callback(ranks.close)
-            weights = snapshot_weights(models[rank], tmp_path / str(rank), rank)
+            weights = FileWeights(models[rank], tmp_path / str(rank))
             machines.append(Operations(ModelEngine(models[rank]), weights, ranks))
 
         def update():

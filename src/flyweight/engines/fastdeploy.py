@@ -1,17 +1,16 @@
-"""FastDeploy: its DynamicWeightManager, with the old calls and results, on Flyweight's parts.
+"""DynamicWeightManager: FastDeploy's manager with its old calls and results, on Flyweight's parts.
 
-The old calls move a `Operations`: `update_parameters` takes weights in and stands still,
-`finalize_update` lets them be served, `clear_parameters` gives their memory back; each on
-all ranks or on none. What exists only on a GPU or inside FastDeploy is reached through
-`FastDeployHooks`.
+`update_parameters` loads weights and leaves the engine paused, `finalize_update` serves them,
+`clear_parameters` releases their memory; each on all ranks or on none. The calls drive a
+`Operations` of `FastDeployEngine` and `ModelWeights`. `worker_loop.py` has the loop that makes
+them, `strategies.py` where weights come from.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from errno import ENOENT
 from functools import partial
@@ -19,29 +18,24 @@ from logging import getLogger
 from time import monotonic, perf_counter
 from typing import Any
 
-from flyweight.engines import legacy_cells
-from flyweight.engines.fastdeploy_engine import (
-    FastDeployHooks,
-    RunnerEngine,
-    give_memory,
-    named_layers,
-    state_of,
+from flyweight.engines import worker_loop
+from flyweight.engines.fastdeploy_config import (
+    FastDeployOptions,
+    read,
+    read_step,
+    version_number,
 )
-from flyweight.engines.fastdeploy_loading import ModelLoading
-from flyweight.engines.fastdeploy_weights import (
+from flyweight.engines.fastdeploy_engine import FastDeployEngine, FastDeployHooks
+from flyweight.engines.fastdeploy_models import Models
+from flyweight.engines.legacy_cells import MODEL_WEIGHTS, LegacyCell, LegacyStatus, settle
+from flyweight.engines.strategies import (
     NO_MEMORY,
     REPLACED,
     STRATEGIES,
-    CheckedWeights,
-    FastDeployOptions,
-    Site,
+    Deployment,
     check_strategy,
-    gpu_id,
-    read,
-    step_in,
-    version_number,
 )
-from flyweight.engines.legacy_cells import LegacyCell, LegacyStatus, LoopWord
+from flyweight.engines.worker_loop import WorkerLoopCell
 from flyweight.errors import FlyweightError, LifecycleError, SpecError, StoreError
 from flyweight.events import emit
 from flyweight.lifecycle.agreement import RankAgreement
@@ -52,13 +46,27 @@ from flyweight.lifecycle.worker import Worker
 from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
 
+__all__ = ["DynamicWeightManager", "FastDeployHooks", "FastDeployOptions", "ModelWeightsStatus"]
+
 ModelWeightsStatus = LegacyStatus
 _BEAT_SECONDS = 1.0
 _log = getLogger("flyweight.fastdeploy")
 
 
 class DynamicWeightManager:
-    """The old manager: fills Paddle layers at construction, and again when it is told to."""
+    """Fills Paddle layers at construction, and again whenever FastDeploy's runner calls it.
+
+    Args:
+        fd_config: FastDeploy's config; `config.flyweight` may hold a dict of options.
+        models: one layer, which keeps its names; a list of layers, which share one set of names;
+            or a dict of layers, whose keys prefix their names, as in 'draft.NAME'. All are one
+            version, from a source with these names.
+        local_rank: repeated in the results of `update_weights_by_rdma`.
+        options: used instead of `config.flyweight`.
+        hooks: what only FastDeploy and a GPU can do; by default what FastDeploy does.
+
+    The constructor loads by the config's strategy and serves. If it raises, nothing stays open.
+    """
 
     def __init__(
         self,
@@ -69,78 +77,56 @@ class DynamicWeightManager:
         options: FastDeployOptions | None = None,
         hooks: FastDeployHooks | None = None,
     ) -> None:
-        """Load by the config's strategy; raise, with nothing left open, if that does not succeed.
-
-        A layer keeps its names, and layers of a list share one set of names; those of a dict are
-        named by its keys, 'draft.NAME'. All are one version, from a source with these names.
-        """
-        self._strategy = check_strategy(read(fd_config, "load_config.load_strategy"))
+        self._deployment = deployment = Deployment.of(fd_config, options)
+        self._options = deployment.options
         self.fd_config, self.local_rank = fd_config, local_rank
         self.load_config: Any = read(fd_config, "load_config")
         self.parallel_config: Any = read(fd_config, "parallel_config")
-        self.rank = _whole(fd_config, "parallel_config.tensor_parallel_rank")
-        self._layers = named_layers(models)
-        self.model_list = [layer for _, layer in self._layers]
-        self.state_dict: dict[str, object] = state_of(self._layers)
-        distributed = sys.modules["paddle.distributed"]
-        self.nranks: int = distributed.get_world_size()
-        self.meta_src_id = gpu_id()
-        self.first_load = True
-        self._asked: str | None = None
-        self._word: LoopWord | None = None
-        self._options = FastDeployOptions.of(fd_config) if options is None else options
-        if self._strategy == "rsync":
-            self._options = self._options.with_rsync(fd_config)
+        self.rank, self.nranks = deployment.rank, deployment.num_global_ranks
+        self.meta_src_id = deployment.gpu_id
         self._hooks = FastDeployHooks(self.parallel_config) if hooks is None else hooks
+        loaded = self._made_models(models)
+        self.model_list, self.state_dict = loaded.layers, loaded.state
+        self.first_load = True
+        self._version_text: str | None = None
+        """The version of the last `update_weights_by_rdma`."""
+        self._loop_cell: WorkerLoopCell | None = None
+        num_given = named("give_memory", loaded.give_memory)
         with ExitStack() as closing:
-            self._site = Site(
-                state=self.state_dict,
-                model_directory=str(read(fd_config, "model_config.model")),
-                rank=self.rank,
-                global_rank=distributed.get_rank(),
-                legacy_id=self.meta_src_id,
-                options=self._options,
-                loading=self._loading(),
-                closing=closing,
-            )
-            num_given = named("give_memory", lambda: give_memory(self.state_dict))
-            weights = STRATEGIES[self._strategy](self._site)
-            find = partial(state_of, self._layers)
-            self._weights = CheckedWeights(weights, self.state_dict, find, self._site.loading)
+            self._weights = STRATEGIES[deployment.strategy](deployment, loaded)
+            closing.callback(self._weights.close)
             if num_given:
-                self._weights.forget(NO_MEMORY)  # nobody can vouch for what is in it
-            self._engine = RunnerEngine(
-                self.state_dict,
+                self._weights.forget(NO_MEMORY)
+            self._engine = FastDeployEngine(
                 self._hooks,
-                has_experts=self._has_experts,
+                self.state_dict,
+                has_experts=deployment.has_experts,
                 check_filled=self._weights.check_filled,
             )
-            with self._engine.stopped():  # nothing runs before there are weights
-                self._machine = self._made_machine(closing)
+            with self._engine.in_call():  # there are no requests before there are weights
+                self._operations = self._made_operations(closing)
             self.update_parameters()
             self.finalize_update()
             self._closing = closing.pop_all()
 
-    def _loading(self) -> ModelLoading | None:
-        """Return the models' own loaders, if there are some and the options do not say no."""
+    def _made_models(self, models: object) -> Models:
         options = self._options
-        is_wanted = options.load_weights and options.layout is None
-        if not is_wanted or not ModelLoading.is_wanted(self._layers):
-            return None
-        if options.partial_over is not None:
+        process = partial(self._hooks.process_after_loading, config=self.fd_config)
+        may_load = options.load_weights and options.layout is None
+        made = Models(models, process, may_load=may_load)
+        if made.has_loaders and options.partial_over is not None:
             raise SpecError(
                 "partial_over is for parameters that are filled by name, and a model has a "
                 "load_weights of its own; set config.flyweight = {'load_weights': False}"
             )
-        process = partial(self._hooks.process_after_loading, config=self.fd_config)
-        return ModelLoading(self._layers, process)
+        return made
 
-    def _made_machine(self, closing: ExitStack) -> Operations:
-        group, size = self._group()
-        rendezvous = Rendezvous() if size == 1 else rendezvous_of(group)
-        if size > 1 and rendezvous.num_ranks == 1:
+    def _made_operations(self, closing: ExitStack) -> Operations:
+        group, num_ranks = self._deployment.group, self._deployment.num_ranks
+        rendezvous = Rendezvous() if num_ranks == 1 else rendezvous_of(group)
+        if num_ranks > 1 and rendezvous.num_ranks == 1:
             raise SpecError(
-                f"the config speaks of {size} ranks, paddle.distributed of one; call "
+                f"the config has {num_ranks} ranks, paddle.distributed has one; call "
                 f"paddle.distributed.init_parallel_env first"
             )
         self._ranks = RankAgreement(replace(rendezvous, group=f"{rendezvous.group}/calls"))
@@ -149,8 +135,13 @@ class DynamicWeightManager:
             ranks = RankAgreement(rendezvous)
             closing.callback(ranks.close)
             return Operations(self._engine, self._weights, ranks, should_serve=False)
-        # The loop's word says what is true; a worker that has ended must not be waited for.
-        word = self._word = LoopWord(lambda: _state_of(worker))
+
+        def state() -> State:
+            if worker.failure is not None:  # the loop must not wait for a worker that has ended
+                raise worker.failure
+            return worker.operations.state
+
+        self._loop_cell = WorkerLoopCell(state)
         worker = Worker(
             self._engine,
             self._weights,
@@ -160,100 +151,104 @@ class DynamicWeightManager:
             process_group=group,
             should_follow=False,
             should_serve=False,
-            carry_out=word.carry_out,
+            carry_out=self._loop_cell.carry_out,
         )
         closing.enter_context(worker)
         return worker.operations
 
     @property
-    def _has_experts(self) -> bool:
-        return bool(getattr(self.parallel_config, "enable_expert_parallel", False))
-
-    def _group(self) -> tuple[object, int]:
-        """Return the widest group that must serve one version together, and its size."""
-        parallel = self.parallel_config
-        if self._has_experts:
-            return getattr(parallel, "ep_group", None), self.nranks
-        size = _whole(self.fd_config, "parallel_config.tensor_parallel_size")
-        return getattr(parallel, "tp_group", None), size
-
-    # How it stands.
-
-    @property
     def version(self) -> int | None:
-        """The version that is whole on every rank; None if none is."""
-        return self._machine.version
+        """The version that is complete on every rank, or None."""
+        return self._operations.version
 
     @property
     def failure(self) -> FlyweightError | None:
-        """Why there is no whole version, if an update failed."""
-        return self._machine.failure
+        """The error of the update that failed, if there is no complete version because of it."""
+        return self._operations.failure
 
     @property
     def unmatched(self) -> list[str]:
-        """Tensors that the models lack, of the files or the publisher of the last update."""
-        return list(self._site.unmatched)
+        """Tensors that the source of the last update has and the models lack."""
+        return list(self._weights.unmatched)
 
     @property
     def health(self) -> str:
-        """The state in a word, and how far an update is."""
-        state = self._machine.state.lower()
-        is_updating = self._machine.state is State.UPDATING
-        return f"{state}, {self._machine.percent:.0f} %" if is_updating else state
+        """The engine state in lower case; during an update also its progress, 'updating, 43 %'."""
+        state = self._operations.state
+        progress = f", {self._operations.percent:.0f} %" if state is State.UPDATING else ""
+        return f"{state.lower()}{progress}"
 
     @property
-    def model_weights_status(self) -> LoopWord:
-        """The status cell of `config.flyweight`, for the worker loop to look at.
+    def model_weights_status(self) -> WorkerLoopCell:
+        """The status cell of `config.flyweight["cell"]`, for the worker loop to look at.
 
-        Once it was taken, requests of the cell that change weights wait for the loop.
+        Once this was read, requests of the cell that change weights wait for the loop.
         """
-        if self._word is None:
-            raise SpecError("no status cell of ours; set config.flyweight = {'cell': PATH}")
-        self._word.is_watched = True
-        return self._word
+        if self._loop_cell is None:
+            raise SpecError("there is no status cell; set config.flyweight = {'cell': PATH}")
+        self._loop_cell.has_loop = True
+        return self._loop_cell
 
-    # The old calls.
+    # FastDeploy's calls.
 
     def update_parameters(self, pid: int = 0, restart_process_group: bool = False) -> None:
-        """Take weights in, by the strategy; `finalize_update` then lets them be served."""
+        """Load weights by the strategy; `finalize_update` then serves them.
+
+        Args:
+            pid: the id of the old status cell that is told the result.
+            restart_process_group: restart communication groups first.
+        """
         with self._call(pid, LegacyStatus.UPDATING):
             if restart_process_group:
                 self.restart_communication_group()
-            self._machine.pause(timeout_seconds=self._options.timeout_seconds)
+            self._operations.pause(timeout_seconds=self._options.timeout_seconds)
             self._update(self._version_to_load())
 
     def finalize_update(self, pid: int = 0) -> None:
-        """Serve, on all ranks or on none, and say NORMAL; the first load says nothing."""
+        """Serve, on all ranks or on none, and write NORMAL, except after the first load."""
         with self._call(pid, LegacyStatus.UPDATING, LegacyStatus.NORMAL):
             self._together("finalize", self._check_filled)
-            self._machine.resume(timeout_seconds=self._options.timeout_seconds)
+            self._operations.resume(timeout_seconds=self._options.timeout_seconds)
         self.first_load = False
 
     def clear_parameters(self, pid: int = 0, shutdown_process_group: bool = False) -> None:
-        """Give the weights' memory back, on all ranks, and say CLEARED. Safe to repeat."""
-        with (
-            self._call(pid, LegacyStatus.CLEARING, LegacyStatus.CLEARED),
-            self._engine.clearing(groups=shutdown_process_group),
-        ):
-            self._together("clear", self._clear_with_groups)
+        """Release the weights' memory on all ranks, and write CLEARED. Safe to repeat.
+
+        Args:
+            pid: the id of the old status cell that is told the result.
+            shutdown_process_group: shut communication groups down afterwards.
+        """
+
+        def clear() -> None:
+            self._clear()
+            # Weights that were cleared earlier have left their groups up.
+            named("shut_groups_down", self._engine.release_groups)
+
+        cleared = LegacyStatus.CLEARED
+        with self._call(pid, LegacyStatus.CLEARING, cleared, clear_groups=shutdown_process_group):
+            self._together("clear", clear)
 
     def update_weights_by_rdma(
         self, version: int | str | None = None, verify_checksum: bool = False
     ) -> dict[str, object]:
-        """Take a version in and go on as before; without one, what version.yaml says.
+        """Load a version, and go on as before: serving, if the engine was.
 
-        `sync_cost` is what it took until the weights were in place, `update_cost` the rest: to hear
-        from the other ranks, and the engine's hooks. With `verify_checksum` a source that has no
-        checksums is refused; without it what can be compared is compared all the same.
+        Args:
+            version: a number, or text that ends with one; None: the step of version.yaml.
+            verify_checksum: refuse a source without checksums. If False, checksums are compared
+                where there are some.
+
+        Returns the version's text, this rank, and three times in seconds: `sync_cost` until the
+        weights are in place, `update_cost` for the other ranks and the hooks, `total_cost`.
         """
-        named = None if version is None or version == "" else str(version)
-        text = self.read_model_version_from_file() if named is None else named
+        text = "" if version is None else str(version)
+        text = text or self.read_model_version_from_file()
         number = version_number(text)
         started = perf_counter()
         self._weights.seconds = 0.0
         with self._call(None, LegacyStatus.UPDATING):
             self._update(number, must_verify=bool(verify_checksum))
-        self._asked, total = text, perf_counter() - started
+        self._version_text, total = text, perf_counter() - started
         return {
             "sync_cost": self._weights.seconds,
             "update_cost": total - self._weights.seconds,
@@ -264,30 +259,31 @@ class DynamicWeightManager:
 
     def read_model_version_from_file(self) -> str:
         """Return the `step` of the model directory's version.yaml; raise VersionError."""
-        return step_in(self._site.model_directory)
+        return read_step(self._deployment.directory)
 
-    # The old calls, in pieces: for a runner that sleeps and wakes by itself.
+    # The same in single steps, for a runner that sleeps and wakes by itself.
 
     def clear_deepep_buffer(self) -> None:
-        named("clear_expert_buffer", self._engine.clear_experts)
+        """Free the buffers of expert parallelism."""
+        named("clear_expert_buffer", self._engine.release_experts)
 
     def clear_model_weight(self) -> None:
-        """Give the weights' memory back; expert buffers and groups stay."""
-        with self._call(None, LegacyStatus.CLEARING), self._engine.clearing(experts=False):
+        """Release the weights' memory; expert buffers and groups stay."""
+        with self._call(None, LegacyStatus.CLEARING, clear_experts=False):
             self._clear()
 
     def clear_communication_group(self) -> None:
-        """Shut groups down once every rank has come to that."""
+        """Shut communication groups down, once every rank has called this."""
         self._together("shut groups down", lambda: None)
         named("shut_groups_down", self._engine.shut_groups_down)
 
     def restart_communication_group(self) -> None:
-        """Restart the groups that are shut down, by this manager or by the runner."""
+        """Restart the groups that are down, whether this manager or the runner shut them down."""
         if not self.first_load:
             named("restart_groups", self._engine.restart_groups)
 
     def recreate_deepep_buffer(self) -> None:
-        """Have the buffers again, on all ranks."""
+        """Allocate the buffers of expert parallelism again, on all ranks."""
         if not self.first_load:
             self._together(
                 "recreate buffers",
@@ -295,18 +291,19 @@ class DynamicWeightManager:
             )
 
     def reload_model_weights(self) -> None:
+        """Load weights by the strategy, and go on as before."""
         if not self.first_load:
             with self._call(None, LegacyStatus.UPDATING):
                 self._update(self._version_to_load())
 
-    check_model_weights_status = staticmethod(legacy_cells.check_model_weights_status)
+    check_model_weights_status = staticmethod(worker_loop.check_model_weights_status)
 
     def _log_memory(self, context: str) -> None:
-        """Tell listeners how much memory is in use; FastDeploy's runner calls it by this name."""
+        """Emit how much memory is in use. FastDeploy's runner calls this by this name."""
         emit("memory", context=context, text=self._hooks.memory())
 
     def close(self) -> None:
-        """Leave the publisher and the other ranks; the models stay as they are. Safe to repeat."""
+        """Disconnect from the publisher and the other ranks; the models stay. Safe to repeat."""
         self._closing.close()
 
     def __enter__(self) -> DynamicWeightManager:
@@ -315,48 +312,40 @@ class DynamicWeightManager:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    # Steps.
-
-    def _is_replaced(self) -> bool:
-        """True if there is a version to serve, and the layers' tensors are not what it filled."""
-        return self._machine.version is not None and not self._weights.is_filled()
-
     def _check_filled(self) -> None:
-        """Raise, with nothing left to serve, if the layers' tensors are not those filled."""
+        """Fail the engine and raise if the models no longer have the tensors that were filled."""
+
+        def is_replaced() -> bool:
+            return self._operations.version is not None and not self._weights.are_filled()
+
         replaced = LifecycleError(REPLACED)
-        # In a round that something else runs it may only look so.
-        if self._is_replaced() and self._machine.fail(replaced, if_so=self._is_replaced):
+        # While another operation updates the weights it only looks so: `fail` asks after its end.
+        if is_replaced() and self._operations.fail(replaced, if_so=is_replaced):
             raise replaced
 
     def _version_to_load(self) -> int | None:
-        """Return the version that was asked for last, for a strategy that goes by versions."""
-        if self._word is not None and self._word.version is not None:
-            return self._word.version
-        if self._strategy != "rsync":
+        """Return the version of the request or of the last call; None: the strategy's newest."""
+        if self._loop_cell is not None and self._loop_cell.version is not None:
+            return self._loop_cell.version
+        if self._deployment.strategy != "rsync":
             return None
-        text = self.read_model_version_from_file() if self._asked is None else self._asked
-        return version_number(text)
+        return version_number(self._version_text or self.read_model_version_from_file())
 
     def _update(self, version: int | None, *, must_verify: bool = False) -> None:
-        now = check_strategy(self.load_config.load_strategy)
-        if now != self._strategy:
+        before, now = self._deployment.strategy, check_strategy(self.load_config.load_strategy)
+        if now != before:
             raise SpecError(
-                f"load_strategy was {self._strategy!r} and is {now!r}; make another manager"
+                f"load_strategy was {before!r} and is {now!r}; make another manager for that"
             )
-        self._machine.update(
+        self._operations.update(
             version, must_verify=must_verify, timeout_seconds=self._options.timeout_seconds
         )
 
     def _clear(self) -> None:
-        self._machine.clear({Tag.WEIGHTS}, timeout_seconds=self._options.timeout_seconds)
-
-    def _clear_with_groups(self) -> None:
-        self._clear()
-        # Weights that were cleared before without their groups.
-        named("shut_groups_down", self._engine.release_groups)
+        self._operations.clear({Tag.WEIGHTS}, timeout_seconds=self._options.timeout_seconds)
 
     def _together(self, what: str, step: Callable[[], None]) -> None:
-        """Do a step on every rank, and raise on each if it failed on one."""
+        """Do a step on every rank, and raise on every rank if one of them failed."""
         error = None
         try:
             step()
@@ -371,34 +360,37 @@ class DynamicWeightManager:
 
     @contextmanager
     def _call(
-        self, pid: int | None, request: LegacyStatus, result: LegacyStatus | None = None
+        self,
+        pid: int | None,
+        request: LegacyStatus,
+        result: LegacyStatus | None = None,
+        **clears: bool,
     ) -> Iterator[None]:
-        """Make one old call: beat meanwhile, and say in the old cell how it ended.
+        """Run one of FastDeploy's calls: beat meanwhile, and write the result into the cells.
 
-        A failure has no number there. An update that failed says CLEARED, and the engine of that
-        cell stays paused whatever it holds: whoever waits for NORMAL would take the old version
-        for the new one. After any other failure, and where nobody waits at an old cell, the
-        version from before is served again.
+        An old cell has no number for a failure. After a failed update it says CLEARED, and the
+        engine stays paused even if it holds the old version: a caller that waits for NORMAL would
+        take the old version for the new one. After any other failure, and if there is no old
+        cell, the version from before is served again.
         """
-        is_ours = self._word is not None and self._word.is_asked
-        may_be_normal = is_ours or request is not LegacyStatus.UPDATING
-        may_go_on = may_be_normal or not pid  # the same on all ranks, though one has the cell
-        was_serving = may_go_on and self._machine.state is State.SERVING
-        with ExitStack() as stack:
-            cell = self._cell(pid)
-            if cell is not None:
-                stack.enter_context(cell)
-            stack.enter_context(self._beating())
-            stack.enter_context(self._engine.stopped())
+        is_from_loop = self._loop_cell is not None and self._loop_cell.has_request
+        may_be_normal = is_from_loop or request is not LegacyStatus.UPDATING
+        may_resume = may_be_normal or not pid  # equal on all ranks, though only one has the cell
+        was_serving = may_resume and self._operations.state is State.SERVING
+        with (
+            self._legacy_cell(pid) as cell,
+            self._beating(),
+            self._engine.in_call(**clears),
+        ):
             try:
                 yield
             except BaseException as error:
-                if self._word is not None:
-                    self._word.fail(error)
-                if was_serving and self._machine.state is State.PAUSED:
-                    with suppress(FlyweightError):  # what is raised is the first error
-                        self._machine.resume(timeout_seconds=self._options.timeout_seconds)
-                is_served = may_be_normal and self._machine.state is State.SERVING
+                if self._loop_cell is not None:
+                    self._loop_cell.fail(error)
+                if was_serving and self._operations.state is State.PAUSED:
+                    with suppress(FlyweightError):  # the first error is the one to raise
+                        self._operations.resume(timeout_seconds=self._options.timeout_seconds)
+                is_served = may_be_normal and self._operations.state is State.SERVING
                 truth = LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED
                 self._settle(cell, truth, request)
                 raise
@@ -407,30 +399,31 @@ class DynamicWeightManager:
 
     def _settle(self, cell: LegacyCell | None, result: LegacyStatus, request: LegacyStatus) -> None:
         if cell is not None:
-            legacy_cells.settle(cell, result, of=request)
-        if self._word is not None and self._word.is_asked:
-            legacy_cells.settle(self._word, result, of=request)
+            settle(cell, result, of=request)
+        if self._loop_cell is not None and self._loop_cell.has_request:
+            settle(self._loop_cell, result, of=request)
 
-    def _cell(self, pid: int | None) -> LegacyCell | None:
-        """Return the old cell if this rank writes results; there is none for the default pid."""
+    def _legacy_cell(self, pid: int | None) -> AbstractContextManager[LegacyCell | None]:
+        """Open the old cell if this rank writes results. The default pid need not have one."""
         if pid is None or self.first_load or self.rank != 0:
-            return None
+            return nullcontext()
         try:
-            return LegacyCell(legacy_cells.MODEL_WEIGHTS, pid)
+            return LegacyCell(MODEL_WEIGHTS, pid)
         except StoreError as error:
-            if error.errno == ENOENT and (pid == 0 or self._word is not None):
-                return None
+            if error.errno == ENOENT and (pid == 0 or self._loop_cell is not None):
+                return nullcontext()
             raise
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
+        """Call `hooks.beat` every second from a thread."""
         is_over = threading.Event()
 
         def beat() -> None:
             while not is_over.wait(_BEAT_SECONDS):
                 try:
-                    self._hooks.beat(self._machine.percent)
-                except Exception:  # of an engine's own; the next beat may succeed
+                    self._hooks.beat(self._operations.percent)
+                except Exception:  # the hook is not ours, and the next beat may succeed
                     _log.exception("the engine's beat failed")
 
         thread = threading.Thread(target=beat, name="flyweight-beat", daemon=True)
@@ -440,16 +433,3 @@ class DynamicWeightManager:
         finally:
             is_over.set()
             thread.join(_BEAT_SECONDS)
-
-
-def _state_of(worker: Worker) -> State:
-    if worker.failure is not None:
-        raise worker.failure
-    return worker.operations.state
-
-
-def _whole(config: object, path: str) -> int:
-    found = read(config, path)
-    if type(found) is not int or found < 0:
-        raise SpecError(f"{path} is {found!r}, expected a whole number")
-    return found

@@ -1,7 +1,7 @@
-"""FastDeploy's runner, as an engine that a machine drives, and what only it and a GPU can do.
+"""FastDeployHooks: what only FastDeploy and a GPU can do; FastDeployEngine: an Engine made of it.
 
-`FastDeployHooks` is the one seam to what does not exist on a CPU: expert buffers, NCCL's
-groups, a device's allocator. Everything else of the adapter runs anywhere.
+Everything that does not exist on a CPU is behind `FastDeployHooks`: expert buffers, NCCL groups,
+the device's allocator.
 """
 
 from __future__ import annotations
@@ -9,31 +9,33 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from flyweight.adapters import paddle_layer
 from flyweight.adapters.memory_release import ModelMemory
-from flyweight.engines.legacy_cells import tell_alive
-from flyweight.errors import LifecycleError, SpecError, listed
-from flyweight.ports import EngineHooks
+from flyweight.engines.legacy_cells import write_live_signal
+from flyweight.errors import LifecycleError
 
 
 class FastDeployHooks:
-    """What only FastDeploy and its GPU have. Replace what your engine does another way.
+    """What only FastDeploy and its GPU have. Override what your engine does in another way.
 
-    These defaults call what FastDeploy calls; none of them runs on a CPU without being asked for
-    by the config: expert parallelism, or groups that are shut down.
+    The defaults call what FastDeploy calls. On a CPU they do nothing, unless the config turns on
+    expert parallelism or a call shuts process groups down.
     """
 
     def __init__(self, parallel_config: object) -> None:
+        """Use the groups and ranks of `fd_config.parallel_config`."""
         self._parallel = parallel_config
 
     def clear_expert_buffer(self) -> None:
+        """Free the buffers of expert parallelism."""
         _expert_buffers().clear_buffer()
 
     def recreate_expert_buffer(self) -> None:
+        """Allocate the buffers of expert parallelism again."""
         _expert_buffers().recreate_buffer()
 
     def shut_groups_down(self) -> None:
@@ -43,12 +45,18 @@ class FastDeployHooks:
 
     def shut_all_groups_down(self) -> None:
         """Shut down every group but Paddle's default one: the last step of a clear with groups."""
-        distributed = sys.modules["paddle.distributed"]
-        with _only_groups_that_end():
-            distributed.shutdown_process_group()
+        # Paddle would fail on gloo's groups, so it must not know them meanwhile.
+        groups = sys.modules["paddle.distributed.collective"]._get_group_map_by_name()
+        others = {name: group for name, group in groups.items() if not _can_shut_down(group)}
+        for name in others:
+            del groups[name]
+        try:
+            sys.modules["paddle.distributed"].shutdown_process_group()
+        finally:
+            groups.update(others)
 
     def restart_groups(self) -> None:
-        """Restart every group that is shut down, whoever shut it down."""
+        """Restart every group that is shut down, also those that other code shut down."""
         distributed = sys.modules["paddle.distributed"]
         distributed.restart_process_group()
         for group in reversed(self._groups()):
@@ -61,12 +69,13 @@ class FastDeployHooks:
             "tp_group": getattr(parallel, "tensor_parallel_size", 1) > 1,
         }
         found = (getattr(parallel, name, None) for name, is_used in used.items() if is_used)
-        return [group for group in found if group is not None and _can_end(group)]
+        return [group for group in found if group is not None and _can_shut_down(group)]
 
     def process_after_loading(self, model: Any, config: object) -> None:
         """Process what a model's `load_weights` has loaded: quantize, transpose, fuse.
 
-        Inside FastDeploy its own function does; elsewhere what it calls on each layer is called.
+        Inside FastDeploy this calls FastDeploy's own function, elsewhere the method that this
+        function calls on each layer.
         """
         if "fastdeploy" in sys.modules:
             utils = importlib.import_module("fastdeploy.model_executor.utils")
@@ -80,154 +89,139 @@ class FastDeployHooks:
                 layer.process_weights_after_loading()
 
     def empty_cache(self) -> None:
-        """Return what the device's allocator keeps for itself."""
+        """Return the memory that the device's allocator caches."""
         paddle = sys.modules["paddle"]
         if paddle.is_compiled_with_cuda():
             paddle.device.cuda.empty_cache()
 
     def memory(self) -> str:
-        """Tell how much device memory is in use."""
-        cuda = sys.modules["paddle"].device.cuda
-        if not sys.modules["paddle"].is_compiled_with_cuda():
+        """Return how much device memory is in use, as text."""
+        paddle = sys.modules["paddle"]
+        if not paddle.is_compiled_with_cuda():
             return "no GPU"
+        cuda = paddle.device.cuda
         return f"{cuda.memory_allocated()} of {cuda.memory_reserved()} bytes in use"
 
     def beat(self, percent: float) -> None:
-        """Called every second while a call runs: keep FastDeploy's live signal going."""
+        """Refresh FastDeploy's live signal; called every second while a call runs."""
         parallel = self._parallel
         rank = getattr(parallel, "tensor_parallel_rank", 0)
-        for name in ("local_engine_worker_queue_port", "engine_pid"):  # by its age
+        # The name of the signal depends on FastDeploy's version.
+        for name in ("local_engine_worker_queue_port", "engine_pid"):
             id = getattr(parallel, name, None)
-            if id is not None and tell_alive(id, rank):
+            if id is not None and write_live_signal(id, rank):
                 return
 
+    @property
+    def num_running(self) -> int:
+        """The number of requests that run now."""
+        return 0
+
     def pause(self, deadline: float) -> None:
-        """Stop requests, for an update that is asked for through a status cell of ours."""
+        """Stop requests, for an update that is requested through a status cell."""
         raise LifecycleError(
-            "FastDeploy's worker loop stops requests, not this; ask through "
-            "'model_weights_status', or give hooks that can pause"
+            "FastDeploy's worker loop stops requests, not this engine; pass the manager's "
+            "'model_weights_status' to the loop, or pass hooks that can pause"
         )
 
     def resume(self, version: int | None) -> None:
-        """Let requests run, with weights of that version."""
+        """Accept requests again, with weights of that version."""
 
     def abort_requests(self) -> None:
-        """End the requests that run, unfinished."""
+        """Abort the requests that run."""
 
     def drop_cache(self) -> None:
-        """Forget what was computed with the old weights; the worker loop's runner does so too."""
+        """Drop what was computed with the old weights; FastDeploy's runner also does so itself."""
 
     def release_cache(self) -> None:
-        """Give the key-value cache's memory back."""
+        """Release the memory of the key-value cache."""
 
     def restore_cache(self) -> None:
-        """Have the key-value cache's memory again."""
+        """Allocate the memory of the key-value cache again."""
 
 
-def _can_end(group: Any) -> bool:
-    """False for gloo's groups: they cannot be shut down."""
+def _can_shut_down(group: Any) -> bool:
+    """Return False for groups of gloo, which cannot be shut down."""
     process_group = getattr(group, "process_group", None)
     return process_group is None or hasattr(process_group, "shutdown")
-
-
-@contextmanager
-def _only_groups_that_end() -> Iterator[None]:
-    """Inside, Paddle does not know gloo's groups, on which its sweep over all groups would fail."""
-    groups = sys.modules["paddle.distributed.collective"]._get_group_map_by_name()
-    others = {name: group for name, group in groups.items() if not _can_end(group)}
-    for name in others:
-        del groups[name]
-    try:
-        yield
-    finally:
-        groups.update(others)
 
 
 def _expert_buffers() -> Any:
     return importlib.import_module("fastdeploy.model_executor.layers.moe.ep").DeepEPBufferManager
 
 
-class RunnerEngine(EngineHooks):
-    """FastDeploy's runner, as far as a machine must know it."""
+class FastDeployEngine:
+    """FastDeploy's runner as an `Engine`; remembers which buffers and groups are down."""
 
     def __init__(
         self,
-        state: Mapping[str, Any],
         hooks: FastDeployHooks,
+        state: Mapping[str, Any],
         *,
         has_experts: bool,
         check_filled: Callable[[], None],
     ) -> None:
-        """Drive `hooks`; what `check_filled` raises is not served."""
-        self._check_filled = check_filled
-        self._state, self._hooks, self._has_experts = state, hooks, has_experts
+        """Drive `hooks`, and release the memory of `state`; `resume` calls `check_filled` first."""
+        self._hooks, self._state = hooks, state
+        self._has_experts, self._check_filled = has_experts, check_filled
         self._to_release: dict[str, Any] = {}
         self._memory = ModelMemory(self._to_release)
-        self._takes_groups, self._takes_experts = False, True
+        self._should_clear_experts, self._should_clear_groups = True, False
         self._are_experts_down = self._are_groups_down = False
-        self._here = threading.local()
+        self._thread = threading.local()
+        self.abort_requests, self.drop_cache = hooks.abort_requests, hooks.drop_cache
+        self.release_cache, self.restore_cache = hooks.release_cache, hooks.restore_cache
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Inside, this thread may change weights: who makes an old call has stopped requests."""
-        self._here.is_stopped = True
+    def in_call(self, *, clear_experts: bool = True, clear_groups: bool = False) -> Iterator[None]:
+        """Run an old call, whose caller has stopped requests: this thread need not pause them.
+
+        `clear_experts` and `clear_groups` say what else a release of weights takes down.
+        """
+        self._thread.has_stopped_requests = True
+        self._should_clear_experts, self._should_clear_groups = clear_experts, clear_groups
         try:
             yield
         finally:
-            self._here.is_stopped = False
+            self._thread.has_stopped_requests = False
+            self._should_clear_experts, self._should_clear_groups = True, False
 
-    @contextmanager
-    def clearing(self, *, experts: bool = True, groups: bool = False) -> Iterator[None]:
-        """Inside, weights that are released take expert buffers and process groups with them."""
-        self._takes_experts, self._takes_groups = experts, groups
-        try:
-            yield
-        finally:
-            self._takes_experts, self._takes_groups = True, False
+    @property
+    def num_running(self) -> int:
+        return self._hooks.num_running
 
     def pause(self, deadline: float) -> None:
-        if not getattr(self._here, "is_stopped", False):
+        if not getattr(self._thread, "has_stopped_requests", False):
             self._hooks.pause(deadline)
 
     def resume(self, version: int | None) -> None:
         self._check_filled()
         self._hooks.resume(version)
 
-    def drop_cache(self) -> None:
-        self._hooks.drop_cache()
-
     def release_weights(self) -> None:
         self._to_release.update(
-            {n: each for n, each in self._state.items() if paddle_layer.has_memory(each)}
+            {name: each for name, each in self._state.items() if paddle_layer.has_memory(each)}
         )
         try:
             self._memory.release()
         finally:
-            self._to_release.clear()  # tensors that are replaced meanwhile must not live on by it
+            self._to_release.clear()  # do not keep tensors alive that are replaced meanwhile
         self._hooks.empty_cache()
 
     def restore_weights(self) -> None:
         self._memory.restore()
 
-    def abort_requests(self) -> None:
-        self._hooks.abort_requests()
-
-    def release_cache(self) -> None:
-        self._hooks.release_cache()
-
-    def restore_cache(self) -> None:
-        self._hooks.restore_cache()
-
     def release_experts(self) -> None:
-        if self._takes_experts:
-            self.clear_experts()
+        if self._should_clear_experts and self._has_experts and not self._are_experts_down:
+            self._hooks.clear_expert_buffer()
+            self._are_experts_down = True
 
     def restore_experts(self) -> None:
         if self._are_experts_down:
             self.recreate_experts()
 
     def release_groups(self) -> None:
-        if self._takes_groups and not self._are_groups_down:
+        if self._should_clear_groups and not self._are_groups_down:
             self.shut_groups_down()
             self._hooks.shut_all_groups_down()
 
@@ -235,12 +229,7 @@ class RunnerEngine(EngineHooks):
         if self._are_groups_down:
             self.restart_groups()
 
-    # What a runner asks for by name is done whatever this engine remembers.
-
-    def clear_experts(self) -> None:
-        if self._has_experts and not self._are_experts_down:
-            self._hooks.clear_expert_buffer()
-            self._are_experts_down = True
+    # A runner may call these by name, also for groups and buffers that it took down itself.
 
     def recreate_experts(self) -> None:
         if self._has_experts:
@@ -254,41 +243,3 @@ class RunnerEngine(EngineHooks):
     def restart_groups(self) -> None:
         self._hooks.restart_groups()
         self._are_groups_down = False
-
-
-def named_layers(models: object) -> list[tuple[str, Any]]:
-    """Return the layers, each with what goes before its names."""
-    if isinstance(models, Mapping):
-        return [(f"{name}.", layer) for name, layer in models.items()]
-    if isinstance(models, Sequence):
-        return [("", layer) for layer in models]
-    return [("", models)]
-
-
-def state_of(layers: Sequence[tuple[str, Any]]) -> dict[str, object]:
-    """Return all layers' live tensors by name."""
-    state: dict[str, object] = {}
-    clashing = []
-    for prefix, layer in layers:
-        found = paddle_layer.state_of(layer)
-        if found is None:
-            raise SpecError(f"models has a {type(layer).__name__}, expected Paddle layers")
-        for name, tensor in found.items():
-            if state.setdefault(f"{prefix}{name}", tensor) is not tensor:
-                clashing.append(name)
-    if clashing:
-        raise SpecError(
-            f"{len(clashing)} names are in several models: {listed(clashing)}; pass a dict of "
-            f"models, its keys go before their names"
-        )
-    if not state:
-        raise SpecError("models have no parameters")
-    return state
-
-
-def give_memory(state: Mapping[str, Any]) -> int:
-    """Give memory to tensors that have none, and return how many. What is in it is anything.
-
-    FastDeploy makes its models under `paddle.LazyGuard`, and others may have cleared them.
-    """
-    return sum(paddle_layer.give_memory([tensor]) for tensor in state.values())

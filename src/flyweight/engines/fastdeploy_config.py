@@ -1,0 +1,184 @@
+"""What the FastDeploy drop-in is told: the old config, `config.flyweight`, and version.yaml."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from logging import getLogger
+from pathlib import Path
+
+from flyweight.checks import check_seconds, check_version
+from flyweight.errors import MissingDependency, SpecError, VersionError, listed
+from flyweight.events import emit
+from flyweight.formats.legacy import SHARED_DIRECTORY
+from flyweight.formats.snapshot import number_in
+from flyweight.spec.model_layout import ModelLayout
+from flyweight.verbs.find import PathLike
+from flyweight.verbs.load import Extra
+
+_RSYNC_OPTIONS = ("address", "token", "store", "timeout_seconds")
+_MAX_YAML_BYTES = 1 << 16
+_log = getLogger("flyweight.fastdeploy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastDeployOptions:
+    """Options that the old config has no place for: `config.flyweight`, a dict or an object."""
+
+    address: str | None = None
+    """Where the trainer publishes, 'unix:DIRECTORY'; 'ipc' and 'ipc_async' need it."""
+    token: str | None = None
+    """The publisher's token, if it was given one."""
+    store: PathLike | None = None
+    """The directory of snapshots for 'rsync'; by default the model's directory."""
+    shared_directory: PathLike = SHARED_DIRECTORY
+    """The last place where 'ipc_snapshot' looks for old files."""
+    cell: PathLike | None = None
+    """The path of a status cell, through which a control server sees and drives this engine."""
+    layout: ModelLayout | None = None
+    """Which of the trainer's tensors this engine's tensors hold, and under which names."""
+    extra: Extra = "report"
+    """Whether to 'refuse' or to 'report' tensors that a source has and the models lack."""
+    load_weights: bool = True
+    """Whether models that have a `load_weights` load by it; False: they are filled by name."""
+    partial_over: int | None = None
+    """The version that the models already hold of parameters that files lack; None: no file may
+    lack a parameter."""
+    timeout_seconds: float = 60.0
+    """How long to wait for a version, and for the other ranks."""
+
+    def __post_init__(self) -> None:
+        check_seconds("timeout_seconds", self.timeout_seconds)
+        if self.extra not in ("refuse", "report"):
+            raise SpecError(f"extra is {self.extra!r}, not 'refuse' or 'report'")
+
+    @classmethod
+    def of(cls, config: object) -> FastDeployOptions:
+        """Return the options in `config.flyweight`; raise SpecError for an unknown one."""
+        given = getattr(config, "flyweight", None)
+        if isinstance(given, cls):
+            return given
+        known = [each.name for each in fields(cls)]
+        if given is None or isinstance(given, Mapping):
+            options = dict(given or {})
+        else:
+            names = (*known, *getattr(given, "__dict__", ()))
+            public = [name for name in names if not name.startswith("_") and hasattr(given, name)]
+            options = {name: getattr(given, name) for name in public}
+        if unknown := [str(each) for each in options if each not in known]:
+            raise SpecError(
+                f"config.flyweight has {listed(unknown)}; it may have {', '.join(known)}"
+            )
+        return cls(**options)
+
+    def with_rsync(self, config: object) -> FastDeployOptions:
+        """Return these options, overridden by the old `load_config.rsync_config`.
+
+        Other keys of it are for FastDeploy's own network transport: they are logged and ignored.
+        """
+        given = getattr(read(config, "load_config"), "rsync_config", None)
+        if given is None:
+            return self
+        if not isinstance(given, Mapping):
+            raise SpecError(f"load_config.rsync_config is a {type(given).__name__}, not a dict")
+        if unknown := [str(each) for each in given if each not in _RSYNC_OPTIONS]:
+            names = listed(unknown)
+            _log.warning("load_config.rsync_config has %s, which are ignored", names)
+            emit("config.ignored", where="load_config.rsync_config", names=names)
+        return replace(self, **{name: given[name] for name in _RSYNC_OPTIONS if name in given})
+
+
+def read(config: object, path: str) -> object:
+    """Return the value under dotted names; raise SpecError that names what is missing."""
+    value = config
+    for name in path.split("."):
+        if not hasattr(value, name):
+            raise SpecError(f"the config has no {path!r}: its {type(value).__name__} lacks {name}")
+        value = getattr(value, name)
+    return value
+
+
+def read_number(config: object, path: str) -> int:
+    """Return a number that is zero or more."""
+    found = read(config, path)
+    if type(found) is not int or found < 0:
+        raise SpecError(f"{path} is {found!r}, expected a whole number")
+    return found
+
+
+def gpu_id() -> int | str:
+    """Return the number or the UUID of the physical GPU, which is part of the old file names."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    selected = os.environ.get("FLAGS_selected_gpus") or "0"  # noqa: SIM112 - its name
+    devices = [each.strip() for each in visible.split(",")]
+    if not selected.isdigit() or int(selected) >= len(devices):
+        raise SpecError(
+            f"FLAGS_selected_gpus is {selected!r}, CUDA_VISIBLE_DEVICES {visible!r} has "
+            f"{len(devices)} devices"
+        )
+    found = devices[int(selected)]
+    return int(found) if found.isdigit() else found
+
+
+def version_number(text: str) -> int:
+    """Return the number that a version's text ends with."""
+    number = number_in(text)
+    if number is None:
+        raise VersionError(
+            f"version is {text!r}, expected a whole number, or text that ends with one"
+        )
+    return check_version(number)
+
+
+def read_step(directory: str) -> str:
+    """Return the `step` of a directory's version.yaml as text; raise VersionError."""
+    path = Path(directory) / "version.yaml"
+    try:
+        return _step_in(path)
+    except VersionError as error:
+        error.note(f"write 'step: NUMBER' to {str(path)!r}, or pass version=")
+        raise
+
+
+def _step_in(path: Path) -> str:
+    file = str(path)
+    try:
+        with open(path, "rb") as opened:
+            data = opened.read(_MAX_YAML_BYTES + 1)
+    except OSError as cause:
+        raise VersionError(
+            f"no version was given, and {file!r} cannot be read: {cause.strerror}"
+        ) from cause
+    if len(data) > _MAX_YAML_BYTES:
+        raise VersionError(f"{file!r} has more than {_MAX_YAML_BYTES} bytes")
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as cause:
+        raise MissingDependency(
+            f"{file!r} is read by PyYAML; pip install 'flyweight[fastdeploy]', or pass version="
+        ) from cause
+    try:
+        root, found = yaml.compose(data, yaml.SafeLoader), yaml.safe_load(data)
+    except Exception as cause:  # PyYAML also raises others, such as KeyError for "!!bool 7"
+        raise VersionError(f"{file!r} is no YAML: {type(cause).__name__}: {cause}") from cause
+    pairs = root.value if isinstance(found, dict) else []
+    nodes = [node for key, node in pairs if key.value == "step"]
+    if len(nodes) != 1:  # PyYAML would take the last of two
+        kind = type(found).__name__
+        raise VersionError(
+            f"{file!r} holds a {kind} with {len(nodes)} values for 'step', expected a mapping with "
+            f"one"
+        )
+    step, written = found["step"], nodes[0].value
+    is_readable = type(step) is str
+    if type(step) is int:  # YAML reads 0017 as 15 and 1:30 as 90
+        is_readable = written.removeprefix("+").isdecimal() and int(written) == step
+    if not is_readable or number_in(str(step)) is None:
+        shown = written if isinstance(written, str) else step
+        raise VersionError(
+            f"step is {shown!r:.80} in {file!r}, a YAML {type(step).__name__}; expected a decimal "
+            f"number, or text that ends with one"
+        )
+    return str(step)
