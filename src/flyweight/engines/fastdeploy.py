@@ -8,13 +8,11 @@ them, `strategies.py` where weights come from.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from errno import ENOENT
 from functools import partial
-from logging import getLogger
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -25,7 +23,7 @@ from flyweight.engines.fastdeploy_config import (
     read_step,
     version_number,
 )
-from flyweight.engines.fastdeploy_engine import FastDeployEngine, FastDeployHooks
+from flyweight.engines.fastdeploy_engine import FastDeployEngine, FastDeployHooks, beating
 from flyweight.engines.fastdeploy_models import Models
 from flyweight.engines.legacy_cells import MODEL_WEIGHTS, LegacyCell, LegacyStatus, settle
 from flyweight.engines.strategies import (
@@ -43,14 +41,10 @@ from flyweight.lifecycle.engine_steps import named
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State, Tag
 from flyweight.lifecycle.worker import Worker
-from flyweight.ranks.process_group import rendezvous_of
-from flyweight.ranks.rendezvous import Rendezvous
 
 __all__ = ["DynamicWeightManager", "FastDeployHooks", "FastDeployOptions", "ModelWeightsStatus"]
 
 ModelWeightsStatus = LegacyStatus
-_BEAT_SECONDS = 1.0
-_log = getLogger("flyweight.fastdeploy")
 
 
 class DynamicWeightManager:
@@ -85,15 +79,22 @@ class DynamicWeightManager:
         self.rank, self.nranks = deployment.rank, deployment.num_global_ranks
         self.meta_src_id = deployment.gpu_id
         self._hooks = FastDeployHooks(self.parallel_config) if hooks is None else hooks
-        loaded = self._made_models(models)
-        self.model_list, self.state_dict = loaded.layers, loaded.state
+        process = partial(self._hooks.process_after_loading, config=fd_config)
+        may_load = self._options.load_weights and self._options.layout is None
+        filled = Models(models, process, may_load=may_load)
+        if filled.has_loaders and self._options.partial_over is not None:
+            raise SpecError(
+                "partial_over is for parameters that are filled by name, and a model has a "
+                "load_weights of its own; set config.flyweight = {'load_weights': False}"
+            )
+        self.model_list, self.state_dict = filled.layers, filled.state
         self.first_load = True
         self._version_text: str | None = None
         """The version of the last `update_weights_by_rdma`."""
         self._loop_cell: WorkerLoopCell | None = None
-        num_given = named("give_memory", loaded.give_memory)
+        num_given = named("give_memory", filled.give_memory)
         with ExitStack() as closing:
-            self._weights = STRATEGIES[deployment.strategy](deployment, loaded)
+            self._weights = STRATEGIES[deployment.strategy](deployment, filled)
             closing.callback(self._weights.close)
             if num_given:
                 self._weights.forget(NO_MEMORY)
@@ -109,26 +110,8 @@ class DynamicWeightManager:
             self.finalize_update()
             self._closing = closing.pop_all()
 
-    def _made_models(self, models: object) -> Models:
-        options = self._options
-        process = partial(self._hooks.process_after_loading, config=self.fd_config)
-        may_load = options.load_weights and options.layout is None
-        made = Models(models, process, may_load=may_load)
-        if made.has_loaders and options.partial_over is not None:
-            raise SpecError(
-                "partial_over is for parameters that are filled by name, and a model has a "
-                "load_weights of its own; set config.flyweight = {'load_weights': False}"
-            )
-        return made
-
     def _made_operations(self, closing: ExitStack) -> Operations:
-        group, num_ranks = self._deployment.group, self._deployment.num_ranks
-        rendezvous = Rendezvous() if num_ranks == 1 else rendezvous_of(group)
-        if num_ranks > 1 and rendezvous.num_ranks == 1:
-            raise SpecError(
-                f"the config has {num_ranks} ranks, paddle.distributed has one; call "
-                f"paddle.distributed.init_parallel_env first"
-            )
+        rendezvous = self._deployment.rendezvous()
         self._ranks = RankAgreement(replace(rendezvous, group=f"{rendezvous.group}/calls"))
         closing.callback(self._ranks.close)
         if self._options.cell is None:
@@ -148,7 +131,7 @@ class DynamicWeightManager:
             self._options.cell,
             rank=rendezvous.rank,
             num_ranks=rendezvous.num_ranks,
-            process_group=group,
+            process_group=self._deployment.group,
             should_follow=False,
             should_serve=False,
             carry_out=self._loop_cell.carry_out,
@@ -379,7 +362,7 @@ class DynamicWeightManager:
         was_serving = may_resume and self._operations.state is State.SERVING
         with (
             self._legacy_cell(pid) as cell,
-            self._beating(),
+            beating(self._hooks, lambda: self._operations.percent),
             self._engine.in_call(**clears),
         ):
             try:
@@ -391,17 +374,17 @@ class DynamicWeightManager:
                     with suppress(FlyweightError):  # the first error is the one to raise
                         self._operations.resume(timeout_seconds=self._options.timeout_seconds)
                 is_served = may_be_normal and self._operations.state is State.SERVING
-                truth = LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED
-                self._settle(cell, truth, request)
+                result = LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED
                 raise
-            if result is not None:
-                self._settle(cell, result, request)
-
-    def _settle(self, cell: LegacyCell | None, result: LegacyStatus, request: LegacyStatus) -> None:
-        if cell is not None:
-            settle(cell, result, of=request)
-        if self._loop_cell is not None and self._loop_cell.has_request:
-            settle(self._loop_cell, result, of=request)
+            finally:
+                if cell is not None and result is not None:
+                    settle(cell, result, of=request)
+                if (
+                    self._loop_cell is not None
+                    and self._loop_cell.has_request
+                    and result is not None
+                ):
+                    settle(self._loop_cell, result, of=request)
 
     def _legacy_cell(self, pid: int | None) -> AbstractContextManager[LegacyCell | None]:
         """Open the old cell if this rank writes results. The default pid need not have one."""
@@ -413,23 +396,3 @@ class DynamicWeightManager:
             if error.errno == ENOENT and (pid == 0 or self._loop_cell is not None):
                 return nullcontext()
             raise
-
-    @contextmanager
-    def _beating(self) -> Iterator[None]:
-        """Call `hooks.beat` every second from a thread."""
-        is_over = threading.Event()
-
-        def beat() -> None:
-            while not is_over.wait(_BEAT_SECONDS):
-                try:
-                    self._hooks.beat(self._operations.percent)
-                except Exception:  # the hook is not ours, and the next beat may succeed
-                    _log.exception("the engine's beat failed")
-
-        thread = threading.Thread(target=beat, name="flyweight-beat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join(_BEAT_SECONDS)

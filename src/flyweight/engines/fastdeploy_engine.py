@@ -11,12 +11,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from logging import getLogger
 from typing import Any
 
 from flyweight.adapters import paddle_layer
 from flyweight.adapters.memory_release import ModelMemory
 from flyweight.engines.legacy_cells import write_live_signal
 from flyweight.errors import LifecycleError
+
+_BEAT_SECONDS = 1.0
+_log = getLogger("flyweight.fastdeploy")
 
 
 class FastDeployHooks:
@@ -148,6 +152,27 @@ def _can_shut_down(group: Any) -> bool:
 
 def _expert_buffers() -> Any:
     return importlib.import_module("fastdeploy.model_executor.layers.moe.ep").DeepEPBufferManager
+
+
+@contextmanager
+def beating(hooks: FastDeployHooks, percent: Callable[[], float]) -> Iterator[None]:
+    """Within the block, call `hooks.beat` every second from a thread."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(_BEAT_SECONDS):
+            try:
+                hooks.beat(percent())
+            except Exception:  # the hook is not ours, and the next beat may succeed
+                _log.exception("the engine's beat failed")
+
+    thread = threading.Thread(target=beat, name="flyweight-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(_BEAT_SECONDS)
 
 
 class FastDeployEngine:

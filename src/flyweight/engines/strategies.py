@@ -27,6 +27,8 @@ from flyweight.formats.stored import Stored
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.live.replica import Replica
 from flyweight.ports import UpdateReport, Weights
+from flyweight.ranks.process_group import rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import LoadReport, load
 
@@ -84,9 +86,17 @@ class Deployment:
             num_ranks=num_global_ranks if has_experts else read_number(config, size),
         )
 
-    @property
-    def layout_rank(self) -> int | None:
-        return None if self.options.layout is None else self.rank
+    def rendezvous(self) -> Rendezvous:
+        """Return where this rank finds the other ranks of the group."""
+        if self.num_ranks == 1:
+            return Rendezvous()
+        rendezvous = rendezvous_of(self.group)
+        if rendezvous.num_ranks == 1:
+            raise SpecError(
+                f"the config has {self.num_ranks} ranks, paddle.distributed has one; call "
+                f"paddle.distributed.init_parallel_env first"
+            )
+        return rendezvous
 
 
 class FileWeights(StoredWeights):
@@ -100,25 +110,23 @@ class FileWeights(StoredWeights):
         path: PathLike,
         options: FastDeployOptions = FastDeployOptions(),  # noqa: B008 - it is frozen
         *,
+        rank: int = 0,
         load: Load | None = None,
-        layout_rank: int | None = None,
-        legacy_rank: int | None = None,
-        legacy_id: int | str | None = None,
+        legacy: Mapping[str, Any] | None = None,
     ) -> None:
         """Fill `model` by name, or hand all tensors to `load` if that is given.
 
-        Old files are those named by `legacy_rank` and `legacy_id`; without them none are read.
+        `legacy` has the options of `open_source` that name old files; None: do not read any.
         """
         super().__init__(
             model if load is None else {},
             path,
             layout=options.layout,
-            rank=layout_rank,
+            rank=None if options.layout is None else rank,
             extra=options.extra,
             partial_over=options.partial_over,
         )
-        self._load, self._shared_directory = load, options.shared_directory
-        self._legacy_rank, self._legacy_id = legacy_rank, legacy_id
+        self._load, self._legacy = load, legacy
         self.unused: tuple[str, ...] = ()
         """Tensors of the last files that the model lacks."""
 
@@ -127,16 +135,10 @@ class FileWeights(StoredWeights):
         return self._report
 
     def _opened(self, version: int | None) -> Stored:
-        return open_source(
-            self._path,
-            version=version,
-            rank=self._legacy_rank,
-            legacy_id=self._legacy_id,
-            shared_directory=self._shared_directory,
-        )
+        return open_source(self._path, version=version, **(self._legacy or {}))
 
     def _session_of(self, stored: Stored) -> str:
-        if self._legacy_id is not None and stored.manifest.version is None:
+        if self._legacy is not None and stored.manifest.version is None:
             return "old files"  # each rank has its own, and nothing says which belong together
         return super()._session_of(stored)
 
@@ -277,14 +279,12 @@ class ModelWeights(Weights):
 
 def _files(deployment: Deployment, models: Models) -> ModelWeights:
     """`ipc_snapshot`: a snapshot in the model's directory, else the old files of this rank."""
-    files = _stored(
-        deployment,
-        models,
-        deployment.directory,
-        legacy_rank=deployment.global_rank,
-        legacy_id=deployment.gpu_id,
-    )
-    return ModelWeights(models, None, files)
+    legacy = {
+        "rank": deployment.global_rank,
+        "legacy_id": deployment.gpu_id,
+        "shared_directory": deployment.options.shared_directory,
+    }
+    return ModelWeights(models, None, _stored(deployment, models, deployment.directory, legacy))
 
 
 def _published(deployment: Deployment, models: Models) -> ModelWeights:
@@ -315,15 +315,14 @@ def check_strategy(name: object) -> str:
     return name
 
 
-def _stored(deployment: Deployment, models: Models, path: PathLike, **legacy: Any) -> FileWeights:
-    return FileWeights(
-        models.state,
-        path,
-        deployment.options,
-        load=models.load if models.has_loaders else None,
-        layout_rank=deployment.layout_rank,
-        **legacy,
-    )
+def _stored(
+    deployment: Deployment,
+    models: Models,
+    path: PathLike,
+    legacy: Mapping[str, Any] | None = None,
+) -> FileWeights:
+    load, options = models.load if models.has_loaders else None, deployment.options
+    return FileWeights(models.state, path, options, rank=deployment.rank, load=load, legacy=legacy)
 
 
 def _replica(deployment: Deployment, models: Models) -> Replica:
@@ -337,7 +336,7 @@ def _replica(deployment: Deployment, models: Models) -> Replica:
         options.address,
         name=f"fastdeploy rank {deployment.global_rank}",
         layout=options.layout,
-        rank=deployment.layout_rank,
+        rank=None if options.layout is None else deployment.rank,
         extra=options.extra,
         framework="paddle",
         device=sys.modules["paddle"].get_device(),

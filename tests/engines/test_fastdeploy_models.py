@@ -1,20 +1,17 @@
 """Models of FastDeploy that load weights by themselves (C11, C19, C20, C24, C28)."""
 
 import gc
-import secrets
 import sys
 import weakref
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import paddle
 import pytest
+from fastdeploy_nets import CLEARED, NORMAL, UPDATING, config
 
 import flyweight as fw
 from conftest import flip
-from flyweight.engines.fastdeploy import DynamicWeightManager, ModelWeightsStatus
-from flyweight.engines.legacy_cells import MODEL_WEIGHTS, LegacyCell
 from flyweight.errors import (
     ChecksumMismatch,
     DTypeMismatch,
@@ -24,7 +21,7 @@ from flyweight.errors import (
     SpecError,
 )
 
-NORMAL, UPDATING, CLEARING, CLEARED = ModelWeightsStatus
+pytest_plugins = ["fastdeploy_fixtures"]
 STRATEGIES = pytest.mark.parametrize("strategy", ["ipc_snapshot", "ipc", "ipc_async", "rsync"])
 
 
@@ -77,16 +74,6 @@ class Engine(paddle.nn.Layer):
         return is_turned and bool((self.norm == version).all())
 
 
-def config(directory, strategy, **flyweight):
-    flyweight.setdefault("timeout_seconds", 20)
-    return SimpleNamespace(
-        load_config=SimpleNamespace(load_strategy=strategy, rsync_config=None),
-        model_config=SimpleNamespace(model=str(directory)),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, tensor_parallel_rank=0),
-        flyweight=flyweight,
-    )
-
-
 class Source:
     """Publishes versions and saves them, so that every strategy finds them."""
 
@@ -118,25 +105,13 @@ def open_source(address, tmp_path):
 
 
 @pytest.fixture
-def open_manager(address, tmp_path):
-    made = []
+def open_by(address, tmp_path, open_manager):
+    """Makes a manager by its strategy, for what `open_source` brings."""
 
-    def make(strategy, models, hooks=None, **options):
-        told = config(tmp_path, strategy, address=address, **options)
-        made.append(DynamicWeightManager(told, models, 0, hooks=hooks))
-        return made[-1]
+    def make(strategy, models, **options):
+        return open_manager(config(tmp_path, strategy, address=address, **options), models)
 
-    yield make
-    for manager in made:
-        manager.close()
-
-
-@pytest.fixture
-def pid():
-    number = secrets.randbits(40)
-    yield number
-    for path in Path("/dev/shm").glob(f"*.{number}"):
-        path.unlink()
+    return make
 
 
 def updated(manager, strategy, version, pid=0):
@@ -150,12 +125,12 @@ def updated(manager, strategy, version, pid=0):
 
 @STRATEGIES
 def test_a_model_that_loads_by_itself_is_handed_tensors_and_processes_them(
-    open_source, open_manager, strategy
+    open_source, open_by, strategy
 ):
     """C20, C28: under every strategy, with parameters that are replaced on the way."""
     source, engine = open_source(), Engine()
     source.bring(1)
-    manager = open_manager(strategy, engine)
+    manager = open_by(strategy, engine)
     assert engine.calls == [["attn.q_proj", "attn.k_proj", "attn.v_proj", "norm"]]
     assert (manager.version, manager.health, engine.holds(1)) == (1, "serving", True)
     assert engine.attention.num_processed == 1
@@ -177,11 +152,11 @@ def test_a_model_that_loads_by_itself_is_handed_tensors_and_processes_them(
 
 
 @STRATEGIES
-def test_what_is_replaced_after_the_commit_is_not_served(open_source, open_manager, strategy):
+def test_what_is_replaced_after_the_commit_is_not_served(open_source, open_by, strategy):
     """C17, C28: only the round itself may replace parameters."""
     source, engine = open_source(), Engine()
     source.bring(1)
-    manager = open_manager(strategy, engine)
+    manager = open_by(strategy, engine)
     source.bring(2)
     manager.update_weights_by_rdma(2)
     engine.attention.weight = engine.attention.create_parameter([4, 6])
@@ -196,12 +171,12 @@ def test_what_is_replaced_after_the_commit_is_not_served(open_source, open_manag
 @STRATEGIES
 @pytest.mark.parametrize("wrong", ["load", "process", "early", "refused"])
 def test_a_loader_or_hook_that_fails_is_failed_with_its_reason(
-    open_source, open_manager, strategy, wrong, pid
+    open_source, open_by, strategy, wrong, cell, pid
 ):
     """C24, C28: never NORMAL, and a later update is taken."""
     source, engine = open_source(), Engine()
     source.bring(1)
-    manager = open_manager(strategy, engine)
+    manager = open_by(strategy, engine)
     source.bring(2)
     words = {
         "load": "load_weights failed: ValueError: no place for norm",
@@ -222,29 +197,28 @@ def test_a_loader_or_hook_that_fails_is_failed_with_its_reason(
             raise SpecError("a shape that describes nothing")
 
         engine.load_weights = refuse
-    with LegacyCell.create(MODEL_WEIGHTS, pid) as cell:
-        cell.ask(UPDATING)
-        with pytest.raises((LifecycleError, SpecError), match=words[wrong]):
-            manager.update_parameters(pid)
-        assert (cell.status, manager.version, manager.health) == (CLEARED, None, "failed")
-        assert words[wrong] in str(manager.failure)
-        with pytest.raises(LifecycleError, match="signal RESUME needs"):
-            manager.finalize_update(pid)
-        assert cell.status is CLEARED
-        engine.fault = None
-        for name in ("load_weights", "process_weights_after_loading"):
-            for layer in (engine, engine.attention):
-                layer.__dict__.pop(name, None)
-        cell.ask(UPDATING)
-        updated(manager, strategy, 2, pid)
-        assert (cell.status, manager.version, engine.holds(2)) == (NORMAL, 2, True)
+    cell.ask(UPDATING)
+    with pytest.raises((LifecycleError, SpecError), match=words[wrong]):
+        manager.update_parameters(pid)
+    assert (cell.status, manager.version, manager.health) == (CLEARED, None, "failed")
+    assert words[wrong] in str(manager.failure)
+    with pytest.raises(LifecycleError, match="signal RESUME needs"):
+        manager.finalize_update(pid)
+    assert cell.status is CLEARED
+    engine.fault = None
+    for name in ("load_weights", "process_weights_after_loading"):
+        for layer in (engine, engine.attention):
+            layer.__dict__.pop(name, None)
+    cell.ask(UPDATING)
+    updated(manager, strategy, 2, pid)
+    assert (cell.status, manager.version, engine.holds(2)) == (NORMAL, 2, True)
 
 
-def test_damaged_files_that_a_loader_was_handed_are_not_served(open_source, open_manager, tmp_path):
+def test_damaged_files_that_a_loader_was_handed_are_not_served(open_source, open_by, tmp_path):
     """C7, C28"""
     source, engine = open_source(), Engine()
     source.bring(1)
-    manager = open_manager("ipc_snapshot", engine)
+    manager = open_by("ipc_snapshot", engine)
     source.bring(2)
     (data,) = (tmp_path / "v0000000002").glob("*.safetensors")
     flip(data, data.stat().st_size - 3)
@@ -276,16 +250,14 @@ class Plain(paddle.nn.Layer):
 
 
 @STRATEGIES
-def test_several_models_load_together_and_each_gets_all_in_one_call(
-    open_source, open_manager, strategy
-):
+def test_several_models_load_together_and_each_gets_all_in_one_call(open_source, open_by, strategy):
     """C19, C28: a list shares its names; who has no loader is filled by name."""
     source, engine, draft, plain = open_source(), Engine(), Draft(), Plain()
     source.bring(1)
     # The names that two of them have are told apart by a dict's keys only.
     del engine.norm
     engine.norm = paddle.zeros([4])
-    manager = open_manager(strategy, [engine, draft, plain])
+    manager = open_by(strategy, [engine, draft, plain])
     for version in (1, 2):
         if version == 2:
             source.bring(2)
@@ -299,7 +271,7 @@ def test_several_models_load_together_and_each_gets_all_in_one_call(
 
 
 @STRATEGIES
-def test_models_of_a_dict_get_what_is_named_for_them(open_source, open_manager, strategy):
+def test_models_of_a_dict_get_what_is_named_for_them(open_source, open_by, strategy):
     """C19, C28"""
 
     def both(version):
@@ -310,7 +282,7 @@ def test_models_of_a_dict_get_what_is_named_for_them(open_source, open_manager, 
 
     source, main, draft = open_source(both), Engine(), Engine()
     source.bring(1)
-    manager = open_manager(strategy, {"main": main, "draft": draft})
+    manager = open_by(strategy, {"main": main, "draft": draft})
     assert main.calls == draft.calls == [["attn.q_proj", "attn.k_proj", "attn.v_proj", "norm"]]
     assert (main.holds(1), draft.holds(2), manager.unmatched) == (True, True, ["ema"])
     source.bring(2)
@@ -336,13 +308,13 @@ def test_models_of_a_dict_get_what_is_named_for_them(open_source, open_manager, 
     ],
 )
 def test_a_model_without_a_loader_beside_one_that_has_one_must_fit(
-    open_source, open_manager, other, kind, words
+    open_source, open_by, other, kind, words
 ):
     """C13, C28"""
     source, draft = open_source(), Draft()
     source.bring(1)
     with pytest.raises(kind, match=words):
-        open_manager("ipc", [draft, other()])
+        open_by("ipc", [draft, other()])
 
 
 class Draftless(paddle.nn.Layer):
@@ -351,9 +323,7 @@ class Draftless(paddle.nn.Layer):
         self.absent = self.create_parameter([4])
 
 
-def test_fastdeploys_own_processing_runs_where_fastdeploy_does(
-    open_source, open_manager, monkeypatch
-):
+def test_fastdeploys_own_processing_runs_where_fastdeploy_does(open_source, open_by, monkeypatch):
     """C28: its function looks at the config, so it is called instead of the layers' methods."""
     seen = []
     for name in ("fastdeploy", "fastdeploy.model_executor", "fastdeploy.model_executor.utils"):
@@ -366,21 +336,21 @@ def test_fastdeploys_own_processing_runs_where_fastdeploy_does(
     sys.modules["fastdeploy.model_executor.utils"].process_final_after_loading = process
     source, engine = open_source(), Engine()
     source.bring(1)
-    open_manager("ipc", engine)
+    open_by("ipc", engine)
     assert (seen, engine.holds(1)) == ([(engine, "ipc")], True)
 
 
-def test_a_quantization_method_processes_its_layer(open_source, open_manager):
+def test_a_quantization_method_processes_its_layer(open_source, open_by):
     """C28: FastDeploy's layers have it as `quant_method`."""
     source, engine = open_source(), Engine()
     source.bring(1)
     process = Attention.process_weights_after_loading
     engine.attention.quant_method = SimpleNamespace(process_weights_after_loading=process)
-    open_manager("ipc", engine)
+    open_by("ipc", engine)
     assert (engine.holds(1), engine.attention.num_processed) == (True, 1)
 
 
-def test_a_loader_can_be_passed_over(open_source, open_manager):
+def test_a_loader_can_be_passed_over(open_source, open_by):
     """C11: files of each rank's own tensors fit by name, and not by a loader that cuts them."""
 
     def own(version):
@@ -388,11 +358,11 @@ def test_a_loader_can_be_passed_over(open_source, open_manager):
 
     source, engine = open_source(own), Engine()
     source.bring(1)
-    manager = open_manager("ipc_snapshot", engine, load_weights=False)
+    manager = open_by("ipc_snapshot", engine, load_weights=False)
     assert (engine.calls, engine.attention.num_processed, manager.version) == ([], 0, 1)
     assert (engine.attention.weight == 1).all()
     with pytest.raises(SpecError, match="partial_over is for parameters that are filled by name"):
-        open_manager("ipc_snapshot", Engine(), partial_over=1)
+        open_by("ipc_snapshot", Engine(), partial_over=1)
 
 
 class InPlace(paddle.nn.Layer):
@@ -418,11 +388,11 @@ class InPlace(paddle.nn.Layer):
 
 
 @STRATEGIES
-def test_a_version_whose_processing_failed_is_loaded_again(open_source, open_manager, strategy):
+def test_a_version_whose_processing_failed_is_loaded_again(open_source, open_by, strategy):
     """C24, C28: it is not held, though all of it came."""
     source, engine = open_source(), InPlace()
     source.bring(1)
-    manager = open_manager(strategy, engine)
+    manager = open_by(strategy, engine)
     source.bring(2)
     engine.fault = "process"
     with pytest.raises(LifecycleError, match="RuntimeError: on purpose"):
@@ -435,14 +405,14 @@ def test_a_version_whose_processing_failed_is_loaded_again(open_source, open_man
 
 
 def test_files_that_a_loader_refuses_half_way_leave_nothing_of_the_publishers_version(
-    address, tmp_path, open_manager
+    address, tmp_path, open_by
 ):
     """C24, C28: to fill by name, the same error means that nothing was written."""
     (tmp_path / "version.yaml").write_text("step: 1")
     engine = InPlace()
     with fw.Publisher(trained(1), address, hold=True) as publisher:
         publisher.publish(1)
-        manager = open_manager("rsync", engine)
+        manager = open_by("rsync", engine)
     fw.save(trained(2), tmp_path, version=2)
     engine.fault = "load"
     with pytest.raises(SpecError, match="describes nothing"):
