@@ -29,9 +29,9 @@ from flyweight.engines.legacy_cells import MODEL_WEIGHTS, LegacyCell, LegacyStat
 from flyweight.engines.strategies import (
     NO_MEMORY,
     REPLACED,
-    STRATEGIES,
     Deployment,
     check_strategy,
+    open_weights,
 )
 from flyweight.engines.worker_loop import WorkerLoopCell
 from flyweight.errors import FlyweightError, LifecycleError, SpecError, StoreError
@@ -94,7 +94,7 @@ class DynamicWeightManager:
         self._loop_cell: WorkerLoopCell | None = None
         num_given = named("give_memory", filled.give_memory)
         with ExitStack() as closing:
-            self._weights = STRATEGIES[deployment.strategy](deployment, filled)
+            self._weights = open_weights(deployment, filled)
             closing.callback(self._weights.close)
             if num_given:
                 self._weights.forget(NO_MEMORY)
@@ -178,7 +178,7 @@ class DynamicWeightManager:
         """Load weights by the strategy; `finalize_update` then serves them.
 
         Args:
-            pid: the id of the old status cell that is told the result.
+            pid: the id of the old status cell to write the result into.
             restart_process_group: restart communication groups first.
         """
         with self._call(pid, LegacyStatus.UPDATING):
@@ -198,7 +198,7 @@ class DynamicWeightManager:
         """Release the weights' memory on all ranks, and write CLEARED. Safe to repeat.
 
         Args:
-            pid: the id of the old status cell that is told the result.
+            pid: the id of the old status cell to write the result into.
             shutdown_process_group: shut communication groups down afterwards.
         """
 
@@ -302,7 +302,7 @@ class DynamicWeightManager:
             return self._operations.version is not None and not self._weights.are_filled()
 
         replaced = LifecycleError(REPLACED)
-        # While another operation updates the weights it only looks so: `fail` asks after its end.
+        # During another operation's update it only looks so: `fail` checks again after that.
         if is_replaced() and self._operations.fail(replaced, if_so=is_replaced):
             raise replaced
 

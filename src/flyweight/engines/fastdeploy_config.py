@@ -1,4 +1,4 @@
-"""What the FastDeploy drop-in is told: the old config, `config.flyweight`, and version.yaml."""
+"""What the FastDeploy drop-in reads: the old config, `config.flyweight`, and version.yaml."""
 
 from __future__ import annotations
 

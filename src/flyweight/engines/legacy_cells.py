@@ -32,6 +32,7 @@ LIVE_SIGNAL = "worker_healthy_live_signal"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory of the old names
 
 _NBYTES = 4
+_OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _POLL_SECONDS = 0.001
 _CHECK_SECONDS = 0.5
 """How often a wait checks that the cell's path still leads to it."""
@@ -71,7 +72,7 @@ class LegacyCell:
     def __init__(self, name: str, id: int | str, *, directory: str = SHARED_MEMORY) -> None:
         self.path = _path(name, id, directory)
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            file = os.open(self.path, _OPEN_FLAGS)
         except OSError as cause:
             raise StoreError(
                 cause.errno, f"cannot open cell {str(self.path)!r}: {cause.strerror}"
@@ -211,13 +212,13 @@ def wait_for(
     return status
 
 
-def write_live_signal(id: int | str, rank: int, *, directory: str = SHARED_MEMORY) -> bool:
+def write_live_signal(id: int | str, rank: int) -> bool:
     """Write the time into a rank's int32 of FastDeploy's live signal; False if there is none.
 
     The engine's health check counts a worker as dead once this time is 30 s old.
     """
     try:
-        file = os.open(_path(LIVE_SIGNAL, id, directory), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = os.open(_path(LIVE_SIGNAL, id, SHARED_MEMORY), _OPEN_FLAGS)
     except FileNotFoundError:
         return False
     try:

@@ -8,10 +8,10 @@ the publisher if there is one, else from snapshots.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 from flyweight.adapters.loader import Load, Loader
 from flyweight.engines.fastdeploy_config import (
@@ -32,13 +32,24 @@ from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import LoadReport, load
 
-if TYPE_CHECKING:
-    from typing_extensions import NotRequired, Unpack
-
 REPLACED = "parameters were replaced after they were filled, or lost their memory; update"
 NO_MEMORY = "parameters had no memory"
+STRATEGIES: Mapping[str, Collection[str]] = {
+    "ipc_snapshot": ("files", "old files"),
+    "ipc": ("publisher",),
+    "ipc_async": ("publisher",),
+    "rsync": ("publisher", "files"),
+}
+"""The sources of each strategy, nearest first. Old files are those of FastDeploy's trainers."""
 _STREAM_BYTES = 256 << 20
 """How many bytes are read from files at a time for a model's own loader."""
+
+
+def check_strategy(name: object) -> str:
+    """Return the name of a strategy that exists."""
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise SpecError(f"load_strategy is {name!r}, not one of {', '.join(STRATEGIES)}")
+    return name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +111,7 @@ class Deployment:
 
 
 class FileWeights(StoredWeights):
-    """Snapshots of a directory, else old files if they have names; for models with loaders too."""
+    """The snapshots of a directory, or FastDeploy's old files; also for models that load."""
 
     rereads = True
 
@@ -110,7 +121,7 @@ class FileWeights(StoredWeights):
         path: PathLike,
         options: FastDeployOptions = FastDeployOptions(),  # noqa: B008 - it is frozen
         *,
-        rank: int = 0,
+        rank: int | None = None,
         load: Load | None = None,
         legacy: Mapping[str, Any] | None = None,
     ) -> None:
@@ -122,7 +133,7 @@ class FileWeights(StoredWeights):
             model if load is None else {},
             path,
             layout=options.layout,
-            rank=None if options.layout is None else rank,
+            rank=rank,
             extra=options.extra,
             partial_over=options.partial_over,
         )
@@ -173,21 +184,11 @@ class FileWeights(StoredWeights):
                 yield name, fresh.pop(name)
 
 
-class UpdateOptions(TypedDict):
-    """The options of `Weights.update`, passed through unchanged."""
-
-    timeout_seconds: float
-    before: Callable[[int], None]
-    is_over: Callable[[], bool]
-    may_keep: NotRequired[bool]
-    must_verify: NotRequired[bool]
-
-
 class ModelWeights(Weights):
     """The models' weights, from a publisher, from files, or from the nearer of both.
 
-    An update gives memory to parameters that have none, lets models with
-    loaders load, and succeeds only if the models then still have the tensors that were filled.
+    An update gives memory to parameters that have none, lets models with loaders load, and
+    succeeds only if the models then still have the tensors that were filled.
     """
 
     def __init__(self, models: Models, replica: Replica | None, files: FileWeights | None) -> None:
@@ -223,7 +224,7 @@ class ModelWeights(Weights):
         if not self.are_filled():
             raise LifecycleError(REPLACED)
 
-    def update(self, version: int | None = None, **options: Unpack[UpdateOptions]) -> UpdateReport:
+    def update(self, version: int | None = None, **options: Any) -> UpdateReport:
         models, started = self._models, perf_counter()
         models.has_loaded = False
         try:
@@ -254,11 +255,9 @@ class ModelWeights(Weights):
         return report
 
     def _tell_unmatched(self) -> None:
-        names = self._models.unmatched
+        names: Collection[str] = self._models.unmatched
         if not self._models.has_loaders:
-            names = [
-                n for each in self._sources if each.report is self._report for n in each.unused
-            ]
+            names = next(each.unused for each in self._sources if each.report is self._report)
         self.unmatched = sorted(names)
         if names:
             emit("weights.unmatched", count=len(names), names=listed(names))
@@ -277,68 +276,37 @@ class ModelWeights(Weights):
                 each.close()
 
 
-def _files(deployment: Deployment, models: Models) -> ModelWeights:
-    """`ipc_snapshot`: a snapshot in the model's directory, else the old files of this rank."""
-    legacy = {
-        "rank": deployment.global_rank,
-        "legacy_id": deployment.gpu_id,
-        "shared_directory": deployment.options.shared_directory,
-    }
-    return ModelWeights(models, None, _stored(deployment, models, deployment.directory, legacy))
-
-
-def _published(deployment: Deployment, models: Models) -> ModelWeights:
-    """`ipc` and `ipc_async`: the publisher's versions."""
-    return ModelWeights(models, _replica(deployment, models), None)
-
-
-def _nearest(deployment: Deployment, models: Models) -> ModelWeights:
-    """`rsync`: the publisher's versions if it has an address, else snapshots of the store."""
-    options = deployment.options
-    path = deployment.directory if options.store is None else options.store
-    replica = None if options.address is None else _replica(deployment, models)
-    return ModelWeights(models, replica, _stored(deployment, models, path))
-
-
-STRATEGIES: Mapping[str, Callable[[Deployment, Models], ModelWeights]] = {
-    "ipc_snapshot": _files,
-    "ipc": _published,
-    "ipc_async": _published,
-    "rsync": _nearest,
-}
-
-
-def check_strategy(name: object) -> str:
-    """Return the name of a strategy that exists."""
-    if not isinstance(name, str) or name not in STRATEGIES:
-        raise SpecError(f"load_strategy is {name!r}, not one of {', '.join(STRATEGIES)}")
-    return name
-
-
-def _stored(
-    deployment: Deployment,
-    models: Models,
-    path: PathLike,
-    legacy: Mapping[str, Any] | None = None,
-) -> FileWeights:
-    load, options = models.load if models.has_loaders else None, deployment.options
-    return FileWeights(models.state, path, options, rank=deployment.rank, load=load, legacy=legacy)
-
-
-def _replica(deployment: Deployment, models: Models) -> Replica:
-    options = deployment.options
-    if options.address is None:
-        raise SpecError(
-            "no address of a publisher; set config.flyweight = {'address': 'unix:DIRECTORY'}"
+def open_weights(deployment: Deployment, models: Models) -> ModelWeights:
+    """Open the sources of the deployment's strategy; a publisher beside files may be missing."""
+    options, sources = deployment.options, STRATEGIES[deployment.strategy]
+    load = models.load if models.has_loaders else None
+    rank = None if options.layout is None else deployment.rank
+    replica = files = None
+    if "files" in sources:
+        path = deployment.directory if options.store is None else options.store
+        legacy = None
+        if "old files" in sources:
+            path = deployment.directory
+            legacy = {
+                "rank": deployment.global_rank,
+                "legacy_id": deployment.gpu_id,
+                "shared_directory": options.shared_directory,
+            }
+        files = FileWeights(models.state, path, options, rank=rank, load=load, legacy=legacy)
+    if "publisher" in sources and (files is None or options.address is not None):
+        if options.address is None:
+            raise SpecError(
+                "no address of a publisher; set config.flyweight = {'address': 'unix:DIRECTORY'}"
+            )
+        replica = Replica(
+            models.state if load is None else load,
+            options.address,
+            name=f"fastdeploy rank {deployment.global_rank}",
+            layout=options.layout,
+            rank=rank,
+            extra=options.extra,
+            framework="paddle",
+            device=sys.modules["paddle"].get_device(),
+            token=options.token,
         )
-    return Replica(
-        models.load if models.has_loaders else models.state,
-        options.address,
-        name=f"fastdeploy rank {deployment.global_rank}",
-        layout=options.layout,
-        rank=None if options.layout is None else deployment.rank,
-        extra=options.extra,
-        framework="paddle",
-        device=sys.modules["paddle"].get_device(),
-        token=options.token,
-    )
+    return ModelWeights(models, replica, files)

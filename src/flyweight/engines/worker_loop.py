@@ -149,7 +149,7 @@ def check_model_weights_status(
     Args:
         model_weights_status: the weights' cell: an old one, the manager's
             `model_weights_status`, or the `Cell` that the runner's manager has as its `cell`.
-        kv_cache_status: the cache's cell, which is told the same request; None if there is none.
+        kv_cache_status: the cache's cell, which gets the same request; None if there is none.
         model_runner: stops requests and calls the manager.
         pid: the engine's id, passed to the runner.
         block: stay until the cell says NORMAL, as long as the cell exists.
