@@ -81,7 +81,7 @@ def running(engine, request_to):
 
 
 def test_no_request_is_taken_before_it_is_told_to(engine, request_to):
-    with pytest.raises(LifecycleError, match="took no requests"), request_to(SOON):
+    with pytest.raises(LifecycleError, match="accepted no requests"), request_to(SOON):
         pass
     engine.resume(3)
     with request_to(SOON) as version:

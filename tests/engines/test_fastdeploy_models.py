@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 import weakref
 from types import ModuleType, SimpleNamespace
 
@@ -168,6 +169,19 @@ def test_what_is_replaced_after_the_commit_is_not_served(open_source, open_by, s
     assert (manager.version, engine.holds(2)) == (2, True)
 
 
+def test_loaded_parameters_that_were_given_other_memory_are_not_served(open_source, open_by):
+    """C17, C28"""
+    source, engine = open_source(), Engine()
+    source.bring(1)
+    manager = open_by("ipc", engine)
+    paddle.zeros([4])._share_buffer_to(engine.norm)
+    with pytest.raises(LifecycleError, match="parameters were replaced after they were filled"):
+        manager.finalize_update()
+    manager.update_parameters()
+    manager.finalize_update()
+    assert engine.holds(1)
+
+
 @STRATEGIES
 @pytest.mark.parametrize("wrong", ["load", "process", "early", "refused"])
 def test_a_loader_or_hook_that_fails_is_failed_with_its_reason(
@@ -293,6 +307,7 @@ def test_models_of_a_dict_get_what_is_named_for_them(open_source, open_by, strat
     draft.fault, main.fault = None, "norm"
     with pytest.raises(LifecycleError, match="no place for norm"):
         manager.update_weights_by_rdma(2)
+    assert "flyweight-load" not in {each.name for each in threading.enumerate()}
     main.fault = None
     manager.update_weights_by_rdma(2)
     manager.finalize_update()

@@ -377,14 +377,11 @@ class DynamicWeightManager:
                 result = LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED
                 raise
             finally:
+                loop_cell = self._loop_cell
                 if cell is not None and result is not None:
                     settle(cell, result, of=request)
-                if (
-                    self._loop_cell is not None
-                    and self._loop_cell.has_request
-                    and result is not None
-                ):
-                    settle(self._loop_cell, result, of=request)
+                if loop_cell is not None and loop_cell.has_request and result is not None:
+                    settle(loop_cell, result, of=request)
 
     def _legacy_cell(self, pid: int | None) -> AbstractContextManager[LegacyCell | None]:
         """Open the old cell if this rank writes results. The default pid need not have one."""
