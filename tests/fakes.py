@@ -1,10 +1,27 @@
 """Complete small implementations of ports; the contracts of their ports hold them too."""
 
-from contextlib import nullcontext
+import secrets
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
-from flyweight.errors import StoreError
+from flyweight.errors import (
+    HandleGone,
+    LifecycleError,
+    SpecError,
+    StoreError,
+    TransferTimeout,
+    TransportError,
+)
+from flyweight.memory import STAGING, Buffer
+from flyweight.ports import UpdateReport
+from flyweight.spec.box import Box
+from flyweight.spec.dtype import BY_NUMPY
+from flyweight.spec.manifest import Manifest, TensorSpec
 
 
 class MemoryStore:
@@ -58,3 +75,224 @@ class FakeRendezvousStore:
 
     def get(self, key, deadline):
         return self._texts.get(key)
+
+
+@dataclass(frozen=True)
+class ArrayBlock:
+    """A whole array, as the one block of a tensor."""
+
+    spec: TensorSpec
+    array: np.ndarray
+
+    @property
+    def box(self):
+        return Box.whole(self.array.shape)
+
+    def items(self):
+        return self.array.view(f"u{self.array.itemsize}")
+
+    def write(self, items, data):
+        self.array[items.slices] = data.view(self.array.dtype).reshape(items.shape)
+
+
+class ArrayModel:
+    """A source and a sink of whole numpy arrays."""
+
+    def __init__(self, arrays):
+        self.arrays, self.num_touched = arrays, 0
+
+    @property
+    def manifest(self):
+        return Manifest({name: self._spec(name) for name in self.arrays})
+
+    @property
+    def staging(self):
+        return STAGING
+
+    def _spec(self, name):
+        return TensorSpec(BY_NUMPY[self.arrays[name].dtype.name], self.arrays[name].shape)
+
+    def boxes(self, name):
+        return [Box.whole(self.arrays[name].shape)]
+
+    def read(self, name, box=None, *, into=None):
+        array = self.arrays[name]
+        data = np.ascontiguousarray(array if box is None else array[box.slices])
+        data = data.reshape(-1).view(np.uint8)
+        if into is None:
+            return data
+        into[: len(data)] = data
+        return into[: len(data)]
+
+    def check_writable(self):
+        if frozen := [name for name, array in self.arrays.items() if not array.flags.writeable]:
+            raise SpecError(f"{len(frozen)} arrays are read-only: {frozen}")
+
+    def blocks(self, name):
+        return [ArrayBlock(self._spec(name), self.arrays[name])]
+
+    def settle(self):
+        pass
+
+    def touched(self):
+        self.num_touched += 1
+
+    def finish(self, manifest):
+        pass
+
+
+class FileHandle(msgspec.Struct, frozen=True, tag="file", forbid_unknown_fields=True):
+    name: str
+    offset: int
+    nbytes: int
+
+    def __post_init__(self):
+        if not 0 <= self.offset <= self.offset + self.nbytes < 2**63 or self.nbytes < 0:
+            raise TransportError(f"handle of {self.nbytes} bytes at byte {self.offset}")
+
+
+class FileTransport:
+    """Offers copies, as files of a directory that all processes know."""
+
+    def __init__(self, directory):
+        self._directory, self._offered = directory, set()
+
+    def offer(self, buffer):
+        handle = FileHandle(secrets.token_hex(8), 0, buffer.nbytes)
+        (self._directory / handle.name).write_bytes(buffer.items().tobytes())
+        self._offered.add(handle)
+        return handle
+
+    def release(self, handle):
+        self._offered.discard(handle)
+        (self._directory / handle.name).unlink(missing_ok=True)
+
+    def open(self, handle):
+        try:
+            data = np.fromfile(self._directory / handle.name, np.uint8)[handle.offset :]
+        except FileNotFoundError as cause:
+            raise HandleGone(f"file {handle.name!r} was released") from cause
+        if len(data) < handle.nbytes:
+            raise TransportError(f"{handle.nbytes} bytes wanted, the file has {len(data)}")
+        return Buffer.of(data[: handle.nbytes])
+
+    def close_handle(self, handle):
+        pass
+
+    def close(self):
+        for handle in list(self._offered):
+            self.release(handle)
+
+
+class FakeEngine:
+    """Counts requests, and remembers what it was told to release."""
+
+    def __init__(self):
+        self._changed, self._is_open, self._num_running = threading.Condition(), False, 0
+        self.version, self.released = None, set()
+
+    @contextmanager
+    def request(self, timeout_seconds):
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_open, timeout_seconds):
+                raise LifecycleError(f"took no requests for {timeout_seconds} s")
+            self._num_running += 1
+        try:
+            yield self.version
+        finally:
+            with self._changed:
+                self._num_running -= 1
+                self._changed.notify_all()
+
+    @property
+    def num_running(self):
+        return self._num_running
+
+    def pause(self, deadline):
+        with self._changed:
+            self._is_open = False
+            seconds = max(deadline - time.monotonic(), 0)
+            if not self._changed.wait_for(lambda: not self._num_running, seconds):
+                raise TransferTimeout(f"{self._num_running} requests were still running")
+
+    def resume(self, version):
+        with self._changed:
+            self._is_open, self.version = True, version
+            self._changed.notify_all()
+
+    def drop_cache(self):
+        pass
+
+    def abort_requests(self):
+        pass
+
+    def release_weights(self):
+        self.released.add("weights")
+
+    def restore_weights(self):
+        self.released.discard("weights")
+
+    def release_cache(self):
+        self.released.add("cache")
+
+    def restore_cache(self):
+        self.released.discard("cache")
+
+    def release_experts(self):
+        self.released.add("experts")
+
+    def restore_experts(self):
+        self.released.discard("experts")
+
+    def release_groups(self):
+        self.released.add("groups")
+
+    def restore_groups(self):
+        self.released.discard("groups")
+
+
+class FakeWeights:
+    """Versions that a test adds; `fill` writes one into the model."""
+
+    def __init__(self, fill):
+        self._fill, self._versions, self._changed = fill, set(), threading.Condition()
+        self.version, self.session, self.progress = None, "", 0.0
+
+    def add(self, version):
+        with self._changed:
+            self._versions.add(version)
+            self._changed.notify_all()
+
+    def update(
+        self,
+        version=None,
+        *,
+        timeout_seconds,
+        before,
+        is_over,
+        may_keep=False,
+        must_verify=False,
+    ):
+        def found():
+            wanted = {version} if version is not None else self._versions - {self.version}
+            if may_keep:
+                wanted = self._versions
+            return max(wanted & self._versions, default=None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() is not None or is_over(), timeout_seconds)
+            new = found()
+        if new is None:
+            raise TransferTimeout(f"no version in {timeout_seconds} s")
+        if new != self.version:
+            before(new)
+            self._fill(new)
+            self.version, self.session, self.progress = new, "fake", 1.0
+        return UpdateReport(new, None, 0, 0.0, 0.0, 0.0, 0.0, "fake", "published", "nothing")
+
+    def forget(self, reason):
+        self.version = None
+
+    def wake(self):
+        with self._changed:
+            self._changed.notify_all()

@@ -1,74 +1,91 @@
-"""What every Engine promises to the machine that drives it."""
+"""What every Engine promises to the worker that drives it. A new one joins by a line in ENGINES."""
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import paddle
 import pytest
 import torch
 
+from fakes import FakeEngine
 from flyweight.engines.fastdeploy_engine import FastDeployEngine, FastDeployHooks
 from flyweight.errors import LifecycleError, TransferTimeout
 from flyweight.lifecycle.engine import ModelEngine
+from flyweight.ports import Engine
+
+SOON, LATE = 0.05, 20.0
 
 
-class GateHooks(FastDeployHooks):
-    """Hooks of a FastDeploy engine that stops and takes requests at a gate of its own."""
+@dataclass(frozen=True)
+class Driven:
+    """An engine, and how a request of a user reaches it."""
 
-    def __init__(self, gate):
-        super().__init__(parallel_config=None)
-        self.pause, self.resume, self._gate = gate.pause, gate.resume, gate
-
-    @property
-    def num_running(self):
-        return self._gate.num_running
-
-
-def fastdeploy():
-    gate, state = ModelEngine({}), paddle.nn.Linear(512, 512).state_dict()
-    return FastDeployEngine(
-        GateHooks(gate), state, has_experts=False, check_filled=lambda: None
-    ), gate.request
+    engine: Engine
+    request: Callable
+    """Takes seconds to wait while the engine is paused; a context that gives the version."""
+    counts: bool = True
+    """Whether the engine knows how many requests run."""
 
 
 def model_engine(model):
     engine = ModelEngine(model)
-    return engine, engine.request
+    return Driven(engine, engine.request)
+
+
+def fastdeploy():
+    """FastDeploy's engine, with hooks that pause and resume another engine."""
+    inner = FakeEngine()
+
+    class Hooks(FastDeployHooks):
+        def pause(self, deadline):
+            inner.pause(deadline)
+
+        def resume(self, version):
+            inner.resume(version)
+
+        @property
+        def num_running(self):
+            return inner.num_running
+
+    state = paddle.nn.Linear(512, 512).state_dict()
+    engine = FastDeployEngine(Hooks(None), state, has_experts=False, check_filled=lambda: None)
+    return Driven(engine, inner.request)
+
+
+def third_party():
+    engine = FakeEngine()
+    return Driven(engine, engine.request)
 
 
 ENGINES = {
     "a model of numpy": lambda: model_engine({"w": np.ones(1 << 20)}),
     "a model of torch": lambda: model_engine(torch.nn.Linear(512, 512)),
-    "fastdeploy": fastdeploy,
+    "FastDeploy's runner": fastdeploy,
+    "a third party's": third_party,
 }
-SOON, LATE = 0.05, 20.0
 
 
 @pytest.fixture(params=ENGINES)
-def made(request):
-    """An engine, and a function that makes a request to it."""
+def driven(request):
     return ENGINES[request.param]()
 
 
 @pytest.fixture
-def engine(made):
-    return made[0]
+def engine(driven):
+    return driven.engine
 
 
 @pytest.fixture
-def request_to(made):
-    return made[1]
-
-
-@pytest.fixture
-def running(engine, request_to):
+def running(driven):
     """A request that runs until it is told to end."""
-    engine.resume(1)
+    driven.engine.resume(1)
     has_begun, may_end = threading.Event(), threading.Event()
 
     def answer():
-        with request_to():
+        with driven.request(LATE):
             has_begun.set()
             may_end.wait(LATE)
 
@@ -80,32 +97,30 @@ def running(engine, request_to):
     thread.join(LATE)
 
 
-def test_no_request_is_taken_before_it_is_told_to(engine, request_to):
-    with pytest.raises(LifecycleError, match="accepted no requests"), request_to(SOON):
+def test_no_request_is_taken_before_it_is_told_to(driven):
+    with pytest.raises(LifecycleError, match="took no requests"), driven.request(SOON):
         pass
-    engine.resume(3)
-    with request_to(SOON) as version:
-        assert (version, engine.num_running) == (3, 1)
-    assert engine.num_running == 0
+    driven.engine.resume(3)
+    with driven.request(SOON) as version:
+        assert (version, driven.engine.num_running) == (3, 1 if driven.counts else 0)
+    assert driven.engine.num_running == 0
 
 
-def test_a_pause_returns_once_nothing_runs_and_then_nothing_starts(engine, request_to, running):
+def test_a_pause_returns_once_nothing_runs_and_then_nothing_starts(driven, running):
     threading.Timer(SOON, running.set).start()
-    engine.pause(time.monotonic() + LATE)
-    assert engine.num_running == 0
-    with pytest.raises(LifecycleError), request_to(SOON):
+    driven.engine.pause(time.monotonic() + LATE)
+    assert driven.engine.num_running == 0
+    with pytest.raises(LifecycleError), driven.request(SOON):
         pass
 
 
-def test_a_pause_that_cannot_be_is_told_at_its_deadline_and_resume_undoes_it(
-    engine, request_to, running
-):
+def test_a_pause_that_cannot_be_is_told_at_its_deadline_and_resume_undoes_it(driven, running):
     began = time.monotonic()
     with pytest.raises(TransferTimeout, match="1 requests were still running"):
-        engine.pause(began + SOON)
+        driven.engine.pause(began + SOON)
     assert time.monotonic() - began < LATE / 2
-    engine.resume(1)
-    with request_to(SOON) as version:
+    driven.engine.resume(1)
+    with driven.request(SOON) as version:
         assert version == 1
 
 
@@ -118,14 +133,22 @@ def test_a_deadline_that_has_passed_asks_for_a_pause_only_if_nothing_runs(engine
 
 
 def test_release_and_restore_may_find_nothing_to_do(engine):
+    engine.resume(1)
     engine.pause(time.monotonic())
-    for step in (engine.restore_weights, engine.restore_cache, engine.restore_experts):
+    restores = (
+        engine.restore_groups,
+        engine.restore_weights,
+        engine.restore_experts,
+        engine.restore_cache,
+    )
+    releases = (
+        engine.release_cache,
+        engine.release_experts,
+        engine.release_weights,
+        engine.release_groups,
+    )
+    for step in (*restores, *releases, *releases, *restores, *restores):
         step()
-    for _ in range(2):
-        engine.release_weights()
-        engine.release_cache()
-    for _ in range(2):
-        engine.restore_weights()
-        engine.restore_cache()
     engine.drop_cache()
     engine.abort_requests()
+    engine.resume(2)

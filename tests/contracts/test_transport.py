@@ -1,11 +1,16 @@
 """What every transport promises. A new one joins by adding a line to TRANSPORTS."""
 
 import os
+from collections.abc import Callable
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
 import pytest
 
+from fakes import FileHandle, FileTransport
 from flyweight.cuda import driver
 from flyweight.cuda.copies import Copier
 from flyweight.errors import HandleGone, TransportError
@@ -43,69 +48,104 @@ def bytes_at(buffer):
     return found.tobytes()
 
 
-no_gpu = pytest.mark.skipif(not driver.is_available(), reason="the CUDA driver is not here")
+@dataclass(frozen=True)
+class Kind:
+    """How the suite makes a transport, on either side of a directory that both know."""
+
+    offering: Callable
+    reading: Callable
+    """Return a context that gives a transport, for that directory."""
+    handle: type
+    memory: Callable = on_host
+    """Return a buffer that the transport can offer, with the given bytes."""
+    context: object = FORK
+    outlives_release: bool = True
+    """Whether a reader keeps what it has open although its offer is released."""
+
+
+@contextmanager
+def by_server(make, directory):
+    """Give a transport of ours that offers, through a server of file descriptors."""
+    server = FdServer(directory / "fds", token=TOKEN)
+    with closing(server), closing(make(fd_server=server)) as transport:
+        yield transport
+
+
+@contextmanager
+def by_connection(make, directory):
+    connection = FdConnection(directory / "fds", token=TOKEN)
+    with closing(connection), closing(make(fd_connection=connection)) as transport:
+        yield transport
+
+
+def by_file(directory):
+    return closing(FileTransport(directory))
+
+
 TRANSPORTS = {
-    "shared-memory": (SharedMemoryTransport, SharedMemoryHandle, on_host),
-    "cuda-ipc": (CudaIpcTransport, CudaIpcHandle, on_device),
+    "shared-memory": Kind(
+        partial(by_server, SharedMemoryTransport),
+        partial(by_connection, SharedMemoryTransport),
+        SharedMemoryHandle,
+    ),
+    "cuda-ipc": Kind(
+        partial(by_server, CudaIpcTransport),
+        partial(by_connection, CudaIpcTransport),
+        CudaIpcHandle,
+        on_device,
+        SPAWN,  # a forked process cannot use a driver that its parent has started
+        outlives_release=False,  # the owner of device memory must keep it for its readers
+    ),
+    "a third party's": Kind(by_file, by_file, FileHandle),
 }
-PARAMS = [
-    "shared-memory",
-    pytest.param("cuda-ipc", marks=[pytest.mark.gpu, no_gpu]),
-]
+no_gpu = pytest.mark.skipif(not driver.is_available(), reason="the CUDA driver is not here")
+MARKS = {"cuda-ipc": [pytest.mark.gpu, no_gpu]}
 
 
-@pytest.fixture(params=PARAMS)
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in TRANSPORTS])
 def kind(request):
     return TRANSPORTS[request.param]
 
 
 @pytest.fixture
 def offering(kind, tmp_path):
-    """A transport that offers, at a door that the test's children find."""
-    door = FdServer(tmp_path / "door", token=TOKEN)
-    transport = kind[0](fd_server=door)
-    yield transport
-    transport.close()
-    door.close()
+    """A transport that offers, to children of the test that know its directory."""
+    with kind.offering(tmp_path) as transport:
+        yield transport
 
 
-def read_elsewhere(kind, path, text, pipe):
-    line = FdConnection(path, token=TOKEN)
-    transport = kind[0](fd_connection=line)
+def read_elsewhere(kind, directory, text, pipe):
     try:
-        handle = msgspec.json.decode(text, type=kind[1])
-        data = bytes_at(transport.open(handle))
-        transport.close_handle(handle)
-        return data
+        with kind.reading(directory) as transport:
+            handle = msgspec.json.decode(text, type=kind.handle)
+            data = bytes_at(transport.open(handle))
+            transport.close_handle(handle)
+            transport.close_handle(handle)
+            return data
     except TransportError as error:
         return type(error).__name__
-    finally:
-        transport.close()
-        line.close()
 
 
-def elsewhere(kind, tmp_path, handle):
+def elsewhere(kind, directory, handle):
     text = msgspec.json.encode(handle)
-    # A process that was forked cannot use a driver that its parent has started.
-    context = SPAWN if kind[1] is CudaIpcHandle else FORK
-    with Child(read_elsewhere, kind, tmp_path / "door", text, context=context) as child:
+    with Child(read_elsewhere, kind, directory, text, context=kind.context) as child:
         return child.result()
 
 
 def test_another_process_opens_the_same_bytes_by_a_handle_that_went_through_json(
     kind, offering, tmp_path
 ):
-    handle = offering.offer(kind[2](BUCKET))
+    handle = offering.offer(kind.memory(BUCKET))
     assert elsewhere(kind, tmp_path, handle) == BUCKET.tobytes()
 
 
 def test_the_offering_process_can_open_its_own_handle(kind, offering):
-    handle = offering.offer(kind[2](BUCKET))
+    handle = offering.offer(kind.memory(BUCKET))
     assert bytes_at(offering.open(handle)) == BUCKET.tobytes()
 
 
 def test_a_released_handle_is_gone_and_release_may_repeat(kind, offering, tmp_path):
-    handle = offering.offer(kind[2](BUCKET))
+    handle = offering.offer(kind.memory(BUCKET))
     offering.release(handle)
     offering.release(handle)
     assert elsewhere(kind, tmp_path, handle) == "HandleGone"
@@ -114,20 +154,20 @@ def test_a_released_handle_is_gone_and_release_may_repeat(kind, offering, tmp_pa
 
 
 def test_a_part_of_a_buffer_can_be_offered(kind, offering, tmp_path):
-    buffer = kind[2](BUCKET)
+    buffer = kind.memory(BUCKET)
     part = Buffer(buffer.address + 100, (50,), (1,), 1, buffer.owner, device=buffer.device)
     assert elsewhere(kind, tmp_path, offering.offer(part)) == BUCKET[100:150].tobytes()
 
 
 def test_no_bytes_are_bytes_too(kind, offering, tmp_path):
-    buffer = kind[2](BUCKET)
+    buffer = kind.memory(BUCKET)
     none = Buffer(buffer.address, (0,), (1,), 1, buffer.owner, device=buffer.device)
     assert elsewhere(kind, tmp_path, offering.offer(none)) == b""
 
 
 def test_a_handle_of_another_session_is_gone(kind, offering, tmp_path):
     """C27: handles are typed records of a session; those of one that is over are refused."""
-    handle = offering.offer(kind[2](BUCKET))
+    handle = offering.offer(kind.memory(BUCKET))
     offering.close()
     assert elsewhere(kind, tmp_path, handle) == "HandleGone"
 
@@ -135,43 +175,41 @@ def test_a_handle_of_another_session_is_gone(kind, offering, tmp_path):
 @pytest.mark.parametrize("field", ["nbytes", "offset"])
 @pytest.mark.parametrize("value", [-1, 2**63])
 def test_a_handle_of_absurd_numbers_is_no_handle(kind, offering, field, value):
-    told = msgspec.to_builtins(offering.offer(kind[2](BUCKET)))
+    told = msgspec.to_builtins(offering.offer(kind.memory(BUCKET)))
     with pytest.raises((TransportError, msgspec.ValidationError)):
-        msgspec.convert({**told, field: value}, kind[1])
+        msgspec.convert({**told, field: value}, kind.handle)
 
 
 def test_a_handle_that_reaches_beyond_its_memory_is_refused(kind, offering, tmp_path):
-    told = msgspec.to_builtins(offering.offer(kind[2](BUCKET)))
+    told = msgspec.to_builtins(offering.offer(kind.memory(BUCKET)))
     try:
-        handle = msgspec.convert({**told, "nbytes": 1 << 50}, kind[1])
+        handle = msgspec.convert({**told, "nbytes": 1 << 50}, kind.handle)
     except TransportError:
         return  # it knows its own bounds
     assert elsewhere(kind, tmp_path, handle) == "TransportError"
 
 
 def test_many_offers_and_releases_leak_nothing(kind, offering):
-    offering.release(offering.offer(kind[2](BUCKET)))
+    offering.release(offering.offer(kind.memory(BUCKET)))
     before = resources()
     for _ in range(50):
-        offering.release(offering.offer(kind[2](BUCKET)))
+        offering.release(offering.offer(kind.memory(BUCKET)))
     assert settled(before) == before
 
 
-def hold_open(kind, path, text, pipe):
-    line = FdConnection(path, token=TOKEN)
-    transport = kind[0](fd_connection=line)
-    handle = msgspec.json.decode(text, type=kind[1])
-    buffer = transport.open(handle)
-    pipe.send(("open", os.getpid()))
-    pipe.recv()
-    return bytes_at(buffer)
+def hold_open(kind, directory, text, pipe):
+    with kind.reading(directory) as transport:
+        buffer = transport.open(msgspec.json.decode(text, type=kind.handle))
+        pipe.send(("open", os.getpid()))
+        pipe.recv()
+        return bytes_at(buffer)
 
 
 def test_a_release_does_not_tear_what_a_reader_has_open(kind, offering, tmp_path):
-    if kind[1] is CudaIpcHandle:
-        pytest.skip("of device memory that is not ours the owner must keep the lease")
-    handle = offering.offer(kind[2](BUCKET))
-    with Child(hold_open, kind, tmp_path / "door", msgspec.json.encode(handle)) as child:
+    if not kind.outlives_release:
+        pytest.skip("the owner of this memory must keep it for its readers")
+    handle = offering.offer(kind.memory(BUCKET))
+    with Child(hold_open, kind, tmp_path, msgspec.json.encode(handle)) as child:
         child.told()
         offering.release(handle)
         child.send("go on")
