@@ -302,7 +302,7 @@ def bereft(address):
 
 
 def test_an_update_from_a_publisher_that_stands_still_ends_in_time(bereft):
-    why = "no publisher came in time: the door .* not answer"
+    why = "no publisher came in time: the process at .* not answer"
     with in_time(3), pytest.raises(TransferTimeout, match=why):
         bereft.update(timeout_seconds=3)
 
