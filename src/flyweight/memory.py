@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -202,6 +203,29 @@ def available_bytes() -> int:
         cached = int(told["inactive_file"]) + int(told["active_file"])  # is given up when needed
         found.append(max(limit - used + cached, 0))
     return min(found)
+
+
+@dataclass(frozen=True)
+class SharedMapping:
+    """Memory of this process that is a file's, and that other processes may map too."""
+
+    start: int
+    end: int
+    offset: int
+    file: tuple[int, int]
+    """The file's device and inode."""
+
+
+def shared_mappings() -> Iterator[SharedMapping]:
+    """Yield the memory of this process that other processes may share."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            span, rights, offset, device, inode, *_ = line.split(None, 5)
+            if rights[3] == "s":
+                start, end = (int(each, 16) for each in span.split("-"))
+                major, minor = (int(each, 16) for each in device.split(":"))
+                file = os.makedev(major, minor), int(inode)
+                yield SharedMapping(start, end, int(offset, 16), file)
 
 
 def without_fork(data: Bytes) -> None:

@@ -19,26 +19,26 @@ from live_models import Child, resources, settled
 
 
 @pytest.fixture
-def door(tmp_path):
-    door = FdServer(tmp_path / "door", token="secret")
-    yield door
-    door.close()
+def server(tmp_path):
+    server = FdServer(tmp_path / "fds", token="secret")
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def offering(door):
-    transport = SharedMemoryTransport(fd_server=door)
+def offering(server):
+    transport = SharedMemoryTransport(fd_server=server)
     yield transport
     transport.close()
 
 
 @pytest.fixture
-def reading(door, tmp_path):
-    line = FdConnection(tmp_path / "door", token="secret")
-    transport = SharedMemoryTransport(fd_connection=line)
+def reading(server, tmp_path):
+    connection = FdConnection(tmp_path / "fds", token="secret")
+    transport = SharedMemoryTransport(fd_connection=connection)
     yield transport
     transport.close()
-    line.close()
+    connection.close()
 
 
 def test_what_is_written_after_the_offer_is_seen_by_who_has_it_open(offering, reading):
@@ -55,7 +55,7 @@ def test_memory_that_torch_shares_is_shown_where_it_lies(offering, reading):
     tensor = torch.arange(1000).share_memory_()
     view = tensor[100:200].numpy()
     buffer = Buffer(tensor.data_ptr() + 800, (100,), (8,), 8, tensor)
-    assert offering.shown([buffer]) == [True]
+    assert offering.can_offer_in_place([buffer]) == [True]
     seen = reading.open(offering.offer(buffer)).items().view(np.int64)
     assert (seen == view).all()
     tensor += 5
@@ -69,7 +69,7 @@ def test_what_cannot_be_shown_as_a_whole_is_not_shown_in_part(offering):
     known = offering.offer(buffers[0])
     before = resources()
     with pytest.raises(TransportError, match="shared memory whose file this process has open"):
-        offering.show([*buffers, Buffer.of(np.zeros(1000, np.uint8))])
+        offering.offer_in_place([*buffers, Buffer.of(np.zeros(1000, np.uint8))])
     assert resources() == before
     assert offering.open(known).address == buffers[0].address
 
@@ -81,7 +81,7 @@ def without_files(offering, pipe):
         while True:
             files.append(os.open(os.devnull, os.O_RDONLY))
     told = []
-    for look in (offering.shown, offering.show):
+    for look in (offering.can_offer_in_place, offering.offer_in_place):
         try:
             look([])
         except TransportError as error:
@@ -113,7 +113,7 @@ def test_memory_of_multiprocessing_is_shown_where_it_lies(offering, reading):
 
 def test_private_memory_is_copied_once_and_goes_with_its_handle(offering, reading):
     array = np.arange(100, dtype=np.uint8)
-    assert offering.shown([Buffer.of(array)]) == [False]
+    assert offering.can_offer_in_place([Buffer.of(array)]) == [False]
     before = resources()
     handle = offering.offer(Buffer.of(array))
     array[:] = 0
@@ -132,10 +132,10 @@ def test_a_strided_buffer_is_offered_by_its_span(offering, reading):
     assert seen.items()[0] == 90
 
 
-def test_readers_cannot_write_nor_cut_the_memory_short(offering, door, tmp_path):
+def test_readers_cannot_write_nor_cut_the_memory_short(offering, server, tmp_path):
     handle = offering.offer(offering.allocate(4096))
-    line = FdConnection(tmp_path / "door", token="secret")
-    fd = line.fetch(handle.key)
+    connection = FdConnection(tmp_path / "fds", token="secret")
+    fd = connection.fetch(handle.key)
     with pytest.raises(OSError, match="not permitted|denied|Bad file"):
         mmap.mmap(fd, 4096)
     with pytest.raises(OSError, match="Invalid argument"):
@@ -150,7 +150,7 @@ def test_readers_cannot_write_nor_cut_the_memory_short(offering, door, tmp_path)
     os.close(again)
     assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     os.close(fd)
-    line.close()
+    connection.close()
 
 
 def test_no_memory_left_is_an_error_with_the_bytes_and_leaks_nothing(offering):
@@ -176,8 +176,8 @@ def test_segments_have_no_name_in_dev_shm(offering):
 
 
 def offer_and_wait(path, pipe):
-    door = FdServer(path, token="secret")
-    transport = SharedMemoryTransport(fd_server=door)
+    server = FdServer(path, token="secret")
+    transport = SharedMemoryTransport(fd_server=server)
     buffer = transport.allocate(1 << 20)
     buffer.items()[:] = 42
     pipe.send(("handle", transport.offer(buffer)))
@@ -186,17 +186,17 @@ def offer_and_wait(path, pipe):
 
 def test_a_reader_keeps_its_bytes_when_the_publisher_is_killed(tmp_path):
     before = resources()
-    with Child(offer_and_wait, tmp_path / "door") as child:
+    with Child(offer_and_wait, tmp_path / "fds") as child:
         _, handle = child.told()
-        line = FdConnection(tmp_path / "door", token="secret")
-        transport = SharedMemoryTransport(fd_connection=line)
+        connection = FdConnection(tmp_path / "fds", token="secret")
+        transport = SharedMemoryTransport(fd_connection=connection)
         seen = transport.open(handle).items()
         child.kill()
         child.join()
         assert (seen == 42).all()
         del seen
         transport.close()
-        line.close()
+        connection.close()
     assert settled(before) == before
 
 
@@ -217,5 +217,5 @@ def test_device_memory_is_refused(offering):
 
 def test_without_a_line_nothing_of_others_can_be_opened(offering):
     handle = offering.offer(offering.allocate(10))
-    with pytest.raises(TransportError, match="no line to a door"):
+    with pytest.raises(TransportError, match="no connection to an FdServer"):
         SharedMemoryTransport().open(handle)

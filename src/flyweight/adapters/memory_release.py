@@ -20,6 +20,7 @@ from flyweight.adapters.model import Tensor
 from flyweight.adapters.sharded import Sharded
 from flyweight.adapters.tree import is_model
 from flyweight.errors import SpecError, StoreError, listed
+from flyweight.memory import shared_mappings
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _DONTNEED = 4
@@ -68,11 +69,11 @@ class ModelMemory:
             else:
                 storage = _local(leaf).untyped_storage()
                 on_devices.setdefault(storage._cdata, (storage, set()))[1].add((start, end))
-        shared = _shared_mappings()
+        shared = list(shared_mappings())
         fixed = [
             name
             for (start, end), name in spans.items()
-            if any(start < there_end and there < end for there, there_end in shared)
+            if any(start < each.end and each.start < end for each in shared)
         ]
         if fixed:
             raise SpecError(
@@ -161,15 +162,3 @@ def _give_back(start: int, end: int) -> int:
             code, f"{end - start} bytes of weights stay where they are: {os.strerror(code)}"
         )
     return end - start
-
-
-def _shared_mappings() -> list[tuple[int, int]]:
-    """Return where this process sees memory of others: there pages would not go by themselves."""
-    found = []
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            place, mode, _ = line.split(" ", 2)
-            if mode.endswith("s"):
-                start, end = (int(each, 16) for each in place.split("-"))
-                found.append((start, end))
-    return found

@@ -42,7 +42,7 @@ class Transports:
 
     def offer_all(self, buffers: Sequence[Buffer]) -> list[Handle]:
         """Offer memory where it lies: a copy of it would never be looked at again."""
-        on_host = iter(self.host.show([each for each in buffers if each.device is None]))
+        on_host = iter(self.host.offer_in_place([each for each in buffers if each.device is None]))
         return [
             next(on_host) if each.device is None else self.device.offer(each) for each in buffers
         ]
@@ -71,7 +71,7 @@ class Offers:
     def __init__(self, stock: Stock, transports: Transports) -> None:
         self._stock, self._transports = stock, transports
         hosts = [b.buffer for b in stock.blocks if b.buffer is not None and b.buffer.device is None]
-        shown = iter(transports.host.shown(hosts))
+        shown = iter(transports.host.can_offer_in_place(hosts))
         self._is_shown = [
             block.buffer is not None and (block.buffer.device is not None or next(shown))
             for block in stock.blocks

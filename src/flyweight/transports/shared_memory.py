@@ -1,10 +1,10 @@
-"""Shared memory: processes of one host, any framework, tensors on the CPU.
+"""Shared memory: bytes on the host that other processes map, of any framework.
 
-Segments are memfds: they have no name in any file system, only the user's own
-processes get them through the door, and the kernel frees them with their last
-user, however that one ends. They are sealed, so no reader can be cut short under
-its mapping, and none can write. Memory that another library shares already
-(torch's `share_memory_`, a mapped file) is shown where it lies.
+A segment is a memfd: it has no name in any file system, only processes of the same user get
+it through an `FdServer`, and the kernel frees it with its last user, however that one ends.
+It is sealed, so no process can truncate it under a reader, and no reader can write. Memory
+that another library shares already (torch's `share_memory_`, a mapped file) is shown where
+it lies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ import numpy as np
 
 from flyweight.errors import HandleGone, TransportError
 from flyweight.host import has_room, opened, reason
-from flyweight.memory import Buffer, Bytes, available_bytes, bytes_of, without_fork
+from flyweight.memory import (
+    Buffer,
+    Bytes,
+    SharedMapping,
+    available_bytes,
+    bytes_of,
+    shared_mappings,
+    without_fork,
+)
 from flyweight.transports.fd_passing import SPARE_FILES, FdConnection, FdServer
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -39,7 +47,7 @@ class SharedMemoryHandle(
     """Names bytes of a segment. It arrives from another process, so it checks itself."""
 
     session: str
-    """Which transport offers it: numbers and keys of another one mean nothing."""
+    """The transport that offers it: keys of another one mean nothing."""
     key: str
     offset: int
     nbytes: int
@@ -51,18 +59,22 @@ class SharedMemoryHandle(
 
 @dataclass(eq=False)
 class _Segment:
-    """A file that is offered, where it is mapped here, and how many handles name it."""
+    """An offered file, where it is mapped here, and how many handles name it."""
 
     key: str
     start: int
     nbytes: int
     file_offset: int
     num_handles: int = 0
-    is_ours: bool = True
+    is_kept: bool = True
+    """True for allocated memory, which stays until `free`; else it goes with its last handle."""
 
 
 class SharedMemoryTransport:
-    """Offers at a door, opens through a line; a process that does only one needs only one."""
+    """Offers memory of the host through an FdServer, and opens it through an FdConnection.
+
+    A process that only offers, or only opens, needs only one of the two.
+    """
 
     def __init__(
         self, *, fd_server: FdServer | None = None, fd_connection: FdConnection | None = None
@@ -78,12 +90,12 @@ class SharedMemoryTransport:
     # The side that offers.
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Return memory that readers can map: what is put there is offered without a copy.
+        """Return memory that readers can map, so that offering it needs no copy.
 
-        It stays until `free`. All of it is taken from the system now: to find that there is none
-        left while writing to it would be a SIGBUS.
+        It stays until `free`. The system provides all of it now: if it ran out later, a write
+        would end the process with SIGBUS.
         """
-        # Nothing else keeps the kernel from ending some process for want of memory.
+        # Without this check, the kernel may kill a process when memory runs out.
         if nbytes > (left := available_bytes()):
             raise TransportError(
                 f"no {nbytes} bytes of shared memory: {left} bytes of memory are available"
@@ -95,66 +107,70 @@ class SharedMemoryTransport:
             data = bytes_of(mmap.mmap(fd, max(nbytes, 1)))[:nbytes]
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            without_fork(data)
+            self._add(fd, Buffer.of(data).address, max(nbytes, 1), 0, is_kept=True)
         except (OSError, ValueError, OverflowError) as cause:
-            if fd >= 0:
-                os.close(fd)
             why = reason(cause) if isinstance(cause, OSError) else cause
             raise TransportError(f"no {nbytes} bytes of shared memory: {why}") from cause
-        without_fork(data)
-        self._add(fd, Buffer.of(data).address, max(nbytes, 1), 0, is_ours=True)
+        finally:
+            if fd >= 0:
+                os.close(fd)
         return Buffer.of(data)
 
     def free(self, buffer: Buffer) -> None:
-        """Let go of what `allocate` returned; readers that have it open keep it."""
+        """Free what `allocate` returned; readers that have it open keep it."""
         with self._lock:
-            segment = self._segment_at(buffer.address, buffer.nbytes)
-            if segment is not None and segment.is_ours:
+            segment = self._known(buffer.address, buffer.address + buffer.nbytes)
+            if segment is not None and segment.is_kept:
                 for handle in [each for each, (at, _) in self._offers.items() if at is segment]:
                     del self._offers[handle]
-                self._forget(segment)
+                self._remove(segment)
 
     def offer(self, buffer: Buffer) -> SharedMemoryHandle:
-        _check_host(buffer)
-        low, high = buffer.span if buffer.nbytes else (buffer.address, buffer.address)
         with self._lock:
-            segment = self._segment_at(low, high - low) or self._found(low, high - low, _Scan())
+            segment = self._segment(buffer)
             if segment is not None:
-                return self._offered(segment, low, high, buffer.owner)
-            # Nobody else can map it where it lies.
+                return self._handle(segment, buffer)
+            # No other process can map it where it lies.
             copy = self.allocate(buffer.nbytes)
             np.copyto(copy.items().reshape(-1), buffer.items().reshape(-1).view(np.uint8))
-            low, high = copy.address, copy.address + copy.nbytes
-            segment = self._segment_at(low, high - low)
+            segment = self._known(*_span(copy))
             assert segment is not None
-            segment.is_ours = False  # it goes with its handle
-            return self._offered(segment, low, high, copy.owner)
+            segment.is_kept = False
+            return self._handle(segment, copy)
 
-    def show(self, buffers: Sequence[Buffer]) -> list[SharedMemoryHandle]:
-        """Offer memory where it lies; raise TransportError, and offer none of it, if that fails."""
+    def offer_in_place(self, buffers: Sequence[Buffer]) -> list[SharedMemoryHandle]:
+        """Offer memory where it lies; raise TransportError, and offer none, if that fails."""
         handles: list[SharedMemoryHandle] = []
         with self._lock, ExitStack() as stack:
-            scan = _Scan()
-            self._check_files(buffers, scan)
+            files = _SharedFiles()
+            self._check_files(buffers, files)
             for buffer in buffers:
-                _check_host(buffer)
-                low, high = buffer.span if buffer.nbytes else (buffer.address, buffer.address)
-                segment = self._segment_at(low, high - low) or self._found(low, high - low, scan)
+                segment = self._segment(buffer, files)
                 if segment is None:
                     raise TransportError(
-                        f"{buffer.nbytes} bytes at {low:#x} are not, or no longer, shared memory "
-                        f"whose file this process has open"
+                        f"{buffer.nbytes} bytes at {_span(buffer)[0]:#x} are not, or no longer, "
+                        f"shared memory whose file this process has open"
                     )
                 known = len(self._offers)
-                handles.append(self._offered(segment, low, high, buffer.owner))
+                handles.append(self._handle(segment, buffer))
                 if len(self._offers) > known:
                     stack.callback(self.release, handles[-1])
             stack.pop_all()
         return handles
 
-    def _check_files(self, buffers: Sequence[Buffer], scan: _Scan) -> None:
-        """Raise if to show buffers would leave this process without files."""
+    def can_offer_in_place(self, buffers: Sequence[Buffer]) -> list[bool]:
+        """Return for each buffer whether an offer of it needs no copy."""
+        files = _SharedFiles()
+        return [
+            each.device is None and bool(each.nbytes) and files.mapping_at(*each.span) is not None
+            for each in buffers
+        ]
+
+    def _check_files(self, buffers: Sequence[Buffer], files: _SharedFiles) -> None:
+        """Raise TransportError if offering the buffers would use up this process's files."""
         spans = [buffer.span for buffer in buffers if buffer.nbytes]
-        new = {scan.at(*each) for each in spans if not self._segment_at(each[0], each[1] - each[0])}
+        new = {files.mapping_at(*span) for span in spans if not self._known(*span)}
         num_files = len(new - {None})
         if num_files and not has_room(num_files + SPARE_FILES):
             raise TransportError(
@@ -162,7 +178,8 @@ class SharedMemoryTransport:
                 f"be left; raise the limit, ulimit -n, or publish with strategy='host'"
             )
 
-    def _offered(self, segment: _Segment, low: int, high: int, owner: object) -> SharedMemoryHandle:
+    def _handle(self, segment: _Segment, buffer: Buffer) -> SharedMemoryHandle:
+        low, high = _span(buffer)
         handle = SharedMemoryHandle(
             session=self._session,
             key=segment.key,
@@ -171,62 +188,56 @@ class SharedMemoryTransport:
         )
         if handle not in self._offers:
             segment.num_handles += 1
-            self._offers[handle] = segment, owner
+            self._offers[handle] = segment, buffer.owner
         return handle
-
-    def shown(self, buffers: Sequence[Buffer]) -> list[bool]:
-        """Tell of each buffer whether an offer of it costs no copy."""
-        scan = _Scan()
-        return [
-            buffer.device is None and bool(buffer.nbytes) and scan.at(*buffer.span) is not None
-            for buffer in buffers
-        ]
 
     def release(self, handle: SharedMemoryHandle) -> None:
         with self._lock:
             segment, _ = self._offers.pop(handle, (None, None))
             if segment is not None:
                 segment.num_handles -= 1
-                if not segment.num_handles and not segment.is_ours:
-                    self._forget(segment)
+                if not segment.num_handles and not segment.is_kept:
+                    self._remove(segment)
 
-    def _add(self, fd: int, start: int, nbytes: int, file_offset: int, *, is_ours: bool) -> None:
-        """Keep a file for readers: a new description of it, that cannot be written through."""
+    def _segment(self, buffer: Buffer, files: _SharedFiles | None = None) -> _Segment | None:
+        """Return the segment that a buffer lies in; None if no other process can map it."""
+        low, high = _span(buffer)
+        segment = self._known(low, high)
+        if segment is not None or low == high:
+            return segment
+        files = _SharedFiles() if files is None else files
+        found = files.mapping_at(low, high)  # shared by another library of this process
+        if found is None:
+            return None
+        self._add(files.fd(found), found.start, found.end - found.start, found.offset)
+        return self._known(low, high)
+
+    def _known(self, low: int, high: int) -> _Segment | None:
+        index = bisect_right(self._segments, low, key=lambda each: each.start) - 1
+        if index < 0:
+            return None
+        segment = self._segments[index]
+        return segment if high <= segment.start + segment.nbytes else None
+
+    def _add(
+        self, fd: int, start: int, nbytes: int, file_offset: int, *, is_kept: bool = False
+    ) -> None:
+        """Offer a file to readers, by a description of it that cannot be written through."""
         try:
             readable = opened(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as cause:
             raise TransportError(f"cannot open a segment for readers: {reason(cause)}") from cause
-        finally:
-            if is_ours:
-                os.close(fd)
-        key = self._fd_server.offer(readable) if self._fd_server else ""
         if self._fd_server is None:
             os.close(readable)
-        segment = _Segment(key, start, nbytes, file_offset, is_ours=is_ours)
+        key = self._fd_server.offer(readable) if self._fd_server else ""
         with self._lock:
-            self._segments.append(segment)
+            self._segments.append(_Segment(key, start, nbytes, file_offset, is_kept=is_kept))
             self._segments.sort(key=lambda each: each.start)
 
-    def _forget(self, segment: _Segment) -> None:
+    def _remove(self, segment: _Segment) -> None:
         self._segments.remove(segment)
         if self._fd_server is not None:
             self._fd_server.release(segment.key)
-
-    def _segment_at(self, address: int, nbytes: int) -> _Segment | None:
-        index = bisect_right(self._segments, address, key=lambda each: each.start) - 1
-        if index < 0:
-            return None
-        segment = self._segments[index]
-        return segment if address + nbytes <= segment.start + segment.nbytes else None
-
-    def _found(self, address: int, nbytes: int, scan: _Scan) -> _Segment | None:
-        """Return memory that something else in this process shares, if its file is still open."""
-        mapping = scan.at(address, address + nbytes) if nbytes else None
-        if mapping is None:
-            return None
-        span = mapping.end - mapping.start
-        self._add(scan.file(mapping), mapping.start, span, mapping.offset, is_ours=False)
-        return self._segment_at(address, nbytes)
 
     # The side that reads.
 
@@ -256,13 +267,13 @@ class SharedMemoryTransport:
 
     def _mapped(self, handle: SharedMemoryHandle) -> Bytes:
         if self._fd_connection is None:
-            raise TransportError("no line to a door: this transport can only open its own offers")
+            raise TransportError("no connection to an FdServer: this transport opens only its own")
         fd = self._fd_connection.fetch(handle.key)
         try:
             size = os.fstat(fd).st_size
             if not size:
                 raise TransportError(f"segment {handle.key!r} is an empty file")
-            # All at once: a fault for every few pages costs more than the copy saves.
+            # Populated at once: page faults one by one cost more than the copy saves.
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             data = bytes_of(mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ))
         except (OSError, ValueError) as cause:
@@ -286,66 +297,42 @@ class SharedMemoryTransport:
         with self._lock:
             self._offers.clear()
             for segment in list(self._segments):
-                self._forget(segment)
+                self._remove(segment)
             self._opened.clear()
             self._users.clear()
 
 
-@dataclass(frozen=True)
-class _Mapping:
-    start: int
-    end: int
-    offset: int
-    device: int
-    inode: int
-
-
-class _Scan:
-    """What of this process's memory is a file's that it has open, as of now."""
-
-    def __init__(self) -> None:
-        try:
-            self._files = dict(_open_files())
-            mappings = list(_shared_mappings())
-        except OSError as cause:
-            raise TransportError(f"cannot tell what memory is shared: {reason(cause)}") from cause
-        self._mappings = sorted(
-            (each for each in mappings if (each.device, each.inode) in self._files),
-            key=lambda each: each.start,
-        )
-        self._starts = [each.start for each in self._mappings]
-
-    def at(self, low: int, high: int) -> _Mapping | None:
-        index = bisect_right(self._starts, low) - 1
-        if index < 0 or high > self._mappings[index].end:
-            return None
-        return self._mappings[index]
-
-    def file(self, mapping: _Mapping) -> int:
-        return self._files[mapping.device, mapping.inode]
-
-
-def _check_host(buffer: Buffer) -> None:
+def _span(buffer: Buffer) -> tuple[int, int]:
     if buffer.device is not None:
         raise TransportError(
             f"buffer is memory of device {buffer.device}; shared memory is the host's"
         )
+    return buffer.span if buffer.nbytes else (buffer.address, buffer.address)
 
 
-def _shared_mappings() -> Iterator[_Mapping]:
-    """Yield what of this process's memory is a file's, and seen by whoever else maps that."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            span, rights, offset, device, inode, *_ = line.split(None, 5)
-            if rights[3] == "s" and inode != "0":
-                start, _, end = span.partition("-")
-                major, _, minor = device.partition(":")
-                number = os.makedev(int(major, 16), int(minor, 16))
-                yield _Mapping(int(start, 16), int(end, 16), int(offset, 16), number, int(inode))
+class _SharedFiles:
+    """This process's mappings of files that it has open, at this moment."""
+
+    def __init__(self) -> None:
+        try:
+            self._fds = dict(_open_files())
+            mappings = [each for each in shared_mappings() if each.file in self._fds]
+        except OSError as cause:
+            raise TransportError(f"cannot tell what memory is shared: {reason(cause)}") from cause
+        self._mappings = sorted(mappings, key=lambda each: each.start)
+
+    def mapping_at(self, low: int, high: int) -> SharedMapping | None:
+        index = bisect_right(self._mappings, low, key=lambda each: each.start) - 1
+        if index < 0 or high > self._mappings[index].end:
+            return None
+        return self._mappings[index]
+
+    def fd(self, mapping: SharedMapping) -> int:
+        return self._fds[mapping.file]
 
 
 def _open_files() -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield the files that this process has open, by what they are."""
+    """Yield the device and inode of each file that this process has open, and its number."""
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.fstat(int(name))
