@@ -56,10 +56,10 @@ def content(buffer):
 # The other process.
 
 
-def exporter(door_path):
+def exporter(server_path):
     """Obey commands from stdin: one line of JSON each, and one for the answer."""
-    door = FdServer(Path(door_path), token="token") if door_path else None
-    transport = CudaIpcTransport(fd_server=door)
+    server = FdServer(Path(server_path), token="token") if server_path else None
+    transport = CudaIpcTransport(fd_server=server)
     tensors, handles = [], []
     for line in sys.stdin:
         command, *args = json.loads(line)
@@ -91,14 +91,14 @@ def exporter(door_path):
 
 
 class Exporter:
-    def __init__(self, kind, door_path):
-        self.door_path = door_path
+    def __init__(self, kind, server_path):
+        self.server_path = server_path
         environ = os.environ | {
             "PYTORCH_CUDA_ALLOC_CONF": KINDS[kind],
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(door_path or "")],
+            [sys.executable, __file__, str(server_path or "")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -137,21 +137,21 @@ class Exporter:
 @pytest.fixture
 def start(tmp_path):
     """Start an exporter; return it and a transport that reads from it."""
-    running, transports, lines = [], [], []
+    running, transports, connections = [], [], []
 
-    def begin(kind, *, has_door=True):
-        door_path = tmp_path / f"door{len(running)}" if has_door else None
-        other = Exporter(kind, door_path)
+    def begin(kind, *, has_server=True):
+        server_path = tmp_path / f"server{len(running)}" if has_server else None
+        other = Exporter(kind, server_path)
         running.append(other)
         other.ask("hello")
-        line = FdConnection(door_path, token="token") if has_door else None
-        if line is not None:
-            lines.append(line)
-        transports.append(CudaIpcTransport(fd_connection=line))
+        connection = FdConnection(server_path, token="token") if has_server else None
+        if connection is not None:
+            connections.append(connection)
+        transports.append(CudaIpcTransport(fd_connection=connection))
         return other, transports[-1]
 
     yield begin
-    for each in (*transports, *lines):
+    for each in (*transports, *connections):
         each.close()
     for each in running:
         each.stop()
@@ -179,7 +179,7 @@ def test_another_process_reads_what_is_offered_and_what_is_written_later(start, 
 
 
 def test_without_a_door_plain_memory_is_read_all_the_same(start):
-    other, transport = start("plain", has_door=False)
+    other, transport = start("plain", has_server=False)
     (handle,) = other.offer(100_000)
     assert content(transport.open(handle)).tobytes() == expected(100_000).tobytes()
     transport.close_handle(handle)
@@ -265,7 +265,7 @@ def test_memory_that_can_be_offered_is_not_refused_before(start, kind):
 
 
 def test_mapped_memory_without_a_door_is_refused_with_a_remedy(start):
-    other, _ = start("expandable", has_door=False)
+    other, _ = start("expandable", has_server=False)
     assert "expandable_segments:False" in other.ask("offer", 1000)
 
 

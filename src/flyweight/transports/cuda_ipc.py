@@ -1,9 +1,9 @@
-"""CUDA IPC: processes of one host show each other a device's memory, without a copy.
+"""CUDA IPC: processes of one host map each other's device memory, without a copy.
 
-What cudaMalloc gave, the driver shows by a handle of 64 bytes, a whole allocation at a
-time. What is mapped piece by piece (torch's expandable segments) is shown by files, which
-go through a door. With a door there is also a register of what is offered, so that
-readers see a release and a death at once; without, they see them when the driver does.
+The driver exports memory of cudaMalloc as a handle of 64 bytes, a whole allocation at a
+time. It exports mapped memory (torch's expandable segments) as files, which an `FdServer`
+passes on. An FdServer also passes on a register of the standing offers, from which readers
+see a release or a death at once; without it, they see them when the driver does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import mmap
 import os
 import re
 import secrets
-import select
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,23 +19,21 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 import msgspec
-import numpy as np
 
 from flyweight.cuda import driver
 from flyweight.digest import Words
 from flyweight.errors import HandleGone, TransportError
-from flyweight.memory import Buffer, bytes_of, without_fork
+from flyweight.memory import Buffer
 from flyweight.transports.fd_passing import FdConnection, FdServer
+from flyweight.transports.offer_register import MAX_OFFERS, OfferRegister, map_register
 
 FETCH_SECONDS = 5.0
 _MAX_NUMBER = 2**63 - 1
-_MAX_OFFERS = 1 << 20
-_REGISTER_BYTES = 8 * (_MAX_OFFERS + 1)  # mostly never touched, and so not there
 _MAX_TEXT = 64
 
 
-class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file that stands for mapped memory: its key at the door, and how much it is."""
+class ExportedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file that stands for mapped memory: its key at the FdServer, and the memory's size."""
 
     key: str
     nbytes: int
@@ -48,25 +45,25 @@ class CudaIpcHandle(
     """Names bytes of an allocation. It arrives from another process, so it checks itself."""
 
     session: str
-    """Which transport offers it: numbers and keys of another one mean nothing."""
+    """The transport that offers it: numbers and keys of another one mean nothing."""
     pid: int
     slot: int
     number: int
-    """The register holds this number at this slot as long as the offer stands."""
+    """The register has this number in this slot until the offer is released."""
     register: str
-    """The register's key at the door, or nothing."""
+    """The register's key at the FdServer, or ""."""
     device: str
     allocation: int
-    """Unique in its process, also among allocations that had the same address."""
+    """Unique in its process, also among allocations at the same address at different times."""
     offset: int
     nbytes: int
     allocation_bytes: int
     ipc: bytes = b""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ExportedFile, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = (self.pid, self.slot, self.number, self.offset, self.nbytes)
-        if not all(0 <= each <= _MAX_NUMBER for each in numbers) or self.slot > _MAX_OFFERS:
+        if not all(0 <= each <= _MAX_NUMBER for each in numbers) or self.slot > MAX_OFFERS:
             raise TransportError(f"handle with numbers {numbers}")
         if not re.fullmatch("[0-9a-f]{16}", self.session):
             raise TransportError(f"handle of session {self.session[:_MAX_TEXT]!r}, not 16 digits")
@@ -92,31 +89,31 @@ class CudaIpcHandle(
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Equal for handles that lie in one mapping."""
+        """Equal for handles of the same mapping."""
         return self.session, self.allocation, self.ipc, self.pieces
 
 
 @dataclass(eq=False)
-class _Shown:
-    """A piece of ours that lies at the door, and how many offers need it."""
+class _Export:
+    """A file of ours at the FdServer, and how many offers need it."""
 
-    piece: Piece
+    file: ExportedFile
     num_offers: int = 0
 
 
 @dataclass(eq=False)
 class _Offer:
     buffer: Buffer
-    shown: list[int]
+    exports: list[int]
 
 
 @dataclass(eq=False)
 class _Mapping:
-    """Memory of another process, mapped here, and the handles that were opened in it."""
+    """Memory of another process that is mapped here, and the open handles in it."""
 
     device: int
     start: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ExportedFile, ...]
     users: set[CudaIpcHandle] = field(default_factory=set)
 
     def close(self) -> None:
@@ -127,9 +124,10 @@ class _Mapping:
 
 
 class CudaIpcTransport:
-    """Offers memory of devices; a process that only reads needs no door, one that offers no line.
+    """Offers device memory, and opens that of other processes.
 
-    Mapped memory, as torch's expandable segments are, needs both.
+    Mapped memory, such as torch's expandable segments, needs an FdServer on the offering side
+    and an FdConnection on the opening side.
     """
 
     def __init__(
@@ -138,11 +136,9 @@ class CudaIpcTransport:
         self._fd_server, self._fd_connection = fd_server, fd_connection
         self._session = secrets.token_hex(8)
         self._offers: dict[int, _Offer] = {}
-        self._free_slots: list[int] = []
-        self._num_slots = self._number = 0
-        self._shown: dict[int, _Shown] = {}
-        self._register: Words | None = None
-        self._register_key = ""
+        self._number = 0
+        self._exports: dict[int, _Export] = {}
+        self._register = OfferRegister(self._session, fd_server)
         self._mappings: dict[tuple[object, ...], _Mapping] = {}
         self._opened: dict[CudaIpcHandle, Buffer] = {}
         self._registers: dict[str, Words] = {}
@@ -159,34 +155,30 @@ class CudaIpcTransport:
         device = buffer.device
         with self._lock:
             if not buffer.nbytes:
-                return self._offered(buffer, [], 0, 0, 0)
+                return self._entered(buffer, None, [], 0)
             found = []
             for each in _allocations(buffer):
                 if why := self._refusal(each):
                     raise TransportError(why)
                 found.append(each)
-            first, low = found[0], buffer.span[0]
+            first = found[0]
             if first.can_ipc:
                 ipc = driver.ipc_handle(device, first.start)
-                return self._offered(
-                    buffer, [], first.number, low - first.start, first.nbytes, ipc=ipc
-                )
-            shown: list[int] = []
+                return self._entered(buffer, first, [], first.nbytes, ipc=ipc)
+            exports: list[int] = []
             try:
-                pieces = tuple(self._show(device, each, shown) for each in found)
-                total = sum(piece.nbytes for piece in pieces)
-                return self._offered(
-                    buffer, shown, first.number, low - first.start, total, pieces=pieces
-                )
+                files = tuple(self._export(device, each, exports) for each in found)
+                total = sum(file.nbytes for file in files)
+                return self._entered(buffer, first, exports, total, pieces=files)
             except TransportError:
-                self._hide(shown)
+                self._unexport(exports)
                 raise
 
     def refusal(self, buffer: Buffer) -> str:
         """Return why other processes cannot map a buffer, with the remedy; "" if they can."""
         try:
             return next(filter(None, map(self._refusal, _allocations(buffer))), "")
-        except TransportError as error:  # the driver does not say what memory that is
+        except TransportError as error:  # the driver does not know this memory
             return str(error)
 
     def _refusal(self, found: driver.Allocation) -> str:
@@ -207,98 +199,71 @@ class CudaIpcTransport:
             )
         if self._fd_server is None:
             return (
-                f"{text}they are mapped (expandable segments), which takes a door, and there is "
-                f"none; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+                f"{text}they are mapped (expandable segments), which takes an FdServer, and there "
+                f"is none; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
             )
         return ""
 
-    def _offered(
+    def _entered(
         self,
         buffer: Buffer,
-        shown: list[int],
-        allocation: int,
-        offset: int,
+        first: driver.Allocation | None,
+        exports: list[int],
         allocation_bytes: int,
         *,
         ipc: bytes = b"",
-        pieces: tuple[Piece, ...] = (),
+        pieces: tuple[ExportedFile, ...] = (),
     ) -> CudaIpcHandle:
         """Enter an offer into the register and return its handle."""
         assert buffer.device is not None
-        if not self._free_slots and self._num_slots == _MAX_OFFERS:
-            raise TransportError(f"{_MAX_OFFERS} offers stand already; release some")
         low, high = buffer.span if buffer.nbytes else (0, 0)
         self._number += 1
-        self._open_register()
+        slot = self._register.enter(self._number)
         handle = CudaIpcHandle(
             session=self._session,
             pid=os.getpid(),
-            slot=self._free_slots.pop() if self._free_slots else self._num_slots + 1,
+            slot=slot,
             number=self._number,
-            register=self._register_key,
+            register=self._register.key,
             device=driver.uuid(buffer.device),
-            allocation=allocation,
-            offset=offset,
+            allocation=0 if first is None else first.number,
+            offset=0 if first is None else low - first.start,
             nbytes=high - low,
             allocation_bytes=allocation_bytes,
             ipc=ipc,
             pieces=pieces,
         )
-        self._num_slots = max(self._num_slots, handle.slot)
-        self._offers[handle.number] = _Offer(buffer, shown)
-        if self._register is not None:
-            self._register[handle.slot] = handle.number
+        self._offers[handle.number] = _Offer(buffer, exports)
         return handle
 
-    def _open_register(self) -> None:
-        """Put a register at the door: the session first, then numbers of offers that stand."""
-        if self._fd_server is None or self._register is not None:
-            return
-        fd = -1
-        try:
-            fd = os.memfd_create("flyweight-offers", os.MFD_CLOEXEC)
-            os.ftruncate(fd, _REGISTER_BYTES)
-            data = bytes_of(mmap.mmap(fd, _REGISTER_BYTES))
-            readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as cause:
-            raise TransportError(f"no register of offers: {cause.strerror}") from cause
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        without_fork(data)
-        self._register = data.view(np.uint64)
-        self._register[0] = int(self._session, 16)
-        self._register_key = self._fd_server.offer(readable)
-
-    def _show(self, device: int, found: driver.Allocation, shown: list[int]) -> Piece:
-        """Put a file for mapped memory at the door, unless it is there, and count its use."""
+    def _export(self, device: int, found: driver.Allocation, exports: list[int]) -> ExportedFile:
+        """Offer a file for mapped memory, unless it is offered already, and count its use."""
         assert self._fd_server is not None
-        if found.number not in self._shown:
+        if found.number not in self._exports:
             try:
                 fd = driver.export_fd(device, found.start)
             except TransportError as error:
-                error.note(f"{len(self._shown)} files are at the door already; see ulimit -n")
+                error.note(f"{len(self._exports)} files are exported already; see ulimit -n")
                 raise
-            self._shown[found.number] = _Shown(Piece(self._fd_server.offer(fd), found.nbytes))
-        self._shown[found.number].num_offers += 1
-        shown.append(found.number)
-        return self._shown[found.number].piece
+            file = ExportedFile(self._fd_server.offer(fd), found.nbytes)
+            self._exports[found.number] = _Export(file)
+        self._exports[found.number].num_offers += 1
+        exports.append(found.number)
+        return self._exports[found.number].file
 
-    def _hide(self, shown: list[int]) -> None:
-        assert self._fd_server is not None or not shown
-        for number in shown:
-            self._shown[number].num_offers -= 1
-            if not self._shown[number].num_offers and self._fd_server is not None:
-                self._fd_server.release(self._shown.pop(number).piece.key)
+    def _unexport(self, exports: list[int]) -> None:
+        assert self._fd_server is not None or not exports
+        for number in exports:
+            self._exports[number].num_offers -= 1
+            if not self._exports[number].num_offers and self._fd_server is not None:
+                self._fd_server.release(self._exports.pop(number).file.key)
 
     def release(self, handle: CudaIpcHandle) -> None:
         with self._lock:
             if handle.session != self._session or handle.number not in self._offers:
                 return
-            if self._register is not None:
-                self._register[handle.slot] = 0
-            self._free_slots.append(handle.slot)
-            self._hide(self._offers.pop(handle.number).shown)
+            self._register.remove(handle.slot)
+            self._unexport(self._offers.pop(handle.number).exports)
 
     # The side that reads.
 
@@ -336,20 +301,20 @@ class CudaIpcTransport:
         return _read_only(low, handle.nbytes, offer.buffer.owner, offer.buffer.device)
 
     def _check_offered(self, handle: CudaIpcHandle) -> None:
-        """Raise HandleGone if the register, or its owner, is no longer there, or has no such offer.
+        """Raise HandleGone if the offering process is gone, or its register lacks the offer.
 
-        Without a register or a line nothing is known, and the driver will tell.
+        Without a register or a connection to it, only the driver can tell.
         """
         if self._fd_connection is None or not handle.register:
             return
         what = f"offer {handle.number} of process {handle.pid}"
-        if _is_gone(self._fd_connection):
+        if not self._fd_connection.is_open:
             raise HandleGone(f"{what} is gone with that process")
         register = self._registers.get(handle.session)
         if register is None:
             register = self._registers[handle.session] = self._read_register(handle.register)
         if register[0] != int(handle.session, 16):
-            raise HandleGone(f"{what} is of session {handle.session!r}, which is not at this door")
+            raise HandleGone(f"{what} is of session {handle.session!r}, which is over")
         if register[handle.slot] != handle.number:
             raise HandleGone(f"{what} was released")
 
@@ -357,13 +322,11 @@ class CudaIpcTransport:
         assert self._fd_connection is not None
         fd = self._fd_connection.fetch(key, timeout_seconds=FETCH_SECONDS)
         try:
-            data = bytes_of(mmap.mmap(fd, _REGISTER_BYTES, prot=mmap.PROT_READ))
+            return map_register(fd, mmap.PROT_READ)
         except (OSError, ValueError) as cause:
             raise TransportError(f"cannot map register {key!r}: {cause}") from cause
         finally:
             os.close(fd)
-        without_fork(data)
-        return data.view(np.uint64)
 
     def _mapped(self, device: int, handle: CudaIpcHandle) -> _Mapping:
         try:
@@ -377,12 +340,14 @@ class CudaIpcTransport:
 
     def _map_pieces(self, device: int, handle: CudaIpcHandle) -> int:
         if self._fd_connection is None:
-            raise TransportError(f"handle of {len(handle.pieces)} files, and no line to a door")
+            raise TransportError(
+                f"handle of {len(handle.pieces)} files, and no connection to fetch them"
+            )
         files: list[tuple[int, int]] = []
         try:
-            for piece in handle.pieces:
-                fd = self._fd_connection.fetch(piece.key, timeout_seconds=FETCH_SECONDS)
-                files.append((fd, piece.nbytes))
+            for file in handle.pieces:
+                fd = self._fd_connection.fetch(file.key, timeout_seconds=FETCH_SECONDS)
+                files.append((fd, file.nbytes))
             return driver.map_fds(device, files)
         finally:
             for fd, _ in files:
@@ -400,23 +365,19 @@ class CudaIpcTransport:
     def close(self) -> None:
         with self._lock:
             for offer in self._offers.values():
-                self._hide(offer.shown)
+                self._unexport(offer.exports)
             self._offers.clear()
-            if self._register is not None and self._fd_server is not None:
-                self._register[1 : self._num_slots + 1] = 0
-                self._fd_server.release(self._register_key)
-            self._register, self._register_key = None, ""
-            self._free_slots, self._num_slots = [], 0
+            self._register.close()
             self._registers.clear()
             for mapping in self._mappings.values():
-                with suppress(TransportError):  # a broken context cannot unmap, and needs not
+                with suppress(TransportError):  # a broken context cannot unmap, and need not
                     mapping.close()
             self._mappings.clear()
             self._opened.clear()
 
 
 def _allocations(buffer: Buffer) -> Iterator[driver.Allocation]:
-    """Yield what a buffer lies in: several allocations where memory is mapped piece by piece."""
+    """Yield the allocations of a buffer: several where memory is mapped in parts."""
     if buffer.nbytes:
         assert buffer.device is not None
         at, high = buffer.span
@@ -426,15 +387,6 @@ def _allocations(buffer: Buffer) -> Iterator[driver.Allocation]:
             if found.can_ipc:
                 return  # it was allocated as one
             at = found.start + found.nbytes
-
-
-def _is_gone(line: FdConnection) -> bool:
-    """True once the other process has closed or died; an answer on its way is neither."""
-    if line.fileno() < 0:
-        return True
-    poll = select.poll()
-    poll.register(line.fileno(), select.POLLRDHUP)
-    return bool(poll.poll(0))
 
 
 _transports: WeakValueDictionary[str, CudaIpcTransport] = WeakValueDictionary()
