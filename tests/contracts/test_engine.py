@@ -98,7 +98,7 @@ def running(driven):
 
 
 def test_no_request_is_taken_before_it_is_told_to(driven):
-    with pytest.raises(LifecycleError, match="took no requests"), driven.request(SOON):
+    with pytest.raises(LifecycleError), driven.request(SOON):
         pass
     driven.engine.resume(3)
     with driven.request(SOON) as version:

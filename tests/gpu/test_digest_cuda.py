@@ -129,7 +129,7 @@ def test_work_queued_before_is_digested_and_a_deadline_is_kept():
 
 def test_memory_of_the_host_is_refused():
     data = torch.zeros(8, dtype=torch.uint8)
-    with pytest.raises(SpecError, match="to be of one"):
+    with pytest.raises(SpecError, match="must be of one"):
         DeviceDigests([Buffer.of(data.numpy())])
 
 

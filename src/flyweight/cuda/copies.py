@@ -1,17 +1,20 @@
-"""Copies by the CUDA driver, many at once, and copy tables that are run again and again."""
+"""Copies on a CUDA device, many at once, and tables of copies that run again and again.
+
+The driver copies large blocks and strided rows. A kernel of our own copies thousands of small
+blocks in one launch. torch copies what the driver could copy only in small parts.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
 from math import prod
-from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -25,32 +28,25 @@ from flyweight.cuda.driver import (
     free,
     function,
     primary_context,
+    wait_until,
 )
-from flyweight.errors import MissingDependency, SpecError, TransferTimeout, TransportError
+from flyweight.errors import MissingDependency, SpecError, TransportError
 from flyweight.memory import Buffer
 
-_PIECE_BYTES = 256 << 20  # so that one huge tensor keeps all streams busy
-_TABLE_BYTES = 32 << 20  # what is larger is as fast by the driver's own copies
+_PIECE_BYTES = 256 << 20  # small enough that one huge tensor keeps all streams busy
+_TABLE_BYTES = 32 << 20  # larger copies are as fast by the driver
 _MAX_COPIES = 1 << 16
 _MAX_PITCH = 2**31 - 1
-_SPIN_SECONDS = 0.05  # a round takes about 8 ms, and who sleeps wakes 60 us late
 _NOT_READY = 600
 _HOST, _DEVICE = 1, 2
 
 
 class _Side(ctypes.Structure):
     _fields_ = (
-        ("x", c_size_t),
-        ("y", c_size_t),
-        ("z", c_size_t),
-        ("level", c_size_t),
+        *((name, c_size_t) for name in ("x", "y", "z", "level")),
         ("kind", c_int),
-        ("host", c_void_p),
-        ("device", c_void_p),
-        ("array", c_void_p),
-        ("reserved", c_void_p),
-        ("pitch", c_size_t),
-        ("height", c_size_t),
+        *((name, c_void_p) for name in ("host", "device", "array", "reserved")),
+        *((name, c_size_t) for name in ("pitch", "height")),
     )
 
 
@@ -58,31 +54,19 @@ class _Copy3D(ctypes.Structure):
     _fields_ = (
         ("source", _Side),
         ("sink", _Side),
-        ("width", c_size_t),
-        ("height", c_size_t),
-        ("depth", c_size_t),
+        *((name, c_size_t) for name in ("width", "height", "depth")),
     )
 
 
-def wait_until(is_done: Callable[[], bool], timeout_seconds: float, what: str) -> None:
-    """Return once `is_done`; raise TransferTimeout if that takes too long."""
-    start = monotonic()
-    while not is_done():
-        waited = monotonic() - start
-        if waited > timeout_seconds:
-            raise TransferTimeout(f"{what} in {timeout_seconds:g} s")
-        sleep(0 if waited < _SPIN_SECONDS else 0.0005)
-
-
 _Dim = tuple[int, int, int]
-"""How many, and how many bytes apart at the sink and at the source."""
+"""The size of a dim, and its byte strides at the sink and at the source."""
 
 
 @lru_cache(maxsize=1 << 16)
 def _dims(
     shape: tuple[int, ...], sink: tuple[int, ...], source: tuple[int, ...], item_bytes: int
 ) -> tuple[tuple[_Dim, ...], tuple[_Dim, ...]]:
-    """Return what to walk through here, and below it what the driver copies in one call."""
+    """Return the dims to loop over, and the inner dims that the driver copies in one call."""
     dims = sorted(
         (each for each in zip(shape, sink, source, strict=True) if each[0] != 1),
         key=lambda dim: (dim[1], dim[2]),
@@ -107,13 +91,13 @@ def _dims(
 
 
 def run_bytes(sink: Buffer, source: Buffer) -> int:
-    """Return how many bytes of a copy lie without a gap on both sides, at least."""
+    """Return the length of the runs in which a copy is contiguous on both sides, in bytes."""
     _, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
     return block[-1][0]
 
 
 def _fits(dims: Sequence[_Dim]) -> bool:
-    """True if the driver can copy rows, or planes of rows, that lie so at both sides."""
+    """True if the driver can copy rows, or planes of rows, of this shape."""
     *outer, (width, _, _) = dims
     for side in (1, 2):
         if outer and not width <= outer[-1][side] <= _MAX_PITCH:
@@ -125,8 +109,8 @@ def _fits(dims: Sequence[_Dim]) -> bool:
     return True
 
 
-def _is_any(sink: Buffer, source: Buffer) -> bool:
-    """True if there is something to copy; raise SpecError if it cannot be copied."""
+def _has_items(sink: Buffer, source: Buffer) -> bool:
+    """True if there is something to copy; raise SpecError if the buffers do not fit."""
     if (sink.shape, sink.item_bytes) != (source.shape, source.item_bytes):
         raise SpecError(
             f"source is {source.shape} items of {source.item_bytes} bytes, "
@@ -138,14 +122,14 @@ def _is_any(sink: Buffer, source: Buffer) -> bool:
 
 
 def _offsets(dims: Sequence[_Dim]) -> Iterator[tuple[int, int]]:
-    """Yield where each step through the dims is, in bytes, at the sink and at the source."""
+    """Yield the byte offset at the sink and at the source for each step of a loop over dims."""
     for steps in product(*(range(size) for size, _, _ in dims)):
         to = sum(step * dim[1] for step, dim in zip(steps, dims, strict=True))
         yield to, sum(step * dim[2] for step, dim in zip(steps, dims, strict=True))
 
 
-def _each(line: str) -> str:
-    """Write a line of the kernel once for each load of a thread."""
+def _per_load(line: str) -> str:
+    """Repeat a line of the kernel for each load of a thread."""
     quads = ["{" + ", ".join(f"%x{4 * k + lane}" for lane in range(4)) + "}" for k in range(_LOADS)]
     step = 16 * _THREADS
     return "\n".join(
@@ -153,8 +137,8 @@ def _each(line: str) -> str:
     )
 
 
-# A block of threads copies one task, {sink, source, bytes}: each thread eight times 16 bytes if
-# there are as many, then one of the bytes left over. All loads are under way before a store.
+# A block of threads copies one task, {sink, source, bytes}: each thread copies 16 bytes up to
+# eight times, then one of the remaining bytes. All loads are issued before the first store.
 _THREADS, _LOADS = 1024, 8
 _TASK_BYTES = 16 * _THREADS * _LOADS
 _KERNEL = f"""
@@ -174,9 +158,9 @@ cvt.u64.u32 %wide, %at;              add.u64 %from, %source, %wide;
 add.u64 %to, %sink, %wide;           @%p ld.global.u8 %byte, [%from];
 shl.b32 %at, %i, 4;                  cvt.u64.u32 %wide, %at;
 add.u64 %sink, %sink, %wide;         add.u64 %source, %source, %wide;
-{_each("setp.lt.u32 %q{k}, %at, %whole; add.u32 %at, %at, {step};")}
-{_each("@%q{k} ld.global.cs.v4.u32 {quad}, [%source+{offset}];")}
-{_each("@%q{k} st.global.cs.v4.u32 [%sink+{offset}], {quad};")}
+{_per_load("setp.lt.u32 %q{k}, %at, %whole; add.u32 %at, %at, {step};")}
+{_per_load("@%q{k} ld.global.cs.v4.u32 {quad}, [%source+{offset}];")}
+{_per_load("@%q{k} st.global.cs.v4.u32 [%sink+{offset}], {quad};")}
 @%p st.global.u8 [%to], %byte;
 ret; }}
 """
@@ -192,7 +176,7 @@ def _kernel(device: int) -> c_void_p:
 
 
 def _tasks(copies: Sequence[tuple[int, int, int]]) -> NDArray[np.uint64]:
-    """Cut (sink, source, bytes) into tasks of the kernel."""
+    """Split copies, (sink, source, bytes) each, into tasks of the kernel."""
     whole = np.array(copies, np.uint64).reshape(-1, 3)
     step = np.uint64(_TASK_BYTES)
     counts = (whole[:, 2] + step - np.uint64(1)) // step
@@ -207,7 +191,7 @@ def _tasks(copies: Sequence[tuple[int, int, int]]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, eq=False)
 class CopyTable:
-    """Copies that are made again and again, and what of them one launch does. Keeps the buffers."""
+    """Copies that run again and again, and the tasks of one launch. Keeps the buffers alive."""
 
     pairs: tuple[tuple[Buffer, Buffer], ...]
     rest: tuple[tuple[Buffer, Buffer], ...]
@@ -217,13 +201,14 @@ class CopyTable:
 
 
 _abandoned: list[object] = []
+"""Buffers and tables of copies that were under way when their copier was closed."""
 
 
 class Copier:
-    """Copies between a device and the device or the host, many at once; one thread at a time.
+    """Copies between a device and itself or the host, many at once. For one thread at a time.
 
-    A copy waits for what was queued before on the device's default stream, and later work on
-    that stream waits for it. Work on other streams is the caller's to wait for: `synchronize`.
+    A copy waits for earlier work on the device's default stream, and later work on that stream
+    waits for the copy. For work on other streams, the caller must `synchronize`.
     """
 
     def __init__(
@@ -243,12 +228,12 @@ class Copier:
                 call("cuStreamCreate", byref(self._streams[-1]), 0)
 
     def copy(self, sink: Buffer, source: Buffer) -> None:
-        """Queue a copy; both buffers are kept until `wait`, and copies arrive in any order.
+        """Queue a copy. Copies end in any order; both buffers are kept alive until `wait`.
 
         Raises SpecError if the buffers differ in shape or item width, if items of the sink share
-        bytes, or if the strides take more calls of the driver than 65536.
+        bytes, or if the strides need more than 65536 calls of the driver.
         """
-        if not _is_any(sink, source):
+        if not _has_items(sink, source):
             return
         walk, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
         self._held.append((sink, source))
@@ -265,17 +250,16 @@ class Copier:
     def table(
         self, pairs: Sequence[tuple[Buffer, Buffer]], *, launch_bytes: int = _TABLE_BYTES
     ) -> CopyTable:
-        """Return copies, (sink, source) each, that `run` makes as often as it is asked to.
+        """Return a table of copies, (sink, source) each, for `run`.
 
-        Those of less than `launch_bytes` are made by one launch of a kernel, as far as it can.
-
-        For thousands of small tensors this is many times faster than queueing each one. A table
-        takes 24 bytes of device memory per 128 KiB until `free_table`. Raises as `copy` does.
+        One launch of a kernel makes those of less than `launch_bytes` that are contiguous: for
+        thousands of small tensors, many times faster than queueing each one. A table takes 24
+        bytes of device memory per 128 KiB until `free_table`. Raises as `copy` does.
         """
         flat: list[tuple[int, int, int]] = []
         rest: list[tuple[Buffer, Buffer]] = []
         for sink, source in pairs:
-            if not _is_any(sink, source):
+            if not _has_items(sink, source):
                 continue
             walk, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
             is_small = not walk and len(block) == 1 and block[0][0] < launch_bytes
@@ -294,13 +278,13 @@ class Copier:
         return CopyTable(tuple(pairs), tuple(rest), place, len(tasks), nbytes)
 
     def free_table(self, table: CopyTable) -> None:
-        """Give back what a table takes, once none of its copies is under way. Safe to repeat."""
+        """Free a table's memory; none of its copies may be under way. Safe to repeat."""
         if table.tasks in self._tables:
             self._tables.remove(table.tasks)
             free(table.tasks)
 
     def run(self, table: CopyTable) -> None:
-        """Queue all copies of a table of this copier."""
+        """Queue all copies of a table that this copier made."""
         if table.num_tasks:
             self._held.append(table)
             self._queued_bytes[0] += table.task_bytes
@@ -316,7 +300,7 @@ class Copier:
     def wait(self, timeout_seconds: float) -> None:
         """Return once every queued copy has arrived; raise TransferTimeout if one does not.
 
-        After a timeout the buffers are still being written, and stay held.
+        After a timeout the copies go on, and their buffers are kept alive.
         """
         what = f"{len(self._held)} copies of device {self._device} did not all arrive"
         with current_context(self._device):
@@ -325,9 +309,9 @@ class Copier:
         self._queued_bytes = [0] * len(self._streams)
 
     def close(self) -> None:
-        """Let go of the streams and tables. Safe to repeat.
+        """Destroy the streams and free the tables. Safe to repeat.
 
-        What is still on its way is kept for good: nobody would notice its arrival.
+        Buffers of copies that are still under way are kept for ever: nobody waits for them.
         """
         if self._held:
             with suppress(TransportError):
@@ -351,7 +335,7 @@ class Copier:
         return True
 
     def _stream(self, nbytes: int) -> c_void_p:
-        """Return the stream with the least to do, and count these bytes to it."""
+        """Return the stream with the fewest queued bytes, and count these to it."""
         index = self._queued_bytes.index(min(self._queued_bytes))
         self._queued_bytes[index] += nbytes
         return self._streams[index]
@@ -378,15 +362,15 @@ class Copier:
         call("cuMemcpy3DAsync_v2", byref(copy), stream)
 
 
-class _Shown:
-    """What torch needs to see memory as a tensor, without owning it."""
+class _ArrayInterface:
+    """What torch needs to view memory as a tensor, without owning it."""
 
     def __init__(self, interface: dict[str, object]) -> None:
         self.__cuda_array_interface__ = interface
 
 
 def tensor_at(buffer: Buffer) -> Any:
-    """Return a device's memory as a tensor of integers; what matters is only how wide they are."""
+    """View device memory as a torch tensor of integers, as wide as its strides allow."""
     try:
         torch = importlib.import_module("torch")
     except ImportError as cause:
@@ -405,9 +389,9 @@ def tensor_at(buffer: Buffer) -> Any:
         "data": (buffer.address, False),
         "version": 2,
     }
-    return torch.as_tensor(_Shown(interface), device=f"cuda:{buffer.device}")
+    return torch.as_tensor(_ArrayInterface(interface), device=f"cuda:{buffer.device}")
 
 
 def copy_strided(sink: Buffer, source: Buffer) -> None:
-    """Queue a copy item by item, for strides of which the driver can do only little at a time."""
+    """Queue a copy by torch, for strides that the driver can copy only in small parts."""
     tensor_at(sink).copy_(tensor_at(source))

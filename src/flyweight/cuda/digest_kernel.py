@@ -1,8 +1,8 @@
-"""The digest of flyweight.digest on a GPU: a pass over a device's memory in one launch.
+"""The digest of flyweight.digest on a GPU: one launch reads all memory of a device.
 
-Triton compiles the kernel at the first use. Rows that are whole and aligned are read 16
-bytes at a time; ends and odd addresses byte by byte, which costs little since they are
-few. Only what is not contiguous is first copied into order, a stretch at a time.
+Triton compiles the kernel at the first use. The kernel reads whole, aligned rows 16 bytes at
+a time, and ends and odd addresses byte by byte, which costs little since they are few.
+Tensors that are not contiguous are first copied into scratch memory, a block at a time.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from flyweight.cuda.copies import tensor_at, wait_until
+from flyweight.cuda.copies import tensor_at
+from flyweight.cuda.driver import wait_until
 from flyweight.digest import ROW_BYTES, ROW_WORDS, fmix, splitmix
 from flyweight.errors import MissingDependency, SpecError
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
 
 _SCRATCH_BYTES = 16 << 20
-_TASK_ROWS = 128  # 1 MiB: so many tasks even out, and each loads 16 KiB of tables
-_NUM_ROWS, _NUM_WARPS = 4, 8  # of a step, and of the program that takes it
+_TASK_ROWS = 128  # 1 MiB: small enough to balance the load; a task reads 16 KiB of tables
+_NUM_ROWS, _NUM_WARPS = 4, 8  # of one step of a task, and of its program
 
 
 @cache
@@ -77,9 +78,9 @@ def _kernel() -> Any:
 
 
 class DeviceDigests:
-    """Digests of the same buffers, round after round; all memory for it is taken once.
+    """Digests of the same buffers, round after round; memory for them is allocated once.
 
-    Keeps the buffers. Needs torch and triton. One thread at a time.
+    Keeps the buffers alive. Needs torch and triton. For one thread at a time.
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
@@ -87,7 +88,7 @@ class DeviceDigests:
         devices = {buffer.device for buffer in buffers}
         if len(devices) > 1 or None in devices:
             raise SpecError(
-                f"buffers of devices {sorted(map(str, devices))}, they are to be of one"
+                f"buffers of devices {sorted(map(str, devices))}, all must be of one device"
             )
         self._device = devices.pop() if devices else None
         self._is_started = False
@@ -109,9 +110,9 @@ class DeviceDigests:
             self._steps = self._planned(place)
 
     def start(self) -> None:
-        """Queue the reading, behind what was queued before on the device's default stream.
+        """Queue the digests after earlier work on the device's default stream.
 
-        Copiers' copies are before it, too. `values` then waits for it.
+        The copies of a Copier count as such work. `values` waits for the digests.
         """
         if self._device is None or self._is_started:
             return
@@ -130,10 +131,7 @@ class DeviceDigests:
             self._event.record()
 
     def values(self, timeout_seconds: float) -> list[int]:
-        """Return what flyweight.digest says of each buffer's bytes in row-major order.
-
-        Raises TransferTimeout.
-        """
+        """Return the digest of each buffer's bytes in row-major order; raise TransferTimeout."""
         if self._device is None:
             return []
         self.start()
@@ -144,7 +142,7 @@ class DeviceDigests:
         return [int(value) for value in fmix(fmix(self._nbytes) + sums)]
 
     def _planned(self, place: str) -> list[tuple[Any, Any, list[tuple[int, Any]]]]:
-        """Return steps: a copy into order, if any, and the tasks of each unit after it."""
+        """Return steps: a copy to scratch memory, if any, then the tasks by width of a read."""
         torch = self._torch
         plain: list[_Task] = []
         steps: list[tuple[Any, Any, list[tuple[int, Any]]]] = []
@@ -182,11 +180,11 @@ class DeviceDigests:
 
 
 _Task = tuple[int, int, int, int, int]
-"""The bytes of an aligned read, then what the kernel knows: address, bytes, first row, index."""
+"""The width of a read, then the kernel's arguments: address, bytes, first row, index."""
 
 
 def _tasks(address: int, nbytes: int, first_row: int, index: int) -> Iterator[_Task]:
-    """Cut contiguous bytes that start with a row of their tensor into tasks."""
+    """Split contiguous bytes, which begin with a row of their tensor, into tasks."""
     unit = 16 if address % 16 == 0 else 8 if address % 8 == 0 else 1
     step = _NUM_ROWS * ROW_BYTES
     whole = nbytes - nbytes % step if unit > 1 else 0
@@ -197,7 +195,7 @@ def _tasks(address: int, nbytes: int, first_row: int, index: int) -> Iterator[_T
 
 
 def _blocks(buffer: Buffer) -> Iterator[Buffer]:
-    """Cut a buffer, in row-major order, into blocks that scratch has room for."""
+    """Split a buffer, in row-major order, into blocks that fit into scratch memory."""
     if buffer.nbytes <= _SCRATCH_BYTES:
         yield buffer
         return

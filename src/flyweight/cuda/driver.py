@@ -1,8 +1,8 @@
-"""The CUDA driver, by ctypes: memory, copies, and memory of other processes, by address.
+"""The CUDA driver through ctypes: calls, contexts, memory, and memory of other processes.
 
-Everything happens in a device's primary context, which is the one frameworks use. It is
-pushed for each call and popped again, so any thread may call and none has its current
-device changed. Importing this needs no driver: `is_available` tells whether there is one.
+Every call uses a device's primary context, the one that frameworks use. The context is pushed
+for the call and popped again, so any thread may call and no thread's current device changes.
+Importing this needs no driver: `is_available` says whether there is one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c
 from dataclasses import dataclass
 from functools import cache
 from queue import Empty, SimpleQueue
+from time import monotonic, sleep
 from typing import Any
 
 from flyweight.errors import (
@@ -27,6 +28,7 @@ from flyweight.errors import (
 from flyweight.memory import Buffer
 
 IPC_BYTES = 64
+_SPIN_SECONDS = 0.05  # a round takes about 8 ms, and a thread that sleeps wakes 60 us late
 
 _INVALID_VALUE, _INVALID_HANDLE = 1, 400
 _POSIX_FD = 1
@@ -88,17 +90,18 @@ def _library() -> ctypes.CDLL:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as cause:
         raise MissingDependency(
-            "CUDA needs libcuda.so.1, which comes with NVIDIA's driver and is not found here"
+            "CUDA needs libcuda.so.1, which is not found here; install NVIDIA's driver"
         ) from cause
 
 
 @cache
 def function(name: str) -> Callable[..., int]:
+    """Return a function of the driver, to call often or to look at its code."""
     try:
         found = getattr(_library(), name)
     except AttributeError as cause:
         raise MissingDependency(
-            f"this CUDA driver has no {name!r}; a driver of CUDA 12.4 or later has"
+            f"this CUDA driver has no {name!r}; install a driver of CUDA 12.4 or later"
         ) from cause
     found.argtypes = _ARGUMENTS[name]
     return found  # type: ignore[no-any-return]
@@ -114,6 +117,7 @@ def error_text(code: int) -> str:
 
 
 def check(name: str, code: int) -> None:
+    """Raise TransportError if a function of the driver did not return success."""
     if code:
         raise TransportError(f"{name} answered {code}, {error_text(code)}")
 
@@ -144,6 +148,16 @@ def current_context(device: int) -> Iterator[None]:
         call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
 
+def wait_until(is_done: Callable[[], bool], timeout_seconds: float, what: str) -> None:
+    """Return once `is_done`; raise TransferTimeout, which says `what`, after the timeout."""
+    start = monotonic()
+    while not is_done():
+        waited = monotonic() - start
+        if waited > timeout_seconds:
+            raise TransferTimeout(f"{what} in {timeout_seconds:g} s")
+        sleep(0 if waited < _SPIN_SECONDS else 0.0005)
+
+
 # Devices.
 
 
@@ -153,7 +167,7 @@ def is_available() -> bool:
 
 
 def num_devices() -> int:
-    """Return how many devices this process sees: 0 without a driver."""
+    """Return how many devices this process sees; 0 without a driver."""
     count = c_int()
     try:
         _init()
@@ -165,7 +179,7 @@ def num_devices() -> int:
 
 @cache
 def uuid(device: int) -> str:
-    """Return what nvidia-smi calls the device, the same in every process."""
+    """Return the device's name in nvidia-smi, which is the same in every process."""
     _init()
     raw = (c_char * 16)()
     call("cuDeviceGetUuid_v2", raw, device)
@@ -173,7 +187,7 @@ def uuid(device: int) -> str:
 
 
 def device_named(name: str) -> int | None:
-    """Return the number that a device has in this process, or None if it is not seen here."""
+    """Return the number of a device in this process, or None if the process does not see it."""
     return next((device for device in range(num_devices()) if uuid(device) == name), None)
 
 
@@ -186,13 +200,13 @@ def can_access_peer(device: int, other: int) -> bool:
 
 
 def synchronize(device: int, timeout_seconds: float) -> None:
-    """Wait until all that this process has queued on the device, on any stream, is done.
+    """Wait until everything that this process has queued on the device, on any stream, is done.
 
-    Raises TransferTimeout; the thread that waits for the driver is then left to itself.
+    Raises TransferTimeout; the thread that waits for the driver is then abandoned.
     """
     waiter = _waiters.pop() if _waiters else _Waiter()
     answer = waiter.ask(device, timeout_seconds)
-    if answer is None:  # it is left to itself
+    if answer is None:
         raise TransferTimeout(f"device {device} was not done in {timeout_seconds:g} s")
     _waiters.append(waiter)
     check("cuCtxSynchronize", answer)
@@ -233,7 +247,7 @@ _waiters: list[_Waiter] = []
 
 
 def allocate(device: int, nbytes: int) -> Buffer:
-    """Return memory of its own, which others can map; it stays until `free`."""
+    """Return new memory, which other processes can map; it stays until `free`."""
     address = c_uint64()
     with current_context(device):
         call("cuMemAlloc_v2", byref(address), max(nbytes, 1))
@@ -241,20 +255,20 @@ def allocate(device: int, nbytes: int) -> Buffer:
 
 
 def free(buffer: Buffer) -> None:
-    """Give back what `allocate` returned; waits for the device if that is busy."""
-    assert buffer.device is not None, "memory of the host was not allocated here"
+    """Free what `allocate` returned; waits for the device if that is busy."""
+    assert buffer.device is not None, "the host's memory is not allocated by the driver"
     with current_context(buffer.device):
         call("cuMemFree_v2", buffer.address)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the driver knows of the memory around an address."""
+    """What the driver knows about the memory at an address."""
 
     start: int
     nbytes: int
     number: int
-    """Unique in its process: memory freed and taken again at the same address has another."""
+    """Unique in its process: memory that is allocated again at the same address has another."""
     can_ipc: bool
     can_export: bool
     is_managed: bool
@@ -262,7 +276,7 @@ class Allocation:
 
 
 def allocation_at(device: int, address: int) -> Allocation:
-    """Return the allocation that an address lies in; of mapped memory, the one that is mapped."""
+    """Return the allocation that an address lies in; for mapped memory, the mapped one."""
     with current_context(device):
         can_ipc = bool(_attribute(address, _IPC_CAPABLE, c_int()))
         pool = _attribute(address, _POOL, c_uint64())
@@ -290,7 +304,7 @@ def _attribute(address: int, attribute: int, value: Any) -> int:
 
 
 def ipc_handle(device: int, address: int) -> bytes:
-    """Return by what another process opens the whole allocation that an address lies in."""
+    """Return a handle by which another process opens the whole allocation at an address."""
     handle = _IpcHandle()
     with current_context(device):
         call("cuIpcGetMemHandle", byref(handle), address)
@@ -298,7 +312,7 @@ def ipc_handle(device: int, address: int) -> bytes:
 
 
 def open_ipc(device: int, handle: bytes) -> int:
-    """Map an allocation of another process, and return where it starts here.
+    """Map an allocation of another process, and return its address here.
 
     Raises HandleGone if it was freed, or its process is gone.
     """
@@ -307,20 +321,20 @@ def open_ipc(device: int, handle: bytes) -> int:
         peer_access = 1
         struct = _IpcHandle.from_buffer_copy(handle)
         code = function("cuIpcOpenMemHandle_v2")(byref(address), struct, peer_access)
-    if code in (_INVALID_VALUE, _INVALID_HANDLE):  # seen for memory that is freed, for the dead
+    if code in (_INVALID_VALUE, _INVALID_HANDLE):  # freed memory, dead process
         raise HandleGone(f"no memory of another process has this handle: {error_text(code)}")
     check("cuIpcOpenMemHandle_v2", code)
     return address.value
 
 
 def close_ipc(device: int, address: int) -> None:
-    """Let go of what `open_ipc` mapped."""
+    """Unmap what `open_ipc` mapped."""
     with current_context(device):
         call("cuIpcCloseMemHandle", address)
 
 
 def export_fd(device: int, address: int) -> int:
-    """Return a file that stands for the mapped memory at an address, and keeps it alive."""
+    """Return a file that stands for the mapped memory at an address and keeps it alive."""
     fd, memory = c_int(-1), c_uint64()
     with current_context(device):
         call("cuMemRetainAllocationHandle", byref(memory), address)
@@ -332,9 +346,9 @@ def export_fd(device: int, address: int) -> int:
 
 
 def map_fds(device: int, files: Sequence[tuple[int, int]]) -> int:
-    """Map memory that (file, bytes) stand for, one after the other, and return where it starts.
+    """Map the memory of (file, bytes) pairs one after the other, and return its address.
 
-    The files may be closed afterwards. Mapped for reading only where the driver can do so.
+    The files may be closed afterwards. Maps read-only if the driver supports it.
     """
     start, total = c_uint64(), sum(nbytes for _, nbytes in files)
     mapped: list[int] = []
@@ -360,7 +374,7 @@ def map_fds(device: int, files: Sequence[tuple[int, int]]) -> int:
 
 
 def unmap(device: int, address: int, sizes: Sequence[int]) -> None:
-    """Let go of what `map_fds` mapped, in the sizes it was told."""
+    """Unmap what `map_fds` mapped, with the same sizes."""
     with current_context(device):
         _unmap(address, sizes, sum(sizes))
 
