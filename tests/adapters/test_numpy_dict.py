@@ -4,7 +4,7 @@ import pytest
 
 import flyweight as fw
 from conftest import odd_arrays, same, zeros_like
-from flyweight.adapters.adapt import adapt
+from flyweight.adapters.model import adapt
 from flyweight.errors import SpecError
 
 
@@ -174,7 +174,7 @@ def test_empty_arrays_of_absurd_shape_survive(tmp_path):
 
 
 def test_one_memory_told_as_parts_of_two_tensors_is_no_tie(tmp_path):
-    from flyweight.adapters.adapt import adapt
+    from flyweight.adapters.model import adapt
 
     memory = np.arange(4.0)
     model = {

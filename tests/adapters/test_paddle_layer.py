@@ -4,8 +4,8 @@ from paddle import distributed as dist
 
 import flyweight as fw
 from flyweight.adapters import paddle_layer
-from flyweight.adapters.adapt import adapt
 from flyweight.adapters.memory_release import ModelMemory
+from flyweight.adapters.model import adapt
 from flyweight.errors import SpecError
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 import flyweight as fw
 from flyweight.adapters import torch_module
-from flyweight.adapters.adapt import adapt
+from flyweight.adapters.model import adapt
 from flyweight.errors import PlanError, SpecError
 from flyweight.spec.dtype import BY_TORCH
 

@@ -8,7 +8,7 @@ import pytest
 
 import flyweight as fw
 from conftest import odd_arrays, same, zeros_like
-from flyweight.adapters.adapt import adapt
+from flyweight.adapters.model import adapt
 from flyweight.errors import FlyweightError
 from flyweight.formats.huggingface import huggingface_format
 from flyweight.formats.legacy import legacy_format

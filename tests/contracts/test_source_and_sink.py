@@ -9,7 +9,7 @@ import torch
 
 import flyweight as fw
 from fakes import ArrayModel
-from flyweight.adapters.adapt import adapt
+from flyweight.adapters.model import adapt
 from flyweight.errors import SpecError
 from flyweight.spec.box import Box
 

@@ -8,7 +8,7 @@ import paddle
 import pytest
 
 import flyweight as fw
-from flyweight.adapters.adapt import adapt
+from flyweight.adapters.model import adapt
 from flyweight.errors import SpecError
 
 RANK, ID = 3, 5

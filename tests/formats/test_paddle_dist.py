@@ -39,7 +39,7 @@ def whole(dtype="float32", shape=(7, 5)):
 
 def raw(tensor):
     """A Paddle tensor's own bytes."""
-    from flyweight.adapters.adapt import adapt
+    from flyweight.adapters.model import adapt
 
     return adapt({"t": tensor}).read("t").tobytes()
 

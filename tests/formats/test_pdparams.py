@@ -41,7 +41,7 @@ def raw(tensor):
 
 
 def fw_bytes(tensors):
-    from flyweight.adapters.adapt import adapt
+    from flyweight.adapters.model import adapt
 
     model = adapt(tensors)
     return {name: model.read(name).tobytes() for name in model.manifest.names}

@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flyweight as fw  # noqa: E402
-from flyweight.adapters.adapt import adapt  # noqa: E402
+from flyweight.adapters.model import adapt  # noqa: E402
 from flyweight.errors import ChecksumMismatch, SpecError  # noqa: E402
 
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flyweight.adapters import torch_module  # noqa: E402
-from flyweight.adapters.cuda_tensor import CudaTensor  # noqa: E402
+from flyweight.adapters.paddle_layer import CudaTensor  # noqa: E402
 from flyweight.spec.box import Box  # noqa: E402
 
 pytestmark = [

@@ -1,22 +1,26 @@
-"""A model in memory, as a source and as a sink: per full name, where the elements lie.
+"""A model in memory, as a source and as a sink: for each full name, where its elements lie.
 
-The model's own tensors are never replaced, so optimizers and engines that hold them keep
-holding them. Two names for the same elements are one tensor and a tie; a partial overlap
-can be saved, and is refused as a target. `adapt.py` makes a `Model` of what a user has.
+`adapt` makes a `Model` of a torch module, a Paddle layer or nested dicts. A tensor that
+carries its layout (a `DTensor`, a dist tensor, a `Sharded` leaf) becomes boxes of the whole
+tensor; so do all tensors if a layout is given. The model's own tensors are never replaced, so
+optimizers and engines that hold them keep them. Two names for the same elements are one
+tensor and a tie; tensors that overlap in part can be saved, but not filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Protocol
 
 import numpy as np
 
-from flyweight.adapters import torch_module
-from flyweight.adapters.tree import Slot
-from flyweight.errors import PlanError, SpecError, listed
+from flyweight.adapters import numpy_dict, paddle_layer, sharded, torch_module
+from flyweight.adapters.sharded import Cut
+from flyweight.adapters.tree import Slot, plain_value, walk
+from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, SpecError, listed
 from flyweight.memory import (
     STAGING,
     Buffer,
@@ -30,18 +34,19 @@ from flyweight.memory import (
     item_dtype,
 )
 from flyweight.spec.box import Box, first_meeting
-from flyweight.spec.manifest import Manifest, TensorSpec
+from flyweight.spec.manifest import MAX_NAME_CHARS, Manifest, TensorSpec
+from flyweight.spec.model_layout import Local
 
 
 class Tensor(Protocol):
-    """One framework's tensor, as far as moving its bytes goes. Boxes count items."""
+    """A tensor of some framework, for moving its bytes. Boxes count items."""
 
     @property
     def spec(self) -> TensorSpec: ...
 
     @property
     def host(self) -> Buffer | None:
-        """Its memory, if the CPU can reach it."""
+        """Its memory if the CPU can reach it, else None."""
 
     @property
     def buffer(self) -> Buffer | None:
@@ -49,7 +54,7 @@ class Tensor(Protocol):
 
     @property
     def memory(self) -> Buffer:
-        """Where its elements lie, on whatever device: to compare, not to read."""
+        """Where its elements lie, on any device: to compare addresses, not to read."""
 
     @property
     def memory_key(self) -> tuple[object, ...]:
@@ -57,38 +62,40 @@ class Tensor(Protocol):
 
     @property
     def staging(self) -> Staging | None:
-        """Where its bytes should stand on their way; None if any memory is as good."""
+        """Memory for its bytes on their way; None if any memory will do."""
 
     def read(self, items: Box, into: Bytes, *, should_wait: bool = True) -> None:
-        """Copy a box; without waiting the bytes have arrived only after `settle`."""
+        """Copy a box; unless it waits, the bytes are there only after `settle`."""
 
     def write(self, items: Box, data: Bytes) -> None: ...
 
     def settle(self) -> None:
-        """Wait until what this thread wrote to the tensor's device has arrived."""
+        """Wait until everything that this thread wrote to the tensor's device has arrived."""
 
     @property
     def versioned(self) -> object:
-        """What torch must be told of when elements change behind its back; None for others."""
+        """What torch must be told about after a write; None for other frameworks."""
 
 
 @dataclass(frozen=True)
 class ModelBlock:
-    """A box of a tensor, and the place in some tensor of the model where it stands."""
+    """A box of a whole tensor, and the place of that box in one of the model's tensors."""
 
     spec: TensorSpec
     """Of the whole tensor."""
     box: Box
+    """In elements of the whole tensor."""
     tensor: Tensor
     place: Box
+    """In elements of `tensor`."""
 
     def items(self) -> Items | None:
-        """View the box's items where they lie, if the CPU can reach them, else None."""
+        """View the box's items where they lie, or None if the CPU cannot reach them."""
         buffer = self.tensor.host
         if buffer is None:
             return None
         items = self.spec.stored(self.box)
-        # Whole tensors are most tensors: no view of a view for them.
+        # Most blocks are whole tensors, which need no view of a view.
         if self.place.shape == self.tensor.spec.shape and items.shape == buffer.shape:
             return buffer.items()
         if not items.num_elements:
@@ -107,7 +114,7 @@ class ModelBlock:
         return replace(place, shape=shape, strides=strides)
 
     def _local(self, items: Box) -> Box:
-        """Return where items counted from this block's corner stand in the rank's own tensor."""
+        """Return items, counted from this block's corner, as a box of the rank's own tensor."""
         corner = self.tensor.spec.stored(self.place).offset
         extra = len(corner) - len(items.offset)
         offset, shape = items.offset[max(-extra, 0) :], items.shape[max(-extra, 0) :]
@@ -194,10 +201,10 @@ class Model:
         into: Bytes | None = None,
         should_wait: bool = True,
     ) -> Bytes:
-        """Return the bytes of a box, see `Source`.
+        """Return the bytes of a box, as `Source` says.
 
-        Without waiting, those of a tensor on a device have arrived only after `settle`, called by
-        the same thread.
+        Unless it waits, bytes of a tensor on a device are there only after the same thread has
+        called `settle`.
         """
         spec, blocks = self._manifest.spec(name), self.blocks(name)
         box = Box.whole(spec.shape) if box is None else box
@@ -216,7 +223,7 @@ class Model:
             tensor.settle()
 
     def check_writable(self) -> None:
-        """Raise for what cannot be filled: frozen memory, overlapping tensors, tuples of values."""
+        """Raise SpecError for read-only memory, overlapping tensors, and values in tuples."""
         buffers: dict[str, Buffer] = {}
         keys: set[tuple[object, ...]] = set()
         for name, tensor in self._tensors.items():
@@ -251,7 +258,7 @@ class Model:
             )
 
     def _filled_twice(self) -> tuple[str, str] | None:
-        """Return two names, no tie, that some of one tensor's memory stands for."""
+        """Return two names, not a tie, that share memory of one tensor; None if there are none."""
         held: dict[tuple[object, ...], list[tuple[str, Box]]] = {}
         for name, blocks in self._blocks.items():
             for block in blocks:
@@ -264,10 +271,121 @@ class Model:
         return None
 
     def touched(self) -> None:
-        """Tell torch that its tensors were written; other frameworks need not know."""
+        """Tell torch that its tensors were written; other frameworks do not keep track."""
         torch_module.touched(self._versioned)
 
     def finish(self, manifest: Manifest) -> None:
         for name, slot in self._slots.items():
             if name in manifest.values:
                 slot.hook.set(manifest.values[name])
+
+
+def tensor_of(leaf: object) -> Tensor | None:
+    """Return a leaf of any framework as a tensor; None if it is not a tensor."""
+    for framework in (torch_module, paddle_layer, numpy_dict):
+        tensor: Tensor | None = framework.tensor_of(leaf)
+        if tensor is not None:
+            return tensor
+    return None
+
+
+def adapt(
+    thing: object,
+    layout: Callable[[], Mapping[str, Local]] | None = None,
+    *,
+    may_be_empty: bool = False,
+) -> Model:
+    """Return a torch module, a Paddle layer, or nested dicts of tensors, as a model.
+
+    `layout` returns what each tensor of this rank holds of the whole tensors; without it a tensor
+    that does not carry its own layout is whole. With `may_be_empty`, as for one of several ranks,
+    the model may have no tensor at all.
+    """
+    tensors: dict[str, Tensor] = {}
+    cuts: dict[str, Cut] = {}
+    slots: dict[str, Slot] = {}
+    for name, leaf, hook in walk("", thing, None):
+        if leaf is thing:
+            raise SpecError(f"{type(thing).__name__} is no model: not a module, a layer or a dict")
+        if name in tensors or name in slots:
+            raise SpecError(f"two leaves are called {name!r}; join of nested names must be unique")
+        if not name or not name.isprintable() or len(name) > MAX_NAME_CHARS:
+            raise SpecError(
+                f"a leaf is called {name[:80]!r} ({len(name)} characters); names are printable and "
+                f"not empty, of at most {MAX_NAME_CHARS} characters"
+            )
+        try:
+            cuts_found = (each.cut_of(leaf) for each in (sharded, torch_module, paddle_layer))
+            cut = next((each for each in cuts_found if each is not None), None)
+            if cut is not None and not cut.blocks:
+                continue
+            tensor = tensor_of(leaf if cut is None else cut.local)
+        except SpecError as error:
+            error.note(f"tensor {name!r}")
+            raise
+        if tensor is not None:
+            tensors[name] = tensor
+            if cut is not None:
+                cuts[name] = cut
+        else:
+            assert hook is not None
+            slots[name] = Slot(hook, plain_value(name, leaf))
+    if not tensors and not may_be_empty:
+        raise SpecError(f"{type(thing).__name__} holds no tensors ({len(slots)} other leaves)")
+    if layout is None:
+        blocks = {name: _blocks(name, tensor, cuts.get(name)) for name, tensor in tensors.items()}
+    elif cuts:
+        raise SpecError(
+            f"a layout is given, and {len(cuts)} tensors carry their own: {listed(cuts)}"
+        )
+    else:
+        blocks = _laid_out(tensors, layout())
+    return Model(tensors, blocks, slots)
+
+
+def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
+    spec = tensor.spec
+    if cut is not None and spec.dtype.bits < 8:
+        raise SpecError(f"{name!r} is a shard of packed {spec.dtype}; view it as uint8")
+    if cut is None:
+        whole = Box.whole(spec.shape)
+        return [ModelBlock(spec, whole, tensor, whole)]
+    try:
+        whole_spec = TensorSpec(spec.dtype, cut.shape)
+        blocks = [ModelBlock(whole_spec, box, tensor, place) for box, place in cut.blocks]
+        for block in blocks:
+            whole_spec.stored(block.box)
+    except SpecError as error:
+        error.note(f"tensor {name!r}")
+        raise
+    places = [block.place for block in blocks]
+    is_tiled = sum(place.num_elements for place in places) == prod(spec.shape) and all(
+        len(place.shape) == len(spec.shape) and Box.whole(spec.shape).contains(place)
+        for place in places
+        if place.num_elements
+    )
+    if not is_tiled or first_meeting(places):
+        raise SpecError(f"{name!r} is {spec.shape} here, its layout speaks of {cut.blocks}")
+    return blocks
+
+
+def _laid_out(
+    tensors: Mapping[str, Tensor], held: Mapping[str, Local]
+) -> dict[str, list[ModelBlock]]:
+    """Return the blocks of each whole tensor, by a layout of the model's own tensors."""
+    if unknown := tensors.keys() - held.keys():
+        raise PlanError(f"the layout does not speak of {len(unknown)} tensors: {listed(unknown)}")
+    if missing := held.keys() - tensors.keys():
+        raise PlanError(f"the model lacks {len(missing)} tensors of its layout: {listed(missing)}")
+    blocks: dict[str, list[ModelBlock]] = {}
+    for name, local in held.items():
+        spec = tensors[name].spec
+        if spec.dtype != local.spec.dtype:
+            raise DTypeMismatch(f"{name!r} is {spec.dtype}, by the layout {local.spec.dtype}")
+        if spec.shape != local.spec.shape:
+            raise ShapeMismatch(f"{name!r} is {spec.shape}, by the layout {local.spec.shape}")
+        for each in local.held:
+            whole = local.wholes[each.name]
+            block = ModelBlock(whole, each.box, tensors[name], each.place)
+            blocks.setdefault(each.name, []).append(block)
+    return blocks

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeGuard
 
-from flyweight.adapters.cuda_tensor import CudaTensor
 from flyweight.adapters.numpy_dict import HostTensor, check_live
 from flyweight.adapters.sharded import Cut, cut_blocks
+from flyweight.cuda import driver
+from flyweight.cuda.copies import Copier
 from flyweight.errors import SpecError
-from flyweight.memory import Buffer
+from flyweight.memory import Buffer, Bytes, Staging
+from flyweight.spec.box import Box, strides_of
 from flyweight.spec.dtype import BY_PADDLE
 from flyweight.spec.layout import coordinate
 from flyweight.spec.manifest import TensorSpec
+
+_COPY_SECONDS = 60.0
 
 
 def _paddle() -> Any:
@@ -148,3 +155,64 @@ def memory_of(tensor: Any) -> object:
     memory = type(dense)()
     memory._share_data_with(dense)
     return memory
+
+
+@dataclass(frozen=True)
+class CudaTensor:
+    """A tensor on a CUDA device, by its address and strides. The driver copies at once.
+
+    It does not know Paddle's streams, so it waits for the whole device.
+    """
+
+    spec: TensorSpec
+    buffer: Buffer
+
+    @property
+    def memory(self) -> Buffer:
+        return self.buffer
+
+    @property
+    def host(self) -> Buffer | None:
+        return None
+
+    @property
+    def staging(self) -> Staging | None:
+        return None
+
+    @property
+    def memory_key(self) -> tuple[object, ...]:
+        buffer = self.buffer
+        place = f"cuda:{buffer.device}", buffer.address
+        return (*place, buffer.shape, buffer.strides, self.spec.dtype.name)
+
+    def read(self, items: Box, into: Bytes, *, should_wait: bool = True) -> None:
+        self.settle()
+        self._copy(_host(into, items.shape, self.spec.item_bytes), self.buffer.block(items))
+
+    def write(self, items: Box, data: Bytes) -> None:
+        self._copy(self.buffer.block(items), _host(data, items.shape, self.spec.item_bytes))
+
+    def settle(self) -> None:
+        assert self.buffer.device is not None
+        driver.synchronize(self.buffer.device, _COPY_SECONDS)
+
+    @property
+    def versioned(self) -> object:
+        return None
+
+    def _copy(self, sink: Buffer, source: Buffer) -> None:
+        assert self.buffer.device is not None
+        copier, lock = _copier(self.buffer.device)
+        with lock:
+            copier.copy(sink, source)
+            copier.wait(_COPY_SECONDS)
+
+
+@cache
+def _copier(device: int) -> tuple[Copier, threading.Lock]:
+    return Copier(device), threading.Lock()
+
+
+def _host(data: Bytes, shape: tuple[int, ...], width: int) -> Buffer:
+    strides = tuple(width * stride for stride in strides_of(shape))
+    return Buffer(data.ctypes.data, shape, strides, width, data)

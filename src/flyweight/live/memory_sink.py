@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic, perf_counter
 
-from flyweight.adapters.adapt import adapt
 from flyweight.adapters.identity import Identity
-from flyweight.adapters.model import Model, ModelBlock
+from flyweight.adapters.model import Model, ModelBlock, adapt
 from flyweight.cuda import driver
 from flyweight.digest import Digest
 from flyweight.errors import PlanError, SpecError, TransportError

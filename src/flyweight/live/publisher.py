@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from time import monotonic, perf_counter
 from typing import Literal, overload
 
-from flyweight.adapters.adapt import adapt
 from flyweight.adapters.identity import Identity
+from flyweight.adapters.model import adapt
 from flyweight.checks import check_seconds, check_version
 from flyweight.cuda import driver
 from flyweight.errors import (

@@ -14,7 +14,7 @@ from logging import getLogger
 from time import perf_counter
 from typing import Literal
 
-from flyweight.adapters.adapt import adapt
+from flyweight.adapters.model import adapt
 from flyweight.checks import check_memory_bytes, check_version
 from flyweight.errors import PlanError, SpecError, TransportError, VersionError, listed
 from flyweight.events import emit

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, overload
 
-from flyweight.adapters.adapt import adapt
-from flyweight.adapters.model import Model
+from flyweight.adapters.model import Model, adapt
 from flyweight.checks import check_memory_bytes
 from flyweight.errors import SpecError
 from flyweight.formats import legacy
