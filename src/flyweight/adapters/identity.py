@@ -1,4 +1,4 @@
-"""Identity: whether a model in memory still is the one that was looked at before."""
+"""Whether a model in memory is still the one that was adapted."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _VALUES = (bool, int, float, str, type(None), np.generic)
 
 
 class Identity:
-    """What tells whether a model still is the one that was adapted, quickly enough for each round.
+    """Checks whether a model is still the one that was adapted, fast enough for every round.
 
     It is, as long as every module has the same containers, every container the same leaves, and
-    every tensor its elements at the same place; buffers that a module does not save are its own
-    business. Holds the leaves, so that no other object can take the place of one in memory.
+    every tensor its elements at the same address. Buffers that a module does not save do not
+    count. Keeps the leaves alive, so that no other object can get the address of one.
     """
 
     def __init__(self, thing: object) -> None:
@@ -49,7 +49,7 @@ class Identity:
             self._add(buffers, depth, names)
             self._add(modules, depth)
             return
-        # What a scripted module has instead of a dict is no Mapping by its type.
+        # A scripted module has something else than a dict, which is not a Mapping by its type.
         items = enumerate(thing) if isinstance(thing, (list, tuple)) else thing.items()
         self._containers.append((thing, _num_saved(thing, unsaved), unsaved))
         for key, leaf in items:
@@ -67,7 +67,7 @@ class Identity:
                 self._arrays.append((leaf, leaf.__array_interface__))
 
     def is_same(self) -> bool:
-        """True if nothing was put in the place of anything else, and nothing has moved."""
+        """True if nothing was replaced, and no tensor's memory has moved."""
         try:
             for parts_of, module, parameters, buffers, modules, names in self._modules:
                 a, b, c, d = parts_of(module)
@@ -76,26 +76,26 @@ class Identity:
         except AttributeError:  # one of them is gone
             return False
         for container, size, unsaved in self._containers:
-            # If there are as many as before, none came that those below do not miss.
+            # If the number is the same, the check of the leaves finds a new one.
             if len(container) != size and _num_saved(container, unsaved) != size:
                 return False
         try:
             for container, key, leaf in self._leaves:
                 if container[key] is not leaf:
                     return False
-        except (KeyError, IndexError):  # it is gone, and another has come
+        except (KeyError, IndexError):  # a leaf is gone, and another was added
             return False
         for leaf, address, shape, dtype in self._tensors:
             if leaf.data_ptr() != address or leaf.shape != shape or leaf.dtype != dtype:
                 return False
         return (
             all(stride() == strides for stride, strides in self._strides)
-            and all(array.__array_interface__ == told for array, told in self._arrays)
+            and all(array.__array_interface__ == interface for array, interface in self._arrays)
             and all(_local_memory(leaf) == memory for leaf, memory in self._wrapped)
         )
 
     def has_tensors_of(self, other: Identity) -> bool:
-        """True if both saw the same tensors at the same places, whatever values are beside them."""
+        """True if both have the same tensors at the same addresses; other values may differ."""
         return self._places() == other._places()
 
     def _places(self) -> list[object]:
@@ -107,18 +107,18 @@ class Identity:
             ],
             [each[1:] for each in self._tensors],
             [strides for _, strides in self._strides],
-            [told for _, told in self._arrays],
+            [interface for _, interface in self._arrays],
             [memory for _, memory in self._wrapped],
         ]
 
 
 def _num_saved(container: Any, unsaved: Collection[str]) -> int:
-    # Listed first: a request that runs in another thread may add one.
+    # As a list: a request in another thread may add a key meanwhile.
     return sum(key not in unsaved for key in list(container.keys())) if unsaved else len(container)
 
 
 def _no_stride() -> None:
-    """Paddle's tensors are contiguous, or told as such."""
+    """Paddle's tensors are contiguous, or their strides are not known."""
 
 
 def _strides(leaf: Any) -> object:
@@ -126,7 +126,7 @@ def _strides(leaf: Any) -> object:
 
 
 def _local_memory(leaf: Any) -> tuple[object, ...]:
-    """Return where the elements of a wrapped tensor lie, and how."""
+    """Return the address, shape, dtype and strides of a wrapped tensor's own part."""
     local: Any = leaf.tensor if isinstance(leaf, sharded.Sharded) else leaf.to_local()
     where = getattr(local, "data_ptr", lambda: id(local))()
     return where, tuple(local.shape), local.dtype, _strides(local)

@@ -1,4 +1,4 @@
-"""Loader: an engine's own function that takes named tensors: vLLM's, SGLang's, FastDeploy's."""
+"""An engine's own function that loads named tensors: vLLM's, SGLang's, FastDeploy's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Load = Callable[[Iterator[tuple[str, Any]]], object]
 
 
 class Loader:
-    """Makes tensors of a framework, and hands them to a function one by one."""
+    """Makes tensors of a framework, and passes them to a function one by one."""
 
     def __init__(self, load: Load, framework: Framework, device: str) -> None:
         self.load, self._device = load, device
@@ -40,11 +40,11 @@ class Loader:
         self.place = "" if buffer.device is None else driver.uuid(buffer.device)
 
     def fresh(self, spec: TensorSpec) -> tuple[Any, Buffer]:
-        """Return a new tensor, and its memory to be filled."""
+        """Return a new tensor, and its memory, to be filled."""
         tensor = self._make(spec)
         found = self._tensor_of(tensor)
         assert found is not None
-        found.settle()  # memory that a framework gives again may still be read on its stream
+        found.settle()  # reused memory may still be read on the framework's stream
         if found.buffer is None:
             raise SpecError(f"device {self._device!r} cannot be written in place")
         return tensor, found.buffer

@@ -19,7 +19,7 @@ import numpy as np
 
 from flyweight.adapters import numpy_dict, paddle_layer, sharded, torch_module
 from flyweight.adapters.sharded import Cut
-from flyweight.adapters.tree import Slot, plain_value, walk
+from flyweight.adapters.tree import PlainLeaf, plain_value, walk
 from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, SpecError, listed
 from flyweight.memory import (
     STAGING,
@@ -147,7 +147,7 @@ class Model:
         self,
         tensors: Mapping[str, Tensor],
         blocks: Mapping[str, Sequence[ModelBlock]],
-        slots: Mapping[str, Slot],
+        values: Mapping[str, PlainLeaf],
     ) -> None:
         self._tensors = tensors
         first: dict[object, str] = {}
@@ -163,11 +163,11 @@ class Model:
             else:
                 first[key] = name
                 self._blocks[name] = held
-        self._slots = slots
+        self._values = values
         self._manifest = Manifest(
             {name: held[0].spec for name, held in self._blocks.items()},
             tied=tied,
-            values={name: slot.value for name, slot in slots.items()},
+            values={name: leaf.value for name, leaf in values.items()},
         )
         devices = {t.memory_key[0]: t for t in self._tensors.values() if t.host is None}
         self._devices = list(devices.values())
@@ -250,7 +250,7 @@ class Model:
                 f"{double[0]!r} and {double[1]!r} are in the same memory and are different parts "
                 f"of what is whole; filling one would change the other"
             )
-        fixed = [name for name, slot in self._slots.items() if not slot.hook.is_settable]
+        fixed = [name for name, leaf in self._values.items() if not leaf.location.is_settable]
         if fixed:
             raise SpecError(
                 f"{len(fixed)} values hang in containers that cannot be changed, such as tuples: "
@@ -275,9 +275,9 @@ class Model:
         torch_module.touched(self._versioned)
 
     def finish(self, manifest: Manifest) -> None:
-        for name, slot in self._slots.items():
+        for name, leaf in self._values.items():
             if name in manifest.values:
-                slot.hook.set(manifest.values[name])
+                leaf.location.set(manifest.values[name])
 
 
 def tensor_of(leaf: object) -> Tensor | None:
@@ -303,11 +303,11 @@ def adapt(
     """
     tensors: dict[str, Tensor] = {}
     cuts: dict[str, Cut] = {}
-    slots: dict[str, Slot] = {}
-    for name, leaf, hook in walk("", thing, None):
+    values: dict[str, PlainLeaf] = {}
+    for name, leaf, location in walk("", thing, None):
         if leaf is thing:
             raise SpecError(f"{type(thing).__name__} is no model: not a module, a layer or a dict")
-        if name in tensors or name in slots:
+        if name in tensors or name in values:
             raise SpecError(f"two leaves are called {name!r}; join of nested names must be unique")
         if not name or not name.isprintable() or len(name) > MAX_NAME_CHARS:
             raise SpecError(
@@ -328,10 +328,10 @@ def adapt(
             if cut is not None:
                 cuts[name] = cut
         else:
-            assert hook is not None
-            slots[name] = Slot(hook, plain_value(name, leaf))
+            assert location is not None
+            values[name] = PlainLeaf(location, plain_value(name, leaf))
     if not tensors and not may_be_empty:
-        raise SpecError(f"{type(thing).__name__} holds no tensors ({len(slots)} other leaves)")
+        raise SpecError(f"{type(thing).__name__} holds no tensors ({len(values)} other leaves)")
     if layout is None:
         blocks = {name: _blocks(name, tensor, cuts.get(name)) for name, tensor in tensors.items()}
     elif cuts:
@@ -340,7 +340,7 @@ def adapt(
         )
     else:
         blocks = _laid_out(tensors, layout())
-    return Model(tensors, blocks, slots)
+    return Model(tensors, blocks, values)
 
 
 def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:

@@ -43,7 +43,7 @@ class HostTensor:
         np.copyto(block_of(self.host.items(), items), block)
 
     def settle(self) -> None:
-        """A write has arrived when it returns."""
+        """Nothing to wait for: a write has arrived when it returns."""
 
     @property
     def versioned(self) -> object:
@@ -51,7 +51,7 @@ class HostTensor:
 
 
 def check_live(state: Mapping[str, object], live: Collection[int]) -> None:
-    """Raise if a module's state holds copies, as hooks may make: filling those fills nothing."""
+    """Raise SpecError if a module's state has copies, which hooks make: filling them is useless."""
     copies = [name for name, tensor in state.items() if id(tensor) not in live]
     if copies:
         raise SpecError(

@@ -1,6 +1,6 @@
 """Paddle layers and tensors, in host memory or on a GPU, by address.
 
-paddle is never imported here: who passes a tensor has imported it.
+This never imports paddle: a caller that has a tensor has imported it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COPY_SECONDS = 60.0
 
 
 def _paddle() -> Any:
-    """Return paddle, or None if it is not there; while another thread imports it, it is not."""
+    """Return paddle, or None if it is not imported, or still being imported by another thread."""
     paddle = sys.modules.get("paddle")
     return paddle if hasattr(paddle, "Tensor") and hasattr(paddle, "nn") else None
 
@@ -45,11 +45,11 @@ def is_tensor(thing: object) -> TypeGuard[Any]:
 
 
 PARTS = attrgetter("_parameters", "_buffers", "_sub_layers", "_non_persistable_buffer_names_set")
-"""Returns a layer's own dicts of what belongs to it, and the names of buffers it does not save."""
+"""Returns a layer's dicts of parameters, buffers and layers, and the buffers it does not save."""
 
 
 def state_of(thing: object) -> Mapping[str, object] | None:
-    """Return a layer's parameters and persistable buffers, the live ones."""
+    """Return a layer's own parameters and persistable buffers; None for anything else."""
     if not is_layer(thing):
         return None
     state: dict[str, object] = thing.state_dict()
@@ -58,7 +58,7 @@ def state_of(thing: object) -> Mapping[str, object] | None:
 
 
 def cut_of(leaf: object) -> Cut | None:
-    """Return what of the whole a dist tensor's local value holds."""
+    """Return the boxes of the whole that a dist tensor's local value holds."""
     if not is_tensor(leaf) or not leaf.is_dist():
         return None
     paddle, tensor = _paddle(), leaf
@@ -74,7 +74,7 @@ def cut_of(leaf: object) -> Cut | None:
             raise SpecError(f"dist tensor with placement {placement}: not summed yet")
         if placement.is_shard():
             dim = next(dim for dim in range(len(shape)) if placement.is_shard(dim))
-            # Where two axes cut one dim, only the text of the placement tells which is first.
+            # If two axes cut one dim, only the placement's text says which cut is first.
             order = re.search(r"shard_order=(\d+)", repr(placement))
             turns = getattr(placement, "get_split_factor", lambda: 1)()
             cuts.append((int(order[1]) if order else 0, (dim, sizes[axis], place[axis], turns)))
@@ -87,7 +87,7 @@ def cut_of(leaf: object) -> Cut | None:
             f"paddle dist tensor has no memory for its {held} elements; initialise the layer, or "
             f"shard the tensor again"
         )
-    return Cut(None, shape, ())  # nothing of it is here, and what is empty is never initialised
+    return Cut(None, shape, ())  # nothing of it is here: Paddle never initialises an empty tensor
 
 
 def tensor_of(leaf: object) -> HostTensor | CudaTensor | None:
@@ -110,12 +110,12 @@ def tensor_of(leaf: object) -> HostTensor | CudaTensor | None:
     address = tensor.data_ptr() if spec.nbytes else 0
     if device is None:
         return HostTensor(spec, Buffer(address, spec.shape, strides, width, memory_of(tensor)))
-    # The tensor itself, not its memory: to clear a tensor must free memory on a GPU.
+    # Keep the tensor, not its memory: clearing a tensor must free memory on a GPU.
     return CudaTensor(spec, Buffer(address, spec.shape, strides, width, tensor, device=device))
 
 
 def device_of(place: Any) -> int | None:
-    """Return the number of a place's CUDA device; None for memory that the CPU can reach."""
+    """Return the CUDA device of a Paddle place; None for memory that the CPU can reach."""
     if place.is_gpu_place():
         return int(place.gpu_device_id())
     if place.is_cpu_place() or place.is_cuda_pinned_place():
@@ -125,29 +125,29 @@ def device_of(place: Any) -> int | None:
 
 def has_memory(tensor: Any) -> bool:
     """False for a tensor that has elements and no memory for them."""
-    # A dist tensor counts as if it had: to share a buffer with one ends the process. One that has
-    # lost its memory is refused by name where it is to be filled.
+    # A dist tensor counts as if it had memory: sharing a buffer with one crashes the process. One
+    # without memory is refused by name when it is filled.
     return bool(tensor._is_initialized()) or not tensor.size or tensor.is_dist()
 
 
 def give_memory(tensors: Sequence[Any]) -> int:
-    """Give one memory to those of equal tensors that have none, and return how many.
+    """Give the same memory to those of equal tensors that have none, and return how many.
 
-    What is in it is anything. Strides must be those of a tensor that was just made.
+    Its content is arbitrary. Strides must be those of a new tensor.
     """
     bare = [tensor for tensor in tensors if not has_memory(tensor)]
     if bare:
         fresh = sys.modules["paddle"].empty(bare[0].shape, bare[0].dtype)
         for tensor in bare:
-            fresh._share_buffer_to(tensor)  # which is to keep it
+            fresh._share_buffer_to(tensor)  # the tensor keeps it alive
     return len(bare)
 
 
 def memory_of(tensor: Any) -> object:
-    """Return what keeps a tensor's memory alive, whatever becomes of the tensor.
+    """Return an object that keeps a tensor's memory alive.
 
-    The tensor itself does not once it is cleared or shown other memory, and then neither does
-    what `detach` returned before.
+    The tensor itself, or what `detach` returned, does not do so once it is cleared or given other
+    memory.
     """
     if not tensor._is_initialized():
         return tensor

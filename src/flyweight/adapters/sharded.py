@@ -1,4 +1,4 @@
-"""Sharded: a tensor that is told which box of a larger one it is."""
+"""Tensors that are a box of a larger tensor, and how cuts over several ranks make such boxes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from flyweight.spec.box import Box
 
 @dataclass(frozen=True)
 class Sharded:
-    """A rank's own tensor, and where it stands in the whole tensor of `shape`.
+    """A rank's own tensor, and its place in the whole tensor.
 
-    For trainers whose tensors do not carry their layout: put it where the tensor would stand.
+    For trainers whose tensors do not carry their layout: put it into the model in place of the
+    tensor.
+
+    Args:
+        tensor: this rank's tensor, of torch, Paddle or numpy.
+        shape: the shape of the whole tensor.
+        offset: the corner of this rank's tensor in the whole one, in elements of each dim.
     """
 
     tensor: object
@@ -25,9 +31,9 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a whole tensor a local one holds: (box of the whole, place in the local one).
+    """The blocks of a whole tensor that a local one holds: (box of the whole, place in the local).
 
-    No blocks at all: nothing of it is on this rank.
+    Without blocks, nothing of the tensor is on this rank.
     """
 
     local: object
@@ -41,10 +47,10 @@ Range = tuple[int, int]
 def cut_blocks(
     shape: tuple[int, ...], cuts: Sequence[tuple[int, int, int, int]]
 ) -> tuple[tuple[Box, Box], ...]:
-    """Return what a rank holds after cuts of (dim, pieces, its piece, turns), one by one.
+    """Return the blocks of a rank after cuts of (dim, pieces, its piece, turns), one by one.
 
-    A cut by turns first divides what is there into `turns`, and takes its piece of each: so one
-    that is made first comes out as if it had been made last.
+    A cut in turns first divides what is there into `turns` parts and takes its piece of each, so
+    a cut that is made first has the effect of one that is made last.
     """
     ranges: list[list[Range]] = [[(0, size)] for size in shape]
     for dim, pieces, piece, turns in cuts:
@@ -64,7 +70,7 @@ def cut_blocks(
 
 
 def _piece(held: Sequence[Range], pieces: int, piece: int) -> list[Range]:
-    """Return one of `pieces` of some ranges, each of as many elements, the last ones short."""
+    """Return one of `pieces` equal pieces of some ranges; the last pieces may be short."""
     total = sum(length for _, length in held)
     size = -(-total // pieces)
     low, high, at = size * piece, min(size * (piece + 1), total), 0

@@ -1,6 +1,6 @@
-"""Torch modules and tensors. On the CPU by address; on a GPU through pinned staging.
+"""Torch modules and tensors: on the CPU by address, on a GPU through pinned staging.
 
-torch is not imported to move tensors: who passes one has imported it.
+This does not import torch to move tensors: a caller that has one has imported it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flyweight.spec.box import Box
 from flyweight.spec.dtype import BY_TORCH, DType
 from flyweight.spec.manifest import TensorSpec
 
-_PINNED_SHELF_BYTES = 128 << 20  # pinning is slow and pinned memory scarce: keep, but not much
+_PINNED_SHELF_BYTES = 128 << 20  # pinning is slow, and pinned memory is scarce: keep a little
 
 
 def _torch() -> Any:
-    """Return torch, or None if it is not there; while another thread imports it, it is not."""
+    """Return torch, or None if it is not imported, or still being imported by another thread."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "Tensor") and hasattr(torch, "nn") else None
 
@@ -37,18 +37,18 @@ def is_module(thing: object) -> TypeGuard[Any]:
 
 
 PARTS = attrgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""Returns a module's own dicts of what belongs to it, and the names of buffers it does not save."""
+"""Returns a module's dicts of parameters, buffers and modules, and the buffers it does not save."""
 
 
 def state_of(thing: object) -> Mapping[str, object] | None:
-    """Return a module's parameters and persistent buffers, the live ones."""
+    """Return a module's own parameters and persistent buffers; None for anything else."""
     if not is_module(thing):
         return None
     state: dict[str, object] = thing.state_dict(keep_vars=True)
     extra = [name for name in state if name.endswith("_extra_state")]
     if extra:
         raise SpecError(
-            f"module keeps {len(extra)} extra states, which are code's business and not tensors "
+            f"module keeps {len(extra)} extra states, which are not tensors but its own code's "
             f"({extra[0]!r}); pass a dict of its tensors"
         )
     live = {id(t) for t in (*thing.parameters(), *thing.buffers())}
@@ -87,12 +87,12 @@ def tensor_of(leaf: object) -> HostTensor | DeviceTensor | None:
         return DeviceTensor(spec, tensor.detach())
     width = spec.item_bytes
     strides = tuple([width * stride for stride in tensor.stride()])
-    # Not the tensor itself: it lets go of its memory when its `data` is set to another.
+    # Not the tensor itself: it drops its memory when its `data` is set to another tensor.
     return TorchTensor(spec, Buffer(tensor.data_ptr(), items, strides, width, tensor.detach()))
 
 
 def cut_of(leaf: object) -> Cut | None:
-    """Return what of the whole a DTensor's local tensor holds, as FSDP2 and TP leave it."""
+    """Return the boxes of the whole that a DTensor's local tensor holds, for FSDP2 and TP."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None or not isinstance(leaf, kind):
         return None
@@ -121,7 +121,7 @@ def cut_of(leaf: object) -> Cut | None:
                 f"cut of its dim torch does not say what it holds"
             )
         if turns > 1 and turns == prod(size for size, _ in later):
-            # FSDP over TP: told first, and made last, of what TP had cut already.
+            # FSDP over TP: listed first, but cut last, from what TP has cut already.
             after.insert(0, (dim, mesh.size(axis), coordinate[axis], 1))
         else:
             cuts.append((dim, mesh.size(axis), coordinate[axis], turns))
@@ -151,7 +151,7 @@ class TorchTensor(HostTensor):
 
 @dataclass(frozen=True)
 class DeviceTensor:
-    """A torch tensor the CPU cannot reach. Copies are queued on the current stream."""
+    """A torch tensor that the CPU cannot reach. Copies are queued on the current stream."""
 
     spec: TensorSpec
     tensor: Any
@@ -200,7 +200,7 @@ class DeviceTensor:
     def settle(self) -> None:
         torch = _torch()
         if self._is_cuda:
-            # An event, not the stream: other threads go on queueing behind it.
+            # An event, not the stream: other threads keep queueing on that.
             event = torch.cuda.Event(blocking=True)
             event.record(torch.cuda.current_stream(self.tensor.device))
             event.synchronize()
@@ -211,17 +211,17 @@ class DeviceTensor:
 
     @property
     def _is_cuda(self) -> bool:
-        """Only there do copies run on behind us, and only there do we know how to wait."""
+        """True if copies are asynchronous, and an event can wait for them."""
         return bool(self.tensor.device.type == "cuda")
 
     @cached_property
     def _flat(self) -> Any:
-        """The tensor's bytes in order, if they lie so: then a block is one plain copy."""
+        """The tensor's bytes if it is contiguous, so that a block may be one plain copy."""
         is_flat = self.tensor.is_contiguous() and self.tensor.dim() > 0
         return self.tensor.view(-1).view(_torch().uint8) if is_flat else None
 
     def _pair(self, items: Box, data: Bytes) -> tuple[Any, Any]:
-        """Return the block on the device, and the bytes on the host told in the same shape."""
+        """Return the block on the device, and the bytes on the host in the same shape."""
         staged = _torch().from_numpy(data)
         if self._flat is not None:
             runs = list(items.runs(tuple(self.tensor.shape)))
@@ -233,7 +233,7 @@ class DeviceTensor:
 
 
 def touched(tensors: Sequence[object]) -> None:
-    """Let autograd notice if it saved an old value for a backward pass."""
+    """Tell autograd about a write, so that it notices if it saved an old value."""
     if not tensors:
         return
     increment = _torch().autograd.graph.increment_version
@@ -259,7 +259,7 @@ def _pinned_staging() -> Staging:
 
 
 def gpus() -> list[str]:
-    """Return the names of the GPUs that torch sees; this, and only this, imports torch."""
+    """Return the names of the GPUs that torch sees. Imports torch, unlike the rest of the file."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:

@@ -1,7 +1,7 @@
-"""Trees: modules, layers, dicts and lists, as far as their leaves and where those hang.
+"""The tree of a model: modules, layers, dicts and lists, their leaves, and where each leaf is.
 
-A leaf's full name is the join of the keys that lead to it. Values are set again where
-they hang; tensors never are, they are filled.
+A leaf's full name joins the keys that lead to it. A load sets plain values again in their
+containers; it fills tensors, and never replaces them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _STATES: tuple[Callable[[object], Mapping[str, object] | None], ...] = (
 
 
 @dataclass(frozen=True)
-class Hook:
-    """Where something hangs: in a container, which hangs somewhere itself unless it is the root."""
+class Location:
+    """Where a leaf is: a key of a container, and the location of that container below the root."""
 
     container: Any
     key: Any
-    above: Hook | None
+    above: Location | None
 
     @property
     def is_settable(self) -> bool:
-        """True for dicts and lists, and for tuples in them: those are replaced as a whole."""
+        """True for dicts and lists, and for tuples in them, which are replaced as a whole."""
         if isinstance(self.container, (MutableMapping, MutableSequence)):
             return True
         return type(self.container) is tuple and self.above is not None and self.above.is_settable
@@ -48,7 +48,7 @@ class Hook:
         self.above.set((*current[: self.key], value, *current[self.key + 1 :]))
 
     def current(self) -> Any:
-        """Return what hangs here by now: a tuple that was there may have been replaced."""
+        """Return what is here now: a tuple that was here may have been replaced."""
         if not isinstance(self.container, tuple):
             return self.container[self.key]
         assert self.above is not None
@@ -56,24 +56,24 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A leaf that is no tensor, and where it hangs, to be set again."""
+class PlainLeaf:
+    """A leaf that is not a tensor, and its location, to set it again."""
 
-    hook: Hook
+    location: Location
     value: Leaf
 
 
 def is_model(thing: object) -> bool:
-    """True for modules, layers and containers of tensors, False for anything else."""
+    """True for modules, layers and containers."""
     return isinstance(thing, (Mapping, list, tuple)) or any(
         is_one(thing) for is_one in (torch_module.is_module, paddle_layer.is_layer)
     )
 
 
 def walk(
-    name: str, thing: object, hook: Hook | None, depth: int = 0
-) -> Iterator[tuple[str, object, Hook | None]]:
-    """Yield every leaf under `thing` with its full name and where it hangs; None for the root."""
+    name: str, thing: object, location: Location | None, depth: int = 0
+) -> Iterator[tuple[str, object, Location | None]]:
+    """Yield every leaf under `thing` with its full name and location; None for the root."""
     if depth > MAX_NESTING:
         raise SpecError(f"{name[:80]!r} nests more than {MAX_NESTING} deep, or holds itself")
     for state_of in _STATES:
@@ -87,17 +87,17 @@ def walk(
     elif isinstance(thing, (list, tuple)):
         items = iter(enumerate(thing))
     else:
-        yield name, thing, hook
+        yield name, thing, location
         return
     for each, value in items:
         if not isinstance(each, (str, int)):
             raise SpecError(f"key {each!r} under {name!r} is a {type(each).__name__}, not text")
         path = f"{name}.{each}" if name else str(each)
-        yield from walk(path, value, Hook(thing, each, hook), depth + 1)
+        yield from walk(path, value, Location(thing, each, location), depth + 1)
 
 
 def plain_value(name: str, leaf: object) -> Leaf:
-    """Return a leaf that is no tensor as a plain value; raise if it is something else."""
+    """Return a leaf that is not a tensor as a plain value; raise SpecError if it is none."""
     if isinstance(leaf, np.generic):
         leaf = leaf.item()
     if isinstance(leaf, _PLAIN):
