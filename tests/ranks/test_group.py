@@ -300,6 +300,29 @@ def test_a_rank_that_missed_a_call_is_not_out_of_step_for_the_next():
         assert second.result(20) == ["late", []]
 
 
+def test_an_arrival_of_an_earlier_call_is_not_answered_again():
+    answers = []
+
+    class Watched(FakeRendezvousStore):
+        def set(self, key, text, deadline):
+            if "/answer/" in key:
+                answers.append(key)
+            super().set(key, text, deadline)
+
+    store = Watched()
+
+    def rank_part(rank):
+        with join_group(Rendezvous(rank, 2, store, "again"), timeout_seconds=TIMEOUT) as group:
+            return group.gather("a", rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank_part, range(2))) == [[0, 1], []]
+    assert len(answers) == 1
+    with pytest.raises(TransferTimeout, match="1 ranks did not join"):
+        join_group(Rendezvous(0, 2, store, "again"), timeout_seconds=0.4)
+    assert len(answers) == 1
+
+
 def test_ranks_that_take_different_ranks_for_the_coordinator_are_told():
     store = FakeRendezvousStore()
 
