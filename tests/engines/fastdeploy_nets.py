@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import paddle
 import pytest
 
-from flyweight.adapters.adapt import adapt
+from flyweight.adapters.model import adapt
 from flyweight.engines.fastdeploy import ModelWeightsStatus
 from flyweight.engines.fastdeploy_engine import FastDeployHooks
 
