@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 .PHONY: demo test check gpu-test benchmarks clean
 
 demo: .venv/.demo
-	$(BIN)/flyweight demo
+	$(BIN)/python examples/demo
 
 test: .venv/.test
 	$(BIN)/python -m pytest -n auto

@@ -8,12 +8,12 @@ import pytest
 
 LEVELS = (
     "errors|checks events forks host proofs|spec|memory plans|digest ports worker_threads|cuda"
-    "|stores formats adapters transports ranks|verbs|live|lifecycle|engines|server|demo|cli"
+    "|stores formats adapters transports ranks|verbs|live|lifecycle|engines|server|cli"
 )
 LEVEL = {room: n for n, rooms in enumerate(LEVELS.split("|")) for room in rooms.split()}
 PURE = {"errors", "checks", "events", "forks", "host", "proofs", "spec", "plans"}
 FRAMEWORKS = {"torch", "paddle", "triton", "vllm", "sglang"}
-KNOW_FRAMEWORKS = {"adapters", "cuda", "engines", "demo"}
+KNOW_FRAMEWORKS = {"adapters", "cuda", "engines"}
 SRC = Path(__file__).parents[1] / "src" / "flyweight"
 
 

@@ -354,3 +354,14 @@ def completion(shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(main, {}, "flyweight", "_FLYWEIGHT_COMPLETE").source())
+
+
+@main.command(
+    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)
+def demo() -> None:
+    """Say where the demo is. It was a command of earlier versions."""
+    raise click.UsageError(
+        "the demo is an example, not a command: run make demo, or python examples/demo, in a "
+        "checkout of the repository"
+    )
