@@ -222,7 +222,7 @@ def test_a_token_is_not_written_to_a_file_that_is_not_private(tmp_path, kind):
     else:
         path.unlink()
         path.mkdir() if kind == "directory" else path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises((PeerRefused, StoreError), match=str(path)), tokens.written(path):
+    with pytest.raises((PeerRefused, StoreError), match=str(path)), tokens.server_token(path):
         pass
     assert os.listdir(tmp_path) == [path.name]
 

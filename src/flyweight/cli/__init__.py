@@ -1,6 +1,8 @@
-"""The command line. It reads arguments and prints; what is done is done elsewhere."""
+"""The command line. Commands read arguments and print; the work is done in the other rooms."""
 
-from flyweight.cli import at_rest, control, live
-from flyweight.cli.terminal import Size, exit_code, human, main
+from flyweight.cli import control, files, live
+from flyweight.cli.app import exit_code, main
+from flyweight.cli.options import Size
+from flyweight.cli.output import human
 
-__all__ = ["Size", "at_rest", "control", "exit_code", "human", "live", "main"]
+__all__ = ["Size", "control", "exit_code", "files", "human", "live", "main"]

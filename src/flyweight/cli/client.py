@@ -1,8 +1,8 @@
-"""Client: a control server from outside, with nothing but the standard library.
+"""A client of the control server, with nothing but the standard library.
 
-The token is never sent. The server first proves that it knows it, since a stranger may have
-its port; then each request is proven, by itself, to come from someone who knows it too. What
-the server tells as an error is raised here as the same error.
+The token is never sent. First the server proves that it knows the token, since another process may
+have taken its port; then each request carries its own proof. Errors that the server reports are
+raised here with the same type.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ DEFAULT_PORT = 8470
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_PROOF_BYTES = 4096
 _SILENCE_SECONDS = 30.0  # the server sends something every 10 s
+_NOT_A_PROOF = (
+    ConnectionError, HTTPException, ValueError, RecursionError, LookupError, TypeError,
+)  # fmt: skip
+"""What reading a proof can raise: anything may listen at the port."""
 
 
 class Client:
-    """Speaks with the control server at an address; `place` is where its token was found."""
+    """Talks to the control server at an address; `place` names where its token was found."""
 
     def __init__(self, address: str, token: str, place: str) -> None:
         self.address, self._token, self._place = address, token, place
@@ -47,51 +51,48 @@ class Client:
         self,
         method: str,
         path: str,
-        options: Mapping[str, object] | None = None,
+        query: Mapping[str, object] | None = None,
         *,
         timeout_seconds: float = 10.0,
     ) -> Any:
-        """Return the result that a route answers with in time; raise the error that it tells."""
-        query = urlencode(options or {}, quote_via=quote, errors="surrogateescape")
-        target = f"{path}?{query}" if query else path
-        with self._opened(method, target, timeout_seconds) as response:
-            text = response.read(_MAX_ANSWER_BYTES)
-        told = self._decoded(text, response.status)
-        if response.status != 200:
-            raise _error(told, response.status)
-        result = told.get("result")
+        """Return the result of a route, or raise the error that it reports."""
+        text = urlencode(query or {}, quote_via=quote, errors="surrogateescape")
+        target = f"{path}?{text}" if text else path
+        with self._request(method, target, timeout_seconds) as response:
+            body = response.read(_MAX_ANSWER_BYTES)
+        result = self._decode(body, response.status).get("result")
         if not isinstance(result, dict) or "replicas" not in result:
-            raise self._refusal(text, response.status)
+            raise self._refusal(body, response.status)
         return result
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield how things stand, at each change, until the server ends."""
-        with self._opened("GET", "/events", _SILENCE_SECONDS, is_stream=True) as response:
+        """Yield the status at each change, until the server ends."""
+        with self._request("GET", "/events", _SILENCE_SECONDS, is_stream=True) as response:
             if response.status != 200:
-                raise _error(self._decoded(response.read(_MAX_ANSWER_BYTES), 0), response.status)
+                self._decode(response.read(_MAX_ANSWER_BYTES), response.status)
             for line in response:
                 if line.startswith(b"data: "):
-                    yield self._decoded(line.removeprefix(b"data: "), 200)
+                    yield self._decode(line.removeprefix(b"data: "), 200)
 
     @contextmanager
-    def _opened(
+    def _request(
         self, method: str, target: str, timeout_seconds: float, *, is_stream: bool = False
     ) -> Iterator[HTTPResponse]:
-        """Ask, and yield the answer: all of it comes in time, of a stream each part of it."""
+        """Yield the response. All of it arrives in time; of a stream, each line does."""
         deadline = inf if is_stream else monotonic() + timeout_seconds
         connection = HTTPConnection(self._host, self._port, timeout=timeout_seconds)
-        connection.auto_open = 0  # the one that was proven is spoken with, or none
+        connection.auto_open = 0  # use the connection that was proven, never a second one
         try:
             with closing(connection):
                 connection.connect()
-                with _cut_at(deadline, connection.sock):
-                    nonce = self._proven(connection)
-                    shown = proof(self._token, "request", nonce, method, target)
-                    headers = {"Authorization": f"Flyweight {nonce} {shown}"}
+                with _shut_down_at(deadline, connection.sock):
+                    nonce = self._proven_nonce(connection)
+                    ours = proof(self._token, "request", nonce, method, target)
+                    headers = {"Authorization": f"Flyweight {nonce} {ours}"}
                     connection.request(method, target, None, headers)
                     with connection.getresponse() as response:
                         yield response
-                if monotonic() > deadline:  # what was read may be half of it
+                if monotonic() > deadline:  # the response may be cut off
                     raise TimeoutError
         except (OSError, HTTPException, UnicodeError, PeerRefused) as cause:
             if isinstance(cause, TimeoutError) or monotonic() > deadline:
@@ -103,22 +104,14 @@ class Client:
             why = str(cause) or type(cause).__name__
             raise PeerLost(f"no control server answers at {self.address}: {why}") from cause
 
-    def _proven(self, connection: HTTPConnection) -> str:
+    def _proven_nonce(self, connection: HTTPConnection) -> str:
         """Return the server's nonce for a request; raise PeerRefused unless it knows the token."""
         nonce, theirs, shown = secrets.token_hex(16), "", ""
-        is_unlike = (
-            ConnectionError,
-            HTTPException,
-            ValueError,
-            RecursionError,
-            LookupError,
-            TypeError,
-        )
-        with suppress(*is_unlike):  # anything may be there
+        with suppress(*_NOT_A_PROOF):
             connection.request("GET", f"/challenge?nonce={nonce}")
             with connection.getresponse() as response:
-                told = json.loads(response.read(_MAX_PROOF_BYTES))["result"]
-            theirs, shown = str(told["nonce"]), str(told["proof"])
+                result = json.loads(response.read(_MAX_PROOF_BYTES))["result"]
+            theirs, shown = str(result["nonce"]), str(result["proof"])
         if is_same(shown, proof(self._token, "server", nonce, theirs)):
             return theirs
         raise PeerRefused(
@@ -128,35 +121,37 @@ class Client:
             f"token say --token-file, or set FLYWEIGHT_TOKEN"
         )
 
-    def _decoded(self, text: bytes, code: int) -> dict[str, Any]:
+    def _decode(self, body: bytes, code: int) -> dict[str, Any]:
+        """Return the JSON of a response; raise the error that it reports."""
         try:
-            told = json.loads(text)
+            answer = json.loads(body)
         except (ValueError, RecursionError):
-            told = None
-        is_ours = isinstance(told, dict) and ("result" in told or "replicas" in told)
-        if not is_ours or not isinstance(told, dict):
-            raise self._refusal(text, code)
-        return told
+            answer = None
+        if not isinstance(answer, dict) or not {"result", "replicas"} & answer.keys():
+            raise self._refusal(body, code)
+        if code != 200:
+            raise _error(answer, code)
+        return answer
 
-    def _refusal(self, text: bytes, code: int) -> PeerRefused:
+    def _refusal(self, body: bytes, code: int) -> PeerRefused:
         return PeerRefused(
-            f"{self.address} answers {code} with {len(text)} bytes that are not of our kind; is it "
-            f"a control server?"
+            f"{self.address} answers {code} with {len(body)} bytes that are not our protocol; is "
+            f"it a control server?"
         )
 
 
 @contextmanager
-def _cut_at(deadline: float, line: socket.socket) -> Iterator[None]:
-    """End what waits for a socket when time is over: each byte would be waited for anew."""
+def _shut_down_at(deadline: float, connected: socket.socket) -> Iterator[None]:
+    """Shut the socket down at a deadline: its own timeout starts again with each byte."""
 
-    def cut() -> None:
+    def shut_down() -> None:
         with suppress(OSError):  # it may be closed already
-            line.shutdown(socket.SHUT_RDWR)
+            connected.shutdown(socket.SHUT_RDWR)
 
     if deadline == inf:
         yield
         return
-    timer = threading.Timer(max(deadline - monotonic(), 0.0), cut)
+    timer = threading.Timer(max(deadline - monotonic(), 0.0), shut_down)
     timer.daemon = True
     timer.start()
     try:
@@ -177,10 +172,10 @@ def host_and_port(address: str) -> tuple[str, int]:
     return parts.hostname, DEFAULT_PORT if port is None else port
 
 
-def _error(told: Mapping[str, Any], code: int) -> FlyweightError:
-    result = told.get("result")
+def _error(answer: Mapping[str, Any], code: int) -> FlyweightError:
+    result = answer.get("result")
     if isinstance(result, dict) and "operation" in result:
         return Busy(f"operation {result['operation']} is running; wait until it ends")
     if code in (401, 403):
         return PeerRefused(str(result))
-    return error_named(str(told.get("error")), str(result))
+    return error_named(str(answer.get("error")), str(result))

@@ -1,7 +1,7 @@
-"""Tokens: files that only their user can read, one for each port that a server is at.
+"""Token files: only their user can read them; each control server writes one for its port.
 
-A server's token lives as long as the server: each start makes another. After a kill the file
-stays behind, so who finds one asks the server for a proof before it is believed (`client.py`).
+A server creates a new token at each start and removes it at its end. A server that is killed
+leaves its file, so a client has the server prove that it knows the token (`client.py`).
 """
 
 from __future__ import annotations
@@ -24,55 +24,18 @@ _MIN_CHARACTERS = 16
 
 
 def run_directory() -> Path:
-    """Return where servers of this user leave their tokens."""
+    """Return where this user's servers write their tokens."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "flyweight" if runtime else Path.home() / ".cache" / "flyweight" / "run"
 
 
-def token_file(directory: Path, port: int) -> Path:
+def path_for(directory: Path, port: int) -> Path:
+    """Return the token file of the server at a port."""
     return directory / f"server-{port}.token"
 
 
-def read(path: Path) -> str | None:
-    """Return the token in a file, or None if there is no file; raise if others can read it.
-
-    It may be a link, as mounted secrets are, of whoever could have put the file itself there.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        if not path.is_symlink():
-            flags |= os.O_NOFOLLOW
-        elif whose := exposure(path.lstat(), bits=0):
-            raise PeerRefused(
-                f"token file {str(path)!r} is a link that {whose}; it must be of user "
-                f"{os.geteuid()} or root, or be the file itself"
-            )
-        file = os.open(path, flags)
-        try:
-            _check_private(file, path)
-            text = os.read(file, _MAX_BYTES + 1).strip()
-        finally:
-            os.close(file)
-    except FileNotFoundError:
-        return None
-    except OSError as cause:
-        raise StoreError(cause.errno, f"token file {str(path)!r}: {cause.strerror}") from cause
-    return checked(text.decode("ascii", "replace"), repr(str(path)))
-
-
-def _check_private(file: int, path: Path) -> None:
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
-        raise PeerRefused(f"token file {str(path)!r} is no file")
-    if whose := exposure(found):
-        raise PeerRefused(
-            f"token file {str(path)!r} {whose}; it must be of user {os.geteuid()} with mode "
-            f"600: chmod 600 it, or choose another"
-        )
-
-
-def checked(text: str, place: str) -> str:
-    """Return a token that can be sent; raise for anything else."""
+def check(text: str, place: str) -> str:
+    """Return the token in a text, without spaces around it; raise PeerRefused if it is none."""
     text = text.strip()
     is_plain = text.isascii() and text.isprintable() and len(text.split()) == 1
     if not is_plain or len(text) > _MAX_BYTES:
@@ -80,8 +43,31 @@ def checked(text: str, place: str) -> str:
     return text
 
 
+def read(path: Path) -> str | None:
+    """Return the token in a file, or None if there is no file; raise if others can read it.
+
+    The path may be a symbolic link, as mounted secrets are, if this user or root made it.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        with _store_errors(f"token file {str(path)!r}", FileNotFoundError):
+            if not path.is_symlink():
+                flags |= os.O_NOFOLLOW
+            elif whose := exposure(path.lstat(), bits=0):
+                raise PeerRefused(
+                    f"token file {str(path)!r} is a link that {whose}; it must be of user "
+                    f"{os.geteuid()} or root, or be the file itself"
+                )
+            with open(os.open(path, flags), "rb", buffering=0) as file:
+                _check_private(file.fileno(), path)
+                text = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    return check(text.decode("ascii", "replace"), repr(str(path)))
+
+
 def read_strong(path: Path) -> str:
-    """Return the token of the user's own in a file; raise if it is missing, or could be guessed."""
+    """Return the token of a file that a user wrote; raise if there is none, or it is too short."""
     token = read(path)
     if token is None or len(token) < _MIN_CHARACTERS:
         what = "is not there" if token is None else f"holds {len(token)} characters"
@@ -92,19 +78,47 @@ def read_strong(path: Path) -> str:
     return token
 
 
-@contextmanager
-def written(path: Path) -> Iterator[str]:
-    """Have a new token in a file inside the block; the file is locked, and goes in the end.
+def read_or_create(path: Path) -> str:
+    """Return the token in a file; create the file if there is none.
 
-    What a server that was killed left there is overwritten; that of one that lives is not.
+    If several processes create it at once, all return the token of the first.
+    """
+    found = read(path)
+    if found is not None:
+        return found
+    token = secrets.token_hex(16)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with _store_errors(f"cannot write token file {str(path)!r}", FileExistsError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(file, token.encode("ascii"))
+                os.link(draft, path)  # fails if another process was first
+            finally:
+                os.close(file)
+                draft.unlink(missing_ok=True)
+    except FileExistsError as cause:
+        found = read(path)
+        if found is None:
+            raise PeerRefused(
+                f"token file {str(path)!r} is a link to a file that is not there; make that file, "
+                f"or remove the link"
+            ) from cause
+        return found
+    return token
+
+
+@contextmanager
+def server_token(path: Path) -> Iterator[str]:
+    """Write a new token to a file, and remove the file at the end of the block.
+
+    The file is locked meanwhile. The file of a server that was killed is overwritten; the file of
+    a running server is not.
     """
     token = secrets.token_hex(16)
-    try:
-        file = _locked(path, token)
-    except OSError as cause:
-        raise StoreError(
-            cause.errno, f"cannot write token file {str(path)!r}: {cause.strerror}"
-        ) from cause
+    with _store_errors(f"cannot write token file {str(path)!r}"):
+        file = _write_locked(path, token)
     try:
         yield token
     finally:
@@ -113,7 +127,8 @@ def written(path: Path) -> Iterator[str]:
         os.close(file)
 
 
-def _locked(path: Path, token: str) -> int:
+def _write_locked(path: Path, token: str) -> int:
+    """Write the token, and return the file descriptor that holds the lock."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
@@ -121,7 +136,7 @@ def _locked(path: Path, token: str) -> int:
         try:
             _check_private(file, path)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, path):  # and not one that its server has just removed
+            if _is_at(file, path):  # not a file that its server has just removed
                 os.ftruncate(file, os.pwrite(file, token.encode("ascii"), 0))
                 return file
         except BlockingIOError as cause:
@@ -143,35 +158,23 @@ def _is_at(file: int, path: Path) -> bool:
     return False
 
 
-def read_or_make(path: Path) -> str:
-    """Return the token in a file, of a server before this one if there was any; or a new one.
+def _check_private(file: int, path: Path) -> None:
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise PeerRefused(f"token file {str(path)!r} is not a regular file")
+    if whose := exposure(found):
+        raise PeerRefused(
+            f"token file {str(path)!r} {whose}; it must be of user {os.geteuid()} with mode "
+            f"600: chmod 600 it, or choose another"
+        )
 
-    Of several that make one at once, the first one's holds for all.
-    """
-    found = read(path)
-    if found is not None:
-        return found
-    token = secrets.token_hex(16)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+@contextmanager
+def _store_errors(what: str, *passed: type[OSError]) -> Iterator[None]:
+    """Raise an OSError as a StoreError that says what failed, except the types in `passed`."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(file, token.encode("ascii"))
-            os.link(draft, path)  # which a name that is taken refuses
-        finally:
-            os.close(file)
-            draft.unlink(missing_ok=True)
-    except FileExistsError as cause:
-        found = read(path)
-        if found is None:
-            raise PeerRefused(
-                f"token file {str(path)!r} is a link to a file that is not there; make that file, "
-                f"or remove the link"
-            ) from cause
-        return found
+        yield
     except OSError as cause:
-        raise StoreError(
-            cause.errno, f"cannot write token file {str(path)!r}: {cause.strerror}"
-        ) from cause
-    return token
+        if isinstance(cause, (StoreError, *passed)):
+            raise
+        raise StoreError(cause.errno, f"{what}: {cause.strerror}") from cause

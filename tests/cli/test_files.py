@@ -1,4 +1,4 @@
-"""The commands as a user types them: a real process, its output, its exit code."""
+"""Commands for weights in files, and what holds for all commands: output, errors, exit codes."""
 
 import json
 import os
@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import flyweight as fw
+from commands import COMMAND
+from commands import run as process
 from conftest import flip, odd_arrays, random_bytes
-from flyweight.cli import Size, exit_code, human
+from flyweight.cli import Size, exit_code, human, main
 from flyweight.errors import (
     ChecksumMismatch,
     DigestMismatch,
@@ -26,13 +30,11 @@ from flyweight.errors import (
     VersionError,
 )
 
-COMMAND = [sys.executable, "-m", "flyweight.cli"]
 
-
-def flyweight(*words, **options):
-    return subprocess.run(
-        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=60, **options
-    )
+def flyweight(*words):
+    """Run a command in this process: a new one for each would take most of the time."""
+    done = CliRunner().invoke(main, list(map(str, words)), prog_name="flyweight")
+    return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
 
 
 def answer(*words, code=0):
@@ -159,16 +161,31 @@ EXITS = [
 
 
 @pytest.mark.parametrize(("words", "code", "kind"), EXITS)
-def test_errors_are_a_line_and_a_code_and_json_if_asked(run, tmp_path, words, code, kind):
+def test_errors_are_a_line_and_a_code_and_json_if_asked(
+    run, tmp_path, monkeypatch, words, code, kind
+):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "bad").write_bytes(b"not weights at all")
     words = [{"RUN": str(run), "BAD": str(tmp_path / "bad")}.get(word, word) for word in words]
-    done = flyweight(*words, cwd=tmp_path)
+    done = flyweight(*words)
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(f"{kind}: ")
     assert "Traceback" not in done.stderr
-    done = flyweight(*words, "--json", cwd=tmp_path)
+    done = flyweight(*words, "--json")
     told = json.loads(done.stderr)
     assert (told["error"], told["exit_code"], done.returncode) == (kind, code, code)
+
+
+def test_an_error_is_told_the_same_way_by_a_process(tmp_path):
+    done = process("inspect", tmp_path / "gone", "--json")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert json.loads(done.stderr)["error"] == "SnapshotNotFound"
+
+
+def test_an_error_in_an_option_before_json_is_json_too(run, tmp_path):
+    (tmp_path / "bad.json").write_text("{")
+    done = flyweight("plan", run, "--into", tmp_path / "bad.json", "--json")
+    assert (json.loads(done.stderr)["exit_code"], done.returncode) == (5, 5)
 
 
 def test_every_kind_of_error_has_its_code():
@@ -207,27 +224,27 @@ def test_a_wrong_command_line_exits_2(words):
 
 
 def test_no_bar_and_no_colour_where_there_is_no_terminal(run, tmp_path):
-    done = flyweight("convert", run, tmp_path / "out", "--to", "hf")
+    done = process("convert", run, tmp_path / "out", "--to", "hf")
     assert "\x1b" not in done.stdout + done.stderr
     assert done.stderr == ""
 
 
 def test_a_bar_on_a_terminal(tmp_path):
     fw.save({f"w{i}": random_bytes(30 << 20, i) for i in range(4)}, tmp_path)
-    main, side = pty.openpty()
+    ours, theirs = pty.openpty()
     child = subprocess.Popen(
-        [*COMMAND, "verify", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=side,
+        [*COMMAND, "verify", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=theirs,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
     )  # fmt: skip
-    os.close(side)
+    os.close(theirs)
     shown = b""
     try:
-        while chunk := os.read(main, 65536):
+        while chunk := os.read(ours, 65536):
             shown += chunk
     except OSError:  # the other side closed: how a terminal ends
         pass
     assert child.wait(timeout=30) == 0
-    os.close(main)
+    os.close(ours)
     assert b"verify" in shown
 
 

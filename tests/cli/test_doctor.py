@@ -9,12 +9,15 @@ import pytest
 
 from conftest import in_own_mounts
 
+# Both outputs by one process: each would import torch again, to ask it for GPUs.
 RUN = """
-import json, subprocess, sys
-place, words = sys.argv[1], [sys.executable, "-m", "flyweight.cli", "doctor", sys.argv[1]]
+import json, sys
+from click.testing import CliRunner
+from flyweight.cli import main
+place = sys.argv[1]
 for more in ([], ["--json"]):
-    done = subprocess.run([*words, *more], capture_output=True, text=True, timeout=100)
-    print(json.dumps([done.returncode, done.stdout, done.stderr]))
+    done = CliRunner().invoke(main, ["doctor", place, *more])
+    print(json.dumps([done.exit_code, done.stdout, done.stderr]))
 """
 MOVE = """
 import numpy as np

@@ -24,7 +24,7 @@ def test_servers_that_start_at_once_agree_on_one_token(tmp_path, threads):
 
         def start(path=path, barrier=barrier):
             barrier.wait(timeout=20)
-            return tokens.read_or_make(path)
+            return tokens.read_or_create(path)
 
         starts = [threads.submit(start) for _ in range(4)]
         assert {each.result(timeout=20) for each in starts} == {path.read_text()}
@@ -34,14 +34,14 @@ def test_servers_that_start_at_once_agree_on_one_token(tmp_path, threads):
 
 def test_a_token_that_is_there_stays(tmp_path):
     path = private(tmp_path / "token")
-    assert tokens.read_or_make(path) == tokens.read(path) == "secret"
+    assert tokens.read_or_create(path) == tokens.read(path) == "secret"
 
 
 def test_a_token_file_may_be_a_link_as_mounted_secrets_are(tmp_path):
     private(tmp_path / "..2024" / "token", mode=0o400)
     (tmp_path / "..data").symlink_to("..2024")
     (tmp_path / "token").symlink_to("..data/token")
-    assert tokens.read_or_make(tmp_path / "token") == tokens.read(tmp_path / "token") == "secret"
+    assert tokens.read_or_create(tmp_path / "token") == tokens.read(tmp_path / "token") == "secret"
 
 
 def test_a_link_to_what_others_can_read_is_refused(tmp_path):
@@ -61,14 +61,14 @@ def test_a_link_that_another_user_made_is_refused(tmp_path):
 def test_a_link_to_nothing_is_refused_in_words(tmp_path):
     (tmp_path / "token").symlink_to(tmp_path / "gone")
     with pytest.raises(PeerRefused, match="is a link to a file that is not there; make that file"):
-        tokens.read_or_make(tmp_path / "token")
+        tokens.read_or_create(tmp_path / "token")
     assert os.listdir(tmp_path) == ["token"]
 
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="token file"):
-        tokens.read_or_make(tmp_path / "file" / "token")
+        tokens.read_or_create(tmp_path / "file" / "token")
 
 
 def test_a_token_file_that_cannot_be_read_or_written_is_said_in_words(tmp_path):
@@ -80,10 +80,10 @@ def test_a_token_file_that_cannot_be_read_or_written_is_said_in_words(tmp_path):
     try:
         with (
             pytest.raises(StoreError, match="cannot write token file .*: File too large"),
-            tokens.written(tmp_path / "token"),
+            tokens.server_token(tmp_path / "token"),
         ):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with tokens.written(tmp_path / "token") as token:  # nobody has it locked
+    with tokens.server_token(tmp_path / "token") as token:  # nobody has it locked
         assert tokens.read(tmp_path / "token") == token

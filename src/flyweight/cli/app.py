@@ -1,0 +1,101 @@
+"""The command group `flyweight`, and the exit codes of its commands.
+
+Exit codes: 0 done; 1 done, and the answer is no (verify found damage, diff found differences);
+2 the command line is wrong; 3 files are damaged or of no known format; 4 a path or version does
+not exist; 5 source and target do not fit; 6 the operating system refused; 7 another process did
+not answer, or refused; 8 the engine's state does not accept it, or it is busy; 70 a fault in
+flyweight; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import click
+from rich.markup import escape
+
+import flyweight
+from flyweight import errors
+from flyweight.cli.output import err, wants_json
+from flyweight.errors import FlyweightError
+
+EXIT_NO, EXIT_OTHER, EXIT_FAULT, EXIT_INTERRUPTED = 1, 5, 70, 130
+_EXIT_CODES: dict[type[FlyweightError], int] = {
+    errors.SnapshotNotFound: 4,  # before FormatError, which it is too
+    errors.VersionError: 4,
+    errors.FormatError: 3,
+    errors.StoreError: 6,
+    errors.TransportError: 7,
+    errors.LifecycleError: 8,
+}
+
+
+def exit_code(error: FlyweightError) -> int:
+    """Return the exit code of a command that ends with this error."""
+    codes = (code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
+    return next(codes, EXIT_OTHER)
+
+
+class _Commands(click.Group):
+    """Turns errors into a line on standard error and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FlyweightError as error:
+            _fail(type(error).__name__, str(error), exit_code(error))
+        except KeyboardInterrupt:
+            _fail("Interrupted", "stopped; nothing half-written was left", EXIT_INTERRUPTED)
+        except BrokenPipeError:
+            sys.stderr.close()  # nobody reads our output any more; Python would complain at exit
+            raise SystemExit(0) from None
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:  # a fault of ours must not look like an answer
+            traceback.print_exc()
+            _fail(type(error).__name__, f"{error}: a fault in flyweight itself", EXIT_FAULT)
+
+
+def _fail(kind: str, text: str, code: int) -> NoReturn:
+    if wants_json():
+        click.echo(json.dumps({"error": kind, "message": text, "exit_code": code}), err=True)
+    else:
+        err.print(f"[bold red]{kind}[/]: {escape(text)}")
+    raise SystemExit(code)
+
+
+@contextmanager
+def until_signal() -> Iterator[threading.Event]:
+    """Yield an event that Ctrl-C and SIGTERM set, so that a server can close in order."""
+    is_over = threading.Event()
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {each: signal.signal(each, lambda number, frame: is_over.set()) for each in kinds}
+    try:
+        yield is_over
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(flyweight.__version__, prog_name="flyweight")
+def main() -> None:
+    """Move a model's weights between files, trainers and inference engines."""
+
+
+@main.command(
+    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)
+def demo() -> None:
+    """Say where the demo is. It was a command of earlier versions."""
+    raise click.UsageError(
+        "the demo is an example, not a command: run make demo, or python examples/demo, in a "
+        "checkout of the repository"
+    )
