@@ -59,17 +59,17 @@ class StateReporter:
     def __call__(self, event):
         if event.kind != "state.changed":
             return
-        machine, state = self._worker.machine, event.fields["state"]
+        operations, state = self._worker.operations, event.fields["state"]
         is_incomplete = state in (State.UPDATING, State.VERIFYING)
-        version = None if is_incomplete else machine.version
-        say("state", state=state, version=version, reason=str(machine.failure or ""))
+        version = None if is_incomplete else operations.version
+        say("state", state=state, version=version, reason=str(operations.failure or ""))
         if state == State.PAUSING:
             self._paused_at = perf_counter()
         elif state == State.FAILED:
             self._paused_at = None
         elif state == State.SERVING:
-            if machine.report is not self._report:
-                self._report = machine.report
+            if operations.report is not self._report:
+                self._report = operations.report
                 self._tell_update(self._report)
             self._paused_at = None
 

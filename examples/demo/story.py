@@ -13,7 +13,7 @@ from supervisor import Supervisor
 
 from flyweight.errors import TransferTimeout
 
-_WAIT_SECONDS = 60.0
+_HUNT_SECONDS = 60.0
 _COMPARE_SECONDS = 20.0
 _FREEZE_SECONDS = 0.03
 _MIN_ANSWERS = 10
@@ -71,9 +71,7 @@ class Story:
         self._tell_beginning()
         supervisor.start()
         users = [engine.users for engine in supervisor.engines]
-        supervisor.until(
-            lambda: all(each.num_answered for each in users), _WAIT_SECONDS, "first answers"
-        )
+        supervisor.until("first answers", lambda: all(each.num_answered for each in users))
         self._tell_example()
         self._train_until(0.25)
         self._kill_engine(supervisor.engines[0])
@@ -118,12 +116,11 @@ class Story:
             return supervisor.latest["published"]["step"] >= progress * self._options.num_steps
 
         while not is_done():
-            last = supervisor.latest["published"]
             supervisor.until(
-                lambda last=last: supervisor.latest["published"] is not last or is_done(),
-                _WAIT_SECONDS,
                 "the trainer's next step",
+                lambda last=supervisor.latest["published"]: supervisor.latest["published"] != last,
             )
+        supervisor.until("the engines' reports", lambda: supervisor.pending_step is None)
 
     # An engine is killed.
 
@@ -135,9 +132,7 @@ class Story:
         supervisor.tell("killed", f"{text}{engine.version}", **fields)
         engine.child.kill()
         supervisor.until(
-            lambda: engine.child.pid != pid and engine.updates,
-            _WAIT_SECONDS,
-            f"{engine.name} to come back",
+            f"{engine.name} to come back", lambda: engine.child.pid != pid and engine.updates
         )
         first, seconds = engine.updates[0], monotonic() - killed
         where = "from the snapshot" if first["origin"] == "snapshot" else "live"
@@ -151,9 +146,7 @@ class Story:
             after_seconds=seconds,
         )
         supervisor.until(
-            lambda: engine.updates[-1]["origin"] == "published",
-            _WAIT_SECONDS,
-            f"{engine.name} to catch up",
+            f"{engine.name} to catch up", lambda: engine.updates[-1]["origin"] == "published"
         )
         version = engine.updates[-1]["version"]
         text = f"[green]{engine.name} has caught up[/]: version {version} live"
@@ -168,29 +161,25 @@ class Story:
         supervisor, engines = self._supervisor, self._supervisor.engines
         failures = {engine.name: engine.num_failures for engine in engines}
         self._freeze_trainer(moment)
-        version = self._kill_frozen_trainer()
+        held = {engine.name: engine.version for engine in engines}
+        version = self._kill_frozen_trainer(held)
         killed = monotonic()
         counts = {engine.name: engine.users.num_answered for engine in engines}
         for engine in engines:
             engine.users.versions.clear()
         supervisor.until(
-            lambda: all(engine.state == "SERVING" for engine in engines),
-            _WAIT_SECONDS,
-            "the engines to serve without a trainer",
+            "the engines to serve again", lambda: all(each.state == "SERVING" for each in engines)
         )
         for engine in engines:
             was_touched = engine.num_failures > failures[engine.name]
-            self._tell_stayed(engine, version, was_touched, monotonic() - killed)
+            self._tell_stayed(engine, version, held[engine.name], was_touched, monotonic() - killed)
         enough = {engine: engine.users.num_answered + _MIN_ANSWERS for engine in engines}
         supervisor.until(
-            lambda: all(engine.users.num_answered >= enough[engine] for engine in engines),
-            _WAIT_SECONDS,
             "answers without a trainer",
+            lambda: all(each.users.num_answered >= enough[each] for each in engines),
         )
         supervisor.start_trainer()
-        supervisor.until(
-            lambda: "started" in supervisor.latest, _WAIT_SECONDS, "the trainer to come back"
-        )
+        supervisor.until("the trainer to come back", lambda: "started" in supervisor.latest)
         answered = {each.name: each.users.num_answered - counts[each.name] for each in engines}
         total, seconds = sum(answered.values()), monotonic() - killed
         versions = sorted(set().union(*(engine.users.versions.copy() for engine in engines)))
@@ -202,9 +191,7 @@ class Story:
             versions=versions,
             absent_seconds=seconds,
         )
-        supervisor.until(
-            lambda: "published" in supervisor.latest, _WAIT_SECONDS, "the trainer to publish"
-        )
+        supervisor.until("the trainer to publish", lambda: "published" in supervisor.latest)
         claim = f"the trainer, killed while it published version {version}, came back; "
         claim += f"{total} requests were answered meanwhile"
         self._claims[claim] = min(answered.values()) >= _MIN_ANSWERS
@@ -214,7 +201,7 @@ class Story:
 
         A stopped trainer cannot finish its publish, so what is seen then is true when it is killed.
         """
-        supervisor, deadline = self._supervisor, monotonic() + _WAIT_SECONDS
+        supervisor, deadline = self._supervisor, monotonic() + _HUNT_SECONDS
         first = supervisor.engines[0]
 
         def are_all_in_round():
@@ -222,25 +209,23 @@ class Story:
 
         self._send_long_requests(moment == "PAUSING")
         while monotonic() < deadline:
-            if not supervisor.wait(lambda: first.state == moment, _WAIT_SECONDS):
-                break
+            supervisor.until(f"{first.name} to be {moment}", lambda: first.state == moment)
             supervisor.trainer.freeze()
             supervisor.wait(are_all_in_round, _FREEZE_SECONDS)
             supervisor.handle_messages()
             if first.state == moment and are_all_in_round():
                 return
             supervisor.trainer.unfreeze()
-        raise TransferTimeout(f"engine-1 was not seen {moment} in {_WAIT_SECONDS:g} s")
+        raise TransferTimeout(f"no publish was seen {moment} on all engines in {_HUNT_SECONDS:g} s")
 
-    def _kill_frozen_trainer(self):
+    def _kill_frozen_trainer(self, held):
         """Kill the trainer, and return the version that it was publishing."""
         supervisor, pid = self._supervisor, self._supervisor.trainer.pid
         states = {engine.name: engine.state for engine in supervisor.engines}
-        held = {engine.name: engine.version for engine in supervisor.engines}
         supervisor.is_kill_expected = True
         supervisor.trainer.kill()
         self._send_long_requests(False)
-        supervisor.until(lambda: supervisor.trainer is None, _WAIT_SECONDS, "the trainer's end")
+        supervisor.until("the trainer's end", lambda: supervisor.trainer is None)
         version = supervisor.latest["publishing"]["version"]
         engines = ", ".join(
             f"{name} {state}" + ("" if held[name] is None else f" with {held[name]}")
@@ -262,7 +247,7 @@ class Story:
         for engine in self._supervisor.engines:
             engine.users.send_long = should_send
 
-    def _tell_stayed(self, engine, version, was_touched, seconds):
+    def _tell_stayed(self, engine, version, held, was_touched, seconds):
         """Tell what an engine serves after the trainer was killed while it published `version`."""
         text = f"[green]{engine.name}"
         if engine.version == version:
@@ -277,6 +262,7 @@ class Story:
             text,
             process=engine.name,
             version=engine.version,
+            held=held,
             was_taken=engine.version == version,
             was_touched=was_touched,
             after_seconds=seconds,
@@ -288,7 +274,7 @@ class Story:
         """End the training, and compare the weights of every process, bit for bit."""
         supervisor = self._supervisor
         supervisor.trainer.send("end")
-        supervisor.until(lambda: "finished" in supervisor.latest, _WAIT_SECONDS, "the last version")
+        supervisor.until("the last version", lambda: "finished" in supervisor.latest)
         finished, rows = supervisor.latest["finished"], []
         for engine in supervisor.engines:
             requests, held = Requests(supervisor.paths.socket(engine.name)), None

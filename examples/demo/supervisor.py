@@ -27,7 +27,7 @@ _DIGITS = np.array([[3, 1, 4, 1, 5, 9]], np.uint8)
 _POLL_SECONDS = 0.05
 _STEP_SECONDS = 0.5
 """How long the event of a step waits for the engines' pauses."""
-_START_SECONDS = 90.0
+_WAIT_SECONDS = 90.0
 _MAX_RESTARTS = 5
 _SHOWN_STEPS = 20
 _BAR = 20
@@ -125,6 +125,8 @@ class Supervisor:
         """The mean reward of each step."""
         self.is_kill_expected = False
         """Whether the trainer's next end is part of the story."""
+        self.pending_step = None
+        """A published step that was not told yet."""
         self._page = ""
         self._inbox, self._closing = SimpleQueue(), ExitStack()
 
@@ -142,7 +144,7 @@ class Supervisor:
         self.start_trainer()
         if self._options.port is not None:
             self._start_server()
-        self.until(lambda: "published" in self.latest, _START_SECONDS, "the first version")
+        self.until("the first version", lambda: "published" in self.latest)
 
     def _child(self, name, *command):
         child = Child(name, command, self.paths.scratch / f"{name}.log", self._inbox)
@@ -169,7 +171,7 @@ class Supervisor:
             words += ["--replica", f"{engine.name}={self.paths.cell(engine.name)}"]
         words += ["--store", self.paths.store, "--json"]
         self._child("server", HERE / "server.py", "serve", *words)
-        self.until(lambda: self._page, _START_SECONDS, "the control server's page")
+        self.until("the control server's page", lambda: self._page)
         opener = self.paths.scratch / "page.html"
         write_opener(opener, self._page)
         self.tell("page", f"page: {self._page}", page=self._page, opener=str(opener))
@@ -180,10 +182,10 @@ class Supervisor:
 
     # Messages.
 
-    def until(self, condition, seconds, what):
+    def until(self, what, condition):
         """Handle messages until a condition is true; raise TransferTimeout if it never is."""
-        if not self.wait(condition, seconds):
-            raise TransferTimeout(f"the demo waited {seconds:g} s for {what}")
+        if not self.wait(condition, _WAIT_SECONDS):
+            raise TransferTimeout(f"the demo waited {_WAIT_SECONDS:g} s for {what}")
 
     def wait(self, condition, seconds):
         """Handle messages until a condition is true; return False if it is not in time."""
@@ -195,11 +197,12 @@ class Supervisor:
                 raise TransferTimeout(f"the demo was not done in {limit:g} s")
             with suppress(Empty):
                 self._handle(*self._inbox.get(timeout=min(seconds, _POLL_SECONDS)))
+            self._tell_pending_step()
         return True
 
     def handle_messages(self):
         """Handle the messages that have arrived."""
-        self.wait(self._inbox.empty, _START_SECONDS)
+        self.wait(self._inbox.empty, _WAIT_SECONDS)
 
     def _handle(self, child, message):
         for engine in self.engines:
@@ -248,7 +251,7 @@ class Supervisor:
         elif event == "published":
             step = self.latest.get("step", {})
             if step.get("version") == message["version"]:
-                self._tell_step(step, message)
+                self.pending_step = step, message, monotonic() + _STEP_SECONDS
 
     def _tell_trainer(self, child, message):
         text, version = f"trainer, process {child.pid}", message["version"]
@@ -260,15 +263,17 @@ class Supervisor:
             text += f" at step {message['step']}, and publishes it as version {version}"
         self.tell("trainer", text, pid=child.pid, **message)
 
-    def _tell_step(self, step, published):
+    def _tell_pending_step(self):
         """Tell of a step once the engines have reported how long they paused for its version."""
-
-        def updates():
-            last = ((each.name, each.updates[-1]) for each in self.engines if each.updates)
-            return {name: each for name, each in last if each["version"] == step["version"]}
-
-        self.wait(lambda: len(updates()) >= published["num_replicas"], _STEP_SECONDS)
-        pauses = {name: each["pause_ms"] for name, each in updates().items() if each["pause_ms"]}
+        if self.pending_step is None:
+            return
+        step, published, deadline = self.pending_step
+        last = ((each.name, each.updates[-1]) for each in self.engines if each.updates)
+        updates = {name: each for name, each in last if each["version"] == step["version"]}
+        if len(updates) < published["num_replicas"] and monotonic() < deadline:
+            return
+        self.pending_step = None
+        pauses = {name: each["pause_ms"] for name, each in updates.items() if each["pause_ms"]}
         filled = round(_BAR * step["reward"])
         bar = f"[green]{'█' * filled}[/][dim]{'░' * (_BAR - filled)}[/]"
         paused = ", ".join(f"{name} {ms:.1f} ms" for name, ms in sorted(pauses.items()))

@@ -19,15 +19,8 @@ from time import monotonic
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from flyweight.errors import (
-    Busy,
-    FlyweightError,
-    PeerLost,
-    PeerRefused,
-    SpecError,
-    TransferTimeout,
-    error_named,
-)
+from flyweight import errors
+from flyweight.errors import PeerRefused
 from flyweight.proofs import is_same, proof
 
 DEFAULT_PORT = 8470
@@ -96,13 +89,13 @@ class Client:
                     raise TimeoutError
         except (OSError, HTTPException, UnicodeError, PeerRefused) as cause:
             if isinstance(cause, TimeoutError) or monotonic() > deadline:
-                raise TransferTimeout(
+                raise errors.TransferTimeout(
                     f"no answer from {self.address} within {timeout_seconds:g} s"
                 ) from cause
             if isinstance(cause, PeerRefused):
                 raise
             why = str(cause) or type(cause).__name__
-            raise PeerLost(f"no control server answers at {self.address}: {why}") from cause
+            raise errors.PeerLost(f"no control server answers at {self.address}: {why}") from cause
 
     def _proven_nonce(self, connection: HTTPConnection) -> str:
         """Return the server's nonce for a request; raise PeerRefused unless it knows the token."""
@@ -168,14 +161,14 @@ def host_and_port(address: str) -> tuple[str, int]:
     except ValueError:
         parts, port = urlsplit(""), None
     if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/") or parts.query:
-        raise SpecError(f"address {address!r} is not of the form 'http://HOST:PORT'")
+        raise errors.SpecError(f"address {address!r} is not of the form 'http://HOST:PORT'")
     return parts.hostname, DEFAULT_PORT if port is None else port
 
 
-def _error(answer: Mapping[str, Any], code: int) -> FlyweightError:
+def _error(answer: Mapping[str, Any], code: int) -> errors.FlyweightError:
     result = answer.get("result")
     if isinstance(result, dict) and "operation" in result:
-        return Busy(f"operation {result['operation']} is running; wait until it ends")
+        return errors.Busy(f"operation {result['operation']} is running; wait until it ends")
     if code in (401, 403):
         return PeerRefused(str(result))
-    return error_named(str(answer.get("error")), str(result))
+    return errors.error_named(str(answer.get("error")), str(result))

@@ -18,7 +18,7 @@ from flyweight.cli import tokens
 from flyweight.cli.app import main, until_signal
 from flyweight.cli.client import DEFAULT_PORT, Client, host_and_port
 from flyweight.cli.options import Seconds, json_option, once_option, token_file_option
-from flyweight.cli.output import err, out, show, show_changes
+from flyweight.cli.output import err, show, show_changes
 from flyweight.cli.status_table import status_table
 from flyweight.errors import FlyweightError, PeerRefused
 from flyweight.lifecycle.control import ANSWER_SECONDS, Control
@@ -91,7 +91,7 @@ def serve(
         data = {"event": "serving", "address": server.address, "page": page}
         show(
             {**data, "token_file": str(path), "replicas": fleet.names},
-            lambda: out.print(
+            lambda: (
                 f"controlling {escape(', '.join(fleet.names))} at {server.address}; Ctrl-C ends it"
                 f"\npage: {page}\ntoken: in {escape(str(path))}"
             ),
@@ -148,7 +148,7 @@ def _client(address: str, token_file: Path | None, directory: Path) -> Client:
 
 def _print_status(client: Client) -> None:
     status = client.call("GET", "/status")
-    show(status, lambda: out.print(status_table(status)))
+    show(status, lambda: status_table(status))
 
 
 @main.command()
@@ -178,7 +178,7 @@ def _operation(name: str, route: str, description: str, *options: Any) -> None:
         timeout_seconds = options["timeout"] + _ANSWER_SECONDS
         with _progress_of(client):
             result = client.call("POST", route, query, timeout_seconds=timeout_seconds)
-        show(result, lambda: _print_result(result))
+        show(result, lambda: _result_lines(result))
 
     for option in reversed((*options, _REPLICA, _TIMEOUT)):
         command = option(command)
@@ -219,13 +219,13 @@ _operation(
 )  # fmt: skip
 
 
-def _print_result(result: Mapping[str, Any]) -> None:
-    for each in result["replicas"]:
-        version = "no version" if each["version"] is None else f"version {each['version']}"
-        out.print(
-            f"{escape(each['replica'])}: {each['state']}, {version}; {each['operation']} took "
-            f"{1000 * each['seconds']:.1f} ms"
-        )
+def _result_lines(result: Mapping[str, Any]) -> str:
+    return "\n".join(
+        f"{escape(each['replica'])}: {each['state']}, "
+        f"{'no version' if each['version'] is None else 'version ' + str(each['version'])}; "
+        f"{each['operation']} took {1000 * each['seconds']:.1f} ms"
+        for each in result["replicas"]
+    )
 
 
 @contextmanager

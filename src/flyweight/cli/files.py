@@ -40,7 +40,7 @@ def _check_exists(path: str) -> None:
 def inspect(path: str, version: int | None) -> None:
     """Show the tensors, sizes, dtypes, versions and files at PATH."""
     found = describe.inspect(path, version=version)
-    show(found, lambda: out.print(_tree(found)))
+    show(found, lambda: _tree(found))
 
 
 def _tree(found: Mapping[str, Any]) -> Tree:
@@ -244,7 +244,7 @@ def versions(path: str) -> None:
 
     heads = ("version", "parent", "tensors", "size", "written")
     made = table(*heads, rows=map(row, found))
-    show(found, lambda: out.print(made if found else f"{escape(path)} has no versions"))
+    show(found, lambda: made if found else f"{escape(path)} has no versions")
 
 
 @main.command()
@@ -289,7 +289,7 @@ def doctor(path: str | None) -> None:
         return human(value) if key.endswith("bytes") and isinstance(value, int) else str(value)
 
     rows = [(key, text(key, value)) for key, value in found.items()]
-    show(found, lambda: out.print(table(rows=rows, show_header=False)))
+    show(found, lambda: table(rows=rows, show_header=False))
 
 
 @main.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def publish(
         nbytes, num_tensors = stored.manifest.nbytes, len(stored.manifest.tensors)
         show(
             {**data, "nbytes": nbytes},
-            lambda: out.print(
+            lambda: (
                 f"serving version {publisher.version} of {escape(path)} at "
                 f"{escape(publisher.address)}: {num_tensors} tensors, {human(nbytes)}; Ctrl-C "
                 f"ends it"
@@ -101,7 +102,7 @@ def watch(address: str, once: bool, timeout_seconds: float, token_file: Path | N
     news = _news(address, token_file, timeout_seconds)
     if once:
         for each in islice(news, 1):
-            show(record(each), lambda each=each: out.print(_news_table(each)))  # type: ignore[misc]
+            show(record(each), partial(_news_table, each))
     else:
         show_changes(news, _news_table, record)
 

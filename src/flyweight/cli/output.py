@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -43,12 +44,12 @@ def wants_json() -> bool:
     return bool(click.get_current_context().meta.get(_JSON))
 
 
-def show(data: Any, view: Callable[[], object]) -> None:
-    """Print data as JSON if the user gave --json; otherwise call `view`, which prints words."""
+def show(data: Any, view: Callable[[], RenderableType | None]) -> None:
+    """Print data as JSON if the user gave --json; otherwise what `view` returns for people."""
     if wants_json():
         print_json(data)
-    else:
-        view()
+    elif (shown := view()) is not None:
+        out.print(shown)
 
 
 def print_json(data: Any) -> None:
@@ -80,7 +81,7 @@ def show_changes(
     for item in items:
         data = record(item)
         if data != last:
-            show(data, lambda item=item: out.print(view(item)))  # type: ignore[misc]
+            show(data, partial(view, item))
         last = data
 
 
@@ -88,12 +89,8 @@ def table(*heads: str, rows: Iterable[Sequence[object]], show_header: bool = Tru
     """Return a table. A cell is text without markup, a rich Text, or None, shown as '-'."""
     made = Table(*heads, box=None, show_header=show_header)
     for row in rows:
-        made.add_row(
-            *(
-                cell if isinstance(cell, Text) else Text("-" if cell is None else str(cell))
-                for cell in row
-            )
-        )
+        cells = ("-" if cell is None else cell for cell in row)
+        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells))
     return made
 
 
