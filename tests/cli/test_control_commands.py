@@ -11,7 +11,6 @@ import threading
 import time
 
 import pytest
-from rich.console import Console
 
 from commands import COMMAND, Running, flyweight, run
 from controlled import Engine, Site, Stranger, Trainer, frozen, told_json
