@@ -103,20 +103,6 @@ class Updates(EngineSteps):
     ) -> UpdateReport | None:
         """Run an update to its end; `enter` is called once a version is available."""
 
-        def before(found: int) -> None:
-            if attempt.is_begun:
-                raise LifecycleError(f"version {found} was begun after another attempt had ended")
-            if not attempt.is_requested:
-                attempt.deadline = monotonic() + ROUND_SECONDS
-            try:
-                enter()
-            except Busy as busy:
-                self._ranks.report_busy(busy, attempt.deadline, what=attempt.purpose)
-                raise
-            self._prepare(attempt, None)
-            self.step = "update"
-            self._signal(Signal.UPDATE)
-
         error: FlyweightError | None = None
         report: UpdateReport | None = None
         was_away = False
@@ -129,7 +115,7 @@ class Updates(EngineSteps):
                     lambda: self._weights.update(
                         attempt.wanted,
                         timeout_seconds=max(attempt.deadline - monotonic(), 0.001),
-                        before=before,
+                        before=partial(self._begin, attempt, enter),
                         is_over=is_over,
                         may_keep=may_keep,
                         must_verify=attempt.must_verify,
@@ -166,6 +152,21 @@ class Updates(EngineSteps):
             self.pause_seconds = perf_counter() - attempt.paused_at
             self.num_rounds += 1
         return report
+
+    def _begin(self, attempt: UpdateAttempt, enter: Callable[[], object], found: int) -> None:
+        """Pause all ranks for version `found`, before the first byte is written."""
+        if attempt.is_begun:
+            raise LifecycleError(f"version {found} was begun after another attempt had ended")
+        if not attempt.is_requested:
+            attempt.deadline = monotonic() + ROUND_SECONDS
+        try:
+            enter()
+        except Busy as busy:
+            self._ranks.report_busy(busy, attempt.deadline, what=attempt.purpose)
+            raise
+        self._prepare(attempt, None)
+        self.step = "update"
+        self._signal(Signal.UPDATE)
 
     def _prepare(
         self, attempt: UpdateAttempt, error: FlyweightError | None, *, should_stop: bool = True
