@@ -33,7 +33,7 @@ def faults(room, text):
         # What is none of the rooms is a name that the package itself exports.
         if found != room and LEVEL.get(found, 0) >= LEVEL[room]:
             yield f"{room} imports {name}"
-        if room in PURE and top != "flyweight" and top not in sys.stdlib_module_names:
+        if room in PURE and top not in {"flyweight", "msgspec", *sys.stdlib_module_names}:
             yield f"{room} is pure but imports {name}"
         if top in FRAMEWORKS and room not in KNOW_FRAMEWORKS:
             yield f"{room} imports {name}; only adapters may"

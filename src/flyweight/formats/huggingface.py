@@ -16,7 +16,7 @@ from flyweight.spec.manifest import (
     Parcel,
     check_file_name,
 )
-from flyweight.spec.manifest_json import parse_json
+from flyweight.spec.strict_json import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 256 << 20

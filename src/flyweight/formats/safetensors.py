@@ -11,21 +11,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from flyweight.errors import FormatError, SpecError, listed
 from flyweight.formats.stored import Stored
 from flyweight.ports import FilePlan, Store
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import BY_SAFETENSORS, DTYPES
 from flyweight.spec.manifest import (
-    MAX_DIMS,
     Extent,
     Json,
     Manifest,
+    Numbers,
     Parcel,
     TensorSpec,
     check_name,
 )
-from flyweight.spec.manifest_json import parse_json
+from flyweight.spec.strict_json import Number, convert, parse_json
 
 MAX_HEAD_BYTES = 100_000_000  # the format's own limit
 _HEAD_ALIGN = 4096  # tensors start on a page, which unbuffered reads and mappings like
@@ -84,30 +86,22 @@ def read_head(store: Store, file: str) -> Head:
     return Head(tensors, extents, 8 + length, notes if isinstance(notes, dict) else {})
 
 
-def _entry(name: str, entry: Json, what: str) -> tuple[TensorSpec, int, int]:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise FormatError(f"{name!r} of {what} is described by {str(entry)[:80]!r}")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in BY_SAFETENSORS:
+class _Entry(Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: Numbers
+    data_offsets: tuple[Number, Number]
+
+
+def _entry(name: str, value: Json, what: str) -> tuple[TensorSpec, int, int]:
+    what = f"{name!r} of {what}"
+    entry = convert(value, _Entry, what)
+    if entry.dtype not in BY_SAFETENSORS:
         known = ", ".join(BY_SAFETENSORS)
-        raise FormatError(f"{name!r} of {what} has dtype {str(dtype)[:80]!r}, known are {known}")
-    for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(
-            type(each) is int and 0 <= each < 2**63 for each in numbers
-        ):
-            raise FormatError(f"{name!r} of {what} has numbers {str(numbers)[:80]}")
-    assert isinstance(shape, list)
-    assert isinstance(offsets, list)
-    if len(shape) > MAX_DIMS:
-        raise FormatError(f"{name!r} of {what} has {len(shape)} dims, at most {MAX_DIMS}")
-    if len(offsets) != 2:
-        raise FormatError(f"{name!r} of {what} has {len(offsets)} data_offsets, expected 2")
-    dims = tuple(each for each in shape if isinstance(each, int))
-    begin, end = (each for each in offsets if isinstance(each, int))
+        raise FormatError(f"{what} has dtype {entry.dtype[:80]!r}, known are {known}")
     try:
-        return TensorSpec(BY_SAFETENSORS[dtype], dims), begin, end
+        return TensorSpec(BY_SAFETENSORS[entry.dtype], entry.shape), *entry.data_offsets
     except SpecError as cause:
-        raise FormatError(f"{name!r} of {what}: {cause}") from cause
+        raise FormatError(f"{what}: {cause}") from cause
 
 
 def open_files(store: Store, files: Iterable[str], *, format: str = "safetensors") -> Stored:

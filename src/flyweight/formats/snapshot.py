@@ -28,6 +28,7 @@ from flyweight.memory import bytes_of
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.manifest import Manifest, Parcel, Part
 from flyweight.spec.manifest_json import decode_manifest, encode_manifest
+from flyweight.spec.strict_json import Hash
 
 MANIFEST = "flyweight.json"
 MAX_MANIFEST_BYTES = 1 << 30
@@ -149,7 +150,7 @@ def parts_of(plans: Sequence[FilePlan]) -> list[Part]:
     parts = []
     for plan in plans:
         (_, head), *_ = plan.literals
-        parts.append(Part(plan.name, plan.nbytes, len(head), checksum(bytes_of(head))))
+        parts.append(Part(plan.name, plan.nbytes, len(head), Hash(checksum(bytes_of(head)))))
     return parts
 
 

@@ -17,7 +17,7 @@ from flyweight.formats.stored import Stored
 from flyweight.ports import Store
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Json, Manifest, Parcel, TensorSpec, check_coverage
-from flyweight.spec.manifest_json import parse_json
+from flyweight.spec.strict_json import parse_json
 
 _SHARDED = re.compile(r"shard-([0-9]{1,9})-model-[0-9]+-of-[0-9]+\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"

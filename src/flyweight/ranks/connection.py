@@ -20,7 +20,7 @@ from time import monotonic
 
 from flyweight.errors import PeerFailed, PeerLost, TransferTimeout, TransportError
 from flyweight.spec.manifest import Json
-from flyweight.spec.manifest_json import parse_json
+from flyweight.spec.strict_json import parse_json
 
 _MAX_FRAME_BYTES = 1 << 30
 _FAULTS: dict[str, type[TransportError]] = {

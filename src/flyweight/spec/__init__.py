@@ -1,1 +1,1 @@
-"""What a tensor is: dtypes, boxes, layouts, manifests. Pure, standard library only."""
+"""What a tensor is: dtypes, boxes, layouts, manifests. Pure: it does no I/O."""

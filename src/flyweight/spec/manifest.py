@@ -12,16 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
+from typing import Annotated
+
+import msgspec
 
 from flyweight.errors import FormatError, SpecError, listed
 from flyweight.spec.box import Box, block_lengths, blocks, first_meeting, num_blocks
 from flyweight.spec.dtype import DType
+from flyweight.spec.strict_json import MAX_NUMBER, Hash, Number
+from flyweight.spec.strict_json import Json as Json  # noqa: PLC0414
+from flyweight.spec.strict_json import Leaf as Leaf  # noqa: PLC0414
 
-Leaf = bool | int | float | str | None
-Json = dict[str, "Json"] | list["Json"] | Leaf
-
-MAX_NUMBER = 2**63 - 1
 MAX_DIMS = 64
+Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_DIMS)]
+"""A shape or an offset in a file."""
 MAX_NAME_CHARS = 4096
 CHUNK_BYTES = 4 << 20
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -35,12 +39,12 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if len(self.shape) > MAX_DIMS:
+            raise SpecError(f"a shape has {len(self.shape)} dims, at most {MAX_DIMS}")
         if max(self.shape, default=0) > MAX_NUMBER:
             raise SpecError(f"shape {self.shape} has a dim of more than 2**63-1")
         if min(self.shape, default=0) < 0:
             raise SpecError(f"shape {self.shape} has a negative dim")
-        if len(self.shape) > MAX_DIMS:
-            raise SpecError(f"shape {self.shape} has {len(self.shape)} dims, at most {MAX_DIMS}")
         if self.dtype.bits * prod(self.shape) > 8 * MAX_NUMBER:
             raise SpecError(f"shape {self.shape} of {self.dtype} has more than 2**63 bytes")
         if self.dtype.bits < 8 and (not self.shape or self.shape[-1] * self.dtype.bits % 8):
@@ -130,14 +134,20 @@ class Parcel:
         return self.name if self.is_whole else f"{self.name}@{','.join(map(str, self.box.offset))}"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nbytes": "bytes"}):
     """One data file of a snapshot: its exact size, and its head before the first tensor."""
 
     file: str
-    nbytes: int
-    head_bytes: int
-    head_checksum: int
+    nbytes: Number
+    head_bytes: Number
+    head_checksum: Hash
+
+    def __post_init__(self) -> None:
+        check_file_name(self.file)
+        if self.head_bytes > self.nbytes:
+            raise FormatError(
+                f"part {self.file!r} has {self.nbytes} bytes and a head of {self.head_bytes}"
+            )
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,15 @@ from flyweight.errors import PlanError, SpecError, listed
 from flyweight.spec.box import Box
 from flyweight.spec.layout import Held, Layout, Shard
 from flyweight.spec.manifest import TensorSpec
-from flyweight.spec.rules import Rule, Spread, compiled, filled, num_stars, stars_of
-from flyweight.spec.rules_json import decode_rules
+from flyweight.spec.rules import (
+    Rule,
+    Spread,
+    compiled,
+    decode_rules,
+    filled,
+    num_stars,
+    stars_of,
+)
 
 MAX_RANKS = 1 << 20
 _DIGITS = re.compile("[0-9]+")
