@@ -369,7 +369,7 @@ def test_plan_between_two_layouts_and_of_one_rank(planned):
     ("layout", "code", "words"),
     [
         ("{", 5, "is not JSON"),
-        ('{"mesh": {"tp": 2}, "rules": []}', 5, "no rule speaks of 2 tensors: 'norm', 'w'"),
+        ('{"mesh": {"tp": 2}, "rules": []}', 5, "no rule fits 2 tensors: 'norm', 'w'"),
         ('{"mesh": {"tp": 2}, "rules": [{"names": "**", "cut": {"1": "tp"}}]}', 5, "cuts dims [1] of a tensor of (4,)"),
         ('{"mesh": {"tp": 2}, "rules": [{"names": "**", "cut": {"0": "dp"}}]}', 5, "the mesh has ['tp']"),
     ],

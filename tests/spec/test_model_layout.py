@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyweight.errors import PlanError, SpecError
@@ -301,6 +301,7 @@ def test_every_layout_fills_every_other_exactly_once(source, sink):
     assert found == wanted
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
 def test_random_layouts_leave_no_hole_in_any_rank(tp, ep, pp, data):
     cut = data.draw(
@@ -335,15 +336,15 @@ def test_random_layouts_leave_no_hole_in_any_rank(tp, ep, pp, data):
 @pytest.mark.parametrize(
     ("rules", "match"),
     [
-        ([rule("norm")], "no rule speaks of 73 tensors"),
+        ([rule("norm")], "no rule fits 73 tensors"),
         ([rule("layers.*.q", "layers.*.norm", local="x.{0}"), REST], "joined of 2 tensors of one dtype; there are 'layers.0.q'"),
         ([rule("layers.*.**", local="same"), REST], "all become 'same'"),
         ([rule("embed", cut={2: ("tp",)}), REST], r"cuts dims \[2\] of a tensor of \(10, 6\)"),
         ([rule("layers.*.q", "layers.*.o", local="x.{0}", cut={0: ("tp",)}), REST], "is joined of"),
         ([rule("layers.*.q", "layers.*.k", "layers.*.v", cut={0: ("tp",)}, local="x.{0}", groups=3), REST], "the groups must come out even"),
         ([rule("*", spread={0: Spread(("tp",))}), REST], "has 'embed' where a number is dealt out"),
-        ([rule("layers.*.**", spread={0: Spread(("tp",), (1, 2))}), REST], "comes before the first start, 1"),
-        ([rule("embed", "norm", local="x", join=1), REST], "has no dim 1 to join|is joined of"),
+        ([rule("layers.*.**", spread={0: Spread(("tp",), (1, 2))}), REST], r"comes before the first start, \[1\]"),
+        ([rule("embed", "norm", local="x", join=1), REST], "one has no dim 1 to join"),
     ],
 )  # fmt: skip
 def test_rules_that_do_not_fit_the_model_are_refused(rules, match):
@@ -413,14 +414,14 @@ def test_a_layout_is_read_from_json():
         ({"rules": [{"names": "a.*", "spread": {"0": {"axes": "tp"}}}]}, "missing required field `starts`"),
         ({"rules": [{"names": ["a", "b"]}]}, "does not name the result"),
         ({"rules": [{"names": ["a.*", "b"], "local": "x"}]}, "same number of stars"),
-        ({"rules": [{"names": "a.*", "stack": 1}]}, "has 1 stars and speaks of stars \\[1\\]"),
+        ({"rules": [{"names": "a.*", "stack": 1}]}, "has 1 stars and refers to stars \\[1\\]"),
         ({"rules": [{"names": "a.*", "local": "{1}"}]}, "does not fit"),
         ({"rules": [{"names": "a.*", "local": "{0.foo}"}]}, "does not fit"),
         ({"rules": [{"names": "a.*", "local": "{0:>2000000000}"}]}, "does not fit"),
         ({"rules": [{"names": "a.*", "local": "x{"}]}, "does not fit"),
         ({"rules": [{"names": "a.*", "spread": {"0": {"axes": "tp", "starts": [0]}}}]}, "starts 1 pieces"),
         ({"rules": [{"names": "a", "groups": 0}]}, "in 0 groups"),
-        ({"rules": [{"names": ["a", "b"], "local": "x", "groups": 4, "cuts": [{"0": "tp"}, {}]}]}, "names that take turns are cut alike"),
+        ({"rules": [{"names": ["a", "b"], "local": "x", "groups": 4, "cuts": [{"0": "tp"}, {}]}]}, "names that alternate are cut alike"),
     ],
 )  # fmt: skip
 def test_json_that_is_no_layout_is_refused(changes, match):

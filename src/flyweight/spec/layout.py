@@ -27,11 +27,11 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A block of a tensor, and where it stands in the tensor that a rank has."""
+class HeldBox:
+    """A box of a tensor, and where it lies in the tensor that a rank has."""
 
     name: str
-    """Of the tensor that the block is cut from; the same on every rank."""
+    """Of the tensor that the box is cut from; the same on every rank."""
     box: Box
     """In that tensor."""
     place: Box

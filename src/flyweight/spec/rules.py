@@ -16,7 +16,7 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from flyweight.errors import FormatError, SpecError
+from flyweight.errors import FormatError, SpecError, listed
 from flyweight.spec.strict_json import convert, parse_json
 
 _STAR = re.compile(r"\{([0-9]{1,3})\}")
@@ -50,9 +50,32 @@ class Rule:
     stack: int | None = None
     """The star whose numbers become a dim of the rank's tensor, before all others."""
 
-
-def num_stars(pattern: str) -> int:
-    return len(re.findall(r"\*\*|\*", pattern))
+    def __post_init__(self) -> None:
+        what = f"rule for {listed(self.names)}"
+        if not self.names or len(self.names) != len(self.cuts):
+            raise SpecError(f"{what} has {len(self.names)} names and {len(self.cuts)} cuts")
+        counts = {len(re.findall(r"\*\*|\*", name)) for name in self.names}
+        if len(counts) != 1:
+            raise SpecError(f"{what}: names that are joined have the same number of stars")
+        (count,) = counts
+        used = [*self.spread, *([] if self.stack is None else [self.stack])]
+        if any(not 0 <= star < count for star in used):
+            raise SpecError(f"{what} has {count} stars and refers to stars {used}")
+        if len(self.names) > 1 and self.local is None:
+            raise SpecError(f"{what} joins {len(self.names)} names and does not name the result")
+        if self.join < 0 or self.groups < 1:
+            raise SpecError(f"{what} joins along dim {self.join} in {self.groups} groups")
+        if self.local is not None:
+            rest = _STAR.sub("", self.local)
+            if (
+                "{" in rest
+                or "}" in rest
+                or any(int(n) >= count for n in _STAR.findall(self.local))
+            ):
+                raise SpecError(
+                    f"{what}: local {self.local!r} does not fit; of braces it may have those of "
+                    f"its {count} stars, as {{0}}"
+                )
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -60,14 +83,6 @@ def compiled(pattern: str) -> re.Pattern[str]:
     parts = re.split(r"(\*\*|\*)", pattern)
     words = {"**": "(.+)", "*": r"([^.]+)"}
     return re.compile("".join(words.get(part) or re.escape(part) for part in parts))
-
-
-def stars_of(template: str) -> list[int] | None:
-    """Return the numbers of the stars in a rank's own name; None if it has any other braces."""
-    rest = _STAR.sub("", template)
-    if "{" in rest or "}" in rest:
-        return None
-    return [int(number) for number in _STAR.findall(template)]
 
 
 def filled(template: str, stars: Sequence[str]) -> str:
