@@ -304,12 +304,12 @@ def test_the_ranks_of_a_mesh(monkeypatch):
 
 
 def test_the_boxes_that_are_compared(monkeypatch):
-    from flyweight.spec.box import Box, first_meeting
+    from flyweight.spec.box import Box, overlapping_pair
 
     boxes = [Box((n, 0, n), (2, 1, 1)) for n in range(0, 40, 2)] + [
         Box((n, 1, 0), (2, 1, 40)) for n in range(0, 40, 2)
     ]
-    assert first_meeting(list(boxes)) is None
+    assert overlapping_pair(list(boxes)) is None
     lower(monkeypatch, 3, "spec.box.MAX_COMPARED")
-    with pytest.raises(SpecError, match="40 boxes are cut too oddly .*: more than 3 pairs"):
-        first_meeting(list(boxes))
+    with pytest.raises(SpecError, match="40 boxes are cut so irregularly that more than 3 pairs"):
+        overlapping_pair(list(boxes))

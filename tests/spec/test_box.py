@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyweight.errors import SpecError
-from flyweight.spec.box import Box, block_lengths, blocks, first_meeting, num_blocks, stretch
+from flyweight.spec.box import (
+    Box,
+    block_lengths,
+    blocks,
+    boxes_of_range,
+    num_blocks,
+    overlapping_pair,
+)
 
 SHAPES = [(), (7,), (4, 6), (2, 3, 5), (0, 3), (1, 1), (3, 1, 2)]
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -80,14 +87,14 @@ def test_blocks_of_no_elements_are_refused():
 def test_a_stretch_is_its_elements_in_order(data, shape):
     start = data.draw(st.integers(0, prod(shape)))
     length = data.draw(st.integers(0, prod(shape) - start))
-    boxes = list(stretch(shape, start, length))
+    boxes = list(boxes_of_range(shape, start, length))
     assert [i for b in boxes for i in elements(b, shape)] == list(range(start, start + length))
     assert len(boxes) <= max(2 * len(shape) - 1, 1)
 
 
 def test_a_stretch_that_leaves_the_tensor_is_refused():
     with pytest.raises(SpecError, match=r"elements 3\.\.7 leave a tensor of \(2, 3\)"):
-        list(stretch((2, 3), 3, 4))
+        list(boxes_of_range((2, 3), 3, 4))
 
 
 def test_boxes_of_different_rank_are_refused():
@@ -101,10 +108,10 @@ def test_boxes_of_different_rank_are_refused():
         max_size=6,
     )
 )
-def test_the_first_meeting_is_found_if_there_is_one(cells):
+def test_an_overlapping_pair_is_found_if_there_is_one(cells):
     boxes = [Box((a, b), (c, d)) for a, b, c, d in cells]
     meets = any(x.overlap(y) for i, x in enumerate(boxes) for y in boxes[:i])
-    found = first_meeting(boxes)
+    found = overlapping_pair(boxes)
     assert (found is not None) == meets
     assert found is None or found[0].overlap(found[1])
 
@@ -124,8 +131,8 @@ def test_strips_across_and_strips_along_are_told_apart_quickly():
     rows = [Box((n, 0), (1, k)) for n in range(k)]
     columns = [Box((0, k + n), (k, 1)) for n in range(k)]
     started = time.monotonic()
-    assert first_meeting(rows + columns) is None
-    assert first_meeting([*rows, *columns, Box((7, k - 1), (1, 2))]) is not None
+    assert overlapping_pair(rows + columns) is None
+    assert overlapping_pair([*rows, *columns, Box((7, k - 1), (1, 2))]) is not None
     assert time.monotonic() - started < 10
 
 
@@ -142,10 +149,10 @@ def test_strips_across_and_strips_along_are_told_apart_quickly():
         max_size=12,
     )
 )
-def test_the_first_meeting_is_found_whenever_there_is_one(numbers):
+def test_an_overlapping_pair_is_found_whenever_there_is_one(numbers):
     boxes = [Box(each[:3], each[3:]) for each in numbers]
     there_is = any(a.overlap(b) for i, a in enumerate(boxes) for b in boxes[:i])
-    found = first_meeting(boxes)
+    found = overlapping_pair(boxes)
     assert (found is not None) == there_is
     assert found is None or found[0].overlap(found[1])
 
@@ -155,5 +162,5 @@ def test_boxes_cut_so_that_comparing_them_takes_for_ever_are_given_up(monkeypatc
     rods = [Box((0, n, 0), (100, 1, 50)) for n in range(50)] + [
         Box((0, 0, 50 + n), (100, 50, 1)) for n in range(50)
     ]
-    with pytest.raises(SpecError, match="100 boxes are cut too oddly"):
-        first_meeting(rods)
+    with pytest.raises(SpecError, match="100 boxes are cut so irregularly"):
+        overlapping_pair(rods)

@@ -33,7 +33,7 @@ from flyweight.memory import (
     first_overlap,
     item_dtype,
 )
-from flyweight.spec.box import Box, first_meeting
+from flyweight.spec.box import Box, overlapping_pair
 from flyweight.spec.manifest import MAX_NAME_CHARS, Manifest, TensorSpec
 from flyweight.spec.model_layout import Local
 
@@ -265,7 +265,7 @@ class Model:
                 if block.place.num_elements:
                     held.setdefault(block.tensor.memory_key, []).append((name, block.place))
         for each in held.values():
-            if len(each) > 1 and (meeting := first_meeting([place for _, place in each])):
+            if len(each) > 1 and (meeting := overlapping_pair([place for _, place in each])):
                 names = [name for name, place in each if place in meeting]
                 return names[0], names[-1]
         return None
@@ -364,7 +364,7 @@ def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
         for place in places
         if place.num_elements
     )
-    if not is_tiled or first_meeting(places):
+    if not is_tiled or overlapping_pair(places):
         raise SpecError(f"{name!r} is {spec.shape} here, its layout speaks of {cut.blocks}")
     return blocks
 

@@ -27,7 +27,7 @@ from flyweight.formats.records import Records, place_key, told
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored
 from flyweight.ports import FilePlan, Format, Store
-from flyweight.spec.box import Box, stretch
+from flyweight.spec.box import Box, boxes_of_range
 from flyweight.spec.dtype import BY_PADDLE, DType
 from flyweight.spec.manifest import (
     Extent,
@@ -275,7 +275,7 @@ class _Reader:
                 extents.append(replace(extent, box=box, checksums=None, digest=None))
                 continue
             at, start = extent.offset, flat[0] + extent.box.offset[0]
-            for box in stretch(shard.box.shape, start, extent.box.shape[0]):
+            for box in boxes_of_range(shard.box.shape, start, extent.box.shape[0]):
                 extents.append(Extent(name, box.moved(shard.box.offset), extent.file, at))
                 at += spec.box_bytes(Box.whole((box.num_elements,)))
         return dtype, is_raw, extents

@@ -23,7 +23,7 @@ from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored
 from flyweight.memory import Bytes, bytes_of
 from flyweight.ports import Store
-from flyweight.spec.box import Box, stretch
+from flyweight.spec.box import Box, boxes_of_range
 from flyweight.spec.dtype import BY_NUMPY, DType
 from flyweight.spec.manifest import (
     MAX_NAME_CHARS,
@@ -156,7 +156,7 @@ class _Pickled:
             for piece in pieces:
                 # A flat cut across rows is a few boxes, one after the other in the file.
                 at = 0
-                for box in stretch(shape, start, prod(arrays[piece].shape)):
+                for box in boxes_of_range(shape, start, prod(arrays[piece].shape)):
                     extents.append(self._extent(name, box, arrays[piece], at))
                     at += tensors[name].box_bytes(box)
                 start += prod(arrays[piece].shape)

@@ -18,7 +18,7 @@ from functools import cached_property
 from zlib import crc32
 
 from flyweight.errors import PlanError, SpecError, listed
-from flyweight.spec.box import Box, first_meeting
+from flyweight.spec.box import Box, overlapping_pair
 from flyweight.spec.layout import Shard
 
 
@@ -173,7 +173,7 @@ class _Index:
         for shard in held:
             if shard.box.num_elements:
                 replicas.setdefault(shard.box, []).append(shard)
-        if meeting := first_meeting(list(replicas)):
+        if meeting := overlapping_pair(list(replicas)):
             one, other = meeting
             raise PlanError(
                 f"elements are twice at the source: in {one.offset}..{one.end} of rank "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, listed
-from flyweight.spec.box import Box, first_meeting
+from flyweight.spec.box import Box, overlapping_pair
 from flyweight.spec.manifest import Leaf, Parcel, TensorSpec, is_same_leaf
 
 
@@ -130,7 +130,7 @@ def _agreed_values(holdings: Sequence[Holding]) -> dict[str, Leaf]:
 
 
 def _check_whole(name: str, spec: TensorSpec, holders: Mapping[Box, Sequence[int]]) -> None:
-    if meeting := first_meeting(list(holders)):
+    if meeting := overlapping_pair(list(holders)):
         one, other = meeting
         raise PlanError(
             f"{name!r} has elements twice: in {one.offset}..{one.end} of rank {holders[one][0]} "

@@ -1,7 +1,7 @@
 """DType: how many bits an element has, and what each framework calls it.
 
-Dtypes narrower than a byte are kept packed, as their files keep them: shapes
-count elements, `TensorSpec.stored` counts the bytes they are packed into.
+Dtypes narrower than a byte stay packed, as in their files: shapes count elements,
+`TensorSpec.stored` counts the bytes that they are packed into.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class DType:
     name: str
     bits: int
     safetensors: str | None
-    """Its name in a safetensors header; None is stored there as packed U8."""
+    """Its name in a safetensors header; a dtype with None is stored there as packed U8."""
     torch: str | None
     paddle: str | None
     numpy: str | None
-    """The numpy dtype that holds the values themselves, None where numpy has none of its own."""
+    """The numpy dtype of the same values; None where numpy has none of its own."""
 
     def __str__(self) -> str:
         return self.name
@@ -69,7 +69,7 @@ BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetens
 BY_TORCH = {dtype.torch: dtype for dtype in _TABLE if dtype.torch}
 BY_PADDLE = {dtype.paddle: dtype for dtype in _TABLE if dtype.paddle}
 BY_NUMPY = {dtype.numpy: dtype for dtype in _TABLE if dtype.numpy}
-# numpy arrays of the ml_dtypes package answer to these names.
+# The names of the dtypes that the ml_dtypes package adds to numpy.
 BY_NUMPY |= {
     "bfloat16": DTYPES["bf16"],
     "float8_e4m3fn": DTYPES["f8_e4m3"],

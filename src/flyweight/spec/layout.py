@@ -1,11 +1,10 @@
 """Layouts: how a tensor is cut over a mesh of ranks.
 
-A mesh is named axes with their sizes, ranks counted row-major over them; a
-layout says for each dim of the tensor which axes cut it. An axis that cuts no
-dim replicates. A cut gives every rank ceil(size / pieces) elements, so the last
-rank may be short and later ones empty, as torch and Paddle do it. An axis written
-"tp/2" cuts into two pieces only, and neighbours on it hold the same one: so do key
-and value heads that are fewer than the ranks. `model_layout.py` cuts a whole model.
+A mesh has named axes with sizes, and its ranks are counted row-major over them. A layout names, for
+each dim of the tensor, the axes that cut it. An axis that cuts no dim replicates. A cut gives every
+rank ceil(size / pieces) elements, so the last rank may have fewer and later ones none, as in torch
+and Paddle. An axis written "tp/2" cuts into two pieces only, and neighbours on it hold the same
+one, as ranks do that outnumber key and value heads. `model_layout.py` cuts a whole model.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class HeldBox:
 
 
 def coordinate(rank: int, sizes: Sequence[int]) -> list[int]:
-    """Return where on each axis of these sizes a rank sits, counted row-major."""
+    """Return the index of a rank on each axis of these sizes, counted row-major."""
     place = []
     for size in reversed(sizes):
         rank, index = divmod(rank, size)
@@ -65,7 +64,7 @@ class Layout:
             raise SpecError(f"mesh axes {dict(self.axes)} need a size of at least 1 each")
 
     def _cut(self, text: str) -> tuple[str, int]:
-        """Return the axis of a cut and into how many pieces it cuts: "tp" into all, "tp/2" two."""
+        """Return a cut's axis and its number of pieces: that of ranks for "tp", two for "tp/2"."""
         axis, slash, pieces = text.partition("/")
         size = self.axes.get(axis, 1)
         if not slash:
@@ -83,7 +82,7 @@ class Layout:
         return prod(self.axes.values())
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return where on each axis `rank` sits."""
+        """Return the index of `rank` on each axis."""
         if not 0 <= rank < self.num_ranks:
             raise SpecError(f"rank {rank} of a mesh of {self.num_ranks} ranks")
         return dict(zip(self.axes, coordinate(rank, list(self.axes.values())), strict=True))

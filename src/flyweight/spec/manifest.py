@@ -1,7 +1,7 @@
-"""Manifests: the names and specs of one version, and where its bytes rest.
+"""Manifests: the names and specs of one version, and where its bytes are stored.
 
-What `check_*` hold of a manifest no reader checks again: `manifest_json.py` calls them
-on everything it reads. Whether the files are there and hold these bytes, a format checks.
+`manifest_json.py` calls the `check_*` functions on everything it reads, so no reader has to check
+again. Whether the files exist and hold these bytes is checked by a format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 
 from flyweight.errors import FormatError, SpecError, listed
-from flyweight.spec.box import Box, block_lengths, blocks, first_meeting, num_blocks
+from flyweight.spec.box import Box, block_lengths, blocks, num_blocks, overlapping_pair
 from flyweight.spec.dtype import DType
 from flyweight.spec.strict_json import MAX_NUMBER, Hash, Number
 from flyweight.spec.strict_json import Json as Json  # noqa: PLC0414
@@ -59,7 +59,7 @@ class TensorSpec:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of the smallest piece that can be addressed: an element, or one packed byte."""
+        """Bytes of the smallest addressable item: an element, or one byte of packed elements."""
         return max(self.dtype.bits // 8, 1)
 
     def stored(self, box: Box) -> Box:
@@ -94,14 +94,14 @@ class TensorSpec:
         return num_blocks(self.stored(box).shape, self._chunk_items(chunk_bytes))
 
     def _chunk_items(self, chunk_bytes: int) -> int:
-        """Return how many items a chunk may have: six-bit elements come four to three bytes."""
+        """Return how many items a chunk has at most: four six-bit elements share three bytes."""
         together = 3 if self.dtype.bits == 6 else 1
         return max(together, chunk_bytes // self.item_bytes // together * together)
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a box of a tensor rests: row-major in `file` from byte `offset` on."""
+    """Where a box of a tensor is stored: row-major in `file` from byte `offset` on."""
 
     name: str
     box: Box
@@ -114,7 +114,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A box of a tensor that is to be laid into a file."""
+    """A box of a tensor that is to be written to a file."""
 
     name: str
     spec: TensorSpec
@@ -130,7 +130,7 @@ class Parcel:
 
     @property
     def key(self) -> str:
-        """What a file calls it: the tensor's name, and where it starts if it is not the whole."""
+        """Its name in a file: the tensor's, with the box's offset unless it is the whole tensor."""
         return self.name if self.is_whole else f"{self.name}@{','.join(map(str, self.box.offset))}"
 
 
@@ -152,16 +152,16 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nby
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one version holds. Models in memory have no parts and no extents."""
+    """What one version holds. The manifest of a model in memory has no parts and no extents."""
 
     tensors: Mapping[str, TensorSpec]
     version: int | None = None
-    """None where nobody gave one: a model in memory, or somebody else's format."""
+    """None for a model in memory and for formats without versions."""
     parent: int | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Names that share another name's memory, to that name."""
+    """Maps each name that shares another tensor's memory to that tensor's name."""
     values: Mapping[str, Leaf] = field(default_factory=dict)
-    """Leaves that are no tensors, by their full name: steps, rates, strings."""
+    """Leaves that are not tensors, by their full name: steps, rates, strings."""
     writer: Mapping[str, str] = field(default_factory=dict)
     parts: Sequence[Part] = ()
     extents: Sequence[Extent] = ()
@@ -190,7 +190,7 @@ class Manifest:
 
 
 def check_files(manifest: Manifest) -> None:
-    """Raise unless the extents of each part follow its head without a hole or an overlap."""
+    """Raise unless the extents of each part follow its head without a gap or an overlap."""
     by_file = defaultdict(list)
     for extent in manifest.extents:
         spec = manifest.tensors[extent.name]
@@ -201,32 +201,32 @@ def check_files(manifest: Manifest) -> None:
         for (_, end, before), (start, _, after) in pairwise(spans):
             if end != start:
                 raise FormatError(
-                    f"part {part.file!r} has {'a hole' if start > end else 'an overlap'} between "
+                    f"part {part.file!r} has {'a gap' if start > end else 'an overlap'} between "
                     f"byte {end}, where {before or 'head'!r} ends, and {start}, where "
                     f"{after or 'end'!r} starts"
                 )
 
 
 def check_coverage(manifest: Manifest) -> None:
-    """Raise unless the boxes at rest cover every tensor exactly once."""
+    """Raise unless the stored boxes cover every tensor exactly once."""
     boxes: dict[str, list[Box]] = {name: [] for name in manifest.tensors}
     for extent in manifest.extents:
         boxes[extent.name].append(extent.box)
     for name, spec in manifest.tensors.items():
         held, wanted = sum(box.num_elements for box in boxes[name]), prod(spec.shape)
-        # Disjoint boxes of the right volume inside the tensor leave no hole.
-        if len(boxes[name]) > 1 and (meeting := first_meeting(boxes[name])):
+        # Disjoint boxes of the right volume inside the tensor leave no gap.
+        if len(boxes[name]) > 1 and (meeting := overlapping_pair(boxes[name])):
             one, other = meeting
             raise FormatError(
                 f"tensor {name!r} holds elements {one.offset}..{one.end} twice: also in "
                 f"{other.offset}..{other.end}"
             )
         if held != wanted:
-            raise FormatError(f"tensor {name!r} has {held} of its {wanted} elements at rest")
+            raise FormatError(f"tensor {name!r} has {held} of its {wanted} elements stored")
 
 
 def check_leaf(name: str, value: Leaf) -> Leaf:
-    """Return a value that a manifest can hold."""
+    """Return a value, after a check that a manifest can hold it."""
     if isinstance(value, int) and abs(value) >= 2**63:
         raise SpecError(f"{name!r} is a number of {value.bit_length()} bits, at most 63")
     if isinstance(value, str) and value != value.encode("utf-8", "ignore").decode():
@@ -235,7 +235,7 @@ def check_leaf(name: str, value: Leaf) -> Leaf:
 
 
 def is_same_leaf(one: Leaf, other: Leaf) -> bool:
-    """True if two values are alike: 1 is not True, and one NaN is as good as another."""
+    """True if two values have one type and one text: 1 is not True, and NaN equals NaN."""
     return type(one) is type(other) and repr(one) == repr(other)
 
 
@@ -264,5 +264,5 @@ def check_names(manifest: Manifest) -> None:
     lost = [name for name, target in manifest.tied.items() if target not in manifest.tensors]
     if lost:
         raise FormatError(
-            f"{len(lost)} names are tied to tensors that are not there: {listed(lost)}"
+            f"{len(lost)} names are tied to tensors that do not exist: {listed(lost)}"
         )

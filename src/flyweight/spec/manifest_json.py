@@ -35,7 +35,7 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 4096, 64 << 20
 
 
 class _Shard(Struct, forbid_unknown_fields=True):
-    """Where a box rests: an extent without its name, its file told by number."""
+    """Where a box is stored: an extent without its name, and with its file by number."""
 
     offset: Numbers
     shape: Numbers
@@ -184,14 +184,14 @@ def _extent(
 
 
 def encode_leaf(value: Leaf) -> Json:
-    """Return a value as JSON, which has no word for infinity and for what is no number."""
+    """Return a value as JSON; infinities and NaN, which JSON lacks, become objects."""
     if isinstance(value, float) and not isfinite(value):
         return {"float": str(value)}
     return value
 
 
 def decode_leaf(name: str, value: Json) -> Leaf:
-    """Return a plain value."""
+    """Return the value that `encode_leaf` was given."""
     match value:
         case {"float": "inf" | "-inf" | "nan" as text, **others} if not others:
             return float(text)

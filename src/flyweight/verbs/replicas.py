@@ -17,7 +17,7 @@ from flyweight.digest import Checksum, checksum
 from flyweight.errors import FormatError, PlanError, SpecError
 from flyweight.memory import Bytes
 from flyweight.ports import Source
-from flyweight.spec.box import Box, stretch
+from flyweight.spec.box import Box, boxes_of_range
 from flyweight.spec.manifest import CHUNK_BYTES, Extent, Json, Manifest, Parcel
 
 CheckReplicas = Literal["digest", "sampled"]
@@ -94,7 +94,7 @@ def _fingerprint(source: Source, parcel: Parcel) -> int:
     total, sample = items.num_elements, max(_SAMPLE_BYTES // spec.item_bytes // 3 * 3, 3)
     step = max(total // _SAMPLES // 3 * 3, sample)
     for start in range(0, total, step):
-        for box in stretch(items.shape, start, min(sample, total - start)):
+        for box in boxes_of_range(items.shape, start, min(sample, total - start)):
             running.add(source.read(parcel.name, spec.elements(box.moved(items.offset))))
     return running.value()
 
