@@ -1,4 +1,4 @@
-"""Every error this library raises on purpose.
+"""Every error that this library raises on purpose.
 
 FlyweightError
 ├── SpecError (ValueError)                 a shape, box, layout or option that describes nothing
@@ -7,19 +7,19 @@ FlyweightError
 │   └── ShapeMismatch (ValueError)         the same name, another shape
 ├── FormatError                            bytes at rest are wrong
 │   ├── ChecksumMismatch                   bytes are there, and are not the bytes that were written
-│   ├── SnapshotIncomplete                 a save that never committed, or lost a part since
-│   └── SnapshotNotFound (FileNotFoundError)  nothing at this place that we can read
-├── StoreError (OSError)                   the operating system said no: full, forbidden, gone
-├── TransportError                         another process did not do its part
+│   ├── SnapshotIncomplete                 a save that never committed, or lost a file since
+│   └── SnapshotNotFound (FileNotFoundError)  nothing that we can read at this place
+├── StoreError (OSError)                   the operating system refused: disk full, no permission
+├── TransportError                         another process failed, or cannot be reached
 │   ├── PeerLost                           it died, or closed its connection
-│   ├── PeerFailed                         it lives and says what went wrong there
-│   ├── PeerRefused                        it does not speak with us: token, protocol, address
-│   ├── HandleGone                         what was offered is no longer there
-│   └── TransferTimeout (TimeoutError)     nothing was heard of it for too long
-├── VersionError                           a version that is not there, or is there already
+│   ├── PeerFailed                         it is alive and reports what failed there
+│   ├── PeerRefused                        it rejects this process: token, protocol, address
+│   ├── HandleGone                         the offered memory no longer exists
+│   └── TransferTimeout (TimeoutError)     it did not answer before the deadline
+├── VersionError                           a version that does not exist, or exists already
 │   └── DigestMismatch                     not the weights that were committed
 ├── LifecycleError                         a signal that the engine's state does not accept
-│   └── Busy                               another operation runs; its id is in the text
+│   └── Busy                               another operation is running; its id is in the text
 └── MissingDependency (ImportError)        names the extra to install
 """
 
@@ -29,16 +29,19 @@ from collections.abc import Collection
 
 
 class FlyweightError(Exception):
-    """Catch this to catch all of ours. Layers on the way up add notes; they do not wrap."""
+    """The base of all errors of this library.
+
+    A layer that knows more adds a line with `note` and re-raises; it does not wrap the error.
+    """
 
     _notes: tuple[str, ...] = ()
 
     def note(self, text: str) -> None:
-        """Append a line that says where this happened: version, file, what was touched."""
+        """Append a line that says where this happened: the version, the file, the replica."""
         self._notes = (*self._notes, text)
 
     def __str__(self) -> str:
-        # OSError and ImportError make their text from other fields than `args`.
+        # OSError and ImportError build their text from other fields than `args`.
         return "\n  ".join((super().__str__(), *self._notes))
 
 
@@ -69,7 +72,7 @@ class SnapshotNotFound(FormatError, FileNotFoundError): ...
 class StoreError(FlyweightError, OSError):
     def __reduce__(self) -> tuple[object, ...]:
         made, args = tuple(super().__reduce__())[:2]
-        return made, args, {**self.__dict__, "errno": self.errno}  # which `args` need not have
+        return made, args, {**self.__dict__, "errno": self.errno}  # `args` may lack it
 
 
 class TransportError(FlyweightError): ...
@@ -100,7 +103,7 @@ class LifecycleError(FlyweightError): ...
 
 
 class Busy(LifecycleError):
-    """Nothing was begun; `operation` is the id of what runs, if it has one."""
+    """Nothing was started; `operation` is the id of the operation that is running, or ""."""
 
     def __init__(self, text: str, *, operation: str = "") -> None:
         super().__init__(text)
@@ -111,7 +114,7 @@ class MissingDependency(FlyweightError, ImportError): ...
 
 
 def listed(names: Collection[str]) -> str:
-    """Return the first five of `names`, quoted, and how many more there are."""
+    """Return the first five of `names`, quoted, and the number of the rest."""
     head = ", ".join(repr(name) for name in sorted(names)[:5])
     return head if len(names) <= 5 else f"{head} and {len(names) - 5} more"
 

@@ -1,8 +1,7 @@
-"""Events: what the library says while it works.
+"""Events: one stream that log lines, progress bars, metrics and status pages listen to.
 
-Log lines, progress bars, metrics and status pages are listeners of one stream.
-Listeners run in the thread that emits, so they must be quick; an exception in
-one is its own and reaches the caller of `emit`.
+Listeners run in the thread that emits, so they must be quick. An exception in a listener reaches
+the caller of `emit`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened: a dotted `kind` and its facts."""
+    """Something that happened: a dotted `kind` and its facts."""
 
     kind: str
     fields: Mapping[str, int | float | str | None] = field(default_factory=dict)
@@ -27,7 +26,7 @@ _lock = threading.Lock()
 
 
 def emit(kind: str, **fields: int | float | str | None) -> None:
-    """Hand an event to every listener; costs next to nothing when there is none."""
+    """Call every listener with an event; almost free when there are none."""
     for listener in _listeners:
         listener(Event(kind, fields))
 

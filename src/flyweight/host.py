@@ -1,7 +1,7 @@
-"""Host: which machine this is, how many files it lets us open, and which are only their user's.
+"""The host: its boot, its processes, its limit on open files, and who may access a file.
 
-Containers of one machine share its boot, and so its clock, its locks and its memory; what is
-named or locked here means nothing under another boot.
+Containers of one machine share its boot, and therefore its clock, locks and memory. A process
+number or a lock has no meaning under another boot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OPEN_FILES = "/proc/self/fd"
 
 
 def boot_id() -> str:
-    """Return what tells one start of one machine from all others; nothing if that is not told."""
+    """Return this boot's id, or "" if the kernel does not provide one."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
@@ -25,7 +25,7 @@ def boot_id() -> str:
 
 
 def state_of(pid: int) -> str:
-    """Return the letter that the kernel has for what a process does; nothing if there is none."""
+    """Return the kernel's letter for a process's state, or "" if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -34,10 +34,10 @@ def state_of(pid: int) -> str:
 
 
 def birth_of(pid: int | None = None) -> tuple[int, int] | None:
-    """Return the number of a process and its start in clock ticks since boot; None if not seen.
+    """Return a process's id and its start in clock ticks since boot, or None if it is not visible.
 
-    This process by default. A process that gets the same number later has another start. In a
-    container a process has another number than it is seen by from outside: its own is returned.
+    This process by default. A process that gets the same id later has another start. A process in a
+    container has one id inside and another outside: its own, from the inside, is returned.
     """
     at = "/proc/self" if pid is None else f"/proc/{pid}"
     try:
@@ -51,12 +51,12 @@ def birth_of(pid: int | None = None) -> tuple[int, int] | None:
 
 
 def is_running(pid: int) -> bool:
-    """True unless a process of this number has ended, or never was."""
+    """True if a process with this id exists and has not ended."""
     return state_of(pid) not in ("", "Z", "X")
 
 
 def opened(path: str | os.PathLike[str], flags: int) -> int:
-    """Return a descriptor; the limit on this process's files is raised if that is in the way."""
+    """Open a file and return its descriptor, with a raised limit on open files if necessary."""
     try:
         return os.open(path, flags)
     except OSError as cause:
@@ -66,26 +66,26 @@ def opened(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def raise_file_limit() -> bool:
-    """Let this process have as many files open as it may; False if it might already."""
+    """Raise the soft limit on open files to the hard limit; False if that changes nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return False
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # the system's own limit was lowered since
+    except (OSError, ValueError):  # the system's own limit was lowered meanwhile
         return False
     return True
 
 
 def has_room(num_files: int) -> bool:
-    """True if this process may open so many more files, its limit raised as far as that goes.
+    """True if this process may open so many more files, after raising its limit.
 
-    They are counted: to open them for a trial would take them from other threads meanwhile.
+    Open files are counted: a trial would take descriptors away from other threads.
     """
     raise_file_limit()
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        # Numbers from before a limit was lowered do not count, nor does the listing's own.
+        # Not counted: descriptors from before the limit was lowered, and that of the listing.
         num_open = sum(int(name) < limit for name in os.listdir(_OPEN_FILES)) - 1
     except OSError as cause:
         if cause.errno in (errno.EMFILE, errno.ENFILE):
@@ -95,15 +95,15 @@ def has_room(num_files: int) -> bool:
 
 
 def reason(cause: OSError) -> str:
-    """Return what the operating system says, and what helps if it is its limit on files."""
+    """Return the operating system's text, with the remedy if the limit on files is the cause."""
     hint = "; raise the limit, ulimit -n" if cause.errno == errno.EMFILE else ""
     return f"{cause.strerror or cause}{hint}"
 
 
 def exposure(found: os.stat_result, *, bits: int = 0o077) -> str:
-    """Return whose a file is, in words, if anybody but its user has it or one of some mode bits.
+    """Return the owner and mode of a file, in words, if users other than this one may access it.
 
-    Nothing if it is this user's own, or root's, who could read and write it anyway.
+    Return "" if the file belongs to this user or to root, and has none of the mode `bits`.
     """
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid in (os.geteuid(), 0) and not mode & bits:

@@ -1,4 +1,4 @@
-"""Proofs: how two processes show each other that they know a token, and neither sends it."""
+"""Proofs: two processes show each other that they know a token, without sending it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import hmac
 
 
 def proof(token: str, *words: str) -> str:
-    """Return what only someone who knows the token can compute of these words.
+    """Return a MAC of `words` that only a process with the token can compute.
 
-    The first word says what is proven, so that the proof of one thing is none of another.
+    The first word names the purpose, so that a proof for one purpose is no proof for another.
     """
-    text = "\n".join(words).encode(errors="backslashreplace")  # some words come from strangers
+    text = "\n".join(words).encode(errors="backslashreplace")  # words may come from anybody
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
 def is_same(shown: str, expected: str) -> bool:
-    """Compare in a time that tells nothing of where the two differ."""
-    # As bytes: text outside of ASCII cannot be compared, and may come from anybody.
+    """Compare two proofs in constant time."""
+    # As bytes: compare_digest refuses text outside of ASCII, which may come from anybody.
     return hmac.compare_digest(shown.encode(errors="replace"), expected.encode(errors="replace"))

@@ -1,1 +1,1 @@
-"""What must move: pure functions from what is there and what is wanted to data."""
+"""What must move: pure functions that compare what exists with what is wanted."""

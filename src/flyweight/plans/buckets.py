@@ -1,8 +1,7 @@
-"""Buckets: many blocks' bytes packed to be moved as one.
+"""Buckets: the bytes of many blocks, packed to be moved as one.
 
-Here bytes are counted, not elements. Order is kept, a bucket is never larger than it
-may be, and what is larger is cut into boxes that are contiguous in their block, so
-that whoever wants another box of it can tell what of a piece is theirs.
+This file counts bytes, not elements. A bucket is never larger than its limit; a larger block is cut
+into boxes, so that a replica that wants another box of it can find its part in each piece.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from dataclasses import dataclass
 from flyweight.errors import SpecError
 from flyweight.spec.box import Box, blocks
 
-_PIECES = 8  # so a bucket that the next piece does not fit into is nearly full
+_PIECES = 8  # small enough that a bucket without space for the next piece is nearly full
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of items of block `index`, row-major at byte `at` of the bucket."""
+    """A box of the items of block `index`, row-major at byte `at` of the bucket."""
 
     index: int
     box: Box
@@ -30,8 +29,8 @@ def pack(
 ) -> Iterator[list[Piece]]:
     """Yield buckets whose pieces, in order, are every item of every block exactly once.
 
-    Blocks are told by shape and bytes of an item. Each piece starts on `align_bytes`. A block of
-    no bytes is in no bucket.
+    `shapes` has the shape of each block and the bytes of one item. Each piece starts at a multiple
+    of `align_bytes`. A block without bytes is in no bucket.
     """
     widest = max((width for _, width in shapes), default=1)
     if align_bytes < 1 or bucket_bytes < max(align_bytes, widest):

@@ -1,4 +1,4 @@
-"""Fit: whether tensors of one name are the same kind of thing at both ends."""
+"""Fit: whether tensors of one name have the same dtype and shape at both ends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def check_fit(
     sink: str,
     is_same: IsSame = lambda name, have, want: have == want,
 ) -> None:
-    """Raise if a wanted tensor has another dtype or shape, all of a kind at once.
+    """Raise DTypeMismatch or ShapeMismatch, naming all tensors that differ, if there are any.
 
-    `source` and `sink` say where each is, for people; `is_same` may know dtypes better.
+    `source` and `sink` say where each end is, as in "in 'runs/7'"; they only go into the message.
+    `is_same` compares two dtypes of a name where equality is not the question.
     """
     wrong = [n for n, spec in want.items() if not is_same(n, have[n].dtype, spec.dtype)]
     if wrong:

@@ -1,11 +1,10 @@
 """Reshard: which box goes from which source shard to which sink shard.
 
-A plan is proof as well as work list: it exists only if every element of every
-sink shard comes from exactly one element of the source. Replicas of a shard are
-one element, not two, and share the load: which replica serves which sink follows
-from the name and the sink's rank alone, so every rank that plans only its own
-part comes to the same answer. Tensors cut alike share one route, so that a plan
-for a hundred thousand tensors is made, kept and counted by its few routes.
+A plan is a proof as well as a work list: it exists only if every element of every sink shard comes
+from exactly one element of the source. Ranks that hold the same box are replicas and share the
+load. The tensor's name and the sink's rank alone decide which replica serves which sink, so a rank
+that plans only its own part gets the same answer as the others. Tensors that are cut alike share
+one route, so the plan of a hundred thousand tensors takes little time and memory.
 """
 
 from __future__ import annotations
@@ -24,27 +23,17 @@ from flyweight.spec.layout import Shard
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One block that moves: `box` counts from the corner of the whole tensor."""
+    """A box that moves from one shard to another, counted from the corner of the whole tensor."""
 
     name: str
     box: Box
     source: Shard
     sink: Shard
 
-    @property
-    def source_box(self) -> Box:
-        """The block counted from the corner of the source's shard."""
-        return self.box.within(self.source.box)
-
-    @property
-    def sink_box(self) -> Box:
-        """The block counted from the corner of the sink's shard."""
-        return self.box.within(self.sink.box)
-
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """A box that some sink shard takes from any one of some replicas."""
+class _SourceBox:
+    """A box that a sink takes from any one of some replicas."""
 
     box: Box
     replicas: tuple[Shard, ...]
@@ -52,9 +41,9 @@ class _Block:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How all shards of a sink are filled, for tensors that are cut alike at both ends."""
+    """How all shards of a sink are filled, for all tensors that are cut alike at both ends."""
 
-    fills: tuple[tuple[Shard, tuple[_Block, ...]], ...]
+    fills: tuple[tuple[Shard, tuple[_SourceBox, ...]], ...]
 
     @cached_property
     def num_copies(self) -> int:
@@ -62,7 +51,7 @@ class Route:
 
     @cached_property
     def is_single(self) -> bool:
-        """True if no replica has to be chosen, so that all tensors move between the same ranks."""
+        """True if there are no replicas to choose from: all tensors move between the same ranks."""
         return all(len(block.replicas) == 1 for _, blocks in self.fills for block in blocks)
 
     def copies(self, name: str) -> Iterator[Copy]:
@@ -72,15 +61,15 @@ class Route:
 
 
 def _chosen(name: str, sink: Shard, replicas: tuple[Shard, ...]) -> Shard:
-    """Return the replica that serves a sink; sinks and names spread evenly over replicas."""
+    """Return the replica that serves a sink; sinks and names are spread evenly over replicas."""
     if len(replicas) == 1:
         return replicas[0]
-    # Ranks that want the same box are often a power of two apart: mixed, they do not line up.
+    # Ranks that want the same box are often a power of two apart: the hash mixes them.
     return replicas[crc32(sink.rank.to_bytes(8, "little"), crc32(name.encode())) % len(replicas)]
 
 
 class Plan:
-    """The copies that fill a sink, told by routes; `copies` tells them one by one."""
+    """The copies that fill a sink, kept as one route per name."""
 
     def __init__(self, routes: Mapping[str, Route]) -> None:
         self.routes = routes
@@ -139,24 +128,24 @@ def _wants(shards: Sequence[Shard]) -> bool:
 
 def _route(shards: Sequence[Shard], held: Sequence[Shard], indexes: dict[int, _Index]) -> Route:
     if len(held) == 1 and all(shard.box == held[0].box for shard in shards):
-        block = (_Block(held[0].box, (held[0],)),)
+        block = (_SourceBox(held[0].box, (held[0],)),)
         return Route(tuple((shard, block) for shard in shards if shard.box.num_elements))
     if id(held) not in indexes:
         indexes[id(held)] = _Index(held)
     index = indexes[id(held)]
-    filled: dict[Box, tuple[_Block, ...]] = {}
+    filled: dict[Box, tuple[_SourceBox, ...]] = {}
     fills = []
     for shard in shards:
         if shard.box.num_elements:
             if shard.box not in filled:
-                filled[shard.box] = tuple(index.meetings(shard.box))
+                filled[shard.box] = tuple(index.overlaps(shard.box))
                 _check_filled(shard, filled[shard.box])
             fills.append((shard, filled[shard.box]))
     return Route(tuple(fills))
 
 
-def _check_filled(sink: Shard, blocks: Sequence[_Block]) -> None:
-    # The source's boxes do not meet each other, so the right volume leaves no hole.
+def _check_filled(sink: Shard, blocks: Sequence[_SourceBox]) -> None:
+    # The source's boxes do not overlap, so the right volume leaves no gap.
     covered = sum(block.box.num_elements for block in blocks)
     if covered != sink.box.num_elements:
         raise PlanError(
@@ -173,8 +162,8 @@ class _Index:
         for shard in held:
             if shard.box.num_elements:
                 replicas.setdefault(shard.box, []).append(shard)
-        if meeting := overlapping_pair(list(replicas)):
-            one, other = meeting
+        if pair := overlapping_pair(list(replicas)):
+            one, other = pair
             raise PlanError(
                 f"elements are twice at the source: in {one.offset}..{one.end} of rank "
                 f"{replicas[one][0].rank} and in {other.offset}..{other.end} of rank "
@@ -187,16 +176,16 @@ class _Index:
             boxes.sort(key=lambda box: box.offset[self._dim])
         self._starts = [box.offset[self._dim] for box in boxes] if num_dims else [0] * len(boxes)
         self._longest = max((box.shape[self._dim] for box in boxes), default=0) if num_dims else 1
-        self._blocks = [_Block(box, tuple(replicas[box])) for box in boxes]
+        self._blocks = [_SourceBox(box, tuple(replicas[box])) for box in boxes]
 
-    def meetings(self, box: Box) -> Iterator[_Block]:
-        """Yield what of `box` each source box has, row-major along the sorted dim."""
+    def overlaps(self, box: Box) -> Iterator[_SourceBox]:
+        """Yield the overlap of `box` with each source box, in order of the sorted dim."""
         if not box.shape:
             yield from self._blocks
             return
-        # A box that starts a longest box's length before ours can no longer reach it.
+        # A box that starts a longest box's length before ours cannot reach it.
         first = bisect_left(self._starts, box.offset[self._dim] - self._longest + 1)
         last = bisect_left(self._starts, box.end[self._dim])
         for block in self._blocks[first:last]:
-            if (meet := box.overlap(block.box)) is not None:
-                yield _Block(meet, block.replicas) if meet != block.box else block
+            if (overlap := box.overlap(block.box)) is not None:
+                yield _SourceBox(overlap, block.replicas) if overlap != block.box else block

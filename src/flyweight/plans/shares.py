@@ -1,8 +1,8 @@
-"""Shares: which rank writes what, when many hold a model together.
+"""Shares: which rank writes what, when several ranks hold a model together.
 
-A box that several ranks hold is written by one of them, and the bytes are spread
-evenly over those who could. Together the shares are every element exactly once, or
-the ranks are told what is missing, doubled or does not agree.
+A box that several ranks hold is written by one of them, and the bytes are spread evenly over the
+ranks that hold them. Together the shares are every element exactly once; otherwise an error names
+what is missing, there twice, or different between ranks.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from flyweight.spec.manifest import Leaf, Parcel, TensorSpec, is_same_leaf
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds: of each tensor its whole spec and the boxes that are there."""
+    """What one rank holds: for each tensor its whole spec, and the boxes on this rank."""
 
     tensors: Mapping[str, TensorSpec]
     boxes: Mapping[str, Sequence[Box]]
     tied: Mapping[str, str]
-    """Names that share another's memory on this rank. They have boxes of their own too."""
+    """Maps names that share another's memory on this rank to that name. They have boxes too."""
     values: Mapping[str, Leaf]
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """All tensors of a group of ranks, and what of them each rank writes."""
+    """All tensors of a group of ranks, and the boxes that each rank writes."""
 
     tensors: Mapping[str, TensorSpec]
     tied: Mapping[str, str]
     values: Mapping[str, Leaf]
     shares: Sequence[Sequence[Parcel]]
     replicas: Sequence[Sequence[Parcel]]
-    """What each rank holds that others hold too."""
+    """The boxes of each rank that other ranks hold too."""
 
 
 def share_out(holdings: Sequence[Holding]) -> Sharing:
-    """Return who writes what, or raise PlanError where the ranks do not make up whole tensors."""
+    """Return which rank writes what; raise PlanError if the ranks do not have whole tensors."""
     tensors = _agreed_tensors(holdings)
     tied = _agreed_ties(holdings)
     tensors = {name: spec for name, spec in tensors.items() if name not in tied}
@@ -59,7 +59,7 @@ def share_out(holdings: Sequence[Holding]) -> Sharing:
     ]
     load_bytes = [0] * len(holdings)
     writers = [0] * len(parcels)
-    # Those without a choice first, then the largest, each to whoever has least so far.
+    # Boxes of one rank first, then the largest, each to the rank with the fewest bytes so far.
     order = sorted(
         range(len(parcels)), key=lambda n: (len(parcels[n][1]) > 1, -parcels[n][0].nbytes)
     )
@@ -97,7 +97,7 @@ def _agreed_tensors(holdings: Sequence[Holding]) -> dict[str, TensorSpec]:
 
 
 def _agreed_ties(holdings: Sequence[Holding]) -> dict[str, str]:
-    """Return the ties that hold on every rank that has any of either tensor."""
+    """Return the ties that exist on every rank that holds a box of either tensor."""
     targets: dict[str, set[str]] = {}
     held: dict[str, set[tuple[int, Box]]] = {}
     for rank, holding in enumerate(holdings):
@@ -130,8 +130,8 @@ def _agreed_values(holdings: Sequence[Holding]) -> dict[str, Leaf]:
 
 
 def _check_whole(name: str, spec: TensorSpec, holders: Mapping[Box, Sequence[int]]) -> None:
-    if meeting := overlapping_pair(list(holders)):
-        one, other = meeting
+    if pair := overlapping_pair(list(holders)):
+        one, other = pair
         raise PlanError(
             f"{name!r} has elements twice: in {one.offset}..{one.end} of rank {holders[one][0]} "
             f"and in {other.offset}..{other.end} of rank {holders[other][0]}"

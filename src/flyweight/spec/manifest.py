@@ -215,8 +215,8 @@ def check_coverage(manifest: Manifest) -> None:
     for name, spec in manifest.tensors.items():
         held, wanted = sum(box.num_elements for box in boxes[name]), prod(spec.shape)
         # Disjoint boxes of the right volume inside the tensor leave no gap.
-        if len(boxes[name]) > 1 and (meeting := overlapping_pair(boxes[name])):
-            one, other = meeting
+        if len(boxes[name]) > 1 and (pair := overlapping_pair(boxes[name])):
+            one, other = pair
             raise FormatError(
                 f"tensor {name!r} holds elements {one.offset}..{one.end} twice: also in "
                 f"{other.offset}..{other.end}"
