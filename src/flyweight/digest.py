@@ -1,15 +1,15 @@
-"""Digests: a checksum for bytes that pass, and a digest for a tensor wherever it lives.
+"""Digests: a checksum for bytes on their way, and a digest for a tensor on any device.
 
-The checksum is XXH3, the fastest thing a CPU does to bytes. The digest is a sum
-over words, so that any number of threads, or a GPU, add it up in any order:
+The checksum is XXH3, the fastest hash on a CPU. The digest is a sum over words, so that any number
+of threads, or a GPU, can add it up in any order:
 
     row r = 1024 little-endian words, the tail of the tensor padded with zeros
     T(r)  = sum over j of B[j] * g(A[j] * word[j]),   g(x) = x ^ (x >> 32)      mod 2**64
     H     = fmix(fmix(nbytes) + sum over r of fmix(T(r)) * (splitmix(r) | 1))   mod 2**64
 
 A and B are odd, so a change of any one word always changes H: docs/format.md has the argument.
-Where no GPU takes part, T(r) may be the XXH3 of rows of 256 KiB instead, the last one as short
-as it is: the same sum, five times as fast on a CPU.
+Without a GPU, T(r) may be the XXH3 of rows of 256 KiB instead, with a short last row that is not
+padded: the same sum, five times as fast on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROW_WORDS = 1024
 ROW_BYTES = 8 * ROW_WORDS
 XXH3_ROW_BYTES = 256 << 10
 _ROW_BYTES: dict[DigestKind, int] = {"words": ROW_BYTES, "xxh3": XXH3_ROW_BYTES}
-_ROWS_AT_ONCE = 256  # each call of numpy hands the interpreter over: long ones let threads run
+_ROWS_AT_ONCE = 256  # numpy releases the interpreter in each call: long calls let threads run
 _ROWS_IN_CACHE = 32
 _MASK = 2**64 - 1
 _THIRTY_TWO = np.uint64(32)
@@ -43,7 +43,7 @@ def checksum(data: Bytes) -> int:
 
 
 class Checksum:
-    """The same checksum of bytes that come one stretch after the other."""
+    """The same checksum, of bytes that are added in order."""
 
     def __init__(self) -> None:
         self._running = xxhash.xxh3_64()
@@ -56,7 +56,7 @@ class Checksum:
 
 
 def splitmix(index: Words) -> Words:
-    """Return the `index`-th numbers of the splitmix64 sequence that starts at seed 0."""
+    """Return the `index`-th numbers of the splitmix64 sequence with seed 0."""
     x = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -65,7 +65,7 @@ def splitmix(index: Words) -> Words:
 
 
 def fmix(x: Words) -> Words:
-    """Mix 64 bits so that each bit of `x` moves about half of the result; no two collide."""
+    """Mix 64 bits, so that each bit of `x` changes about half of the result, without collisions."""
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     mixed: Words = x ^ (x >> np.uint64(33))
@@ -73,7 +73,7 @@ def fmix(x: Words) -> Words:
 
 
 def _fmix_int(x: int) -> int:
-    """Mix one number as `fmix` does an array of them."""
+    """Return `fmix` of one number."""
     x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD & _MASK
     x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 & _MASK
     return x ^ x >> 33
@@ -83,7 +83,7 @@ _ROW_NUMBERS = np.arange(64, dtype=np.uint64)
 _COLUMNS = np.arange(ROW_WORDS, dtype=np.uint64)
 _A = splitmix(_COLUMNS) | np.uint64(1)
 _B = splitmix(_COLUMNS + np.uint64(ROW_WORDS)) | np.uint64(1)
-# Written out for a whole block: numpy multiplies arrays of one shape faster than it broadcasts.
+# Repeated for a whole block: numpy multiplies arrays of one shape faster than it broadcasts.
 _A_ROWS, _B_ROWS = (np.tile(table, (_ROWS_AT_ONCE, 1)) for table in (_A, _B))
 
 
@@ -100,7 +100,7 @@ def _word_sums(data: Bytes) -> Words:
     """Return T of each of these whole rows."""
     words = data.view("<u8").reshape(-1, ROW_WORDS)
     sums = np.empty(len(words), np.uint64)
-    # Little to do is done by one thread, best in steps that stay in its core's own cache.
+    # A small tensor is digested by one thread, in steps that stay in its core's cache.
     step = _ROWS_AT_ONCE if len(words) > _ROWS_AT_ONCE else _ROWS_IN_CACHE
     for start in range(0, len(words), step):
         some = words[start : start + step]
@@ -120,20 +120,20 @@ def _xxh3_sums(data: Bytes) -> Words:
 
 
 def _terms(rows: Words, sums: Words) -> Words:
-    """Return what rows add to their digest, by their numbers in their tensor."""
+    """Return the terms that rows add to the digest; `rows` are their numbers in the tensor."""
     terms: Words = fmix(sums) * (splitmix(rows) | np.uint64(1))
     return terms
 
 
 def _sum_of_rows(kind: DigestKind, first_row: int, data: Bytes) -> int:
-    """Return the sum over rows, the first of which is row `first_row` of its tensor."""
+    """Return the sum over rows, where the first is row `first_row` of its tensor."""
     sums = _word_sums(data) if kind == "words" else _xxh3_sums(data)
     rows = np.arange(first_row, first_row + len(sums), dtype=np.uint64)
     return int(np.add.reduce(_terms(rows, sums)))
 
 
 class Digest:
-    """Adds up the digest of `nbytes` bytes that arrive in pieces, in any order, from any thread."""
+    """Adds up the digest of `nbytes` bytes, which any thread adds in any order."""
 
     def __init__(self, nbytes: int, kind: DigestKind = "words") -> None:
         self._nbytes, self._left, self._sum = nbytes, nbytes, 0
@@ -142,7 +142,7 @@ class Digest:
         self._lock = threading.Lock()
 
     def add(self, offset: int, data: Bytes) -> None:
-        """Count the bytes that stand at `offset`; each byte must be added exactly once."""
+        """Add the bytes at `offset` of the tensor; each byte must be added exactly once."""
         size = self._row_bytes
         head = min(-offset % size, len(data))
         body = (len(data) - head) // size * size
@@ -156,12 +156,12 @@ class Digest:
             self._edge(offset + head + body, data[head + body :])
 
     def _edge(self, offset: int, data: Bytes) -> None:
-        """Keep a piece of a row until the rest of the row is there."""
+        """Keep a part of a row until the rest of the row has been added."""
         if not len(data):
             return
         row, start = divmod(offset, self._row_bytes)
         whole = min(self._row_bytes, self._nbytes - row * self._row_bytes)
-        if len(data) == whole and self._kind == "xxh3":  # a short last row, in one piece
+        if len(data) == whole and self._kind == "xxh3":  # a short last row, complete
             self._sum += _sum_of_rows(self._kind, row, data)
             return
         edge, held = self._edges.pop(row, (np.zeros(self._row_bytes, np.uint8), 0))
@@ -175,7 +175,7 @@ class Digest:
             self._edges[row] = edge, held
 
     def value(self) -> int:
-        """Return the digest; all bytes have been added."""
+        """Return the digest; all bytes must have been added."""
         assert self._left == 0, f"{self._left} of {self._nbytes} bytes were never added"
         return _ended(self._nbytes, self._sum)
 
@@ -185,8 +185,7 @@ def _ended(nbytes: int, total: int) -> int:
 
 
 SMALL_BYTES = 16 * ROW_BYTES
-"""Tensors up to this are better digested together: each call of numpy costs more than they do."""
-_ROWS_TOGETHER = _ROWS_AT_ONCE
+"""Tensors up to this size are digested together: a call of numpy costs more than their bytes."""
 
 
 def small_digests(tensors: Sequence[Bytes], kind: DigestKind = "words") -> list[int]:
@@ -197,7 +196,7 @@ def small_digests(tensors: Sequence[Bytes], kind: DigestKind = "words") -> list[
     batch: list[Bytes] = []
     num_rows = 0
     for data in tensors:
-        if batch and num_rows + _num_rows(data) > _ROWS_TOGETHER:
+        if batch and num_rows + _num_rows(data) > _ROWS_AT_ONCE:
             found += _together(batch, num_rows)
             batch, num_rows = [], 0
         batch.append(data)
@@ -215,7 +214,7 @@ def _short_rows(tensors: Sequence[Bytes]) -> list[int]:
 
 
 def _num_rows(data: Bytes) -> int:
-    return max(-(-len(data) // ROW_BYTES), 1)  # a row of zeros stands for an empty tensor
+    return max(-(-len(data) // ROW_BYTES), 1)  # an empty tensor gets a row of zeros
 
 
 def _together(batch: Sequence[Bytes], num_rows: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""Memory: where a tensor's elements lie, and staging that is taken once and reused.
+"""Memory: where a tensor's elements lie, and staging memory that is reused.
 
-Fresh pages are zeroed by the kernel one fault at a time, which on many machines is
-several times slower than copying into pages already there. So staging blocks go
-back to a small process-wide shelf instead of to the system.
+The kernel zeroes fresh pages one fault at a time, which on many machines is several times slower
+than copying into pages that exist already. So staging blocks are kept on a small process-wide shelf
+instead of being returned to the system.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flyweight.spec.box import Box, strides_of
 
 Bytes = NDArray[np.uint8]
 Items = NDArray[Any]
-"""An array whose dtype only says how wide an item is; its values are nobody's business."""
+"""An array whose dtype only gives the width of an item; nothing here interprets its values."""
 
 _LIBC = ctypes.CDLL(None)
 
@@ -39,7 +39,7 @@ _ITEM: dict[int, np.dtype[Any]] = {
 
 
 def item_dtype(item_bytes: int) -> np.dtype[Any]:
-    """Return a numpy dtype of that width that numpy copies without looking inside."""
+    """Return a numpy dtype of that width, which numpy copies without interpreting the bytes."""
     return _ITEM[item_bytes] if item_bytes in _ITEM else np.dtype(f"V{item_bytes}")
 
 
@@ -49,12 +49,12 @@ def items_of(data: Bytes, item_bytes: int, shape: tuple[int, ...]) -> Items:
 
 
 def empty_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape of no elements whose dims numpy can hold, whatever those of `shape` are."""
+    """Return a shape without elements that numpy can hold, even if dims of `shape` are huge."""
     return tuple(min(size, 1) for size in shape)
 
 
 def block_of(items: Items, box: Box) -> Items:
-    """View a box of an array where it lies; of a scalar too, which plain indexing would copy."""
+    """View a box of an array without a copy, also of a scalar, which plain indexing would copy."""
     index: tuple[Any, ...] = (Ellipsis, *box.slices)
     block: Items = items[index]
     return block
@@ -76,23 +76,23 @@ class Buffer:
     owner: object
     is_writable: bool = True
     device: int | None = None
-    """The number of the CUDA device that the address is of; None: the host's memory."""
+    """The number of the CUDA device that the address belongs to; None for the host's memory."""
 
     @classmethod
     def flat_at(
         cls, address: int, nbytes: int, owner: object, *, device: int | None = None
     ) -> Buffer:
-        """Return plain bytes one after the other."""
+        """Return a buffer of contiguous bytes."""
         return cls(address, (nbytes,), (1,), 1, owner, device=device)
 
     @classmethod
     def of(cls, data: Bytes) -> Buffer:
-        """Return an array of bytes as a buffer, which keeps it alive."""
+        """Return a buffer of an array of bytes, which the buffer keeps alive."""
         address = data.__array_interface__["data"][0]
         return cls(address, data.shape, data.strides, 1, data, bool(data.flags.writeable))
 
     def block(self, items: Box) -> Buffer:
-        """Return a box of the items where it lies."""
+        """Return the buffer of a box of the items."""
         corner = sum(at * stride for at, stride in zip(items.offset, self.strides, strict=True))
         return replace(self, address=self.address + corner, shape=items.shape)
 
@@ -118,7 +118,7 @@ class Buffer:
 
     @property
     def is_folded(self) -> bool:
-        """True unless each item surely has bytes of its own: dims nest without touching."""
+        """True unless each item certainly has bytes of its own: the dims nest without overlap."""
         if not self.nbytes:
             return False
         reach = self.item_bytes
@@ -130,8 +130,8 @@ class Buffer:
         return False
 
     def items(self) -> Items:
-        """View the items where they lie, in the host's memory."""
-        assert self.device is None, f"items of device {self.device} are out of the CPU's reach"
+        """View the items in place; the memory must be the host's."""
+        assert self.device is None, f"the CPU cannot read the items of device {self.device}"
         dtype = item_dtype(self.item_bytes)
         if self.nbytes == 0:
             return np.empty(empty_shape(self.shape), dtype)
@@ -143,17 +143,17 @@ class Buffer:
         return array
 
     def flat(self) -> Bytes | None:
-        """View the bytes in row-major order where they lie so, else None."""
+        """View the bytes in row-major order in place, or return None if that is not their order."""
         return self.items().reshape(-1).view(np.uint8) if self.is_contiguous else None
 
 
-_WORK: Any = 10**5  # steps that numpy may take to tell interleaved strides apart
+_WORK: Any = 10**5  # steps that numpy may take to compare interleaved strides
 
 
 def first_overlap(buffers: Mapping[str, Buffer]) -> tuple[str, str] | None:
-    """Return two names whose buffers share a byte, or may do so for all that is easily told.
+    """Return two names whose buffers share a byte, or may share one, or None.
 
-    Each device has addresses of its own, as the host has.
+    Buffers of different devices never overlap: each device has addresses of its own.
     """
     by_device: dict[int | None, list[tuple[int, int, str]]] = {}
     for name, buffer in buffers.items():
@@ -164,15 +164,15 @@ def first_overlap(buffers: Mapping[str, Buffer]) -> tuple[str, str] | None:
         for start, end, name in sorted(spans):
             live = [(other_end, other) for other_end, other in live if other_end > start]
             for _, other in live:
-                if _may_meet(buffers[other], buffers[name]):
+                if _may_overlap(buffers[other], buffers[name]):
                     return other, name
             live.append((end, name))
     return None
 
 
-def _may_meet(a: Buffer, b: Buffer) -> bool:
-    """True if two buffers of one device share a byte, or if that would take too long to tell."""
-    # numpy compares addresses and reads nothing, so those of a device will do.
+def _may_overlap(a: Buffer, b: Buffer) -> bool:
+    """True if two buffers of one device share a byte, or if it would take too long to find out."""
+    # numpy compares addresses and reads nothing, so addresses of a device are fine.
     first, second = (replace(each, device=None).items() for each in (a, b))
     try:
         return np.shares_memory(first, second, max_work=_WORK)
@@ -181,26 +181,26 @@ def _may_meet(a: Buffer, b: Buffer) -> bool:
 
 
 def bytes_for(nbytes: int, into: Bytes | None) -> Bytes:
-    """Return room for `nbytes`: the beginning of `into`, or fresh memory."""
+    """Return memory for `nbytes`: the beginning of `into`, or fresh memory."""
     if into is None:
         return np.empty(nbytes, np.uint8)
     if len(into) < nbytes:
-        raise SpecError(f"room for {len(into)} bytes, {nbytes} are to be read")
+        raise SpecError(f"there is space for {len(into)} bytes, {nbytes} are to be read")
     return into[:nbytes]
 
 
 def available_bytes() -> int:
-    """Return how much memory this process may still take, by what the system and its group say."""
+    """Return how many bytes this process may still allocate, by system and cgroup limits."""
     found = [2**63]
     with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", "rb") as meminfo:
         line = next(line for line in meminfo if line.startswith(b"MemAvailable:"))
         found.append(1024 * int(line.split()[1]))
     root = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError, KeyError):  # no limit, or another kind of groups
+    with suppress(OSError, ValueError, KeyError):  # no limit, or cgroups version 1
         limit = int((root / "memory.max").read_text())
         used = int((root / "memory.current").read_text())
-        told = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        cached = int(told["inactive_file"]) + int(told["active_file"])  # is given up when needed
+        usage = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        cached = int(usage["inactive_file"]) + int(usage["active_file"])  # the kernel reclaims it
         found.append(max(limit - used + cached, 0))
     return min(found)
 
@@ -229,7 +229,7 @@ def shared_mappings() -> Iterator[SharedMapping]:
 
 
 def without_fork(data: Bytes) -> None:
-    """Leave a mapping out of forked children, who would keep its memory from being freed."""
+    """Exclude a mapping from forked children, which would keep its memory from being freed."""
     address = data.__array_interface__["data"][0]
     start = address - address % mmap.PAGESIZE
     nbytes = -(-(address + len(data) - start) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -238,13 +238,13 @@ def without_fork(data: Bytes) -> None:
 
 
 def page_memory(nbytes: int) -> Bytes:
-    """Return page-aligned memory, zeroed, which a forked child does not share."""
+    """Return page-aligned, zeroed, private memory: a forked child gets a copy."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return bytes_of(mmap.mmap(-1, max(nbytes, 1), flags=flags))[:nbytes]
 
 
 class Staging:
-    """Page-aligned blocks, lent and taken back; keeps up to `shelf_bytes` for the next borrower."""
+    """Lends page-aligned blocks, and keeps up to `shelf_bytes` of them for the next call."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class Staging:
 
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[Bytes]:
-        """Lend a block of exactly `nbytes` until the end of the block of code."""
+        """Lend a block of exactly `nbytes` until the end of the `with` statement."""
         block = self._take(nbytes)
         try:
             yield block[:nbytes]
@@ -272,7 +272,7 @@ class Staging:
     def _take(self, nbytes: int) -> Bytes:
         with self._lock:
             for index, block in enumerate(self._shelf):
-                # A block much too large would push the caller over its memory budget.
+                # A block that is much larger would exceed the caller's memory budget.
                 if nbytes <= block.nbytes <= nbytes + nbytes // 8:
                     return self._shelf.pop(index)
         return self.allocate(nbytes)
@@ -284,10 +284,10 @@ _pause_lock = threading.Lock()
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep Python's cycle collector quiet while many small records are made.
+    """Pause Python's garbage collector of cycles while many small records are made.
 
-    Nothing made in planning is cyclic, and looking for cycles in it again and again doubles the
-    time for a model of many thousand tensors.
+    Planning makes no cycles, and searching for them again and again doubles its time for a model of
+    many thousand tensors.
     """
     global _pauses  # noqa: PLW0603
     with _pause_lock:
@@ -308,4 +308,4 @@ def collector_paused() -> Iterator[None]:
 STAGING = Staging(shelf_bytes=32 << 20)
 
 MEMORY_BYTES = 256 << 20
-"""The extra memory a verb may use unless it is told otherwise."""
+"""The extra memory that a verb may use by default."""
