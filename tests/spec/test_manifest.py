@@ -61,6 +61,21 @@ HUGE = 10**30
 FAULTS = {
     "no version": (("version",), KeyError, "missing required field `version`"),
     "an extra field": (("surprise",), 1, "surprise"),
+    "an extra field of a part": (("parts", 0, "surprise"), 1, "unknown field `surprise`"),
+    "an extra field of a tensor": (("tensors", "w", "surprise"), 1, "unknown field `surprise`"),
+    "an extra field of a shard": (("tensors", "w", "shards", 0, "surprise"), 1, "unknown field"),
+    "a part without its size": (("parts", 0, "bytes"), KeyError, "missing required field `bytes`"),
+    "a size of a fraction": (("tensors", "w", "shape"), [4.0, 6], "got `float`.*found 4.0"),
+    "a bool for a size": (("tensors", "w", "shape"), [4, True], "got `bool`.*found True"),
+    "a place that is negative": (("tensors", "w", "shards", 0, "at"), -1, "found -1"),
+    "an offset of more dims": (
+        ("tensors", "q", "shards", 0, "offset"),
+        [0, 0, 0],
+        "differ in rank",
+    ),
+    "a digest of 17 digits": (("tensors", "w", "shards", 0, "digest"), "0" * 17, "16 hexadecimal"),
+    "a checksum with a newline": (("parts", 0, "head_checksum"), "0" * 16 + "\n", "16 hexadecimal"),
+    "a field that looks like a path": (("x` - at `$.parts[9].y",), 1, "unknown field"),
     "another format": (("format",), "tarball", "tarball"),
     "a newer format": (("format_version",), 2, "version 2"),
     "a huge version": (("version",), HUGE, r"\.version`, found 1000"),
@@ -147,6 +162,13 @@ def test_a_manifest_is_refused_that_has(fault):
 def test_what_is_no_manifest_is_refused(text):
     with pytest.raises(FormatError):
         decode_manifest(text[:200_000])
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_words_that_only_python_takes_for_json_are_refused(word):
+    text = encode_manifest(replace(example(), values={"x": 1234}))
+    with pytest.raises(FormatError, match=f"holds {word}, which is not JSON"):
+        decode_manifest(text.replace(b"1234", word.encode()))
 
 
 def test_names_given_twice_are_named():

@@ -413,6 +413,8 @@ def test_a_layout_is_read_from_json():
         ({"rules": [{"names": "**", "join": 1.0}]}, "got `float`"),
         ({"rules": [{"names": "a.*", "spread": {"0": {"axes": "tp"}}}]}, "missing required field `starts`"),
         ({"rules": [{"names": ["a", "b"]}]}, "does not name the result"),
+        ({"rules": [{"names": []}]}, "has 0 names and 0 cuts"),
+        ({"rules": [{"names": ["a", "b"], "local": "x", "cuts": [{}]}]}, "has 2 names and 1 cuts"),
         ({"rules": [{"names": ["a.*", "b"], "local": "x"}]}, "same number of stars"),
         ({"rules": [{"names": "a.*", "stack": 1}]}, "has 1 stars and refers to stars \\[1\\]"),
         ({"rules": [{"names": "a.*", "local": "{1}"}]}, "does not fit"),

@@ -66,12 +66,8 @@ class Rule:
         if self.join < 0 or self.groups < 1:
             raise SpecError(f"{what} joins along dim {self.join} in {self.groups} groups")
         if self.local is not None:
-            rest = _STAR.sub("", self.local)
-            if (
-                "{" in rest
-                or "}" in rest
-                or any(int(n) >= count for n in _STAR.findall(self.local))
-            ):
+            stars = [int(number) for number in _STAR.findall(self.local)]
+            if re.search("[{}]", _STAR.sub("", self.local)) or max(stars, default=-1) >= count:
                 raise SpecError(
                     f"{what}: local {self.local!r} does not fit; of braces it may have those of "
                     f"its {count} stars, as {{0}}"
