@@ -285,21 +285,26 @@ class EngineHooks:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update did: see the fields."""
+    """The result of an update."""
 
     version: int
     parent: int | None
+    """The version that the publisher published before this one."""
     nbytes: int
     seconds: float
     """From the first message of the round to its commit, without the wait for the round."""
     waited_seconds: float
+    """The time before the round started."""
     copy_seconds: float
+    """The time spent copying."""
     verify_seconds: float
+    """The time spent on digests, during or after the copy."""
     strategy: str
+    """How tensors arrived: 'mapped', 'bucketed', 'host', several joined by '+', or 'files'."""
     origin: str
-    """'published' in a round, 'held' by the publisher, or its newest 'snapshot'."""
+    """'published' by a trainer, 'held' by the publisher, or read from a 'snapshot'."""
     verified: str
-    """What was compared with digests: 'live' parameters, what a loader 'received', or 'nothing'."""
+    """What was checked: 'live' parameters, what a loader 'received', 'checksums', or 'nothing'."""
 
     @property
     def gb_per_second(self) -> float:

@@ -71,11 +71,11 @@ def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path, open_
         told = config(tmp_path, "ipc", address=address, timeout_seconds=3)
         manager = open_manager(told, target)
         assert manager.update_weights_by_rdma(1)["version"] == "1"
-        with pytest.raises(VersionError, match="without checksums, and they were to be compared"):
+        with pytest.raises(VersionError, match="without checksums, and must_verify is set"):
             manager.update_weights_by_rdma(1, verify_checksum=True)
         assert (manager.version, manager.health) == (1, "serving")  # it was held, and stays so
         publisher.publish(2)
-        with pytest.raises(VersionError, match="without checksums, and they were to be compared"):
+        with pytest.raises(VersionError, match="without checksums, and must_verify is set"):
             manager.update_weights_by_rdma(2, verify_checksum=True)
         assert (manager.version, manager.health) == (1, "serving")  # nothing was written
         publisher.publish(3)

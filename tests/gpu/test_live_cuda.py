@@ -138,9 +138,9 @@ def publish(publisher, engine, version, **options):
     ("options", "expected"),
     [
         ({}, "host+mapped"),
-        ({"strategy": "bucketed"}, "bucketed+host"),
-        ({"strategy": "bucketed", "bucket_bytes": 1 << 20, "depth": 2}, "bucketed+host"),
-        ({"strategy": "host"}, "host"),
+        ({"transport": "bucketed"}, "bucketed+host"),
+        ({"transport": "bucketed", "bucket_bytes": 1 << 20, "depth": 2}, "bucketed+host"),
+        ({"transport": "host"}, "host"),
         ({"hold": True}, "mapped"),
     ],
     ids=str,
@@ -170,23 +170,23 @@ def test_a_trainer_on_the_cpu_and_a_replica_on_the_gpu(address):
         assert engine.ask(1) is True
 
 
-@pytest.mark.parametrize("strategy", ["auto", "bucketed"])
-def test_a_loader_on_the_gpu_gets_whole_tensors(address, strategy):
+@pytest.mark.parametrize("transport", ["auto", "bucketed"])
+def test_a_loader_on_the_gpu_gets_whole_tensors(address, transport):
     trainer = model(1)
     del trainer["host"]
     with (
-        fw.Publisher(trainer, address, strategy=strategy, bucket_bytes=1 << 20) as publisher,
+        fw.Publisher(trainer, address, transport=transport, bucket_bytes=1 << 20) as publisher,
         Engine(address, kind="loader") as engine,
     ):
         _, update = publish(publisher, engine, 1)
         assert update.verified == "received"
 
 
-@pytest.mark.parametrize("strategy", ["auto", "bucketed"])
-def test_a_cut_of_columns_arrives(address, strategy):
+@pytest.mark.parametrize("transport", ["auto", "bucketed"])
+def test_a_cut_of_columns_arrives(address, transport):
     whole = torch.randn(64, 64, device="cuda")
     with (
-        fw.Publisher({"w": whole}, address, strategy=strategy) as publisher,
+        fw.Publisher({"w": whole}, address, transport=transport) as publisher,
         Engine(address, kind="columns") as engine,
     ):
         publish(publisher, engine, 1)
@@ -224,9 +224,9 @@ def test_a_step_under_way_when_publishing_is_waited_for(address):
 
 def test_rounds_leave_no_device_memory_behind_on_either_side(address):
     trainer = model(1)
-    for strategy in ("auto", "bucketed"):
+    for transport in ("auto", "bucketed"):
         with (
-            fw.Publisher(trainer, address, strategy=strategy) as publisher,
+            fw.Publisher(trainer, address, transport=transport) as publisher,
             Engine(address) as engine,
         ):
             for version in range(1, 4):
@@ -292,7 +292,7 @@ PRIVATE = {**EXPANDABLE, "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "0"}
 REMEDIES = {"pooled": "backend:native", "private": "expandable_segments:False"}
 
 
-def trainer_of_a_kind(address, strategy, num_versions, pipe):
+def trainer_of_a_kind(address, transport, num_versions, pipe):
     """Publish, and tell how each version went; at the end, what was said of it beside that."""
     import torch
 
@@ -305,9 +305,9 @@ def trainer_of_a_kind(address, strategy, num_versions, pipe):
             unmapped.append(event.fields["reason"])
 
     tensors = model(1)
-    if strategy == "mapped":
+    if transport == "mapped":
         del tensors["host"]  # it is nobody else's to map, whatever the allocator
-    with listening(listener), fw.Publisher(tensors, address, strategy=strategy) as publisher:
+    with listening(listener), fw.Publisher(tensors, address, transport=transport) as publisher:
         for version in range(1, num_versions + 1):
             for name, tensor in model(version).items():
                 if name in tensors:
@@ -323,12 +323,12 @@ def start_trainer(address, monkeypatch):
     """Start a trainer of a kind; return what it tells, one thing after the other."""
     running = []
 
-    def start(environ, *, strategy="auto", num_versions=2):
+    def start(environ, *, transport="auto", num_versions=2):
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
         ours, theirs = SPAWN.Pipe()
         trainer = SPAWN.Process(
-            target=trainer_of_a_kind, args=(address, strategy, num_versions, theirs)
+            target=trainer_of_a_kind, args=(address, transport, num_versions, theirs)
         )
         trainer.start()
         theirs.close()
@@ -358,7 +358,7 @@ def test_expandable_segments_are_mapped_too(address, start_trainer):
 
 
 def test_expandable_segments_are_mapped_where_that_is_insisted_on(address, start_trainer):
-    told = start_trainer(EXPANDABLE, strategy="mapped", num_versions=1)
+    told = start_trainer(EXPANDABLE, transport="mapped", num_versions=1)
     target = model(50)
     del target["host"]
     with fw.Replica(target, address) as replica:
@@ -389,7 +389,9 @@ def test_memory_that_nobody_else_can_map_goes_through_buckets_and_is_told_once(
 def test_memory_that_nobody_else_can_map_is_refused_where_that_is_insisted_on(
     address, start_trainer, kind
 ):
-    told = start_trainer(POOLED if kind == "pooled" else PRIVATE, strategy="mapped", num_versions=1)
+    told = start_trainer(
+        POOLED if kind == "pooled" else PRIVATE, transport="mapped", num_versions=1
+    )
     target = model(50)
     del target["host"]
     with fw.Replica(target, address) as replica:
@@ -415,15 +417,15 @@ def test_an_engine_whose_memory_nobody_else_can_map_is_written_all_the_same(addr
 
 def test_a_background_publish_lets_the_trainer_step_once_copied(address):
     trainer = model(1)
-    for strategy in ("auto", "bucketed"):
+    for transport in ("auto", "bucketed"):
         with (
-            fw.Publisher(trainer, address, strategy=strategy) as publisher,
+            fw.Publisher(trainer, address, transport=transport) as publisher,
             Engine(address) as engine,
         ):
             fill(trainer, 1)
             publish(publisher, engine, 1)
             engine.send("update")
-            while not any(p.ask for p in publisher._on.peers.values()):
+            while not publisher.waiting:
                 time.sleep(0.001)
             lease = publisher.publish(2, background=True)
             lease.wait_copied(30)

@@ -272,8 +272,9 @@ def test_tensors_replaced_while_the_publisher_confirms_are_filled_again(address,
         assert trainer.told() == "published"
         replica.update(timeout_seconds=10)
         trainer.stop()
-        updating = threads.submit(replica.update, 1, timeout_seconds=20)
-        until(lambda: replica._ask == 2)
+        is_waiting = threading.Event()
+        updating = threads.submit(replica.update, 1, timeout_seconds=20, is_over=is_waiting.set)
+        assert is_waiting.wait(10)
         model.update(weights(5))
         trainer.kill(signal.SIGCONT)
         assert updating.result(20).version == 1
@@ -325,7 +326,7 @@ def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path):
             body = {"version": version, "verify_checksum": True}
             code, told = site.ask("POST", "/v1/update_weights", body)
             assert code != 200
-            assert "without checksums, and they were to be compared" in str(told["result"])
+            assert "without checksums, and must_verify is set" in str(told["result"])
             assert (site.state, site.replica()["version"]) == ("SERVING", 1)
             assert holds(model, 1)
         site.good("POST", "/v1/update_weights", {"version": 2})
@@ -338,7 +339,7 @@ def test_a_checkpoint_without_checksums_is_refused_where_they_are_to_be_compared
     model = {"w": np.zeros(8, np.float32)}
     stored = StoredWeights(model, path)
     way = {"timeout_seconds": 5, "before": lambda version: None, "is_over": lambda: False}
-    with pytest.raises(VersionError, match="without checksums, and they were to be compared"):
+    with pytest.raises(VersionError, match="without checksums, and must_verify is set"):
         stored.update(must_verify=True, **way)
     assert not model["w"].any()
     stored.update(**way)

@@ -191,7 +191,7 @@ def test_a_tensor_replaced_while_a_machine_follows_is_not_served(address, thread
         operations.update(timeout_seconds=10)
         way = {"timeout_seconds": 20, "is_over": lambda: False}
         future = threads.submit(operations.follow, **way)
-        until(lambda: any(peer.ask for peer in publisher._on.peers.values()))
+        until(lambda: publisher.waiting)
         target.update(model(7))
         source["w"][...] = 2
         publisher.publish(2)

@@ -17,7 +17,7 @@ from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.replica_status import ABSENT
 from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
-from flyweight.live.connection import Wire
+from flyweight.live.connection import Connection
 from flyweight.live.messages import Filled
 from live_models import Child, assign, holds, until, weights
 
@@ -329,7 +329,7 @@ def test_a_version_asked_for_by_its_number_stays_until_the_newest_is_asked_for(
 def trainer_that_dies_copying(address, pipe):
     """Publish, and die when the replica has begun to read."""
     publisher = fw.Publisher(weights(6), address, bucket_bytes=1 << 14, strategy="host")
-    send, filled = Wire.send, []
+    send, filled = Connection.send, []
 
     def counted(self, message, to=b""):
         filled.extend([message] if isinstance(message, Filled) else [])
@@ -337,7 +337,7 @@ def trainer_that_dies_copying(address, pipe):
             os.kill(os.getpid(), signals.SIGKILL)
         send(self, message, to)
 
-    Wire.send = counted
+    Connection.send = counted
     publisher.publish(6, num_replicas=1, timeout_seconds=20)
 
 

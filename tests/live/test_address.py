@@ -55,7 +55,7 @@ def test_a_file_of_the_users_own_is_refused_and_stays(
     (directory / name).write_text(content)
     (directory / name).chmod(0o600 if content else 0o644)
     before = sorted(os.listdir(directory))
-    with pytest.raises(SpecError, match=rf"{name}' is there.*no publisher made it.*move it"):
+    with pytest.raises(SpecError, match=rf"{name}' exists.*not made by a publisher.*move it"):
         fw.Publisher(weights(), address, token=token)
     assert (directory / name).read_text() == content
     assert sorted(os.listdir(directory)) == before
@@ -80,7 +80,7 @@ def make(path, kind):
 def test_whatever_else_has_such_a_name_is_refused_and_stays(directory, address, name, kind):
     make(directory / name, kind)
     for _ in range(2):  # the first attempt leaves nothing that the second takes for a publisher's
-        with pytest.raises(SpecError, match=rf"{name}' is there.*no publisher made it"):
+        with pytest.raises(SpecError, match=rf"{name}' exists.*not made by a publisher"):
             fw.Publisher(weights(), address)
         assert os.listdir(directory) == [name]
 

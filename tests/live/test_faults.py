@@ -26,8 +26,8 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.live import messages
-from flyweight.live.connection import Wire
-from flyweight.live.copies import Moves
+from flyweight.live.connection import Connection
+from flyweight.live.copies import PreparedCopies
 from live_models import Child, assign, holding, holds, in_time, resources, settled, until, weights
 from peers import FakeReplica
 
@@ -38,7 +38,7 @@ def kill_at(step):
     """Kill this process at a step: before or after its nth message, or within its nth copies."""
     kind, number = step
     sent = copied = 0
-    send, run = Wire.send, Moves.run
+    send, run = Connection.send, PreparedCopies.run
 
     def counted_send(self, message, to=b""):
         nonlocal sent
@@ -63,7 +63,7 @@ def kill_at(step):
         copied += 1
         return run(self, digests, *args)
 
-    Wire.send, Moves.run = counted_send, counted_run
+    Connection.send, PreparedCopies.run = counted_send, counted_run
 
 
 def replica_that_dies(address, step, pipe):
@@ -99,8 +99,7 @@ def test_a_replica_killed_at_any_step_harms_nobody_else(tmp_path, hold):
             for version in (1, 2, 3):
                 assign(model, version)
                 future = pool.submit(replica.update, version, timeout_seconds=10)
-                peers = publisher._on.peers
-                until(lambda p=peers: any(e.ask and e.name == "other" for e in p.values()))
+                until(lambda: "other" in publisher.waiting)
                 if victim.process.exitcode is None:
                     time.sleep(0.02)
                 started = time.monotonic()
@@ -181,7 +180,7 @@ def test_a_publisher_killed_at_any_step_leaves_no_half_new_model(tmp_path, optio
 
 def replica_that_stops(address, number, pipe):
     """Stop in the middle of a round, before the nth bucket is given back."""
-    send, count = Wire.send, 0
+    send, count = Connection.send, 0
 
     def stopping(self, message, to=b""):
         nonlocal count
@@ -191,7 +190,7 @@ def replica_that_stops(address, number, pipe):
             count += 1
         send(self, message, to)
 
-    Wire.send = stopping
+    Connection.send = stopping
     engine = weights(50)
     replica = fw.Replica(engine, address, name="stopped")
     try:
@@ -211,7 +210,7 @@ def test_a_replica_that_never_acknowledges_stalls_nobody_beyond_its_deadline(add
         fw.Replica(engine, address, name="other") as replica,
     ):
         future = pool.submit(replica.update, timeout_seconds=10)
-        until(lambda: sum(p.ask is not None for p in publisher._on.peers.values()) == 2)
+        until(lambda: len(publisher.waiting) == 2)
         with in_time(3):
             report = publisher.publish(1, num_replicas=2, timeout_seconds=3)
         assert future.result(10).version == 1
@@ -416,14 +415,14 @@ def publisher_that_goes_with_its_last_word(address, pipe):
     """Its replica stands still from before the commit until this process is gone."""
     publisher = fw.Publisher(weights(1), address)
     pipe.send(("told", "here"))
-    replica, send = pipe.recv(), Wire.send
+    replica, send = pipe.recv(), Connection.send
 
     def sending(self, message, to=b""):
         if isinstance(message, messages.Commit):
             os.kill(replica, signal.SIGSTOP)
         send(self, message, to)
 
-    Wire.send = sending
+    Connection.send = sending
     publisher.publish(1, num_replicas=1, timeout_seconds=20)
     time.sleep(0.2)  # let it go out
     os.kill(os.getpid(), signal.SIGKILL)
@@ -449,14 +448,14 @@ def test_what_a_publisher_said_before_it_went_still_counts(tmp_path):
 
 def publisher_that_lies(address, change, pipe):
     """A publisher whose first message of a round is changed on its way."""
-    send = Wire.send
+    send = Connection.send
 
     def lying(self, message, to=b""):
         if isinstance(message, messages.Begin):
             message = msgspec.structs.replace(message, **change(message))
         send(self, message, to)
 
-    Wire.send = lying
+    Connection.send = lying
     with fw.Publisher(weights(1), address, hold=True) as publisher:
         publisher.publish(1, num_replicas=1, timeout_seconds=10)
 
@@ -580,11 +579,10 @@ def test_a_child_that_a_trainer_forked_does_not_hide_the_trainers_death(address)
         _, grandchild = trainer.told()
         try:
             with fw.Replica(weights(2), address) as replica, ThreadPoolExecutor(1) as pool:
-                link = replica._link
                 future = pool.submit(replica.update, timeout_seconds=4)
                 trainer.send("die")
                 trainer.join()
-                until(lambda: link.subscriber.is_lost, 2)
+                until(lambda: not replica.is_connected, 2)
                 # and its address is free
                 with fw.Publisher(weights(3), address) as publisher:
                     publisher.publish(1, num_replicas=1)

@@ -19,10 +19,11 @@ from flyweight.errors import (
 )
 from flyweight.events import listening
 from flyweight.live.address import Address
-from flyweight.live.conductor import Conductor
-from flyweight.live.lanes import Ring
-from flyweight.live.members import Roll
+from flyweight.live.lanes import BucketSlots
+from flyweight.live.members import Members
+from flyweight.live.replica_round import ReplicaRound
 from flyweight.live.round import Round
+from flyweight.live.rounds import Rounds
 from live_models import Child, assign, holds, in_time, resources, settled, until, weights
 
 
@@ -58,9 +59,9 @@ def test_a_replica_that_gives_up_while_a_round_is_made_gets_the_next_one_right(
         model["step"] = 1  # so that lists must be sent anew
         with monkeypatch.context() as patch:
             model.update(weights(2))
-            delayed(patch, Ring, "lay_out", 0.5)
+            delayed(patch, BucketSlots, "lay_out", 0.5)
             future = threads.submit(replica.update, timeout_seconds=0.2)
-            until(lambda: any(p.ask for p in publisher._on.peers.values()))
+            until(lambda: publisher.waiting)
             started = time.monotonic()
             report = publisher.publish(2)
             assert time.monotonic() - started < 3
@@ -83,11 +84,15 @@ def test_what_is_held_is_never_served_under_the_number_of_what_was_there_before(
     with fw.Publisher(model, address, hold=True, should_verify=should_verify) as publisher:
         publisher.publish(1)
         with fw.Replica(engine, address) as replica:
-            delayed(
-                monkeypatch, Conductor, "round_of", 1.0, lambda self, edition, *rest: edition.version == 1
-            )  # fmt: skip
+            begun = threading.Event()
+
+            def is_first(self, version, *rest):
+                begun.set()
+                return version.version == 1
+
+            delayed(monkeypatch, Rounds, "prepare", 1.0, is_first)
             future = threads.submit(replica.update, timeout_seconds=10)
-            until(lambda: publisher._late.num_rounds)
+            assert begun.wait(10)
             assign(model, 2)
             publisher.publish(2, timeout_seconds=0.5)
             assert future.result(10).version == 2
@@ -144,7 +149,7 @@ def test_a_replica_whose_tensors_were_replaced_holds_nothing(address):
 
 
 def asking(publisher):
-    until(lambda: any(peer.ask for peer in publisher._on.peers.values()))
+    until(lambda: publisher.waiting)
 
 
 def replaced(module, how):
@@ -210,7 +215,7 @@ def test_tensors_replaced_while_a_round_runs_fail_it(address, monkeypatch):
     ):
         publisher.publish(1)
         with monkeypatch.context() as patch:
-            delayed(patch, fw.Replica, "_await_commit", 0, lambda *args: replaced(engine, "data"))
+            delayed(patch, ReplicaRound, "wait_commit", 0, lambda *args: replaced(engine, "data"))
             with pytest.raises(VersionError, match="were replaced, or have moved, while version 1"):
                 replica.update(timeout_seconds=10)
         assert (replica.state, replica.version) == ("failed", None)
@@ -324,7 +329,7 @@ def test_a_stopped_replica_does_not_fail_the_others(address, threads, options):
     ):
         until(lambda: len(publisher.replicas) == 2)
         future = threads.submit(replica.update, timeout_seconds=1)  # less than the publisher's
-        until(lambda: sum(p.ask is not None for p in publisher._on.peers.values()) == 2)
+        until(lambda: len(publisher.waiting) == 2)
         child.stop()
         report = publisher.publish(1, timeout_seconds=2)
         assert future.result(5).version == 1
@@ -350,7 +355,7 @@ def test_close_ends_an_update_that_waits_in_another_thread(address, threads):
     with fw.Publisher(weights(1), address) as publisher:
         replica = fw.Replica(weights(50), address)
         future = threads.submit(replica.update, timeout_seconds=20)
-        until(lambda: any(p.ask for p in publisher._on.peers.values()))
+        until(lambda: publisher.waiting)
         started = time.monotonic()
         replica.close()
         with pytest.raises(TransportError):
@@ -394,7 +399,7 @@ def test_what_a_child_inherits_by_fork_is_not_its_own(address, threads):
         with Child(use_inherited, publisher, replica) as child:
             told = child.result(10)
         assert len(told) == 2
-        assert all(f"of process {os.getpid()}" in each for each in told)
+        assert all(f"belongs to process {os.getpid()}" in each for each in told)
         assign(model, 2)
         publisher.publish(2)
         assert replica.update(timeout_seconds=10).version == 2
@@ -454,7 +459,7 @@ def test_a_time_that_is_none_is_refused(address, seconds):
 
 @pytest.mark.parametrize(
     "options",
-    [{"depth": 1.5}, {"depth": 0}, {"bucket_bytes": 5000.5}, {"strategy": "best"}, {"token": 5}],
+    [{"depth": 1.5}, {"depth": 0}, {"bucket_bytes": 5000.5}, {"transport": "best"}, {"token": 5}],
     ids=str,
 )
 def test_options_of_no_sense_are_refused_and_leave_nothing(address, options):
@@ -562,9 +567,9 @@ def test_an_error_of_ours_in_the_wire_is_told_and_leaves_nobody_waiting(
             raise RuntimeError("an error of ours")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Roll, "_answer", fault)
+            patch.setattr(Members, "_on_message", fault)
             future = threads.submit(replica.update, timeout_seconds=3)
-            until(lambda: publisher._on.is_broken)
+            until(lambda: publisher.replicas == [])
         with pytest.raises(TransportError, match="has ended by an error"):
             publisher.publish(1, num_replicas=1)
         with pytest.raises(TransferTimeout, match="no publisher came in time"):

@@ -16,10 +16,11 @@ import pytest
 import flyweight as fw
 from flyweight.errors import PeerFailed, TransferTimeout, TransportError
 from flyweight.events import listening
-from flyweight.live.late import Late
-from flyweight.live.members import Roll
+from flyweight.live import messages
+from flyweight.live.catch_up import CatchUpRounds
 from flyweight.live.watch import watch
 from live_models import Child, holds, in_time, resources, until, weights
+from peers import FakePublisher
 
 # Files.
 
@@ -139,7 +140,7 @@ def test_more_shared_tensors_than_files_are_refused_with_the_remedy(address, thr
             assert all((engine[f"w{number}"] == number).all() for number in range(200))
         else:
             assert "200 segments of shared memory need a file each" in told
-            assert "ulimit -n, or publish with strategy='host'" in told
+            assert "ulimit -n, or publish with transport='host'" in told
             replica.close()
             with pytest.raises(fw.FlyweightError):
                 future.result(10)
@@ -148,12 +149,12 @@ def test_more_shared_tensors_than_files_are_refused_with_the_remedy(address, thr
 # Threads.
 
 
-def refuse_late_threads(monkeypatch, times):
+def refuse_catch_up_threads(monkeypatch, times):
     """Let that many threads of late rounds not start, as at a limit of processes."""
     start, left = threading.Thread.start, [None] * times
 
     def refusing(self):
-        if self.name == "flyweight-late" and left:
+        if self.name == "flyweight-catch-up" and left:
             left.pop()
             raise RuntimeError("can't start new thread")
         start(self)
@@ -167,7 +168,7 @@ def test_a_late_round_whose_thread_cannot_start_is_denied_and_the_next_one_serve
     engine = weights(50)
     with fw.Publisher(weights(1), address, hold=True) as publisher:
         publisher.publish(1)
-        refuse_late_threads(monkeypatch, 1)
+        refuse_catch_up_threads(monkeypatch, 1)
         with fw.Replica(engine, address) as replica:
             with pytest.raises(PeerFailed, match="can't start new thread; .*ulimit -u"):
                 replica.update(timeout_seconds=10)
@@ -178,12 +179,13 @@ def test_a_late_round_whose_thread_cannot_start_is_denied_and_the_next_one_serve
 
 
 def test_a_thread_that_cannot_start_does_not_keep_a_publisher_from_closing(address, monkeypatch):
-    refuse_late_threads(monkeypatch, 1)
+    refuse_catch_up_threads(monkeypatch, 1)
     with fw.Publisher(weights(1), address, hold=True) as publisher:
         publisher.publish(1)
         with fw.Replica(weights(50), address) as replica, pytest.raises(PeerFailed):
             replica.update(timeout_seconds=10)
-        assert publisher._late.num_rounds == 0
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
     fw.Publisher(weights(1), address).close()
 
 
@@ -193,7 +195,7 @@ def test_a_publish_that_cannot_give_its_replicas_back_is_over_all_the_same(addre
 
     with fw.Publisher(weights(1), address) as publisher:
         with monkeypatch.context() as patch:
-            patch.setattr(Late, "give_back", failing)
+            patch.setattr(CatchUpRounds, "release_members", failing)
             with pytest.raises(RuntimeError, match="an error of ours"):
                 publisher.publish(1)
         assert publisher.publish(2, timeout_seconds=1).version == 2
@@ -203,19 +205,18 @@ def test_a_publish_that_cannot_give_its_replicas_back_is_over_all_the_same(addre
 
 
 def test_who_may_be_silent_for_less_than_a_second_beats_as_often(address):
-    lost = []
+    told = []
     with (
-        listening(lambda event: lost.append(event) if event.kind == "replica.lost" else None),
+        listening(lambda event: told.append(event.kind)),
         fw.Publisher(weights(1), address, silence_seconds=0.9) as publisher,
         fw.Replica(weights(50), address) as replica,
     ):
-        (peer,) = publisher._on.peers.values()
         end = time.monotonic() + 3
         while time.monotonic() < end:
             time.sleep(0.02)
             assert replica.is_connected
-            assert publisher._on.peers.get(peer.id) is peer
-        assert lost == []
+            assert publisher.replicas == [replica.name]
+        assert told == ["replica.joined"]
 
 
 def test_a_watcher_is_told_of_news_however_short_the_silence_allowed(address):
@@ -316,8 +317,9 @@ def test_an_update_at_a_door_that_does_not_answer_ends_when_it_is_over(bereft):
 
 
 def test_close_ends_an_update_at_a_door_that_does_not_answer(bereft, threads):
-    future = threads.submit(bereft.update, timeout_seconds=20)
-    until(bereft._updating.locked)
+    is_waiting = threading.Event()
+    future = threads.submit(bereft.update, timeout_seconds=20, is_over=is_waiting.set)
+    assert is_waiting.wait(10)
     started = time.monotonic()
     bereft.close()
     assert time.monotonic() - started < 2
@@ -325,18 +327,11 @@ def test_close_ends_an_update_at_a_door_that_does_not_answer(bereft, threads):
         future.result(2)
 
 
-def test_close_ends_an_update_that_waits_for_a_welcome(address, threads, monkeypatch):
-    greet = Roll._greet
-
-    def slow(self, id, hello):
-        time.sleep(2)
-        greet(self, id, hello)
-
-    monkeypatch.setattr(Roll, "_greet", slow)
+def test_close_ends_an_update_that_waits_for_a_welcome(address, threads):
     replica = fw.Replica(weights(50), address)
     future = threads.submit(replica.update, timeout_seconds=20)
-    with fw.Publisher(weights(1), address):
-        until(lambda: replica._joining is not None)
+    with FakePublisher(address, b"never welcomes anybody") as publisher:
+        publisher.hear_of(messages.Hello)
         started = time.monotonic()
         replica.close()
         assert time.monotonic() - started < 1
@@ -355,19 +350,21 @@ def use(publisher, replica, pipe):
 def test_a_child_that_was_forked_while_replicas_are_heard_can_look_at_them(address, threads):
     is_held, is_forked = threading.Event(), threading.Event()
 
-    def hear():
-        with publisher._on.changed, replica._link.subscriber._changed:
+    def hold():
+        """Run while an update holds the lock of its connection."""
+        with publisher._members.changed:
             is_held.set()
             assert is_forked.wait(10)
+        return False
 
     with fw.Publisher(weights(1), address) as publisher, fw.Replica(weights(2), address) as replica:
-        hearing = threads.submit(hear)
+        update = threads.submit(replica.update, timeout_seconds=10, is_over=hold)
         assert is_held.wait(10)
         with Child(use, publisher, replica) as child:
             is_forked.set()
             assert child.result(5) == [replica.name]
-        hearing.result(10)
-        assert publisher.publish(1).failed == ()
+        assert publisher.publish(1, num_replicas=1).failed == ()
+        assert update.result(10).version == 1
 
 
 # Listeners.

@@ -67,11 +67,11 @@ def test_every_wait_that_nothing_ends_is_over_at_its_deadline(address, tmp_path,
             ("a version from", lambda: next(following.follow(timeout_seconds=SECONDS))),
             ("no publisher came in time", lambda: alone.update(timeout_seconds=SECONDS)),
             (
-                "of 9 replicas asked for version 1 in time",
+                "of 9 replicas requested version 1 in time",
                 lambda: publisher.publish(1, num_replicas=9, timeout_seconds=SECONDS),
             ),
             (
-                "the publish before is still under way after 3 s",
+                "the last publish is still under way after 3 s",
                 lambda: busy.publish(2, timeout_seconds=SECONDS),
             ),
             ("still being copied after 3 s", lambda: lease.wait_copied(SECONDS)),
@@ -105,7 +105,7 @@ def test_a_replica_waits_for_progress_as_long_as_it_says_and_longer_if_told_to(
     address, engine, threads, monkeypatch
 ):
     """A publisher that lives and brings nothing is given up; one that says `Going` is not."""
-    monkeypatch.setattr(replica, "_PROGRESS_SECONDS", 0.0)  # 10 s at least would take 10 s
+    monkeypatch.setattr(replica, "MIN_PROGRESS_SECONDS", 0.0)  # 10 s at least would take 10 s
     with (
         FakePublisher(address, CONTENT.tobytes()) as publisher,
         joined(threads, publisher, engine, address) as waiting,

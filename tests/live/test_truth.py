@@ -9,8 +9,9 @@ import pytest
 
 import flyweight as fw
 from flyweight.errors import DigestMismatch, PlanError, SpecError
+from flyweight.live.catch_up import CatchUpRounds
 from flyweight.live.round import Round
-from flyweight.live.source import Held, Stock
+from flyweight.live.source import HeldCopy, PublishedSource
 from live_models import assign, holds, until, weights
 
 SIZES = (1000, 200_000)  # digested with others, and as it lands
@@ -27,16 +28,16 @@ def before(monkeypatch, owner, name, work):
     monkeypatch.setattr(owner, name, method)
 
 
-@pytest.mark.parametrize("strategy", ["host", "auto"])
-def test_a_step_between_digest_and_copy_is_found_out(address, threads, monkeypatch, strategy):
+@pytest.mark.parametrize("transport", ["host", "auto"])
+def test_a_step_between_digest_and_copy_is_found_out(address, threads, monkeypatch, transport):
     """C29: one tensor is the old one, another the new one, and no single copy is torn."""
     model, engine = weights(1), weights(50)
     with (
-        fw.Publisher(model, address, strategy=strategy) as publisher,
+        fw.Publisher(model, address, transport=transport) as publisher,
         fw.Replica(engine, address) as replica,
     ):
         with monkeypatch.context() as patch:
-            before(patch, Round, "_pour", lambda: assign(model, 2))
+            before(patch, Round, "_fill_buckets", lambda: assign(model, 2))
             future = threads.submit(replica.update, timeout_seconds=10)
             report = publisher.publish(1, num_replicas=1)
             assert isinstance(report.failed[0].error, DigestMismatch)
@@ -58,7 +59,7 @@ def test_a_step_while_the_held_copy_is_made_is_an_error_of_the_publish(
         fw.Replica(engine, address) as replica,
     ):
         with monkeypatch.context() as patch:
-            before(patch, Held, "refill", lambda: model["norm"].__setitem__(3, 7.0))
+            before(patch, HeldCopy, "refill", lambda: model["norm"].__setitem__(3, 7.0))
             future = threads.submit(replica.update, timeout_seconds=10)
             with pytest.raises(
                 DigestMismatch, match="1 tensors changed while version 1 was copied: 'norm'"
@@ -151,20 +152,25 @@ def test_who_asks_while_the_held_copy_is_made_does_not_wait_for_a_slow_one(
     address, threads, monkeypatch
 ):
     model, engine = weights(1), weights(50)
-    may_go_on, asked = threading.Event(), threading.Event()
+    may_go_on, asked, is_copying = threading.Event(), threading.Event(), threading.Event()
+
+    def wait_for_the_other():
+        is_copying.set()
+        asked.wait(10)
+
     with (
         fw.Publisher(model, address, hold=True) as publisher,
         fw.Replica(weights(51), address, name="slow") as slow,
         fw.Replica(engine, address, name="other") as other,
     ):
-        before(monkeypatch, Held, "refill", lambda: asked.wait(10))
+        before(monkeypatch, HeldCopy, "refill", wait_for_the_other)
         slowed = threads.submit(
             slow.update, timeout_seconds=20, before=lambda version: may_go_on.wait(20)
         )
         published = threads.submit(publisher.publish, 1, num_replicas=1)
-        until(lambda: any(peer.is_busy for peer in publisher._on.peers.values()))
+        assert is_copying.wait(10)
         future = threads.submit(other.update, timeout_seconds=10)
-        until(lambda: any(peer.ask and not peer.is_busy for peer in publisher._on.peers.values()))
+        until(lambda: publisher.waiting == ["other"])
         asked.set()
         assert future.result(10).version == 1
         assert holds(engine, 1)
@@ -175,11 +181,11 @@ def test_who_asks_while_the_held_copy_is_made_does_not_wait_for_a_slow_one(
 
 
 def test_ranks_that_wait_for_each_other_all_get_what_is_held_before_the_next_takes_its_place(
-    address, threads
+    address, threads, monkeypatch
 ):
     """One has begun and waits for the other to; the trainer publishes; then the other asks."""
     model, engines = weights(1), [weights(50), weights(51)]
-    has_begun, may_go_on = threading.Event(), threading.Event()
+    has_begun, may_go_on, is_publishing = (threading.Event() for _ in range(3))
 
     def wait(version):
         has_begun.set()
@@ -193,8 +199,9 @@ def test_ranks_that_wait_for_each_other_all_get_what_is_held_before_the_next_tak
         publisher.publish(1)
         waiting = threads.submit(first.update, timeout_seconds=20, before=wait)
         assert has_begun.wait(10)
+        before(monkeypatch, CatchUpRounds, "retire_available", is_publishing.set)
         publishing = threads.submit(publisher.publish, 2)
-        until(lambda: publisher._publishing.locked())
+        assert is_publishing.wait(10)
         other = second.update(timeout_seconds=10, before=lambda version: may_go_on.set())
         assert (other.version, waiting.result(10).version) == (1, 1)
         assert publishing.result(10).version == 2
@@ -214,7 +221,7 @@ def test_a_publish_that_nobody_got_by_an_error_of_ours_does_not_use_its_number_u
             def no_memory():
                 raise MemoryError("on purpose")
 
-            before(patch, Stock, "digests", no_memory)
+            before(patch, PublishedSource, "digests", no_memory)
             with pytest.raises(MemoryError):
                 publisher.publish(1, num_replicas=1)
         assert publisher.version is None

@@ -25,7 +25,7 @@ from flyweight.cli.options import (
 from flyweight.cli.output import human, out, print_json, show, show_changes, table, wants_json
 from flyweight.errors import PeerRefused
 from flyweight.events import Event, listening
-from flyweight.live.lanes import STRATEGIES
+from flyweight.live.lanes import TRANSPORTS
 from flyweight.live.messages import News
 from flyweight.live.publisher import Publisher
 from flyweight.live.watch import record
@@ -39,7 +39,9 @@ _SHOWN_EVENTS = ("replica.joined", "replica.lost", "serve.done")
 @click.argument("path", metavar="SNAPSHOT", type=click.Path())
 @click.option("--on", "address", required=True, metavar="ADDRESS", help="unix:DIRECTORY")
 @click.option("--hold", is_flag=True, help="Keep one copy in shared memory: faster for many.")
-@click.option("--strategy", type=click.Choice(STRATEGIES), default="auto", show_default=True)
+@click.option(
+    "--strategy", "transport", type=click.Choice(TRANSPORTS), default="auto", show_default=True
+)
 @click.option("--as-version", type=click.IntRange(0), help="The version number to serve it as.")
 @version_option
 @token_file_option

@@ -1,1 +1,1 @@
-"""One round: a publisher's weights into the replicas that listen."""
+"""Live updates: a publisher sends versions of a model to replicas on the same host."""

@@ -1,6 +1,6 @@
-"""Addresses: where a publisher is found. `unix:run/policy` is a directory of the user's own.
+"""Addresses: `unix:run/policy` is a private directory where a publisher is found.
 
-In it lie the control socket, the door through which memory is handed over, the token,
+It contains the socket for messages (`control`), the socket for files (`door`), the token,
 and the lock that keeps a second publisher out.
 """
 
@@ -28,7 +28,7 @@ _TOKEN_DIGITS = 32
 
 @dataclass(frozen=True)
 class Address:
-    """A directory that only its user can enter."""
+    """The directory of a publisher, which only its user can enter."""
 
     directory: Path
 
@@ -62,8 +62,8 @@ class Address:
         return self.directory / "token"
 
     def token(self) -> str:
-        """Return the token of the publisher that is there."""
-        for _ in range(_TOKEN_TRIES):  # one may go, and another come, while we look
+        """Return the token of the publisher at this address."""
+        for _ in range(_TOKEN_TRIES):  # one publisher may leave and another start meanwhile
             self.check_private()
             try:
                 with open(self.token_file, "rb") as file:
@@ -77,14 +77,15 @@ class Address:
             sleep(_TOKEN_SECONDS)
         else:
             raise PeerRefused(
-                f"{self} has a token of its own; pass it as token=, to a command as --token-file"
+                f"the publisher at {self} has a token that is not in a file; pass it as token=, to "
+                f"a command as --token-file"
             )
         if not text or len(text) > _MAX_TOKEN_BYTES or not text.isascii():
-            raise PeerRefused(f"{str(self.token_file)!r} holds no token")
+            raise PeerRefused(f"{str(self.token_file)!r} does not contain a token")
         return text.decode("ascii")
 
     def check_private(self) -> None:
-        """Raise unless the directory is there and nobody else can enter it."""
+        """Raise unless the directory exists and no other user can enter it."""
         try:
             found = os.stat(self.directory)
         except OSError as cause:
@@ -93,13 +94,13 @@ class Address:
             raise SpecError(f"{str(self.directory)!r} is a file, not a directory for sockets")
         if whose := exposure(found):
             raise SpecError(
-                f"directory {str(self.directory)!r} {whose}; sockets need one of user "
-                f"{os.geteuid()} with mode 700: choose another, or chmod 700 it"
+                f"directory {str(self.directory)!r} {whose}; a publisher needs one that belongs to "
+                f"user {os.geteuid()} with mode 700: choose another, or chmod 700 it"
             )
 
 
 class Claim:
-    """A publisher's hold on an address: as long as it lives, no other can take it."""
+    """A publisher's claim to an address: while it is open, no other publisher can start there."""
 
     def __init__(self, address: Address, token: str | None) -> None:
         self.address, self._has_file = address, token is None
@@ -107,7 +108,9 @@ class Claim:
         if not isinstance(self.token, str):
             raise SpecError(f"token is {type(token).__name__}, not text")
         if not self.token or len(self.token) > _MAX_TOKEN_BYTES or not self.token.isascii():
-            raise SpecError(f"a token is 1 to {_MAX_TOKEN_BYTES} plain characters")
+            raise SpecError(
+                f"token has {len(self.token)} characters; it needs 1 to {_MAX_TOKEN_BYTES} of ASCII"
+            )
         _ = address.control, address.door
         try:
             address.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,11 +124,12 @@ class Claim:
         try:
             self._check_free()
         except SpecError:
-            if not self._is_known():  # looked for last: one that starts now makes its lock first
+            # Look for the lock last: a publisher that starts now makes its lock first.
+            if not self._was_used():
                 raise
-        self._lock = self._locked()
+        self._lock = self._acquire_lock()
         call_in_child(self._unlock)
-        self._sweep()
+        self._remove_files()
         try:
             self._check_free()
         except SpecError:
@@ -134,7 +138,7 @@ class Claim:
         if self._has_file:
             self._write_token()
 
-    def _locked(self) -> int:
+    def _acquire_lock(self) -> int:
         path = self.address.directory / "lock"
         try:
             lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -150,7 +154,7 @@ class Claim:
         return lock
 
     def _write_token(self) -> None:
-        """Put the token where replicas look for it, whole or not at all."""
+        """Write the token where replicas look for it, atomically."""
         draft = self._draft
         try:
             flags = os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC
@@ -170,11 +174,11 @@ class Claim:
 
     @property
     def _made(self) -> tuple[Path, ...]:
-        """What a publisher makes here, apart from the lock, which stays."""
+        """The files that a publisher makes here, apart from the lock, which stays."""
         return (self.address.control, self.address.door, self.address.token_file, self._draft)
 
-    def _is_known(self) -> bool:
-        """True if a publisher was here before: its lock is there, an empty file of mode 600."""
+    def _was_used(self) -> bool:
+        """True if a publisher was here before: its lock exists, an empty file of mode 600."""
         try:
             found = os.lstat(self.address.directory / "lock")
         except OSError:
@@ -182,16 +186,16 @@ class Claim:
         return _is_private_file(found) and found.st_size == 0
 
     def _check_free(self) -> None:
-        """Raise if something has a name that a publisher needs."""
+        """Raise if a file exists that has a name which a publisher needs."""
         for path in self._made:
             if os.path.lexists(path):
                 raise SpecError(
-                    f"{str(path)!r} is there and no publisher made it; a publisher needs the name: "
+                    f"{str(path)!r} exists and was not made by a publisher, which needs the name; "
                     f"move it, or choose another directory"
                 )
 
-    def _sweep(self) -> None:
-        """Remove what a publisher that was killed has left, and nothing that it did not make."""
+    def _remove_files(self) -> None:
+        """Remove the files of a publisher, and nothing that a publisher did not make."""
         for path in self._made:
             with suppress(FileNotFoundError):
                 found = os.lstat(path)
@@ -200,16 +204,16 @@ class Claim:
                     path.unlink()
 
     def close(self) -> None:
-        """Give the address back. Safe to repeat."""
+        """Free the address for another publisher. Safe to repeat."""
         if self._lock >= 0:
             with suppress(FileNotFoundError):
                 held = os.fstat(self._lock).st_ino
                 if os.stat(self.address.directory / "lock").st_ino == held:
-                    self._sweep()  # and not what another publisher has made there since
+                    self._remove_files()  # another publisher's files stay
             self._unlock()
 
     def _unlock(self) -> None:
-        """Close the lock here; in a forked child that does not give it back."""
+        """Close the lock's file; a forked child that does so does not free the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -220,7 +224,7 @@ def _is_private_file(found: os.stat_result) -> bool:
 
 
 def _is_token(path: Path, found: os.stat_result) -> bool:
-    """True if a publisher wrote this file; one that was killed as it wrote has written less."""
+    """True if a publisher wrote this file; one that was killed may have written less."""
     if not _is_private_file(found) or found.st_size > _TOKEN_DIGITS:
         return False
     is_whole = path.suffix == ".new" or found.st_size == _TOKEN_DIGITS

@@ -1,7 +1,7 @@
-"""Wire: the control channel. Only small messages go over it, never weights.
+"""Connection: the ZeroMQ socket that messages go over. Weights never go over it.
 
-Any thread sends; what arrives is given to `hear`, and `beat` is called again and
-again, both in the wire's own thread. One lock guards the socket.
+Any thread may send. A thread of the connection calls `on_frame` for each frame that arrives,
+and `on_heartbeat` at a steady rate. One lock guards the socket.
 """
 
 from __future__ import annotations
@@ -20,58 +20,62 @@ from flyweight.forks import call_in_child
 from flyweight.live.messages import MAX_MESSAGE_BYTES, Message, encode
 from flyweight.transports.fd_passing import FdConnection, check_files
 
-BEATS = 5
-"""How often a side tells that it lives before the other would give it up."""
-_MIN_BEAT_SECONDS = 0.01
+HEARTBEATS = 5
+"""How many heartbeats a side sends in the time after which silence counts as death."""
+_MIN_HEARTBEAT_SECONDS = 0.01
 _CLOSE_SECONDS = 5.0
 _LINGER_MILLISECONDS = 1000
-_LAST_WORDS_SECONDS = 1.0
-
-Hear = Callable[[bytes, bytes], None]
-"""Takes the peer a frame is from (empty at a replica: there is only one) and the frame."""
+_LAST_MESSAGES_SECONDS = 1.0
 
 
-def spin_of(has_devices: bool) -> float:
-    """Return how long to wait awake: on the host that takes a core from those who copy."""
+def spin_seconds(has_devices: bool) -> float:
+    """Return how long to busy-wait for a message; on the host that takes a core from copies."""
     return 0.05 if has_devices else 0.0
 
 
-class Wire:
-    """Sends and hears frames in a thread of its own."""
+class Connection:
+    """Sends and receives frames, with a thread of its own."""
 
     def __init__(
         self,
         endpoint: str,
         *,
         is_publisher: bool,
-        hear: Hear,
-        beat: Callable[[float], None],
-        beat_seconds: float,
-        unreachable: Callable[[bytes], None] = lambda peer: None,
-        line: FdConnection | None = None,
-        hung_up: Callable[[], None] = lambda: None,
-        broken: Callable[[], None] = lambda: None,
+        on_frame: Callable[[bytes, bytes], None],
+        on_heartbeat: Callable[[float], None],
+        heartbeat_seconds: float,
+        on_unreachable: Callable[[bytes], None] = lambda member: None,
+        files: FdConnection | None = None,
+        on_peer_gone: Callable[[], None] = lambda: None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`broken` is called when the thread ends by an error, after which nothing is heard.
+        """Bind (publisher) or connect (replica) a socket; `start` begins to receive.
 
-        `beat` is told the time up to which silence counts: a stop right after is not the peer's.
+        endpoint: the ZeroMQ address.
+        on_frame: takes the id of the sender (empty at a replica, which has one peer) and a frame.
+        on_heartbeat: takes the time up to which silence counts. It is read before the heartbeat,
+            so a process that is stopped right afterwards does not blame its peer.
+        on_unreachable: takes the id of a peer that accepts no messages.
+        files: a replica's connection for files, which the kernel closes with the publisher's
+            process; `on_peer_gone` is called then.
+        on_failure: called if the thread ends by an error; nothing is received afterwards.
         """
-        self._hear, self._beat = hear, beat
-        self._beat_seconds = max(beat_seconds, _MIN_BEAT_SECONDS)
+        self._on_frame, self._on_heartbeat = on_frame, on_heartbeat
+        self._heartbeat_seconds = max(heartbeat_seconds, _MIN_HEARTBEAT_SECONDS)
         self.awake_since = monotonic()
-        """Since when nothing has kept this process from listening: no silence is older."""
-        self._unreachable, self._is_publisher = unreachable, is_publisher
-        self._line, self._hung_up, self._broken = line, hung_up, broken
-        self._lock, self._hearing = threading.Lock(), threading.Lock()
+        """Since when this process runs without a pause: silence before it does not count."""
+        self._on_unreachable, self._is_publisher = on_unreachable, is_publisher
+        self._files, self._on_peer_gone, self._on_failure = files, on_peer_gone, on_failure
+        self._lock, self._receiving = threading.Lock(), threading.Lock()
         self._is_over = self._is_freed = False
         check_files()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER if is_publisher else zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._ended: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
         if not is_publisher:
-            self._ended = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -83,21 +87,21 @@ class Wire:
                 self._socket.connect(endpoint)
         except zmq.ZMQError as cause:
             self._free()
-            raise TransportError(f"cannot speak at {endpoint!r}: {cause}") from cause
-        self._thread = threading.Thread(target=self._run, name="flyweight-wire", daemon=True)
+            raise TransportError(f"cannot open a socket at {endpoint!r}: {cause}") from cause
+        self._thread = threading.Thread(target=self._run, name="flyweight-connection", daemon=True)
         call_in_child(self._abandon_in_child)
 
     def start(self) -> None:
-        """Begin to hear; whoever made the wire is ready for it now."""
+        """Begin to receive: `on_frame` may be called from now on."""
         self._thread.start()
 
-    def beat_every(self, seconds: float) -> None:
-        """Beat so often from now on."""
-        self._beat_seconds = max(seconds, _MIN_BEAT_SECONDS)
-        self.nudge()
+    def set_heartbeat(self, seconds: float) -> None:
+        """Send heartbeats at this interval from now on."""
+        self._heartbeat_seconds = max(seconds, _MIN_HEARTBEAT_SECONDS)
+        self.wake()
 
     def send(self, message: Message, to: bytes = b"") -> None:
-        """Send a message at once, from any thread; never blocks."""
+        """Send a message from any thread, without blocking."""
         frame = encode(message)
         parts = [to, frame] if self._is_publisher else [frame]
         with self._lock:
@@ -106,18 +110,18 @@ class Wire:
             try:
                 self._socket.send_multipart(parts, zmq.NOBLOCK)
                 is_sent = True
-            except zmq.ZMQError:  # nobody there by that name, or it takes nothing in any more
+            except zmq.ZMQError:  # no peer has this id, or its queue is full
                 is_sent = False
             has_arrived = bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
         if has_arrived and threading.current_thread() is not self._thread:
-            self.nudge()  # the send may have swallowed the sign of it
+            self.wake()  # the send may have consumed the signal that a frame has arrived
         if not is_sent:
-            self._unreachable(to)
+            self._on_unreachable(to)
 
     def spin(self, is_done: Callable[[], bool], seconds: float) -> bool:
-        """Hear messages in the caller's thread until something is so; False if it takes longer.
+        """Receive in the caller's thread until `is_done`; return False after `seconds`.
 
-        A thread that sleeps wakes some tenth of a millisecond late, which is long in a round.
+        A sleeping thread wakes some tenths of a millisecond late, which is long in a round.
         """
         until = monotonic() + seconds
         while not is_done():
@@ -127,15 +131,18 @@ class Wire:
             sleep(0)
         return True
 
-    def nudge(self) -> None:
-        """Make the thread look around now."""
-        with suppress(BlockingIOError, OSError):  # full: it is about to look anyway
+    def wake(self) -> None:
+        """Wake the thread, so that it looks at its state now."""
+        with suppress(BlockingIOError, OSError):  # full: it is about to wake anyway
             self._wake.send(b".")
 
     def close(self) -> None:
-        """End the thread; what was sent still goes out. Safe to repeat, but not in the thread."""
+        """End the thread; messages sent before still go out. Safe to repeat.
+
+        Must not be called in the connection's own thread.
+        """
         self._is_over = True
-        self.nudge()
+        self.wake()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():
@@ -145,80 +152,80 @@ class Wire:
         with self._lock:
             if not self._is_freed:
                 self._is_freed = True
-                if self._ended is not None:
+                if self._monitor is not None:
                     self._socket.disable_monitor()
-                    self._ended.close(0)
+                    self._monitor.close(0)
                 self._socket.close()
                 self._context.term()
                 self._wake.close()
                 self._woken.close()
 
     def _abandon_in_child(self) -> None:
-        """Leave it to its process: in a child it would be waited for without an end."""
+        """Do nothing more in a forked child: to close the socket there would block forever."""
         self._is_over = self._is_freed = True
-        self._lock, self._hearing = threading.Lock(), threading.Lock()
+        self._lock, self._receiving = threading.Lock(), threading.Lock()
 
     def _run(self) -> None:
         try:
             self._listen()
         finally:
-            if not self._is_over:  # an error of ours, which must not go unnoticed
+            if not self._is_over:  # an error in our own code, which must not go unnoticed
                 self._is_over = True
-                self._broken()
+                self._on_failure()
 
     def _listen(self) -> None:
-        # The socket's own file tells of arrivals; to poll the socket itself would need the lock.
+        # Poll the socket's file: to poll the socket itself would need the lock.
         poller = select.poll()
         poller.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
         poller.register(self._woken, select.POLLIN)
-        line = -1 if self._line is None else self._line.fileno()
-        if line >= 0:
-            poller.register(line, select.POLLIN)
-        last_beat = monotonic()
+        files = -1 if self._files is None else self._files.fileno()
+        if files >= 0:
+            poller.register(files, select.POLLIN)
+        last = monotonic()
         while not self._is_over:
             self._receive()
-            until_beat = last_beat + self._beat_seconds - monotonic()
-            ready = dict(poller.poll(max(1000 * until_beat, 0)))
+            wait_seconds = last + self._heartbeat_seconds - monotonic()
+            ready = dict(poller.poll(max(1000 * wait_seconds, 0)))
             if self._woken.fileno() in ready:
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
-            if line in ready and self._line is not None and not self._line.is_open:
-                poller.unregister(line)
-                line = -1
-                self._hear_out()
-                self._hung_up()
+            if files in ready and self._files is not None and not self._files.is_open:
+                poller.unregister(files)
+                files = -1
+                self._receive_last_messages()
+                self._on_peer_gone()
             now = monotonic()
-            if now >= last_beat + self._beat_seconds:
-                if now > last_beat + 2 * self._beat_seconds:  # stopped, or with much else to do
+            if now >= last + self._heartbeat_seconds:
+                if now > last + 2 * self._heartbeat_seconds:  # this process was stopped, or busy
                     self.awake_since = now
-                last_beat = now
-                self._receive()  # what has come is no silence
-                self._beat(now)
+                last = now
+                self._receive()  # frames that have arrived are not silence
+                self._on_heartbeat(now)
 
-    def _hear_out(self) -> None:
-        """Hear what the other side said before it went, of which its door tells sooner."""
-        assert self._ended is not None  # who has a line is no publisher
-        until, is_ended = monotonic() + _LAST_WORDS_SECONDS, False
+    def _receive_last_messages(self) -> None:
+        """Receive what the peer sent before it died; its files tell of the death sooner."""
+        assert self._monitor is not None  # only a replica has a connection for files
+        until, is_ended = monotonic() + _LAST_MESSAGES_SECONDS, False
         while not is_ended and not self._is_over and monotonic() < until:
-            is_ended = bool(self._ended.poll(20))
-            self._receive()  # all that came before the end is there with it
+            is_ended = bool(self._monitor.poll(20))
+            self._receive()  # everything sent before the disconnect is there by now
 
     def _receive(self, *, should_wait: bool = True) -> None:
-        """Hear what has come, one frame after the other, whichever thread it is that does."""
-        if not self._hearing.acquire(blocking=should_wait):
-            return  # another thread is at it
+        """Handle the frames that have arrived in order; only one thread does so at a time."""
+        if not self._receiving.acquire(blocking=should_wait):
+            return
         try:
-            while (parts := self._received()) is not None:
+            while (parts := self._next_frame()) is not None:
                 *envelope, frame = parts
-                self._hear(envelope[0] if envelope else b"", frame)
+                self._on_frame(envelope[0] if envelope else b"", frame)
         finally:
-            self._hearing.release()
+            self._receiving.release()
 
-    def _received(self) -> list[bytes] | None:
+    def _next_frame(self) -> list[bytes] | None:
         with self._lock:
             if self._is_freed:
                 return None
             try:
                 return self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:  # nothing more by now
+            except zmq.ZMQError:  # nothing has arrived
                 return None

@@ -1,9 +1,7 @@
-"""Moves: bytes from where they can be read to where they are wanted, and the digest of both.
+"""Copies between buffers, and the digests of buffers, prepared once and run in every round.
 
-What moves is prepared once and run in every round: a round is a loop of plain copies.
-On the host each piece is copied, then digested where it landed while it is still in
-the cache; on a device all is copied over a few streams, then digested by
-one kernel.
+On the host each chunk is copied, then digested at its destination while it is still in the
+cache. On a device everything is copied over a few streams, then digested by one kernel.
 """
 
 from __future__ import annotations
@@ -28,24 +26,24 @@ from flyweight.worker_threads import run_on_threads
 
 _CHUNK_BYTES = 4 << 20  # several of them fit in the cache that cores share
 _RUN_BYTES = 512
-_INLINE_BYTES = 8 << 20  # below this, to start threads costs more than they save
+_INLINE_BYTES = 8 << 20  # below this, starting threads costs more than they save
 
 
 @dataclass(frozen=True)
-class Move:
-    """Items that go from `source` to `sink`, of one shape."""
+class BufferCopy:
+    """A copy of items from `source` to `sink`, which have the same shape."""
 
     sink: Buffer
     source: Buffer
     region: int
-    """The number of the region that they are all or a part of."""
+    """The index of the digest that the bytes belong to."""
     offset: int = 0
-    """Where in the region's row-major bytes they stand, without a gap."""
+    """Where the bytes start in what is digested, in row-major order and without a gap."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A piece of a move on the host, small enough to stay in a core's cache."""
+    """Some items of a copy on the host, few enough to stay in a core's cache."""
 
     sink: Items
     source: Items | None
@@ -76,7 +74,7 @@ def _chunks(region: int, offset: int, sink: Buffer, source: Buffer | None) -> li
 
 
 def _flat_chunks(region: int, offset: int, sink: Bytes, source: Bytes | None) -> list[_Chunk]:
-    """Cut bytes where the rows of digests end, so that no row has to be put together again."""
+    """Cut bytes where the rows of digests end, so that each row is in one chunk."""
     first = _CHUNK_BYTES - offset % _CHUNK_BYTES
     cuts = [0, *range(first, len(sink), _CHUNK_BYTES), len(sink)]
     return [
@@ -86,12 +84,12 @@ def _flat_chunks(region: int, offset: int, sink: Bytes, source: Bytes | None) ->
 
 
 def _bytes(items: Items) -> Bytes:
-    """Return items as row-major bytes, where they lie if they lie so."""
+    """Return items as row-major bytes: a view if they are contiguous, else a copy."""
     return np.ascontiguousarray(items).reshape(-1).view(np.uint8)
 
 
 def _num_threads(chunks: Sequence[_Chunk]) -> int:
-    # No piece is larger than a chunk, so their number says how much there is at most.
+    # The number of chunks bounds the bytes, so most calls need not sum them up.
     if len(chunks) * _CHUNK_BYTES <= _INLINE_BYTES:
         return 1
     if sum(chunk.sink.nbytes for chunk in chunks) <= _INLINE_BYTES:
@@ -99,14 +97,14 @@ def _num_threads(chunks: Sequence[_Chunk]) -> int:
     return min(len(os.sched_getaffinity(0)), 4)
 
 
-def _on_all(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadline: float) -> None:
-    """Call `work` for each chunk, by a few threads if there is much to do."""
+def _run_chunks(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadline: float) -> None:
+    """Call `work` for each chunk, in several threads if there are many bytes."""
     queue, lock, stop = iter(chunks), threading.Lock(), threading.Event()
 
-    def member() -> None:
+    def run() -> None:
         while not stop.is_set():
             if monotonic() > deadline:
-                raise TransferTimeout(f"{len(chunks)} pieces of memory took longer than allowed")
+                raise TransferTimeout(f"{len(chunks)} chunks of memory were not done in time")
             with lock:
                 some = list(islice(queue, 4))
             if not some:
@@ -116,37 +114,35 @@ def _on_all(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadline: 
 
     num_threads = _num_threads(chunks)
     if num_threads == 1:
-        member()
+        run()
         return
-    run_on_threads(member, num_threads, "flyweight-moves", stop)
+    run_on_threads(run, num_threads, "flyweight-copies", stop)
 
 
-class Moves:
-    """Copies that are made again in every round."""
+class PreparedCopies:
+    """Copies that run again in every round."""
 
-    def __init__(self, moves: Sequence[Move], copiers: Copiers, *, is_bucket: bool = False) -> None:
-        on_host = [m for m in moves if m.sink.device is None and m.source.device is None]
-        self._chunks = [
-            chunk for m in on_host for chunk in _chunks(m.region, m.offset, m.sink, m.source)
-        ]
+    def __init__(
+        self, copies: Sequence[BufferCopy], copiers: Copiers, *, is_bucket: bool = False
+    ) -> None:
+        self._chunks: list[_Chunk] = []
+        on_devices: list[tuple[Buffer, Buffer]] = []
+        for each in copies:
+            if each.sink.device is None and each.source.device is None:
+                self._chunks += _chunks(each.region, each.offset, each.sink, each.source)
+            else:
+                on_devices.append((each.sink, each.source))
+        self._on_devices = copiers.prepare(on_devices, is_bucket=is_bucket)
         self._is_started = False
-        self._kept = moves  # views do not keep their memory, buffers do
-        self._on_devices = copiers.prepare(
-            [
-                (m.sink, m.source)
-                for m in moves
-                if m.sink.device is not None or m.source.device is not None
-            ],
-            is_bucket=is_bucket,
-        )
+        self._kept = copies  # chunks do not own their memory, buffers do
 
     @property
     def is_ordered(self) -> bool:
-        """True if what is queued on a device's default stream afterwards comes after all copies."""
+        """True if work queued on a device's default stream later runs after all copies."""
         return not any(each.has_strided for each in self._on_devices)
 
     def start(self) -> None:
-        """Queue what goes by a device; `run` does so too, and waits."""
+        """Queue the copies of devices without waiting; `run` does so if it was not called."""
         for each in self._on_devices:
             each.start()
         self._is_started = True
@@ -155,19 +151,20 @@ class Moves:
         self,
         digests: Sequence[Digest | None],
         deadline: float,
-        advance: Callable[[int], None] = lambda nbytes: None,
+        on_progress: Callable[[int], None] = lambda nbytes: None,
     ) -> float:
-        """Copy all; return the seconds that digests took of it, in all threads together.
+        """Copy everything; return the seconds of it that went into digests.
 
-        What has a digest is added to it, read back from where it landed. `advance` hears of bytes
-        that the host has copied, piece by piece.
+        `digests` has an entry for each region: copied bytes are read back from the destination
+        and added to it, unless it is None. `on_progress` is called with the bytes of each chunk
+        that the host has copied.
         """
         spent: list[float] = []
 
         def work(chunk: _Chunk) -> None:
             assert chunk.source is not None
             np.copyto(chunk.sink, chunk.source)
-            advance(chunk.sink.nbytes)
+            on_progress(chunk.sink.nbytes)
             running = digests[chunk.region]
             if running is not None:
                 started = perf_counter()
@@ -178,7 +175,7 @@ class Moves:
             self.start()
         self._is_started = False
         if self._chunks:
-            _on_all(self._chunks, work, deadline)
+            _run_chunks(self._chunks, work, deadline)
         for each in self._on_devices:
             each.wait(deadline)
         return sum(spent) / (_num_threads(self._chunks) if spent else 1)
@@ -188,8 +185,8 @@ class Moves:
             each.close()
 
 
-class DeviceCopies:
-    """Copies from or to one device, prepared."""
+class PreparedDeviceCopies:
+    """Prepared copies from or to one device."""
 
     def __init__(
         self,
@@ -202,7 +199,7 @@ class DeviceCopies:
         self._device, self._copier = device, copier
         self._strided = [each for each in pairs if _is_strided(*each)]
         plain = [each for each in pairs if not _is_strided(*each)]
-        # A bucket is short: to queue each of its pieces takes longer than to copy them.
+        # A bucket is small: to queue each of its copies takes longer than to run one kernel.
         self._table = (
             copier.table(plain, launch_bytes=1 << 62) if is_bucket else copier.table(plain)
         )
@@ -218,7 +215,7 @@ class DeviceCopies:
 
     def wait(self, deadline: float) -> None:
         self._copier.wait(max(deadline - monotonic(), 0.001))
-        if self._strided:  # they are on the framework's own stream
+        if self._strided:  # they run on the framework's own stream
             driver.synchronize(self._device, max(deadline - monotonic(), 0.001))
 
     def close(self) -> None:
@@ -226,7 +223,7 @@ class DeviceCopies:
 
 
 def _is_strided(sink: Buffer, source: Buffer) -> bool:
-    """True for copies inside one device that the driver would do in tiny runs."""
+    """True for copies inside one device that the driver would split into tiny runs."""
     return (
         sink.device == source.device
         and sink.nbytes > _RUN_BYTES
@@ -235,9 +232,9 @@ def _is_strided(sink: Buffer, source: Buffer) -> bool:
 
 
 class Copiers:
-    """Copiers for each device, made when they are first needed.
+    """The copiers of each device, made when they are first needed.
 
-    Buckets take turns with two of them, so that one can be waited for while the next is copied.
+    Buckets alternate between two, so that one can be waited for while the next is copied.
     """
 
     def __init__(self) -> None:
@@ -246,8 +243,8 @@ class Copiers:
 
     def prepare(
         self, pairs: Sequence[tuple[Buffer, Buffer]], *, is_bucket: bool
-    ) -> list[DeviceCopies]:
-        """Return the copies by the device that makes them: the sink's, if that is one."""
+    ) -> list[PreparedDeviceCopies]:
+        """Group copies by the device that runs them: the sink's device if it has one."""
         self._turn ^= 1
         by_device: dict[int, list[tuple[Buffer, Buffer]]] = {}
         for sink, source in pairs:
@@ -259,7 +256,9 @@ class Copiers:
             key = device, self._turn if is_bucket else 0
             if key not in self._copiers:
                 self._copiers[key] = Copier(device)
-            found.append(DeviceCopies(device, self._copiers[key], each, is_bucket=is_bucket))
+            found.append(
+                PreparedDeviceCopies(device, self._copiers[key], each, is_bucket=is_bucket)
+            )
         return found
 
     def close(self) -> None:
@@ -268,13 +267,13 @@ class Copiers:
         self._copiers.clear()
 
 
-class Regions:
-    """Memory whose digests are wanted in every round."""
+class PreparedDigests:
+    """Digests of buffers that are computed again in every round."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._nbytes = [buffer.nbytes for buffer in buffers]
         self._kept = buffers
-        self._small = SmallRegions(
+        self._small = SmallDigests(
             {n: b for n, b in enumerate(buffers) if b.device is None and is_small(b)}
         )
         self._on_host = [n for n, b in enumerate(buffers) if b.device is None and not is_small(b)]
@@ -285,17 +284,20 @@ class Regions:
             self._on_devices.append((numbers, DeviceDigests([buffers[n] for n in numbers])))
 
     def start(self) -> None:
-        """Queue what a device does, behind copies that were queued before."""
+        """Queue the work of devices, behind copies that were queued before."""
         for _, on_device in self._on_devices:
             on_device.start()
 
     def digests(self, kind: DigestKind, deadline: float) -> list[int]:
-        """Return the digest of each region's bytes in row-major order; of devices only words."""
+        """Return the digest of each buffer's bytes in row-major order.
+
+        Memory of a device has digests of kind 'words' only.
+        """
         assert kind == "words" or not self._on_devices
         found = [0] * len(self._nbytes)
         running = {n: Digest(self._nbytes[n], kind) for n in self._on_host}
         if self._chunks:
-            _on_all(
+            _run_chunks(
                 self._chunks,
                 lambda chunk: running[chunk.region].add(chunk.offset, _bytes(chunk.sink)),
                 deadline,
@@ -312,12 +314,12 @@ class Regions:
 
 
 def is_small(buffer: Buffer) -> bool:
-    """True if a region is better digested together with others, after all is copied."""
+    """True if a buffer is better digested together with others, after everything is copied."""
     return buffer.nbytes <= SMALL_BYTES
 
 
-class SmallRegions:
-    """Memory on the host in pieces so small that each call for one would cost more than it."""
+class SmallDigests:
+    """Digests of many small buffers on the host, computed in one call."""
 
     def __init__(self, buffers: Mapping[int, Buffer]) -> None:
         self._numbers = list(buffers)

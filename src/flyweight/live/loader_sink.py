@@ -1,6 +1,6 @@
-"""Loader sink: an engine's own loader, which is handed whole tensors and puts them where it likes.
+"""Loader sink: an engine's own loader, which is given whole tensors and places them itself.
 
-What it does with them nobody else can check, so what it was handed is digested.
+Nobody else can check what it does with them, so the tensors that it is given are digested.
 """
 
 from __future__ import annotations
@@ -11,148 +11,136 @@ from typing import Any
 
 from flyweight.adapters.loader import Loader
 from flyweight.errors import TransportError, listed
-from flyweight.live.copies import Copiers, Move, Moves, Regions
-from flyweight.live.intake import Intake
+from flyweight.live.copies import BufferCopy, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST
-from flyweight.live.messages import Begin, Block, Tensor, Want
-from flyweight.live.sinks import Feed, Taken, checked_kind, seen_devices
+from flyweight.live.messages import Block, Tensor, Want
+from flyweight.live.sink import SinkResult, SinkRound, checked_kind, visible_devices
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Leaf, TensorSpec
 
 
 class LoaderSink:
-    """An engine's own loader, which takes whole named tensors in the publisher's order."""
+    """Gives whole tensors to an engine's loader, in the publisher's order."""
 
     verified = "received"
 
     def __init__(self, loader: Loader) -> None:
         self.loader, self.copiers = loader, Copiers()
-        self.names: list[str] = []
-        self.specs: list[TensorSpec] = []
+        self.specs: dict[str, TensorSpec] = {}
 
     @property
     def has_devices(self) -> bool:
         return self.loader.place != HOST
 
     def is_current(self) -> bool:
-        return bool(self.names)
+        return bool(self.specs)
 
     def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
-        self.names, self.specs = list(tensors), list(tensors.values())
+        self.specs = dict(tensors)
         place = self.loader.place
         return Want(
             tuple(Tensor.of(name, spec) for name, spec in tensors.items()),
             tuple(
                 Block(n, (0,) * len(spec.shape), spec.shape, place)
-                for n, spec in enumerate(self.specs)
+                for n, spec in enumerate(tensors.values())
             ),
             False,
-            seen_devices([0] if self.has_devices else []),
+            visible_devices([0] if self.has_devices else []),
         )
 
-    def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken:
+    def receive(self, round_: SinkRound) -> SinkResult:
         started = perf_counter()
-        feed.touch()
-        round_ = _Loading(self, intake, begin, feed)
-        weights = round_.weights()
+        round_.touch()
+        loading = _Loading(self, round_)
+        weights = loading.weights()
         try:
             self.loader.load(weights)
         finally:
-            weights.close()  # a loader that keeps it must not take messages of later rounds
-        if round_.left:
+            weights.close()  # a loader that keeps it must not read messages of later rounds
+        if loading.left:
+            total = len(self.specs)
             raise TransportError(
-                f"the loader took {len(self.names) - len(round_.left)} of {len(self.names)} "
-                f"tensors; it left {listed(round_.left)}"
+                f"the loader took {total - len(loading.left)} of {total} tensors; it left "
+                f"{listed(loading.left)}"
             )
-        taken = perf_counter() - started - round_.verify_seconds
-        return Taken(
-            tuple(round_.digests) if begin.should_verify else (), taken, round_.verify_seconds
-        )
+        seconds = perf_counter() - started - loading.verify_seconds
+        digests = tuple(loading.digests) if round_.begin.should_verify else ()
+        return SinkResult(digests, seconds, loading.verify_seconds)
 
-    def settle(self, deadline: float) -> None:
-        """A loader knows itself what reads its weights."""
+    def synchronize(self, deadline: float) -> None:
+        """Do nothing: only the loader knows what reads its weights."""
 
     def touched(self) -> None:
-        """It has written them itself."""
+        """Do nothing: the loader has written the weights itself."""
 
     def finish(self, values: Mapping[str, Leaf]) -> None:
-        """A loader takes tensors only."""
+        """Do nothing: a loader takes tensors only."""
 
     def close(self) -> None:
         self.copiers.close()
 
 
 class _Loading:
-    """One round through a loader: tensors are made as it asks for them."""
+    """One round through a loader, which makes each tensor when the loader asks for it."""
 
-    def __init__(self, sink: LoaderSink, intake: Intake, begin: Begin, feed: Feed) -> None:
-        self._sink, self._intake, self._begin, self._feed = sink, intake, begin, feed
-        self._kind = checked_kind(sink, begin)
-        self.digests = [0] * len(intake.copies)
+    def __init__(self, sink: LoaderSink, round_: SinkRound) -> None:
+        self._sink, self._round, self._source = sink, round_, round_.source
+        self._kind = checked_kind(sink, round_.begin)
+        self._specs = list(sink.specs.values())
+        self.digests = [0] * len(self._source.copies)
         self.verify_seconds = 0.0
-        self.left = list(sink.names)
+        self.left = list(sink.specs)
         self._fresh: dict[int, tuple[Any, Buffer]] = {}
-        self._missing = [0] * len(sink.names)
+        self._missing_bytes = [0] * len(self._specs)
         self._by_sink: dict[int, list[int]] = {}
-        for number, copy in enumerate(intake.copies):
-            self._missing[copy.sink] += intake.nbytes(copy)
+        for number, copy in enumerate(self._source.copies):
+            self._missing_bytes[copy.sink] += self._source.nbytes_of(copy)
             self._by_sink.setdefault(copy.sink, []).append(number)
-        self._to_come = len(intake.bucket_numbers)
-
-    def _buffer(self, sink: int) -> Buffer:
-        """Return memory for a tensor, fresh: the loader may keep it as long as it likes."""
-        if sink not in self._fresh:
-            self._fresh[sink] = self._sink.loader.fresh(self._sink.specs[sink])
-        return self._fresh[sink][1]
-
-    def _run(self, moves: Sequence[Move]) -> None:
-        deadline = self._feed.deadline
-        prepared = Moves(moves, self._sink.copiers)
-        prepared.run([None] * len(self.digests), deadline, self._feed.advance)
-        prepared.close()
-        for move in moves:
-            self._missing[self._intake.copies[move.region].sink] -= move.sink.nbytes
+        self._buckets_left = len(self._source.bucket_numbers)
 
     def weights(self) -> Generator[tuple[str, Any], None, None]:
-        """Yield each tensor once all of it is here."""
-        intake = self._intake
-        for sink, name in enumerate(self._sink.names):
-            for source in {intake.copies[n].source for n in self._by_sink.get(sink, [])}:
-                if source in intake.mapped:
-                    buffer = intake.mapped[source]
-                    whole = Box.whole(buffer.shape)
-                    self._run(list(intake.moves(source, whole, buffer, self._buffer)))
-            while self._missing[sink] > 0 and self._to_come:
-                self._pour()
-            if self._missing[sink]:
-                raise TransportError(f"{self._missing[sink]} bytes of {name!r} never came")
-            self._buffer(sink)  # one without bytes is a tensor too
-            if self._begin.should_verify:
-                self._verify(sink)
+        """Yield each tensor once all of it has arrived."""
+        source = self._source
+        for sink, name in enumerate(self._sink.specs):
+            for block in {source.copies[n].source for n in self._by_sink.get(sink, [])}:
+                if block in source.mapped:
+                    self._run(list(source.mapped_copies(block, self._buffer)))
+            while self._missing_bytes[sink] > 0 and self._buckets_left:
+                number = self._round.next_bucket()
+                self._run(list(source.bucket_copies(number, self._buffer)))
+                self._round.bucket_emptied(number)
+                self._buckets_left -= 1
+            if self._missing_bytes[sink]:
+                raise TransportError(f"{self._missing_bytes[sink]} bytes of {name!r} never came")
+            self._buffer(sink)  # a tensor without bytes has no copies
+            if self._round.begin.should_verify:
+                self._digest(sink)
             tensor, _ = self._fresh.pop(sink)
             self.left.remove(name)
             yield name, tensor
 
-    def _pour(self) -> None:
-        number = self._feed.next()
-        self._run(
-            [
-                move
-                for source, box, buffer in self._intake.pieces(number)
-                for move in self._intake.moves(source, box, buffer, self._buffer)
-            ]
-        )
-        self._feed.emptied(number)
-        self._to_come -= 1
+    def _buffer(self, sink: int) -> Buffer:
+        """Return new memory for a tensor: the loader may keep it."""
+        if sink not in self._fresh:
+            self._fresh[sink] = self._sink.loader.fresh(self._specs[sink])
+        return self._fresh[sink][1]
 
-    def _verify(self, sink: int) -> None:
+    def _run(self, copies: Sequence[BufferCopy]) -> None:
+        prepared = PreparedCopies(copies, self._sink.copiers)
+        nothing = [None] * len(self.digests)
+        prepared.run(nothing, self._round.deadline, self._round.on_progress)
+        prepared.close()
+        for each in copies:
+            self._missing_bytes[self._source.copies[each.region].sink] -= each.sink.nbytes
+
+    def _digest(self, sink: int) -> None:
         started = perf_counter()
         numbers = self._by_sink.get(sink, [])
-        copies = [self._intake.copies[n] for n in numbers]
+        copies = [self._source.copies[n] for n in numbers]
         buffer = self._buffer(sink)
-        regions = Regions([buffer.block(Box(c.sink_offset, c.shape)) for c in copies])
-        found = regions.digests(self._kind, self._feed.deadline)
+        targets = [buffer.block(Box(copy.sink_offset, copy.shape)) for copy in copies]
+        found = PreparedDigests(targets).digests(self._kind, self._round.deadline)
         for number, value in zip(numbers, found, strict=True):
             self.digests[number] = value
         self.verify_seconds += perf_counter() - started

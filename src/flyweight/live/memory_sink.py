@@ -1,13 +1,14 @@
-"""Memory sink: live parameters, written in place, box by box.
+"""Memory sink: the parameters of a model, written in place.
 
 Copies and digests are prepared once, and again only when the model's tensors or the
-publisher's memory are no longer the same ones.
+publisher's memory have changed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from time import monotonic, perf_counter
 
 from flyweight.adapters.identity import Identity
@@ -15,11 +16,18 @@ from flyweight.adapters.model import Model, ModelBlock, adapt
 from flyweight.cuda import driver
 from flyweight.digest import Digest
 from flyweight.errors import PlanError, SpecError, TransportError
-from flyweight.live.copies import Copiers, Move, Moves, Regions, SmallRegions, is_small
-from flyweight.live.intake import Intake
+from flyweight.live.copies import (
+    BufferCopy,
+    Copiers,
+    PreparedCopies,
+    PreparedDigests,
+    SmallDigests,
+    is_small,
+)
 from flyweight.live.lanes import HOST
-from flyweight.live.messages import Begin, Block, Copy, Tensor, Want
-from flyweight.live.sinks import Feed, Taken, checked_kind, seen_devices
+from flyweight.live.messages import Block, Copy, Tensor, Want
+from flyweight.live.remote_source import RemoteSource
+from flyweight.live.sink import SinkResult, SinkRound, checked_kind, visible_devices
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Leaf, Manifest, TensorSpec
@@ -27,7 +35,7 @@ from flyweight.spec.model_layout import ModelLayout
 
 
 class MemorySink:
-    """Live parameters, written in place by box."""
+    """Writes the parameters of a model in place, box by box."""
 
     verified = "live"
 
@@ -50,20 +58,20 @@ class MemorySink:
         self._model: Model | None = None
         self._blocks: list[ModelBlock] = []
         self._identity: Identity | None = None
-        self._prepared: tuple[Intake, int] | None = None
-        self._mapped = Moves((), self._copiers)
-        self._buckets: dict[int, Moves] = {}
+        self._prepared: tuple[RemoteSource, int] | None = None
+        self._mapped = PreparedCopies((), self._copiers)
+        self._buckets: dict[int, PreparedCopies] = {}
         self._last: list[int] = []
-        """The copies that are digested after all is copied."""
+        """The copies that are digested after everything is copied."""
         self._has_doubles = False
-        """True if some memory is filled by two tensors of the publisher, which must be equal."""
-        self._small = SmallRegions({})
+        """True if two tensors of the publisher go to the same memory: they must be equal."""
+        self._small = SmallDigests({})
         self._added: list[int] = []
-        """The bytes of each copy that is digested piece by piece as it comes, else 0."""
+        """The bytes of each copy that is digested chunk by chunk as it arrives, else 0."""
         self._devices: list[int] = []
-        self._regions: Regions | None = None
+        self._digests: PreparedDigests | None = None
         if layout is None:
-            adapt(thing).check_writable()  # what is wrong with it should be said at once
+            adapt(thing).check_writable()  # raise now rather than at the first update
 
     @property
     def has_devices(self) -> bool:
@@ -97,9 +105,9 @@ class MemorySink:
         self._model, self._identity, self._prepared = model, found, None
         devices = (block.buffer.device for block in self._blocks if block.buffer is not None)
         self._devices = sorted({each for each in devices if each is not None})
-        return Want(tuple(specs), tuple(blocks), self._may_leave, seen_devices(self._devices))
+        return Want(tuple(specs), tuple(blocks), self._may_leave, visible_devices(self._devices))
 
-    def settle(self, deadline: float) -> None:
+    def synchronize(self, deadline: float) -> None:
         assert self._model is not None
         for device in self._devices:
             driver.synchronize(device, max(deadline - monotonic(), 0.001))
@@ -109,143 +117,131 @@ class MemorySink:
         assert self._model is not None
         self._model.touched()
 
-    def take(self, intake: Intake, begin: Begin, feed: Feed) -> Taken:
-        self._prepare(intake)
+    def receive(self, round_: SinkRound) -> SinkResult:
+        source, begin = round_.source, round_.begin
+        self._prepare(source)
         kind = checked_kind(self, begin)
         if self._has_doubles and not begin.should_verify:
             raise PlanError(
-                "tensors that are one here are several at the publisher, and nothing is verified: "
-                "whether they are equal is not known; publish with should_verify=True, or tie them "
-                "there too"
+                "tensors that are one here are several at the publisher, and nothing is verified, "
+                "so they may differ; publish with should_verify=True, or tie them there too"
             )
         digests = [
             Digest(nbytes, kind) if nbytes and begin.should_verify else None
             for nbytes in self._added
         ]
         started, spent = perf_counter(), 0.0
-        feed.touch()
-        regions = self._live_regions(intake) if begin.should_verify else None
+        round_.touch()
+        last = self._last_digests(source) if begin.should_verify else None
         self._mapped.start()
-        if regions is not None and not self._buckets and self._mapped.is_ordered:
-            regions.start()  # the device goes on to read what it has copied by itself
-        spent += self._mapped.run(digests, feed.deadline, feed.advance)
+        if last is not None and not self._buckets and self._mapped.is_ordered:
+            last.start()  # the device digests as soon as it has copied
+        spent += self._mapped.run(digests, round_.deadline, round_.on_progress)
         missing = set(self._buckets)
         while missing:
-            number = feed.next()
+            number = round_.next_bucket()
             if number not in missing:
                 raise TransportError(f"bucket {number} was not announced, or came twice")
             missing.remove(number)
-            spent += self._buckets[number].run(digests, feed.deadline, feed.advance)
-            feed.emptied(number)
+            spent += self._buckets[number].run(digests, round_.deadline, round_.on_progress)
+            round_.bucket_emptied(number)
         copied = perf_counter()
         if not begin.should_verify:
-            return Taken((), copied - started, 0.0)
+            return SinkResult((), copied - started, 0.0)
         if self._devices:
-            feed.copied()
+            round_.copied()
         found = [0 if each is None else each.value() for each in digests]
         for number, value in self._small.digests(kind):
             found[number] = value
-        if regions is not None:
-            values = regions.digests(kind, feed.deadline)
+        if last is not None:
+            values = last.digests(kind, round_.deadline)
             for number, value in zip(self._last, values, strict=True):
                 found[number] = value
         verified = perf_counter() - copied + spent
-        return Taken(tuple(found), copied - started - spent, verified)
+        return SinkResult(tuple(found), copied - started - spent, verified)
 
-    def _live_regions(self, intake: Intake) -> Regions | None:
-        """Return what is digested after all was copied."""
-        if self._regions is None and self._last:
-            self._regions = Regions([self._region(intake.copies[n]) for n in self._last])
-        return self._regions
+    def _last_digests(self, source: RemoteSource) -> PreparedDigests | None:
+        """Return the digests that are computed after everything is copied."""
+        if self._digests is None and self._last:
+            self._digests = PreparedDigests([self._target(source.copies[n]) for n in self._last])
+        return self._digests
 
     def _buffer(self, sink: int) -> Buffer:
         buffer = self._blocks[sink].buffer
         assert buffer is not None
         return buffer
 
-    def _region(self, copy: Copy) -> Buffer:
+    def _target(self, copy: Copy) -> Buffer:
         return self._buffer(copy.sink).block(Box(copy.sink_offset, copy.shape))
 
-    def _prepare(self, intake: Intake) -> None:
-        """Make the lists of copies, unless they are those of the last round."""
-        key = intake, intake.generation
+    def _prepare(self, source: RemoteSource) -> None:
+        """Prepare the copies, unless they are those of the last round."""
+        key = source, source.generation
         if self._prepared is not None and self._prepared == key:
             return
-        for copy in intake.copies:
+        for copy in source.copies:
             if not 0 <= copy.sink < len(self._blocks):
-                raise TransportError(f"{copy} is for block {copy.sink} of {len(self._blocks)}")
+                raise TransportError(f"{copy} writes to block {copy.sink} of {len(self._blocks)}")
             whole = Box.whole(self._buffer(copy.sink).shape)
             if not whole.contains(Box(copy.sink_offset, copy.shape)):
                 raise TransportError(f"{copy} writes outside of its block of {whole.shape}")
         mapped = [
-            move
-            for source, buffer in intake.mapped.items()
-            for move in intake.moves(source, Box.whole(buffer.shape), buffer, self._buffer)
+            copy for block in source.mapped for copy in source.mapped_copies(block, self._buffer)
         ]
         by_bucket = {
-            number: [
-                move
-                for source, box, buffer in intake.pieces(number)
-                for move in intake.moves(source, box, buffer, self._buffer)
-            ]
-            for number in intake.bucket_numbers
+            number: list(source.bucket_copies(number, self._buffer))
+            for number in source.bucket_numbers
         }
-        self._check_whole(intake, mapped, by_bucket)
+        self._check_whole(source, [*mapped, *chain.from_iterable(by_bucket.values())])
         self._forget()
-        self._mapped = Moves(mapped, self._copiers)
+        self._mapped = PreparedCopies(mapped, self._copiers)
         self._buckets = {
-            n: Moves(each, self._copiers, is_bucket=True) for n, each in by_bucket.items()
+            n: PreparedCopies(each, self._copiers, is_bucket=True) for n, each in by_bucket.items()
         }
-        regions = [self._region(copy) for copy in intake.copies]
+        targets = [self._target(copy) for copy in source.copies]
         times = Counter(map(id, self._blocks))
-        doubles = [times[id(self._blocks[copy.sink])] > 1 for copy in intake.copies]
+        doubles = [times[id(self._blocks[copy.sink])] > 1 for copy in source.copies]
         self._has_doubles = any(doubles)
-        # What another copy may write again must not be digested before that.
+        # Memory that another copy writes too is digested after both.
         is_last = [
             each.device is not None or (is_double and not is_small(each))
-            for each, is_double in zip(regions, doubles, strict=True)
+            for each, is_double in zip(targets, doubles, strict=True)
         ]
         self._last = [n for n, each in enumerate(is_last) if each]
-        self._small = SmallRegions(
-            {n: each for n, each in enumerate(regions) if not is_last[n] and is_small(each)}
+        self._small = SmallDigests(
+            {n: each for n, each in enumerate(targets) if not is_last[n] and is_small(each)}
         )
         self._added = [
-            0 if is_last[n] or is_small(each) else each.nbytes for n, each in enumerate(regions)
+            0 if is_last[n] or is_small(each) else each.nbytes for n, each in enumerate(targets)
         ]
-        self._regions = None
         self._prepared = key
 
     def _forget(self) -> None:
         for each in (self._mapped, *self._buckets.values()):
             each.close()
-        self._mapped, self._buckets, self._regions = Moves((), self._copiers), {}, None
+        self._mapped, self._buckets, self._digests = PreparedCopies((), self._copiers), {}, None
 
-    def _check_whole(
-        self, intake: Intake, mapped: Sequence[Move], by_bucket: Mapping[int, Sequence[Move]]
-    ) -> None:
-        """Raise unless every byte that is wanted comes exactly as often as it is wanted."""
-        found: list[list[tuple[int, int]]] = [[] for _ in intake.copies]
-        for move in (*mapped, *(each for moves in by_bucket.values() for each in moves)):
-            found[move.region].append((move.offset, move.sink.nbytes))
+    def _check_whole(self, source: RemoteSource, copies: Sequence[BufferCopy]) -> None:
+        """Raise unless every wanted byte comes exactly as often as it is wanted."""
+        found: list[list[tuple[int, int]]] = [[] for _ in source.copies]
+        for each in copies:
+            found[each.region].append((each.offset, each.sink.nbytes))
         filled = [0] * len(self._blocks)
-        for copy, pieces in zip(intake.copies, found, strict=True):
+        for copy, pieces in zip(source.copies, found, strict=True):
             at = 0
             for offset, nbytes in sorted(pieces):  # each is contiguous in the copy's own bytes
                 if offset != at:
-                    raise TransportError(
-                        f"byte {min(at, offset)} of a copy is to come twice, or not"
-                    )
+                    raise TransportError(f"byte {min(at, offset)} of a copy comes twice, or never")
                 at += nbytes
-            if at != intake.nbytes(copy):
+            if at != source.nbytes_of(copy):
                 raise TransportError(
-                    f"{at} of the {intake.nbytes(copy)} bytes of a copy are to come"
+                    f"only {at} of the {source.nbytes_of(copy)} bytes of a copy come"
                 )
             filled[copy.sink] += at
         for number, nbytes in enumerate(filled):
             if nbytes != self._buffer(number).nbytes:
                 raise TransportError(
-                    f"{nbytes} of the {self._buffer(number).nbytes} bytes of a wanted block are "
-                    f"to come"
+                    f"{nbytes} bytes come for a wanted block of {self._buffer(number).nbytes}"
                 )
 
     def finish(self, values: Mapping[str, Leaf]) -> None:
@@ -253,7 +249,7 @@ class MemorySink:
         self._model.finish(Manifest({}, values=values))
         before = self._identity
         if values and before is not None and not before.is_same():
-            after = Identity(self._thing)  # they hang anew, and nothing else may
+            after = Identity(self._thing)  # setting a value changes the dict, but not its tensors
             self._identity = after if after.has_tensors_of(before) else before
 
     def close(self) -> None:
@@ -269,9 +265,9 @@ def _place(buffer: Buffer) -> str:
 def _wanted_names(
     manifest: Manifest, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield the names to ask for: of names that are one tensor here, all that differ there.
+    """Yield the names to request: for names that are one tensor here, all that differ there.
 
-    If what they bring differs, the digests of the one memory they share will not all fit.
+    If their bytes differ, the digests of the memory that they share cannot all be right.
     """
     aliases: dict[str, list[str]] = {name: [name] for name in manifest.tensors}
     for alias, name in manifest.tied.items():

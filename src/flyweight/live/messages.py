@@ -1,8 +1,9 @@
-"""Messages: all that publisher and replica say to each other, typed and bounded.
+"""The messages between a publisher and its replicas: their types, encoding and limits.
 
-Each is one frame: the mark, the protocol's number, then msgpack. The number stands
-outside of what it speaks of, so that two versions of this library can still tell
-each other that they differ. `docs/protocol.md` tells the conversation.
+Each message is one frame: two magic bytes, the protocol's number, then msgpack. The number
+is outside of the msgpack, so that two versions of the library can still tell each other
+that they differ. A class has the name and the fields that its message has on the wire;
+`docs/protocol.md` describes the conversation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flyweight.transports.shared_memory import SharedMemoryHandle
 
 PROTOCOL = 3
 MAX_MESSAGE_BYTES = 256 << 20
-_MARK = b"fw"
+_MAGIC = b"fw"
 
 Handle = SharedMemoryHandle | CudaIpcHandle
 Numbers = tuple[int, ...]
@@ -32,7 +33,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A name and what it is, whole."""
+    """A whole tensor: its name, dtype and shape."""
 
     name: str
     dtype: str
@@ -49,10 +50,10 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A box of a tensor, in elements, and where it lies: a GPU's uuid, or "" for the host."""
+    """A box of a tensor, in elements, and its device: a GPU's uuid, or "" for the host."""
 
     tensor: int
-    """Its number in the list of tensors that comes with it."""
+    """The tensor's index in the list of tensors in the same message."""
     offset: Numbers
     shape: Numbers
     place: str = ""
@@ -66,7 +67,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Items of a block of the publisher, and of the replica's block that they go to."""
+    """Items of one of the publisher's blocks, and where they go in one of the replica's."""
 
     source: int
     sink: int
@@ -76,17 +77,17 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a block of the publisher can be read: items in an offered span, strides in bytes."""
+    """Where a replica can map one of the publisher's blocks; strides are in bytes."""
 
     source: int
     handle: Handle
     start: int
-    """Where in the span its first item stands."""
+    """The byte of the offered memory at which the first item starts."""
     strides: Numbers
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Items of a block of the publisher, row-major at byte `at` of a bucket."""
+    """Items of one of the publisher's blocks, in row-major order from byte `at` of a bucket."""
 
     source: int
     offset: Numbers
@@ -95,7 +96,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What will be in a bucket, and in which slot it will come."""
+    """The contents of a bucket, and the slot that it arrives in."""
 
     number: int
     slot: int
@@ -103,70 +104,71 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Hello(_Message, frozen=True):
-    """Replica: here I am."""
+    """Replica: joins, with the token that proves it may."""
 
     token: str
     name: str
     pid: int
     line: str = ""
+    """The name of its connection for files, by which the publisher learns of its death."""
     is_watcher: bool = False
 
 
 class Welcome(_Message, frozen=True):
-    """Publisher: this is what I have."""
+    """Publisher: who it is and which tensors it has."""
 
     session: str
     pid: int
     started: int
-    """When its process started, in clock ticks since boot; 0 if its kernel does not say."""
+    """When its process started, in clock ticks since boot; 0 if the kernel does not say."""
     tensors: tuple[Tensor, ...]
     tied: dict[str, str]
     silence_seconds: float
-    """Who is not heard of for so long is given up, by both sides."""
+    """Both sides give up a peer that sends nothing for this long."""
     version: int | None
 
 
 class Want(_Message, frozen=True):
-    """Replica: this is what I want of it, and where it lies here."""
+    """Replica: the boxes that it wants, and the devices that they are on."""
 
     tensors: tuple[Tensor, ...]
     blocks: tuple[Block, ...]
     may_leave: bool
-    """True if there may be tensors that it does not want."""
+    """True if the publisher may have tensors that the replica does not want."""
     devices: tuple[str, ...] = ()
-    """The uuids of the GPUs that it sees, and could map memory of."""
+    """The uuids of the GPUs that its process sees, and whose memory it can map."""
 
 
 class Agreed(_Message, frozen=True):
-    """Publisher: so you get it. Sources are boxes of its tensors, in elements."""
+    """Publisher: the plan. Sources are boxes of its tensors, in elements."""
 
     sources: tuple[Block, ...]
     copies: tuple[Copy, ...]
 
 
 class Refusal(_Message, frozen=True):
-    """Publisher: we do not fit."""
+    """Publisher: rejects the replica, with the name of an error class and its text."""
 
     kind: str
     text: str
 
 
 class Ask(_Message, frozen=True):
-    """Replica: I am ready for this version, or for any that I do not have."""
+    """Replica: requests a version, or any that it does not have."""
 
     ask: int
-    """A number that grows; a round says which ask it answers."""
+    """The request's number, which only grows; a round names the request that it answers."""
     version: int | None
     have: int | None
-    """What it holds whole, of this publisher."""
+    """The complete version that it holds from this publisher."""
     held: int | None = None
-    """What it holds whole, of whichever: a snapshot that is older is no news."""
+    """The complete version that it holds from any publisher; older snapshots are not offered."""
     may_keep: bool = False
-    """True if `have` is enough, once the publisher says that it is what is asked for."""
+    """True if `have` is enough, once the publisher confirms that it is what is requested."""
 
 
 class Denied(_Message, frozen=True):
-    """Publisher: that you will never get."""
+    """Publisher: the requested version will never come."""
 
     ask: int
     kind: str
@@ -174,19 +176,19 @@ class Denied(_Message, frozen=True):
 
 
 class Kept(_Message, frozen=True):
-    """Publisher: the version that you have is the one you ask for; nothing has to be sent."""
+    """Publisher: confirms that the replica already has what it requests; nothing is sent."""
 
     ask: int
 
 
 class Withdraw(_Message, frozen=True):
-    """Replica: I no longer wait."""
+    """Replica: no longer waits for its request."""
 
     ask: int
 
 
 class Begin(_Message, frozen=True):
-    """Publisher: a round starts. Lists are those of the last round where they are None."""
+    """Publisher: starts a round. Lists that are None are those of the last round."""
 
     round: int
     ask: int
@@ -196,11 +198,11 @@ class Begin(_Message, frozen=True):
     strategy: str
     should_verify: bool
     digest_kind: DigestKind
-    """How both sides make digests: by XXH3 where all memory is the host's."""
+    """How both sides compute digests: XXH3 if all memory is on the host."""
     digests: tuple[int, ...] | None
-    """Where they are known already and nothing is to come, the replica can end by itself."""
+    """The expected digests, if they are known already: the replica can then commit by itself."""
     lists: int
-    """The number of the three lists; sent before if they are None."""
+    """The number of the three lists below; they were sent before if they are None."""
     places: tuple[Place, ...] | None
     slots: dict[int, Handle] | None
     buckets: tuple[Bucket, ...] | None
@@ -208,33 +210,33 @@ class Begin(_Message, frozen=True):
 
 
 class Filled(_Message, frozen=True):
-    """Publisher: a bucket is in its slot."""
+    """Publisher: a bucket is in its slot, ready to be read."""
 
     round: int
     bucket: int
 
 
 class Emptied(_Message, frozen=True):
-    """Replica: and out of it."""
+    """Replica: has read a bucket; its slot is free."""
 
     round: int
     bucket: int
 
 
 class Going(_Message, frozen=True):
-    """Publisher: it is not over; others keep me waiting."""
+    """Publisher: the round goes on, it waits for other replicas."""
 
     round: int
 
 
 class Copied(_Message, frozen=True):
-    """Replica: all is copied; what was read may change."""
+    """Replica: everything is copied; the memory that it read may change."""
 
     round: int
 
 
 class Done(_Message, frozen=True):
-    """Replica: these are the digests of what I hold now, copy by copy."""
+    """Replica: the digests of what it holds now, one for each copy."""
 
     round: int
     digests: tuple[int, ...]
@@ -243,14 +245,14 @@ class Done(_Message, frozen=True):
 
 
 class Commit(_Message, frozen=True):
-    """Publisher: they are the right ones; the version is yours."""
+    """Publisher: the digests are right, the replica holds the version."""
 
     round: int
     digests: tuple[int, ...]
 
 
 class Abort(_Message, frozen=True):
-    """Publisher: the round is over, and nothing came of it for you."""
+    """Publisher: the round is over for this replica, without a commit."""
 
     round: int
     kind: str
@@ -258,7 +260,7 @@ class Abort(_Message, frozen=True):
 
 
 class Fault(_Message, frozen=True):
-    """Replica: I cannot go on."""
+    """Replica: cannot continue; `is_touched` if its old version is partly overwritten."""
 
     round: int
     kind: str
@@ -267,17 +269,17 @@ class Fault(_Message, frozen=True):
 
 
 class Tick(_Message, frozen=True):
-    """Either: I live."""
+    """Either side: heartbeat."""
 
 
 class Bye(_Message, frozen=True):
-    """Either: I go."""
+    """Either side: disconnects, and says why."""
 
     text: str
 
 
 class ReplicaNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a replica stands, as its publisher knows it."""
+    """The state of a replica, as its publisher knows it."""
 
     name: str
     pid: int
@@ -289,7 +291,7 @@ class ReplicaNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class News(_Message, frozen=True):
-    """Publisher, to watchers: how things stand."""
+    """Publisher, to watchers: its state and that of its replicas."""
 
     version: int | None
     round: int
@@ -324,7 +326,7 @@ _FROM_PUBLISHER: msgspec.msgpack.Decoder[FromPublisher] = msgspec.msgpack.Decode
 
 
 def encode(message: Message) -> bytes:
-    return _MARK + bytes([PROTOCOL]) + _ENCODER.encode(message)
+    return _MAGIC + bytes([PROTOCOL]) + _ENCODER.encode(message)
 
 
 def decode_from_replica(frame: bytes) -> FromReplica:
@@ -339,9 +341,11 @@ MessageT = TypeVar("MessageT")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frame: bytes) -> MessageT:
-    """Return the message; raise PeerRefused for another protocol, TransportError for garbage."""
-    if frame[:2] != _MARK or len(frame) < 3:
-        raise TransportError(f"{len(frame)} bytes that start with {frame[:8]!r} are no message")
+    """Return the message; raise PeerRefused for another protocol, else TransportError."""
+    if frame[:2] != _MAGIC or len(frame) < 3:
+        raise TransportError(
+            f"{len(frame)} bytes that start with {frame[:8]!r} are not a message of flyweight"
+        )
     if frame[2] != PROTOCOL:
         raise PeerRefused(
             f"the other side speaks protocol {frame[2]}, this one {PROTOCOL}; install the same "
@@ -350,4 +354,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frame: bytes) -> Message
     try:
         return decoder.decode(memoryview(frame)[3:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
-        raise TransportError(f"{len(frame)} bytes are no message: {cause}") from cause
+        raise TransportError(f"cannot decode a message of {len(frame)} bytes: {cause}") from cause

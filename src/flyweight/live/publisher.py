@@ -1,9 +1,9 @@
-"""Publisher: offers each new version of a model to the replicas that ask for one.
+"""Publisher: offers each new version of a model to the replicas that request one.
 
-Whoever calls `publish` runs the round; the roll hears replicas at any time. A
-trainer's memory is read only while its lease lasts: until `publish` returns, or
-until `Lease.wait_copied` does. Between publishes a replica gets what is held in
-shared memory or rests in a store, if anything is, and else waits for the next.
+The thread that calls `publish` runs the round; replicas connect and send requests at any time.
+A trainer's memory is read only until `publish` returns, or until `Lease.wait_copied` does.
+Between two publishes a replica gets the version that is held in shared memory or the newest
+snapshot of a store, if there is one, and otherwise waits for the next publish.
 """
 
 from __future__ import annotations
@@ -13,47 +13,30 @@ import threading
 from contextlib import ExitStack
 from time import monotonic, perf_counter
 from typing import Literal, overload
+from warnings import warn
 
-from flyweight.adapters.identity import Identity
-from flyweight.adapters.model import adapt
 from flyweight.checks import check_seconds, check_version
-from flyweight.cuda import driver
 from flyweight.errors import (
-    DigestMismatch,
-    FlyweightError,
     PeerLost,
-    PlanError,
     SpecError,
     TransferTimeout,
     TransportError,
     VersionError,
-    listed,
 )
 from flyweight.events import emit
-from flyweight.formats.stored import Stored
 from flyweight.live.address import Address, Claim
-from flyweight.live.conductor import Conductor
-from flyweight.live.copies import Copiers
-from flyweight.live.lanes import (
-    MAPPED,
-    Offers,
-    Ring,
-    Strategy,
-    Transports,
+from flyweight.live.catch_up import CatchUpRounds
+from flyweight.live.lanes import BucketSlots, TransportChoice, Transports
+from flyweight.live.member import Member
+from flyweight.live.members import Members
+from flyweight.live.published_model import PublishedModel
+from flyweight.live.report import (
+    TIMEOUT_SECONDS,
+    Lease,
+    PublishReport,
 )
-from flyweight.live.late import Late
-from flyweight.live.members import Peer, Roll
-from flyweight.live.published_version import (
-    Edition,
-    Options,
-    at_once,
-    failed_report,
-    no_release,
-    report_of,
-)
-from flyweight.live.report import TIMEOUT_SECONDS, Lease, PublishReport, ReplicaReport
 from flyweight.live.round import Round
-from flyweight.live.source import Held, Stock
+from flyweight.live.rounds import PublishedVersion, PublisherOptions, Rounds
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.fd_passing import FdServer
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -64,7 +47,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class Publisher:
-    """Publishes a model's versions at an address until it is closed."""
+    """Publishes the versions of a model at an address, until it is closed."""
 
     def __init__(
         self,
@@ -73,7 +56,7 @@ class Publisher:
         *,
         hold: bool = False,
         store: PathLike | None = None,
-        strategy: Strategy = "auto",
+        transport: TransportChoice = "auto",
         bucket_bytes: int | None = None,
         depth: int | None = None,
         should_verify: bool = True,
@@ -81,18 +64,34 @@ class Publisher:
         token: str | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
+        strategy: TransportChoice | None = None,
     ) -> None:
-        """Listen at `address`; a model is not read before the first `publish`.
+        """Listen at an address. A model's tensors are not read before the first `publish`.
 
-        With `hold`, one copy of the last version stays in shared memory for replicas that come
-        late; with a `store`, they get its newest snapshot. An opened snapshot as the `source` is
-        there for whoever asks, as `version` if it has no number itself. A replica that makes no
-        progress for `timeout_seconds` in a round is given up.
+        source: a model, a dict of tensors, or an opened snapshot, which replicas can take at once.
+        address: `unix:DIRECTORY`; the directory is made if it does not exist.
+        hold: keep a copy of the last version in shared memory, for replicas that ask between two
+            publishes.
+        store: a directory of snapshots. Replicas that ask between two publishes get the newest.
+        transport: how tensors get to replicas. 'auto' maps them where that is possible; 'mapped'
+            insists on it; 'bucketed' and 'host' copy them through buckets of device or host memory.
+        bucket_bytes: the size of a bucket; by default 64 MiB on the host, 512 MiB on a device.
+        depth: the number of buckets in flight; by default 4 on the host, 2 on a device.
+        should_verify: compare digests of every tensor on both sides before a version is committed.
+        version: the version of a snapshot that has no number.
+        token: the secret that replicas must have; by default a random one in a file that only
+            this user can read.
+        timeout_seconds: a replica that makes no progress in a round for this long is given up.
+        silence_seconds: a replica that sends nothing for this long is given up.
+        strategy: the deprecated name of `transport`.
         """
-        self._options = Options(
+        if strategy is not None:
+            warn("strategy= is now called transport=", DeprecationWarning, stacklevel=2)
+            transport = strategy
+        self._options = PublisherOptions(
             hold=hold,
             store=store,
-            strategy=strategy,
+            transport=transport,
             bucket_bytes=bucket_bytes,
             depth=depth,
             should_verify=should_verify,
@@ -100,83 +99,63 @@ class Publisher:
             silence_seconds=silence_seconds,
         )
         version = None if version is None else check_version(version)
-        self._thing, self._copiers = source, Copiers()
-        self._stored = source if isinstance(source, Stored) else None
-        self._stock = Stock.of(self._stored or adapt(source), self._copiers)
-        self._identity = None if self._stored else Identity(source)
+        model = self._model = PublishedModel(source)
         self._publishing = threading.Lock()
-        self._held: tuple[Held, Offers] | None = None
-        self._pid = os.getpid()
-        self._roll: Roll | None = None
-        self._is_open = True
+        self._is_open, self._pid = True, os.getpid()
         with ExitStack() as stack:
             claim = Claim(Address.parse(address), token)
             stack.callback(claim.close)
-            door = FdServer(claim.address.door, token=claim.token, on_hangup=self._hung_up)
-            stack.callback(door.close)
-            self._transports = Transports(
-                SharedMemoryTransport(fd_server=door), CudaIpcTransport(fd_server=door)
-            )
-            stack.callback(self._transports.close)
-            stack.callback(self._copiers.close)
-            self._offers = Offers(self._stock, self._transports)
-            self._ring = Ring(self._transports, bucket_bytes=bucket_bytes, depth=depth)
-            stack.callback(self._ring.close)
-            self._roll = Roll(
+            self._members = members = Members(
                 claim,
-                door,
-                lambda: self._stock,
-                asked=self._asked,
-                silence_seconds=silence_seconds,
+                lambda: model.source,
+                silence_seconds,
             )
-            stack.callback(self._roll.close)
-            self._conductor = Conductor(self._roll, self._options)
-            self._late = Late(
-                self._roll,
-                self._conductor,
-                self._options,
-                self._transports,
-                stock=lambda: self._stock,
-                copiers=self._copiers,
+            stack.callback(members.close)
+            files = FdServer(
+                claim.address.door, token=claim.token, on_hangup=members.on_process_gone
             )
-            number = None
-            if self._stored is not None:
-                self._late.standing = self._edition_of(self._stored, version)
-                number = self._late.standing.version
-            self._roll.start(number)
+            stack.callback(files.close)
+            transports = Transports(
+                SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files)
+            )
+            stack.callback(transports.close)
+            stack.callback(model.copiers.close)
+            model.open(transports)
+            self._slots = BucketSlots(transports, bucket_bytes=bucket_bytes, depth=depth)
+            stack.callback(self._slots.close)
+            self._rounds = Rounds(members, self._options)
+            self._catch_up = CatchUpRounds(
+                members, self._rounds, self._options, transports, lambda: model.source
+            )
+            if model.stored is not None:
+                deadline = monotonic() + timeout_seconds
+                available = model.snapshot(version, hold=hold, deadline=deadline)
+                self._catch_up.available, members.version = available, available.version
+            members.start(files, self._catch_up.serve)
             self._address = str(claim.address)
             self._closing = stack.pop_all()
 
     @property
     def version(self) -> int | None:
-        """The version published last."""
-        return self._on.version
+        """The version that was published last; None before the first."""
+        return self._members.version
 
     @property
     def address(self) -> str:
+        """The address, with its directory as an absolute path."""
         return self._address
 
     @property
     def replicas(self) -> list[str]:
-        """The names of the replicas that are connected."""
-        with self._on.changed:
-            return [peer.name for peer in self._on.peers.values() if peer.agreement]
+        """The names of the connected replicas."""
+        with self._members.changed:
+            return [each.name for each in self._members.by_id.values() if each.agreement]
 
     @property
-    def _on(self) -> Roll:
-        assert self._roll is not None
-        return self._roll
-
-    def _edition_of(self, stored: Stored, version: int | None) -> Edition:
-        """Return an opened snapshot as whoever asks may take it."""
-        number = stored.manifest.version if version is None else version
-        number = 0 if number is None else number
-        parent, values = stored.manifest.parent, stored.manifest.values
-        if not self._options.hold:
-            return Edition(number, parent, self._stock, self._offers, "snapshot", values)
-        held, offers = self._hold()
-        held.refill(monotonic() + self._options.timeout_seconds)
-        return Edition(number, parent, held.stock, offers, "held", values, {})
+    def waiting(self) -> list[str]:
+        """The names of the replicas that wait for a version."""
+        with self._members.changed:
+            return [each.name for each in self._members.waiting()]
 
     @overload
     def publish(
@@ -206,268 +185,204 @@ class Publisher:
         num_replicas: int = 0,
         timeout_seconds: float | None = None,
     ) -> PublishReport | Lease:
-        """Give the model as it is now to every replica that waits for it.
+        """Send the model as it is now to every replica that waits for a version.
 
-        Returns once each has it, or has come to another end that the report tells. `num_replicas`
-        waits until so many ask. No thread may write the model from the call until it returns; in
-        the background it returns at once with a lease, and none may before `wait_copied`. Digests
-        find a write between a tensor's digest and its copy, not a step that is half-way through.
+        Returns a report once each replica has committed the version or failed.
+
+        version: the number of the version, greater than the last one.
+        background: return a `Lease` at once, and publish in another thread.
+        num_replicas: first wait until this many replicas wait for the version.
+        timeout_seconds: the time for that wait, and for each replica to make progress in the
+            round; by default the publisher's own.
+
+        Do not write to the model until the call returns, or with `background` until
+        `Lease.wait_copied` returns. Digests detect a write between the digest and the copy of a
+        tensor; they cannot detect a training step that is half-way through before both.
         """
         timeout = self._options.timeout_seconds
         if timeout_seconds is not None:
             timeout = check_seconds("timeout_seconds", timeout_seconds)
         deadline = monotonic() + timeout
-        peers: list[Peer] = []
+        members: list[Member] = []
         lease = Lease(check_version(version))
         self._check_open()
         if not self._publishing.acquire(timeout=max(timeout, 0)):
-            raise TransferTimeout(f"the publish before is still under way after {timeout:g} s")
+            raise TransferTimeout(f"the last publish is still under way after {timeout:g} s")
         try:
             self._check_next(version)
-            peers = self._gather(version, num_replicas, deadline)
-            self._refresh()  # afterwards: the model may change while replicas are waited for
-            self._settle(deadline)
+            members = self._gather(version, num_replicas, deadline)
+            self._refresh()  # after the wait for replicas, in which the model may change
+            self._model.synchronize(deadline)
             if background:
                 threading.Thread(
                     target=self._publish,
-                    args=(lease, peers, timeout),
+                    args=(lease, members, timeout),
                     name="flyweight-publish",
                     daemon=True,
                 ).start()
                 return lease
         except BaseException:
-            self._late.give_back(peers)
+            self._catch_up.release_members(members)
             self._publishing.release()
             raise
-        self._publish(lease, peers, timeout)
+        self._publish(lease, members, timeout)
         return lease.wait(0)
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
             raise TransportError(
-                f"this publisher is of process {self._pid}; a child makes one of its own"
+                f"this publisher belongs to process {self._pid}; a child process makes its own"
             )
         if not self._is_open:
             raise TransportError(f"the publisher at {self.address} is closed")
-        if self._on.is_broken:
+        if self._members.has_failed:
             raise TransportError(
-                f"the wire of the publisher at {self.address} has ended by an error, which its "
-                f"thread told; close it and make another"
+                f"the connection of the publisher at {self.address} has ended by an error, which "
+                f"its thread has shown; close the publisher and make another"
             )
 
     def _check_next(self, version: int) -> None:
         self._check_open()
-        if self._stored is not None:
-            raise SpecError("the source is a snapshot: it is there for whoever asks")
-        last = self._on.version
+        if self._model.stored is not None:
+            raise SpecError("the source is a snapshot, which replicas take without a publish")
+        last = self.version
         if last is not None and version <= last:
             raise VersionError(
                 f"version {version} does not follow {last}, which was published last; versions "
                 f"only grow"
             )
 
-    def _refresh(self) -> None:
-        """Look whether the model still is the one that was offered."""
-        if self._identity is None or not self._identity.is_same():
-            found = Identity(self._thing)
-            stock = Stock.of(adapt(self._thing), self._copiers)
-            if stock.is_like(self._stock) and stock.lies_like(self._stock):
-                self._stock.manifest, self._identity = stock.manifest, found
-                return
-            if not stock.is_like(self._stock):
-                raise PlanError(
-                    "the model has other tensors than when its publisher was made; make a new one"
-                )
-            offers = Offers(stock, self._transports)
-            self._offers.close()
-            self._ring.close()
-            self._stock, self._offers, self._identity = stock, offers, found
-            if self._held is not None:
-                self._held[0].take_from(stock)
-            with self._on.changed:  # what was told of the old ones would keep them
-                for peer in self._on.peers.values():
-                    peer.lanes = peer.sent = None
-
-    def _settle(self, deadline: float) -> None:
-        """Wait for what still writes the weights, on any stream of a device."""
-        for device in self._stock.devices:
-            driver.synchronize(device, max(deadline - monotonic(), 0.001))
-
-    def _gather(self, version: int, num_replicas: int, deadline: float) -> list[Peer]:
-        """Take the replicas that wait for this version, and tell those that wait in vain."""
-        roll = self._on
-        with roll.changed:
+    def _gather(self, version: int, num_replicas: int, deadline: float) -> list[Member]:
+        """Reserve the members that wait for this version; deny those that wait for an older one."""
+        with self._members.changed:
             while True:
-                for peer in roll.waiting():
-                    wanted = None if peer.ask is None else peer.ask.version
+                found = []
+                for member in self._members.waiting():
+                    wanted = None if member.request is None else member.request.version
                     if wanted is not None and wanted < version:
-                        roll.deny(peer, version)
-                peers = [
-                    peer
-                    for peer in roll.waiting()
-                    if peer.ask is not None and peer.ask.version in (None, version)
-                ]
+                        self._members.deny(member, version)
+                    elif wanted in (None, version):
+                        found.append(member)
                 self._check_open()
                 left = deadline - monotonic()
-                if len(peers) >= num_replicas:
+                if len(found) >= num_replicas:
                     break
                 if left <= 0:
                     raise TransferTimeout(
-                        f"{len(peers)} of {num_replicas} replicas asked for version {version} "
+                        f"{len(found)} of {num_replicas} replicas requested version {version} "
                         f"in time; {len(self.replicas)} are connected"
                     )
-                roll.changed.wait(left)
-            for peer in peers:
-                self._on.keep(peer)
-            return peers
+                self._members.changed.wait(left)
+            for member in found:
+                self._members.reserve(member)
+            return found
 
-    def _publish(self, lease: Lease, peers: list[Peer], timeout: float) -> None:
-        """Run the rounds of one publish, and let everybody know how they ended."""
+    def _refresh(self) -> None:
+        """Offer the model's tensors anew if they were replaced."""
+        if self._model.refresh():
+            self._slots.close()
+            with self._members.changed:
+                for member in self._members.by_id.values():
+                    member.forget_lists()  # they would keep the old tensors alive
+
+    def _publish(self, lease: Lease, members: list[Member], timeout_seconds: float) -> None:
         try:
-            lease.end(lambda: self._rounds(lease, peers, timeout))
+            lease.run(lambda: self._run_rounds(lease, members, timeout_seconds))
         finally:
             try:
-                self._late.give_back(peers)
+                self._catch_up.release_members(members)
             finally:
                 self._publishing.release()
 
-    def _rounds(self, lease: Lease, peers: list[Peer], timeout: float) -> PublishReport:
-        version, parent, started = lease.version, self._on.version, perf_counter()
-        values = self._stock.manifest.values
-        live = Edition(version, parent, self._stock, self._offers, "published", values)
-        held = self._refill(version, parent, timeout) if self._options.hold else None
-        failed: list[ReplicaReport] = []
-        near: list[Peer] = []
-        far: list[Peer] = []
-        for peer in peers:
-            try:
-                # What is held is there anyway, and stays; only a device can be nearer.
-                if held is None or self._is_near(live, peer):
-                    self._conductor.lanes(live, peer)
-                    near.append(peer)
-                else:
-                    self._conductor.lanes(held, peer)
-                    far.append(peer)
-            except FlyweightError as error:  # it cannot be reached as was asked; others can
-                self._on.fail(peer, error)
-                failed.append(failed_report(peer, error))
-        if not near:
+    def _run_rounds(
+        self, lease: Lease, members: list[Member], timeout_seconds: float
+    ) -> PublishReport:
+        """Run the rounds of one publish: from the model's memory, and from the held copy."""
+        version, parent, started = lease.version, self.version, perf_counter()
+        live = self._model.live(version, parent)
+        held = self._hold(version, parent, timeout_seconds) if self._options.hold else None
+        from_model, from_copy, failed = self._rounds.choose_sources(live, held, members)
+        if not from_model:
             lease.release()
         rounds: list[Round] = []
-        for edition, takers in ((live, near), (held, far)):
-            if edition is not None and takers:
-                release = lease.release if edition is live else no_release
+        for source, some in ((live, from_model), (held, from_copy)):
+            if source is not None and some:
+                release = lease.release if source is live else lambda: None
                 rounds.append(
-                    self._conductor.round_of(
-                        edition, takers, self._ring, timeout, admit=at_once, on_release=release
+                    self._rounds.prepare(
+                        source, some, self._slots, timeout_seconds, on_release=release
                     )
                 )
-                self._on.version = version
-                self._on.tell(rounds[-1].number, version, "publishing", rounds[-1].parts, 0.0)
-                self._run(rounds[-1], parent, is_held=held is not None)
-        self._on.version = version
-        parts = [part for each in rounds for part in each.parts]
-        digest_seconds = sum(each.digest_seconds for each in rounds)
+                self._run_round(rounds[-1], parent, is_held=held is not None)
+        self._members.version = version
+        progress = [member for round_ in rounds for member in round_.members]
+        digest_seconds = sum(round_.digest_seconds for round_ in rounds)
         digest_seconds += 0.0 if held is None else held.digest_seconds
-        report = report_of(version, parts, failed, perf_counter() - started, digest_seconds)
-        self._on.tell(self._conductor.last, version, "idle", parts, report.seconds)
+        replicas = (*failed, *(each.report for each in progress))
+        nbytes, seconds = sum(each.nbytes for each in replicas), perf_counter() - started
+        report = PublishReport(version, nbytes, seconds, digest_seconds, replicas)
+        self._members.set_state(self._rounds.last_number, version, "idle", progress, seconds)
         emit(
             "publish.done",
             version=version,
-            nbytes=report.nbytes,
-            seconds=report.seconds,
-            num_replicas=len(report.replicas),
+            nbytes=nbytes,
+            seconds=seconds,
+            num_replicas=len(replicas),
             num_failed=len(report.failed),
-            strategy="+".join(sorted({each.strategy for each in report.replicas})),
+            strategy="+".join(sorted({each.strategy for each in replicas})),
         )
         return report
 
-    def _run(self, round_: Round, parent: int | None, *, is_held: bool) -> None:
-        """Run a round; one that ends by an error of ours, with nobody served, published nothing."""
+    def _run_round(self, round_: Round, parent: int | None, *, is_held: bool) -> None:
+        """Run a round; if it raises and nobody has the version, its number can be used again."""
+        members, version = self._members, round_.members[0].begin.version
+        members.version = version
+        members.set_state(round_.number, version, "publishing", round_.members, 0.0)
         try:
-            self._conductor.run(round_)
+            self._rounds.run(round_)
         except BaseException:
-            if not is_held and not any(part.is_committed for part in round_.parts):
-                self._on.version = parent
+            if not is_held and not any(each.is_committed for each in round_.members):
+                members.version = parent
             raise
 
-    def _is_near(self, live: Edition, peer: Peer) -> bool:
-        """True if a replica reads all of the model where it lies, on a device."""
-        if not self._stock.devices:
-            return False
-        return set(self._conductor.lanes(live, peer).values()) == {MAPPED}
-
-    def _hold(self) -> tuple[Held, Offers]:
-        if self._held is None:
-            held = Held(self._stock, self._transports.host, self._copiers)
-            self._held = held, Offers(held.stock, self._transports)
-        return self._held
-
-    def _refill(self, version: int, parent: int | None, timeout: float) -> Edition:
-        """Put the model into the copy that is held, once nobody reads that any more."""
-        deadline, stock = monotonic() + timeout, self._stock
-        wholes = stock.wholes if self._options.should_verify else []
-        started = perf_counter()
-        before = stock.digests(wholes, deadline)
-        spent = perf_counter() - started
-        self._late.clear(version, timeout)
-        held, offers = self._hold()
-        held.refill(deadline)
-        started = perf_counter()
-        # On a device the model is looked at once more: the copy's digest would take much longer.
-        after = (held.stock if stock.is_on_host else stock).digests(wholes, deadline)
-        spent += perf_counter() - started
-        if after != before:
-            changed = {each.block for each in wholes if after[each] != before[each]}
-            names = sorted({stock.blocks[number].name for number in changed})
-            raise DigestMismatch(
-                f"{len(names)} tensors changed while version {version} was copied: "
-                f"{listed(names)}; a trainer steps after publish, or after wait_copied"
-            )
-        edition = Edition(
-            version,
-            parent,
-            held.stock,
-            offers,
-            "held",
-            stock.manifest.values,
-            after if stock.is_on_host else {},
-            spent,
-        )
-        with self._on.changed:
-            self._late.standing, self._on.version = edition, version
-            self._late.give_back(())  # who asked meanwhile need not wait for those who take part
-        return edition
-
-    def _asked(self, peer: Peer) -> None:
-        self._late.serve(peer)
-
-    def _hung_up(self, line: str) -> None:
-        if self._roll is not None:
-            self._roll.hung_up(line)
+    def _hold(self, version: int, parent: int | None, timeout_seconds: float) -> PublishedVersion:
+        """Copy the model to shared memory, once nobody reads the copy of the last version."""
+        deadline, started = monotonic() + timeout_seconds, perf_counter()
+        verify = self._options.should_verify
+        digests = self._model.digests(should_verify=verify, deadline=deadline)
+        digest_seconds = perf_counter() - started
+        self._catch_up.retire_available(version, timeout_seconds)
+        held = self._model.hold(version, parent, digests, deadline)
+        held.digest_seconds += digest_seconds
+        with self._members.changed:
+            self._catch_up.available, self._members.version = held, version
+            # Serve the requests that came meanwhile now, not after the rounds of this publish.
+            self._catch_up.release_members(())
+        return held
 
     def close(self) -> None:
-        """Say goodbye to all replicas and give everything back. Safe to repeat."""
+        """Disconnect all replicas and free everything. Safe to repeat.
+
+        Rounds that run may end, for up to `timeout_seconds`; then they are aborted.
+        """
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
-        self._late.end()
-        self._conductor.end()
-        with self._on.changed:
-            self._on.changed.notify_all()  # who gathers replicas need not go on
-        # A round has deadlines of its own; what is not over by then is cut, and freed after it.
+        self._catch_up.close()
+        self._rounds.close()
+        with self._members.changed:
+            self._members.changed.notify_all()  # ends a publish that waits for replicas
         deadline = monotonic() + self._options.timeout_seconds
         is_over = self._publishing.acquire(timeout=self._options.timeout_seconds)
-        if not self._late.join(deadline) or not is_over:
-            self._conductor.cut(PeerLost("the publisher was closed"))
+        if not self._catch_up.join(deadline) or not is_over:
+            self._rounds.abort(PeerLost("the publisher was closed"))
             if not is_over:
                 self._publishing.acquire(timeout=_CLOSE_SECONDS)
-            self._late.join(monotonic() + _CLOSE_SECONDS)
-        self._offers.close()
-        if self._held is not None:
-            self._held[1].close()
+            self._catch_up.join(monotonic() + _CLOSE_SECONDS)
+        self._members.close()
+        self._model.close()
         self._closing.close()
-        self._held = self._late.standing = None  # views of segments keep their memory
+        self._catch_up.available = None  # its buffers would keep their memory
 
     def __enter__(self) -> Publisher:
         return self

@@ -1,4 +1,4 @@
-"""Reports: what a publish did, for the trainer, and what an update did, for the engine."""
+"""Reports: the results of a publish, for the trainer, and of an update, for the engine."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ TIMEOUT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """How a publish ended for one replica."""
+    """The result of a publish for one replica."""
 
     name: str
+    """The name that the replica was made with."""
     pid: int
     nbytes: int
+    """The bytes that it received; 0 if it failed."""
     seconds: float
+    """From the start of the round to its commit."""
     copy_seconds: float
+    """The time that it spent copying."""
     verify_seconds: float
-    """What the digest of its live parameters took, beside or after the copy."""
+    """The time that it spent on digests of its parameters, during or after the copy."""
     strategy: str
+    """How the tensors got there: 'mapped', 'bucketed', 'host', or several joined by '+'."""
     error: FlyweightError | None = None
+    """Why it failed; None if it holds the version."""
     is_touched: bool = False
-    """True if it failed and no longer holds the version it had."""
+    """True if it failed and no longer holds the version that it had before."""
 
     @property
     def gb_per_second(self) -> float:
@@ -37,14 +43,17 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What a publish did. `nbytes` counts what all replicas took together."""
+    """The result of a publish."""
 
     version: int
     nbytes: int
+    """The bytes that all replicas received together."""
     seconds: float
+    """The time of the rounds; the wait for replicas before them is not included."""
     digest_seconds: float
-    """What it took to digest the published weights; replicas copy meanwhile."""
+    """The time spent on digests of the published weights; replicas copy meanwhile."""
     replicas: tuple[ReplicaReport, ...] = ()
+    """One report for each replica that took part, failed or not."""
 
     @property
     def gb_per_second(self) -> float:
@@ -52,44 +61,53 @@ class PublishReport:
 
     @property
     def failed(self) -> tuple[ReplicaReport, ...]:
+        """The replicas that did not get the version."""
         return tuple(each for each in self.replicas if each.error is not None)
 
     def __str__(self) -> str:
         if not self.replicas:
             return f"version {self.version}: no replica was listening"
-        ways = "+".join(sorted({each.strategy for each in self.replicas}))
+        lanes = "+".join(sorted({each.strategy for each in self.replicas}))
         failed = f", {len(self.failed)} failed" if self.failed else ""
         return (
             f"version {self.version}: {self.nbytes} bytes to {len(self.replicas)} replicas{failed} "
-            f"in {1000 * self.seconds:.1f} ms, {self.gb_per_second:.1f} GB/s, {ways}"
+            f"in {1000 * self.seconds:.1f} ms, {self.gb_per_second:.1f} GB/s, {lanes}"
         )
 
 
 class Lease:
-    """A publish that goes on behind the trainer's back."""
+    """A publish that runs in the background, while it reads the trainer's memory and after."""
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self._released = threading.Event()
+        self._copied = threading.Event()
         self._report: Future[PublishReport] = Future()
 
     @property
     def is_copied(self) -> bool:
-        return self._released.is_set()
+        """True once the trainer may change its weights."""
+        return self._copied.is_set()
 
     @property
     def is_done(self) -> bool:
+        """True once `wait` returns at once."""
         return self._report.done()
 
     def wait_copied(self, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        """Return once nothing reads the trainer's memory any more, so that it may step."""
-        if not self._released.wait(timeout_seconds):
+        """Return once no replica reads the trainer's memory, so that it may change.
+
+        Raises TransferTimeout after `timeout_seconds`.
+        """
+        if not self._copied.wait(timeout_seconds):
             raise TransferTimeout(
                 f"version {self.version} is still being copied after {timeout_seconds:g} s"
             )
 
     def wait(self, timeout_seconds: float = TIMEOUT_SECONDS) -> PublishReport:
-        """Return the report, once every replica has come to its end."""
+        """Return the report, once every replica has committed or failed.
+
+        Raises what ended the publish, or TransferTimeout after `timeout_seconds`.
+        """
         try:
             return self._report.result(timeout_seconds)
         except FutureTimeout as cause:
@@ -100,26 +118,27 @@ class Lease:
             ) from cause
 
     def release(self) -> None:
-        self._released.set()
+        """Let the trainer change its weights; called by the publisher."""
+        self._copied.set()
 
-    def end(self, work: Callable[[], PublishReport]) -> None:
-        """Do the work, and tell whoever waits how it ended, whatever that was."""
+    def run(self, publish: Callable[[], PublishReport]) -> None:
+        """Call `publish`, and hand what it returns or raises to `wait`."""
         try:
-            self._report.set_result(work())
-        except BaseException as error:  # raised again by `wait`
+            self._report.set_result(publish())
+        except BaseException as error:
             self._report.set_exception(error)
         finally:
-            self._released.set()
+            self._copied.set()
 
 
 def check_verified(report: UpdateReport, must_verify: bool) -> None:
-    """Raise VersionError if checksums were to be compared, and the version came without."""
+    """Raise VersionError if `must_verify` and the version came without checksums."""
     if must_verify and report.verified == "nothing":
         raise unverified(report.version, report.origin)
 
 
 def unverified(version: int, origin: str) -> VersionError:
     return VersionError(
-        f"version {version} comes from a {origin} without checksums, and they were to be compared; "
+        f"version {version} comes from a {origin} without checksums, and must_verify is set; "
         f"publish with should_verify=True, or save it with flyweight"
     )

@@ -1,8 +1,8 @@
-"""Rounds: one version from a stock into the replicas that take part, each to its own end.
+"""One round: a version goes from a source to the members that take part.
 
-A part ends by itself: done and committed, faulty, lost, or given up after its deadline.
-None keeps the others waiting longer than that, and the bucket slots that a lost one
-had not emptied are free again.
+Each member ends on its own: it commits, reports a fault, is lost, or is given up at its
+deadline. No member delays the others for longer than that, and the bucket slots that a lost
+member had not emptied are free again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic, perf_counter
 
 from flyweight.errors import (
@@ -20,139 +21,156 @@ from flyweight.errors import (
     error_named,
     listed,
 )
-from flyweight.live.messages import (
-    Abort,
-    Begin,
-    Commit,
-    Copied,
-    Copy,
-    Done,
-    Emptied,
-    Fault,
-    Filled,
-    Going,
-    Message,
-)
-from flyweight.live.source import Packing, Region, Stock
+from flyweight.live import messages
+from flyweight.live.report import ReplicaReport
+from flyweight.live.source import BucketFill, PublishedSource, Region
 
 
 @dataclass(eq=False)
-class Part:
-    """One replica's part in a round."""
+class MemberRound:
+    """The progress of one member in a round."""
 
-    peer: bytes
+    member: bytes
+    """The member's id."""
     name: str
     pid: int
-    copies: Sequence[Copy]
+    copies: Sequence[messages.Copy]
     regions: Sequence[Region]
+    """The region that each copy reads."""
     buckets: frozenset[int]
     """The buckets that it needs."""
     nbytes: int
-    begin: Begin
-    send: Callable[[Message], None]
-    heard: float = 0.0
-    is_begun: bool = False
+    begin: messages.Begin
+    send: Callable[[messages.Message], None]
+    last_progress: float = 0.0
+    """When it last sent something, or got something to do."""
+    has_begun: bool = False
     emptied: set[int] = field(default_factory=set)
     is_copied: bool = False
-    done: Done | None = None
+    done: messages.Done | None = None
     error: FlyweightError | None = None
     is_touched: bool = False
     is_committed: bool = False
     seconds: float = 0.0
 
     @property
-    def is_going(self) -> bool:
+    def is_running(self) -> bool:
         return self.error is None and not self.is_committed
+
+    @property
+    def report(self) -> ReplicaReport:
+        done = self.done
+        return ReplicaReport(
+            self.name,
+            self.pid,
+            self.nbytes if self.is_committed else 0,
+            self.seconds,
+            0.0 if done is None else done.copy_seconds,
+            0.0 if done is None else done.verify_seconds,
+            self.begin.strategy,
+            self.error,
+            self.error is not None and self.is_touched,
+        )
 
 
 class Round:
-    """Runs in the thread of whoever publishes; what replicas say comes in by `hear`."""
+    """Runs in the thread that publishes; the connection's thread calls `receive` and `lose`."""
 
     def __init__(
         self,
         number: int,
-        stock: Stock,
-        parts: Sequence[Part],
+        source: PublishedSource,
+        members: Sequence[MemberRound],
         *,
-        packings: Sequence[Packing],
+        fills: Sequence[BucketFill],
         should_verify: bool,
         digests: Mapping[Region, int] | None,
-        has_readers: bool,
-        admit: Callable[[Round], bool],
+        has_mapped: bool,
+        start: Callable[[Round], bool],
         on_release: Callable[[], None],
         spin: Callable[[Callable[[], bool]], object],
         timeout_seconds: float,
     ) -> None:
-        """Begin by `admit`, which may refuse; call `on_release` once nothing reads the stock.
+        """Prepare a round; `run` runs it.
 
-        `spin` is called before a wait. Digests are made first: what changes afterwards and before
-        it was copied is found out, and the replicas do not stand still meanwhile.
+        digests: the digests of the source, if they are known; else the round computes them first.
+            Digests come before the copies, so that a write between them is detected.
+        has_mapped: True if some member reads the source's own memory.
+        start: calls `begin`, or returns False if the round must not start.
+        on_release: called once nothing reads the source's memory, maybe more than once.
+        spin: busy-waits for a condition for a short time, before the thread sleeps.
+        timeout_seconds: a member without progress for this long is given up.
         """
-        self.number, self.stock, self.parts = number, stock, list(parts)
-        self._packings, self._should_verify, self._admit = packings, should_verify, admit
+        self.number, self.source, self.members = number, source, list(members)
+        self._fills, self._should_verify, self._start = fills, should_verify, start
         self._known, self._timeout_seconds = digests, timeout_seconds
-        self._has_readers = has_readers
-        self._by_peer = {part.peer: part for part in parts}
+        self._has_mapped = has_mapped
+        self._by_id = {each.member: each for each in members}
         self._changed = threading.Condition()
         self._on_release, self._spin = on_release, spin
         self._expected: Mapping[Region, int] | None = None
-        self._started, self._told = perf_counter(), 0.0
+        self._started, self._last_going = perf_counter(), 0.0
         self.digest_seconds = 0.0
 
-    # What comes from the wire.
+    # Called by the connection's thread.
 
-    def hear(self, peer: bytes, message: Emptied | Copied | Done | Fault) -> None:
+    def receive(
+        self,
+        member: bytes,
+        message: messages.Emptied | messages.Copied | messages.Done | messages.Fault,
+    ) -> None:
+        """Record what a member says, unless it is of another round or over for the member."""
         with self._changed:
-            part = self._by_peer.get(peer)
-            if part is None or not part.is_going or message.round != self.number:
+            found = self._by_id.get(member)
+            if found is None or not found.is_running or message.round != self.number:
                 return
-            part.heard = monotonic()
+            found.last_progress = monotonic()
             match message:
-                case Emptied(bucket=bucket):
-                    part.emptied.add(bucket)
-                case Copied():
-                    part.is_copied = True
-                case Done():
-                    part.is_copied, part.done = True, message
-                case Fault(kind=kind, text=text, is_touched=is_touched):
-                    part.is_touched = is_touched
-                    part.error = error_named(kind, text)
+                case messages.Emptied(bucket=bucket):
+                    found.emptied.add(bucket)
+                case messages.Copied():
+                    found.is_copied = True
+                case messages.Done():
+                    found.is_copied, found.done = True, message
+                case messages.Fault(kind=kind, text=text, is_touched=is_touched):
+                    found.is_touched = is_touched
+                    found.error = error_named(kind, text)
             self._changed.notify_all()
 
-    def part_of(self, peer: bytes) -> Part:
-        return self._by_peer[peer]
+    def progress_of(self, member: bytes) -> MemberRound:
+        return self._by_id[member]
 
-    def lose(self, peer: bytes, error: FlyweightError) -> None:
-        """End the part of a replica that is gone."""
+    def lose(self, member: bytes, error: FlyweightError) -> None:
+        """End the round for a member that is gone."""
         with self._changed:
-            part = self._by_peer.get(peer)
-            if part is not None and part.is_going:
-                part.error, part.is_touched = error, True
+            found = self._by_id.get(member)
+            if found is not None and found.is_running:
+                found.error, found.is_touched = error, True
                 self._changed.notify_all()
 
-    def cut(self, error: FlyweightError) -> None:
-        """End all parts that are still going."""
-        for part in self._going():
-            self._give_up(part, error)
+    def abort(self, error: FlyweightError) -> None:
+        """End the round for all members that are still running."""
+        for member in self._running():
+            self._give_up(member, error)
 
-    # What the publisher does.
+    # Called by the thread that publishes.
 
     def run(self) -> None:
-        """Bring every part to its end, each by itself."""
+        """Run the round until every member has committed or failed."""
         self._started = perf_counter()
         try:
             self._expected = self._digests()
-            if not self._admit(self):
+            if not self._start(self):
                 return
-            self._pour()
-            if not self._has_readers:
+            self._fill_buckets()
+            if not self._has_mapped:
                 self._on_release()
-            self._wait(lambda part: part.is_copied, "copied the weights")
+            self._wait(lambda member: member.is_copied, "copied the weights")
             self._on_release()
-            self._wait(lambda part: not part.is_going, "told its digests")
+            self._wait(lambda member: not member.is_running, "sent its digests")
         except BaseException as error:
             kind = type(error).__name__
-            self.cut(
+            self.abort(
                 error
                 if isinstance(error, FlyweightError)
                 else PeerFailed(f"the publisher stopped: {kind}: {error}")
@@ -162,58 +180,49 @@ class Round:
             self._on_release()
 
     def begin(self) -> None:
-        """Tell all parts that it starts."""
-        now = self._told = monotonic()
-        for part in self._going():
-            part.heard, part.is_begun = now, True
-            part.send(part.begin)
+        """Tell all members that the round starts."""
+        now = self._last_going = monotonic()
+        for member in self._running():
+            member.last_progress, member.has_begun = now, True
+            member.send(member.begin)
 
-    def _going(self) -> list[Part]:
-        return [part for part in self.parts if part.is_going]
+    def _running(self) -> list[MemberRound]:
+        return [member for member in self.members if member.is_running]
 
-    def _pour(self) -> None:
-        """Fill the buckets, each as soon as its slot is free, one while the one before is told."""
-        last: dict[int, int] = {}
-        packing: Packing | None = None
-        for each in self._packings:
-            bucket = each.bucket
-            before = last.get(bucket.slot)
-            is_same_slot = packing is not None and packing.bucket.slot == bucket.slot
-            if packing is not None and (is_same_slot or not self._is_free(before)):
-                self._tell(packing)
-                packing = None
-            self._wait_free(before)
-            if not any(bucket.number in part.buckets for part in self._going()):
+    def _fill_buckets(self) -> None:
+        """Fill each bucket once its slot is free; devices fill one while the last is finished."""
+        in_slot: dict[int, int] = {}
+        started: BucketFill | None = None
+        for fill in self._fills:
+            bucket = fill.bucket
+            before = in_slot.get(bucket.slot)
+            is_same_slot = started is not None and started.bucket.slot == bucket.slot
+            if started is not None and (is_same_slot or not self._is_empty(before)):
+                self._finish(started)
+                started = None
+            if before is not None:
+                self._wait(partial(_has_emptied, bucket=before), f"emptied bucket {before}")
+            if not any(bucket.number in member.buckets for member in self._running()):
                 continue
-            last[bucket.slot] = bucket.number
-            each.start()
-            if packing is not None:
-                self._tell(packing)
-            packing = each
-        if packing is not None:
-            self._tell(packing)
+            in_slot[bucket.slot] = bucket.number
+            fill.start()
+            if started is not None:
+                self._finish(started)
+            started = fill
+        if started is not None:
+            self._finish(started)
 
-    def _tell(self, packing: Packing) -> None:
-        """Finish a bucket, and hand it to those who need it."""
-        packing.run(monotonic() + self._timeout_seconds)
-        number = packing.bucket.number
-        for part in self._going():
-            if number in part.buckets:
-                part.heard = monotonic()  # from now on it has something to do
-                part.send(Filled(self.number, number))
+    def _finish(self, fill: BucketFill) -> None:
+        """Wait until a bucket is full, and tell the members that need it."""
+        fill.run(monotonic() + self._timeout_seconds)
+        number = fill.bucket.number
+        for member in self._running():
+            if number in member.buckets:
+                member.last_progress = monotonic()  # only now it has something to do
+                member.send(messages.Filled(self.number, number))
 
-    def _is_free(self, before: int | None) -> bool:
-        return before is None or all(
-            before not in part.buckets or before in part.emptied for part in self._going()
-        )
-
-    def _wait_free(self, before: int | None) -> None:
-        """Return when the bucket that was in a slot before is out of it."""
-        if before is not None:
-            self._wait(
-                lambda part: before not in part.buckets or before in part.emptied,
-                f"emptied bucket {before}",
-            )
+    def _is_empty(self, bucket: int | None) -> bool:
+        return bucket is None or all(_has_emptied(each, bucket) for each in self._running())
 
     def _digests(self) -> Mapping[Region, int]:
         if not self._should_verify:
@@ -221,92 +230,96 @@ class Round:
         if self._known is not None:
             return self._known
         started = perf_counter()
-        wanted = dict.fromkeys(region for part in self._going() for region in part.regions)
-        found = self.stock.digests(list(wanted), monotonic() + self._timeout_seconds)
+        regions = dict.fromkeys(region for each in self._running() for region in each.regions)
+        found = self.source.digests(list(regions), monotonic() + self._timeout_seconds)
         self.digest_seconds = perf_counter() - started
         return found
 
-    def _wait(self, is_there: Callable[[Part], bool], what: str) -> None:
-        """Return when `is_there` holds of every part that is still going.
+    def _wait(self, is_reached: Callable[[MemberRound], bool], step: str) -> None:
+        """Return when every running member has reached a step; give up those that are overdue.
 
-        Meanwhile whoever is done is committed, and the others are told that it goes on.
+        Meanwhile members that are done are committed, and the others are told to wait on.
         """
 
         def is_over() -> bool:
             self._commit_done()
-            return all(map(is_there, self._going()))
+            return all(map(is_reached, self._running()))
 
         self._spin(is_over)
         while True:
             self._commit_done()
             with self._changed:
-                waiting = [part for part in self._going() if not is_there(part)]
+                waiting = [member for member in self._running() if not is_reached(member)]
                 if not waiting:
                     return
                 now = monotonic()
-                overdue = [p for p in waiting if now - p.heard > self._timeout_seconds]
+                overdue = [m for m in waiting if now - m.last_progress > self._timeout_seconds]
                 if not overdue and not self._has_done():
-                    first = min(part.heard for part in waiting) + self._timeout_seconds
-                    self._changed.wait(max(min(first - now, self._pause_seconds), 0.001))
-            for part in overdue:
-                error = TransferTimeout(
-                    f"replica {part.name!r} has not {what} in {self._timeout_seconds:g} s"
-                )
-                part.is_touched = True
-                self._give_up(part, error)
-            if monotonic() - self._told > self._pause_seconds:
-                self._told = monotonic()
-                for part in self._going():
-                    part.send(Going(self.number))
+                    first = min(each.last_progress for each in waiting) + self._timeout_seconds
+                    self._changed.wait(max(min(first - now, self._going_seconds), 0.001))
+            for member in overdue:
+                member.is_touched = True
+                text = f"replica {member.name!r} has not {step} in {self._timeout_seconds:g} s"
+                self._give_up(member, TransferTimeout(text))
+            if monotonic() - self._last_going > self._going_seconds:
+                self._last_going = monotonic()
+                for member in self._running():
+                    member.send(messages.Going(self.number))
 
     @property
-    def _pause_seconds(self) -> float:
+    def _going_seconds(self) -> float:
         return min(self._timeout_seconds / 8, 1.0)
 
-    def _give_up(self, part: Part, error: FlyweightError) -> None:
+    def _give_up(self, member: MemberRound, error: FlyweightError) -> None:
         with self._changed:
-            if not part.is_going:
+            if not member.is_running:
                 return
-            part.error = error
+            member.error = error
             self._changed.notify_all()
-        if part.is_begun:
-            part.send(Abort(self.number, type(error).__name__, str(error)))
+        if member.has_begun:
+            member.send(messages.Abort(self.number, type(error).__name__, str(error)))
 
     def _has_done(self) -> bool:
-        """True if some part only waits to be committed."""
-        return self._expected is not None and any(p.done is not None for p in self._going())
+        """True if some member waits for its commit."""
+        return self._expected is not None and any(m.done is not None for m in self._running())
 
     def _commit_done(self) -> None:
-        """Commit the parts that hold the right bytes, and end those that do not."""
+        """Commit the members that hold the right bytes, and fail those that do not."""
         if not self._has_done():
             return
         assert self._expected is not None
-        for part in self._going():
-            if part.done is None:
+        for member in self._running():
+            if member.done is None:
                 continue
             expected: tuple[int, ...] = ()
             if self._should_verify:
-                expected = tuple(self._expected[each] for each in part.regions)
-            if part.done.digests != expected:
-                wrong = self._differing(part, expected)
-                error = DigestMismatch(
-                    f"replica {part.name!r} holds other bytes than were published in {len(wrong)} "
-                    f"tensors: {listed(wrong)}"
+                expected = tuple(self._expected[each] for each in member.regions)
+            if member.done.digests != expected:
+                wrong = self._differing(member, member.done.digests, expected)
+                member.is_touched = True
+                self._give_up(
+                    member,
+                    DigestMismatch(
+                        f"replica {member.name!r} holds other bytes than were published in "
+                        f"{len(wrong)} tensors: {listed(wrong)}"
+                    ),
                 )
-                part.is_touched = True
-                self._give_up(part, error)
                 continue
-            with self._changed:  # either committed or ended, whoever comes first
-                if not part.is_going:
+            with self._changed:  # a member that is lost at the same time is not committed
+                if not member.is_running:
                     continue
-                part.is_committed = True
-            part.send(Commit(self.number, expected))
-            part.seconds = perf_counter() - self._started
+                member.is_committed = True
+            member.send(messages.Commit(self.number, expected))
+            member.seconds = perf_counter() - self._started
 
-    def _differing(self, part: Part, expected: tuple[int, ...]) -> list[str]:
-        assert part.done is not None
-        found = part.done.digests
+    def _differing(
+        self, member: MemberRound, found: tuple[int, ...], expected: tuple[int, ...]
+    ) -> list[str]:
         if len(found) != len(expected):
             return [f"{len(found)} digests, {len(expected)} expected"]
-        pairs = zip(part.copies, found, expected, strict=True)
-        return sorted({self.stock.blocks[c.source].name for c, a, b in pairs if a != b})
+        pairs = zip(member.copies, found, expected, strict=True)
+        return sorted({self.source.blocks[c.source].name for c, a, b in pairs if a != b})
+
+
+def _has_emptied(member: MemberRound, bucket: int) -> bool:
+    return bucket not in member.buckets or bucket in member.emptied

@@ -1,4 +1,4 @@
-"""Watch: how a publisher and its replicas stand, as news of it comes."""
+"""Watch: the state of a publisher and its replicas, as it changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from flyweight.errors import PeerLost
 from flyweight.live.address import Address
 from flyweight.live.messages import News
-from flyweight.live.subscriber import Subscriber
+from flyweight.live.replica_connection import ReplicaConnection
 
 _RETRY_SECONDS = 0.05
 _SILENCE_SECONDS = 60.0
@@ -20,15 +20,20 @@ _SILENCE_SECONDS = 60.0
 def watch(
     address: str, *, token: str | None = None, timeout_seconds: float = 10.0
 ) -> Iterator[News]:
-    """Yield news of the publisher at `address` until it says goodbye.
+    """Yield the state of a publisher whenever it changes, until the publisher is closed.
 
-    Waits `timeout_seconds` for it to come and for its first news; raises PeerLost if it does not
-    come, or is killed, and TransferTimeout if it does not answer.
+    address: the publisher's address, `unix:DIRECTORY`.
+    token: its token, if it is not in a file next to its sockets.
+    timeout_seconds: how long to wait for the publisher to start and to send its first state.
+
+    Raises PeerLost if no publisher starts or it is killed, TransferTimeout if it does not answer.
     """
     place, deadline = Address.parse(address), monotonic() + timeout_seconds
     while True:
         try:
-            subscriber = Subscriber(place, token, "watcher", is_watcher=True, deadline=deadline)
+            connection = ReplicaConnection(
+                place, token, "watcher", is_watcher=True, deadline=deadline
+            )
             break
         except PeerLost:
             if monotonic() + _RETRY_SECONDS > deadline:
@@ -37,20 +42,18 @@ def watch(
     try:
         while True:
             try:
-                yield subscriber.take(News, deadline, "news")
+                yield connection.expect(News, deadline, "news")
                 deadline = monotonic() + _SILENCE_SECONDS
             except PeerLost:
-                if subscriber.has_parted:
+                if connection.has_ended:
                     return
                 raise
     finally:
-        subscriber.close("seen enough")
+        connection.disconnect("stopped watching")
 
 
 def record(news: News) -> dict[str, Any]:
-    """Return news as plain data."""
-    told: dict[str, Any] = msgspec.to_builtins(news)
-    told["replicas"] = [
-        {name: getattr(each, name) for name in each.__struct_fields__} for each in news.replicas
-    ]
-    return {key: value for key, value in told.items() if key != "type"}
+    """Return the state as plain data, for JSON."""
+    found: dict[str, Any] = msgspec.to_builtins(news)
+    found["replicas"] = [msgspec.structs.asdict(each) for each in news.replicas]
+    return {key: value for key, value in found.items() if key != "type"}

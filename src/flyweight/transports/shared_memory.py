@@ -175,7 +175,7 @@ class SharedMemoryTransport:
         if num_files and not has_room(num_files + SPARE_FILES):
             raise TransportError(
                 f"{num_files} segments of shared memory need a file each, and {SPARE_FILES} must "
-                f"be left; raise the limit, ulimit -n, or publish with strategy='host'"
+                f"be left; raise the limit, ulimit -n, or publish with transport='host'"
             )
 
     def _handle(self, segment: _Segment, buffer: Buffer) -> SharedMemoryHandle:

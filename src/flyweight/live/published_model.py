@@ -1,0 +1,130 @@
+"""The model that a publisher reads: its tensors, what is offered of them, and the held copy.
+
+A trainer's model may replace its tensors between two publishes. `refresh` detects that and
+offers the new ones.
+"""
+
+from __future__ import annotations
+
+from time import monotonic, perf_counter
+
+from flyweight.adapters.identity import Identity
+from flyweight.adapters.model import adapt
+from flyweight.cuda import driver
+from flyweight.errors import DigestMismatch, PlanError, listed
+from flyweight.formats.stored import Stored
+from flyweight.live.copies import Copiers
+from flyweight.live.lanes import Offers, Transports
+from flyweight.live.rounds import PublishedVersion
+from flyweight.live.source import HeldCopy, PublishedSource, Region
+
+
+class PublishedModel:
+    """A model in memory, or an opened snapshot, with the copy that is held of it."""
+
+    def __init__(self, thing: object) -> None:
+        """Read the names and shapes of a model's tensors; `open` offers them."""
+        self.stored = thing if isinstance(thing, Stored) else None
+        self._thing, self.copiers = thing, Copiers()
+        self.source = PublishedSource.of(self.stored or adapt(thing), self.copiers)
+        self._identity = None if self.stored else Identity(thing)
+        self._held: tuple[HeldCopy, Offers] | None = None
+
+    def open(self, transports: Transports) -> None:
+        self._transports = transports
+        self.offers = Offers(self.source, transports)
+
+    def refresh(self) -> bool:
+        """Look at the model's tensors; return True if they are others, which are offered then."""
+        if self._identity is not None and self._identity.is_same():
+            return False
+        identity = Identity(self._thing)
+        source = PublishedSource.of(adapt(self._thing), self.copiers)
+        if not source.has_same_blocks(self.source):
+            raise PlanError(
+                "the model has other tensors than when its publisher was made; make a new publisher"
+            )
+        self._identity = identity
+        if source.has_same_memory(self.source):
+            self.source.manifest = source.manifest
+            return False
+        offers = Offers(source, self._transports)
+        self.offers.close()
+        self.source, self.offers = source, offers
+        if self._held is not None:
+            self._held[0].copy_from(source)
+        return True
+
+    def synchronize(self, deadline: float) -> None:
+        """Wait for work on any stream of a device that still writes the weights."""
+        for device in self.source.devices:
+            driver.synchronize(device, max(deadline - monotonic(), 0.001))
+
+    def live(self, version: int, parent: int | None) -> PublishedVersion:
+        """Return the model's own memory as a version."""
+        values = self.source.manifest.values
+        return PublishedVersion(version, parent, self.source, self.offers, "published", values)
+
+    def snapshot(self, version: int | None, *, hold: bool, deadline: float) -> PublishedVersion:
+        """Return an opened snapshot as a version: read from its files, or copied to memory."""
+        assert self.stored is not None
+        manifest = self.stored.manifest
+        number = manifest.version if version is None else version
+        number = 0 if number is None else number
+        if not hold:
+            return PublishedVersion(
+                number, manifest.parent, self.source, self.offers, "snapshot", manifest.values
+            )
+        held, offers = self._held_copy()
+        held.refill(deadline)
+        return PublishedVersion(
+            number, manifest.parent, held.source, offers, "held", manifest.values, {}
+        )
+
+    def digests(self, *, should_verify: bool, deadline: float) -> dict[Region, int]:
+        """Return the digests of the model's blocks before they are copied; {} if not verified."""
+        return self.source.digests(self.source.whole_blocks, deadline) if should_verify else {}
+
+    def hold(
+        self, version: int, parent: int | None, before: dict[Region, int], deadline: float
+    ) -> PublishedVersion:
+        """Copy the model to shared memory, and return the copy as a version.
+
+        Raises DigestMismatch if the model no longer has the digests of `before`.
+        """
+        held, offers = self._held_copy()
+        held.refill(deadline)
+        started = perf_counter()
+        # On a device the model is digested once more: to digest the copy would take much longer.
+        is_on_host = self.source.is_on_host
+        after = (held.source if is_on_host else self.source).digests(list(before), deadline)
+        if after != before:
+            changed = {each.block for each in before if after[each] != before[each]}
+            names = sorted({self.source.blocks[number].name for number in changed})
+            raise DigestMismatch(
+                f"{len(names)} tensors changed while version {version} was copied: "
+                f"{listed(names)}; a trainer steps after publish, or after wait_copied"
+            )
+        return PublishedVersion(
+            version,
+            parent,
+            held.source,
+            offers,
+            "held",
+            self.source.manifest.values,
+            after if is_on_host else {},
+            perf_counter() - started,
+        )
+
+    def _held_copy(self) -> tuple[HeldCopy, Offers]:
+        if self._held is None:
+            held = HeldCopy(self.source, self._transports.host)
+            self._held = held, Offers(held.source, self._transports)
+        return self._held
+
+    def close(self) -> None:
+        """Release all offers, and the memory of the held copy."""
+        self.offers.close()
+        if self._held is not None:
+            self._held[1].close()
+        self._held = None

@@ -1,0 +1,307 @@
+"""A replica's connection to its publisher: joins, requests versions, and receives messages.
+
+Messages of the publisher wait in an inbox for the thread that runs the update; heartbeats are
+handled by the connection's own thread. A watcher has such a connection too, and does not join.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from time import monotonic
+from typing import TypeVar
+
+from flyweight.errors import (
+    FlyweightError,
+    PeerLost,
+    PeerRefused,
+    TransferTimeout,
+    TransportError,
+    error_named,
+)
+from flyweight.forks import call_in_child
+from flyweight.host import birth_of
+from flyweight.live import messages
+from flyweight.live.address import Address
+from flyweight.live.connection import HEARTBEATS, Connection
+from flyweight.live.lanes import Transports
+from flyweight.live.remote_source import RemoteSource
+from flyweight.spec.manifest import TensorSpec
+from flyweight.transports.cuda_ipc import CudaIpcTransport
+from flyweight.transports.fd_passing import ANSWER_SECONDS, FdConnection, check_files
+from flyweight.transports.shared_memory import SharedMemoryTransport
+
+HEARTBEAT_SECONDS = 1.0
+_MIN_ANSWER_SECONDS = 0.1
+
+MessageT = TypeVar("MessageT", bound=messages.FromPublisher)
+ChooseTensors = Callable[[Mapping[str, TensorSpec], Mapping[str, str]], messages.Want]
+
+
+def _never() -> bool:
+    return False
+
+
+class ReplicaConnection:
+    """One connection; when it is lost, its owner makes another."""
+
+    source: RemoteSource
+    """The publisher's blocks; there once `join` has returned."""
+    session: str
+    """The publisher's session; there once `join` has returned."""
+    unused: tuple[str, ...]
+    """The publisher's tensors that the replica does not want; there once `join` has returned."""
+
+    def __init__(
+        self,
+        address: Address,
+        token: str | None,
+        name: str,
+        *,
+        is_watcher: bool = False,
+        deadline: float = float("inf"),
+        is_over: Callable[[], bool] = _never,
+    ) -> None:
+        """Connect to a publisher and say hello; raise PeerLost if there is none.
+
+        A publisher that does not answer is waited for until the deadline, some seconds at most.
+        """
+        check_files()
+        self.address = address
+        self._changed = threading.Condition()
+        self._inbox: deque[messages.FromPublisher] = deque()
+        self._error: FlyweightError | None = None
+        self._last_seen = monotonic()
+        self._silence_seconds = float("inf")
+        self.has_ended = False
+        """True once the publisher has said goodbye."""
+        self._open_request = 0
+        """The request that is waited for; a round that answers another one is declined."""
+        known = address.token() if token is None else token
+        with ExitStack() as stack:
+            try:
+                seconds = max(min(ANSWER_SECONDS, deadline - monotonic()), _MIN_ANSWER_SECONDS)
+                self._files = FdConnection(
+                    address.door, token=known, timeout_seconds=seconds, is_over=is_over
+                )
+            except PeerRefused as refused:
+                if token is None and address.token() != known:
+                    raise PeerLost(f"another publisher started at {address} just now") from refused
+                raise
+            stack.callback(self._files.close)
+            self._connection = Connection(
+                address.endpoint,
+                is_publisher=False,
+                on_frame=self._on_frame,
+                on_heartbeat=self._on_heartbeat,
+                heartbeat_seconds=HEARTBEAT_SECONDS,
+                on_unreachable=lambda _: self._lose(PeerLost(f"{address} accepts no messages")),
+                files=self._files,
+                on_peer_gone=lambda: self._lose(PeerLost(f"the publisher at {address} is gone")),
+                on_failure=lambda: self._lose(PeerLost("the connection has ended by an error")),
+            )
+            stack.callback(self._connection.close)
+            self._connection.start()
+            self.send(messages.Hello(known, name, os.getpid(), self._files.name, is_watcher))
+            self._closing = stack.pop_all()
+        call_in_child(self._replace_lock)
+
+    def _replace_lock(self) -> None:
+        """Replace the lock after a fork: the thread that held it does not exist in the child."""
+        self._changed = threading.Condition()
+
+    def join(self, choose: ChooseTensors, deadline: float, is_over: Callable[[], bool]) -> None:
+        """Agree with the publisher on a plan.
+
+        choose: takes the publisher's tensors and the names that are tied to others, and returns
+            which boxes the replica wants.
+        """
+        welcome = self.expect(messages.Welcome, deadline, "a welcome", is_over=is_over)
+        self._check_process(welcome)
+        self._silence_seconds = welcome.silence_seconds
+        self._connection.set_heartbeat(min(HEARTBEAT_SECONDS, welcome.silence_seconds / HEARTBEATS))
+        tensors = {each.name: each.spec() for each in welcome.tensors}
+        want = choose(tensors, welcome.tied)
+        self.send(want)
+        agreed = self.expect(messages.Agreed, deadline, "an agreement", is_over=is_over)
+        transports = Transports(
+            SharedMemoryTransport(fd_connection=self._files),
+            CudaIpcTransport(fd_connection=self._files),
+        )
+        self.source = RemoteSource(agreed, list(tensors.values()), transports)
+        used = {welcome.tied.get(each.name, each.name) for each in want.tensors}
+        self.unused = tuple(name for name in tensors if name not in used)
+        self.session = welcome.session
+
+    def _check_process(self, welcome: messages.Welcome) -> None:
+        """Raise PeerLost if messages and memory come from two processes.
+
+        That happens if a publisher was restarted meanwhile: its memory would be the old one's.
+        """
+        found = birth_of(self._files.pid)
+        if found is not None and (welcome.pid, welcome.started) != found:
+            raise PeerLost(
+                f"the publisher at {self.address} says it is process {welcome.pid}, started at "
+                f"{welcome.started} ticks; its files come from process {found[0]}, started at "
+                f"{found[1]}"
+            )
+
+    def request(
+        self, ask: messages.Ask, deadline: float, is_over: Callable[[], bool]
+    ) -> messages.Begin | None:
+        """Request a version; return the start of its round, or None if the replica has it."""
+        self._open_request = ask.ask
+        self.send(ask)
+        newer = "a version" if ask.have is None else f"a version after {ask.have}"
+        what = newer if ask.version is None else f"version {ask.version}"
+        try:
+            while True:
+                message = self.next(deadline, what, is_over=is_over)
+                match message:
+                    case messages.Begin(ask=number) if number == ask.ask:
+                        return message
+                    case messages.Kept(ask=number) if number == ask.ask and ask.may_keep:
+                        return None
+                    case messages.Denied(ask=number, kind=kind, text=text) if number == ask.ask:
+                        raise error_named(kind, text)
+                    case _:
+                        continue  # the end of an earlier round
+        except BaseException:
+            self._withdraw(ask.ask)
+            raise
+
+    def _withdraw(self, number: int) -> None:
+        """Stop waiting for a request; a round that has begun meanwhile is declined."""
+        with self._changed:
+            self._open_request = 0
+            begun = [each for each in self._inbox if isinstance(each, messages.Begin)]
+            self._inbox.clear()
+        self.send(messages.Withdraw(number))
+        for each in begun:
+            self._decline(each)
+
+    def _decline(self, begin: messages.Begin) -> None:
+        text = f"request {begin.ask} was withdrawn"
+        self.send(messages.Fault(begin.round, "TransferTimeout", text, False))
+
+    def send(self, message: messages.Message) -> None:
+        self._connection.send(message)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._error is not None
+
+    def expect(
+        self,
+        kind: type[MessageT],
+        deadline: float,
+        what: str,
+        *,
+        is_over: Callable[[], bool] = _never,
+    ) -> MessageT:
+        """Return the next message, which must be of this kind; `what` names it in errors."""
+        message = self.next(deadline, what, is_over=is_over)
+        if isinstance(message, kind):
+            return message
+        raise TransportError(
+            f"the publisher at {self.address} sent {type(message).__name__}, not {what}"
+        )
+
+    def next(
+        self,
+        deadline: float,
+        what: str,
+        *,
+        spin_seconds: float = 0.0,
+        is_over: Callable[[], bool] = _never,
+    ) -> messages.FromPublisher:
+        """Return the next message; raise what ended the connection, or TransferTimeout.
+
+        spin_seconds: busy-wait for this long first, for a message that is due soon.
+        is_over: ends the wait if it returns True when `wake` is called.
+        """
+        if spin_seconds:
+            self._connection.spin(lambda: bool(self._inbox) or self.is_lost, spin_seconds)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._inbox or self._error or is_over(), max(deadline - monotonic(), 0)
+            )
+            if self._inbox:
+                return self._inbox.popleft()
+            if self._error is not None:
+                raise self._error
+        raise TransferTimeout(f"{what} from {self.address} did not come in time")
+
+    def check_open(self, round_: int) -> None:
+        """Raise what ended the connection, or the round."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            for each in self._inbox:
+                if isinstance(each, messages.Abort) and each.round == round_:
+                    raise error_named(each.kind, each.text)
+
+    def wake(self) -> None:
+        """Make a thread that waits for a message call its `is_over`."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def disconnect(self, text: str = "closed") -> None:
+        """Say goodbye; memory stays mapped until `close`. Safe to repeat."""
+        if not self.is_lost:
+            self.send(messages.Bye(text))
+        self._lose(PeerLost(f"the connection to {self.address} was closed"))
+        self._closing.close()
+
+    def close(self) -> None:
+        """Unmap the publisher's memory and disconnect. Safe to repeat."""
+        self.source.close()
+        self.disconnect()
+
+    # Called by the connection's thread.
+
+    def _on_frame(self, _: bytes, frame: bytes) -> None:
+        try:
+            message = messages.decode_from_publisher(frame)
+        except FlyweightError as error:
+            self._lose(error)
+            return
+        with self._changed:
+            self._last_seen = monotonic()
+            match message:
+                case messages.Tick():
+                    return
+                case messages.Bye(text=text):
+                    self.has_ended = True
+                    self._lose(PeerLost(f"the publisher at {self.address} disconnected: {text}"))
+                case messages.Refusal(kind=kind, text=text):
+                    # If the files are closed, this is another publisher, which does not know us.
+                    is_same = self._files.is_open
+                    gone = PeerLost(f"the publisher at {self.address} is gone")
+                    self._lose(error_named(kind, text) if is_same else gone)
+                case messages.Begin(ask=number) if number != self._open_request:
+                    self._decline(message)
+                case messages.News():
+                    self._inbox.clear()  # only the newest state matters
+                    self._inbox.append(message)
+                case _:
+                    self._inbox.append(message)
+            self._changed.notify_all()
+
+    def _on_heartbeat(self, now: float) -> None:
+        self.send(messages.Tick())
+        if now - max(self._last_seen, self._connection.awake_since) > self._silence_seconds:
+            self._lose(
+                TransferTimeout(
+                    f"the publisher at {self.address} was silent for {self._silence_seconds:g} s"
+                )
+            )
+
+    def _lose(self, error: FlyweightError) -> None:
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()

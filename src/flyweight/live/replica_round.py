@@ -1,0 +1,166 @@
+"""A replica's side of one round: the messages to and from the publisher.
+
+Each wait has the same deadline anew, so a round that makes progress is never given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+
+from flyweight.errors import DigestMismatch, FlyweightError, TransportError, error_named
+from flyweight.live import messages
+from flyweight.live.replica_connection import ReplicaConnection
+from flyweight.live.report import unverified
+from flyweight.live.sink import SinkResult
+from flyweight.ports import UpdateReport
+
+_REASON_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """The arguments of `Replica.update`, which explains them."""
+
+    version: int | None
+    timeout_seconds: float
+    before: Callable[[int], None] | None
+    is_over: Callable[[], bool]
+    may_keep: bool
+    must_verify: bool
+
+
+class ReplicaRound:
+    """A round that a replica takes part in; sinks see it as a `SinkRound`."""
+
+    def __init__(
+        self,
+        connection: ReplicaConnection,
+        begin: messages.Begin,
+        *,
+        timeout_seconds: float,
+        spin_seconds: float,
+        waited_seconds: float,
+        touch: Callable[[], None],
+    ) -> None:
+        self.connection, self.begin, self.source = connection, begin, connection.source
+        self._timeout_seconds, self._spin_seconds = timeout_seconds, spin_seconds
+        self._is_aborted = False
+        self.touch = touch
+        self.nbytes = self._copied_bytes = 0
+        self._started, self._waited_seconds = perf_counter(), waited_seconds
+
+    @property
+    def deadline(self) -> float:
+        return monotonic() + self._timeout_seconds
+
+    @property
+    def progress(self) -> float:
+        """How much is copied, from 0 to 1."""
+        return min(self._copied_bytes / self.nbytes, 1.0) if self.nbytes else 0.0
+
+    def on_progress(self, nbytes: int) -> None:
+        self._copied_bytes += nbytes  # a count that threads lose only shows in `progress`
+
+    def open(self, *, must_verify: bool) -> None:
+        """Check the version and map its memory; nothing is written yet."""
+        begin = self.begin
+        if begin.version < 0:
+            raise TransportError(f"version {begin.version} is less than 0")
+        if must_verify and not begin.should_verify:
+            raise unverified(begin.version, begin.origin)
+        self.source.open(begin)
+        self.nbytes = self.source.nbytes
+
+    def check_running(self) -> None:
+        """Raise if the publisher is gone or has aborted the round."""
+        self.connection.check_open(self.begin.round)
+
+    def next_bucket(self) -> int:
+        message = self._next("a bucket")
+        if not isinstance(message, messages.Filled):
+            raise TransportError("the publisher commits the round before its last bucket")
+        return message.bucket
+
+    def bucket_emptied(self, bucket: int) -> None:
+        self.connection.send(messages.Emptied(self.begin.round, bucket))
+
+    def copied(self) -> None:
+        self.connection.send(messages.Copied(self.begin.round))
+
+    def done(self, result: SinkResult) -> None:
+        """Send the digests of what was received."""
+        self.connection.send(
+            messages.Done(
+                self.begin.round, result.digests, result.copy_seconds, result.verify_seconds
+            )
+        )
+
+    def fail(self, error: BaseException, *, is_touched: bool) -> None:
+        """Tell the publisher that the replica cannot continue."""
+        kind, text = type(error).__name__, str(error)
+        self.connection.send(messages.Fault(self.begin.round, kind, text, is_touched))
+
+    def wait_commit(self, result: SinkResult) -> None:
+        """Wait for the commit; raise unless it has the digests of what was received."""
+        try:
+            message = self._next("a commit")
+        except TransportError:
+            # All bytes and their digests were here before the publisher went.
+            is_gone = self.connection.is_lost and not self._is_aborted
+            if not is_gone or self.begin.digests is None or self.source.bucket_numbers:
+                raise
+            message = messages.Commit(self.begin.round, self.begin.digests)
+        if not isinstance(message, messages.Commit):
+            raise TransportError(f"the publisher sent {type(message).__name__}, not a commit")
+        if message.digests != result.digests:
+            raise DigestMismatch(
+                f"{len(result.digests)} digests of version {self.begin.version} are not those that "
+                f"were committed"
+            )
+
+    def report(self, result: SinkResult, verified: str) -> UpdateReport:
+        """Return the report of a round that has just been committed."""
+        begin = self.begin
+        return UpdateReport(
+            begin.version,
+            begin.parent,
+            self.nbytes,
+            perf_counter() - self._started,
+            self._waited_seconds,
+            result.copy_seconds,
+            result.verify_seconds,
+            begin.strategy,
+            begin.origin,
+            verified if begin.should_verify else "nothing",
+        )
+
+    def abort_reason(self) -> FlyweightError | None:
+        """Return why the publisher aborted this round, if it says so soon."""
+        deadline = monotonic() + _REASON_SECONDS
+        try:
+            while True:
+                message = self.connection.next(deadline, "a reason")
+                if isinstance(message, messages.Abort) and message.round == self.begin.round:
+                    return error_named(message.kind, message.text)
+        except TransportError:
+            return None
+
+    def _next(self, what: str) -> messages.Filled | messages.Commit:
+        """Return the next message of this round; raise the error that aborts it."""
+        deadline, this = self.deadline, self.begin.round
+        while True:
+            message = self.connection.next(deadline, what, spin_seconds=self._spin_seconds)
+            match message:
+                case messages.Filled(round=number) | messages.Commit(round=number) if (
+                    number == this
+                ):
+                    return message
+                case messages.Abort(round=number, kind=kind, text=text) if number == this:
+                    self._is_aborted = True
+                    raise error_named(kind, text)
+                case messages.Going(round=number) if number == this:
+                    deadline = self.deadline
+                case _:
+                    continue
