@@ -7,7 +7,7 @@ need not wait for it. It begins only if the version that it reads is not about t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import monotonic, perf_counter
 
@@ -15,9 +15,9 @@ from flyweight.errors import FlyweightError, PeerFailed, TransferTimeout
 from flyweight.live.lanes import BucketSlots, Offers, Transports
 from flyweight.live.member import Member
 from flyweight.live.members import Members
+from flyweight.live.published_model import PublishedModel, PublishedVersion
 from flyweight.live.round import Round
-from flyweight.live.rounds import PublishedVersion, PublisherOptions, Rounds
-from flyweight.live.source import PublishedSource
+from flyweight.live.rounds import PublisherOptions, Rounds
 from flyweight.verbs.find import open_source, versions
 
 
@@ -30,10 +30,10 @@ class CatchUpRounds:
         rounds: Rounds,
         options: PublisherOptions,
         transports: Transports,
-        source: Callable[[], PublishedSource],
+        model: PublishedModel,
     ) -> None:
         self._members, self._rounds, self._options = members, rounds, options
-        self._transports, self._source = transports, source
+        self._transports, self._model = transports, model
         self._running: dict[threading.Thread, tuple[PublishedVersion | None, Round | None]] = {}
         """The version that each thread serves, None for the store, and its round once begun."""
         self._is_open = True
@@ -108,10 +108,7 @@ class CatchUpRounds:
     def _run(self, member: Member, version: PublishedVersion | None) -> None:
         """Run a round for one member, from the available version or from the store."""
         started = perf_counter()
-        options = self._options
-        slots = BucketSlots(
-            self._transports, bucket_bytes=options.bucket_bytes, depth=options.depth
-        )
+        slots = BucketSlots(self._transports, self._options.bucket_bytes, self._options.depth)
         try:
             with ExitStack() as stack:
                 stack.callback(slots.close)
@@ -177,7 +174,7 @@ class CatchUpRounds:
                 self._members.confirm(member, request)
             return None
         stored = stack.enter_context(open_source(store, version=request.version))
-        source = self._source().read_from(stored)
+        source = self._model.source.read_from(stored)
         offers = Offers(source, self._transports)
         stack.callback(offers.close)
         manifest = stored.manifest

@@ -161,9 +161,7 @@ def _can_read(device: int, target: str) -> bool:
 class BucketSlots:
     """Memory that buckets are filled into and read from in turn, kept from round to round."""
 
-    def __init__(
-        self, transports: Transports, *, bucket_bytes: int | None, depth: int | None
-    ) -> None:
+    def __init__(self, transports: Transports, bucket_bytes: int | None, depth: int | None) -> None:
         self._transports, self._bucket_bytes, self._depth = transports, bucket_bytes, depth
         self._key: object = None
         self.generation = 0

@@ -26,8 +26,8 @@ from flyweight.live import messages
 from flyweight.live.address import Claim
 from flyweight.live.connection import HEARTBEATS, Connection
 from flyweight.live.member import Agreement, Member
+from flyweight.live.published_model import PublishedModel
 from flyweight.live.round import MemberRound, Round
-from flyweight.live.source import PublishedSource
 from flyweight.transports.fd_passing import FdServer
 
 _MAX_AGREEMENTS = 15
@@ -42,10 +42,10 @@ class Members:
     def __init__(
         self,
         claim: Claim,
-        source: Callable[[], PublishedSource],
+        model: PublishedModel,
         silence_seconds: float,
     ) -> None:
-        self._claim, self._source = claim, source
+        self._claim, self._model = claim, model
         self._silence_seconds = silence_seconds
         self._session = secrets.token_hex(8)
         self.changed = threading.Condition(threading.RLock())
@@ -228,7 +228,7 @@ class Members:
             self._send_news()
             return
         self.by_id[id] = Member(id, hello, monotonic())
-        source = self._source()
+        source = self._model.source
         welcome = messages.Welcome(
             self._session,
             *(birth_of() or (os.getpid(), 0)),
@@ -264,7 +264,7 @@ class Members:
                 pass
 
     def _on_want(self, member: Member, want: messages.Want) -> None:
-        source = self._source()
+        source = self._model.source
         # Most replicas want the same, and a plan for many tensors takes a while.
         if want not in self._agreements:
             try:

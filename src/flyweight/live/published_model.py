@@ -6,6 +6,8 @@ offers the new ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from flyweight.adapters.identity import Identity
@@ -15,8 +17,26 @@ from flyweight.errors import DigestMismatch, PlanError, listed
 from flyweight.formats.stored import Stored
 from flyweight.live.copies import Copiers
 from flyweight.live.lanes import Offers, Transports
-from flyweight.live.rounds import PublishedVersion
 from flyweight.live.source import HeldCopy, PublishedSource, Region
+from flyweight.spec.manifest import Leaf
+
+
+@dataclass(eq=False)
+class PublishedVersion:
+    """A version, and the source that it is read from."""
+
+    version: int
+    parent: int | None
+    source: PublishedSource
+    offers: Offers
+    origin: str
+    values: Mapping[str, Leaf]
+    digests: dict[Region, int] | None = None
+    """The digests known so far, if the source never changes: replicas get them with `Begin`."""
+    digest_seconds: float = 0.0
+    """The time spent on checking that nothing changed while the version was copied."""
+    is_replaced: bool = False
+    """True once another version is about to overwrite its memory."""
 
 
 class PublishedModel:

@@ -29,14 +29,14 @@ from flyweight.live.catch_up import CatchUpRounds
 from flyweight.live.lanes import BucketSlots, TransportChoice, Transports
 from flyweight.live.member import Member
 from flyweight.live.members import Members
-from flyweight.live.published_model import PublishedModel
+from flyweight.live.published_model import PublishedModel, PublishedVersion
 from flyweight.live.report import (
     TIMEOUT_SECONDS,
     Lease,
     PublishReport,
 )
 from flyweight.live.round import Round
-from flyweight.live.rounds import PublishedVersion, PublisherOptions, Rounds
+from flyweight.live.rounds import PublisherOptions, Rounds
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.fd_passing import FdServer
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -98,42 +98,39 @@ class Publisher:
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
         )
-        version = None if version is None else check_version(version)
-        model = self._model = PublishedModel(source)
+        number = None if version is None else check_version(version)
+        self._model = PublishedModel(source)
         self._publishing = threading.Lock()
         self._is_open, self._pid = True, os.getpid()
         with ExitStack() as stack:
             claim = Claim(Address.parse(address), token)
             stack.callback(claim.close)
-            self._members = members = Members(
-                claim,
-                lambda: model.source,
-                silence_seconds,
-            )
-            stack.callback(members.close)
-            files = FdServer(
-                claim.address.door, token=claim.token, on_hangup=members.on_process_gone
-            )
-            stack.callback(files.close)
-            transports = Transports(
-                SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files)
-            )
-            stack.callback(transports.close)
-            stack.callback(model.copiers.close)
-            model.open(transports)
-            self._slots = BucketSlots(transports, bucket_bytes=bucket_bytes, depth=depth)
-            stack.callback(self._slots.close)
-            self._rounds = Rounds(members, self._options)
-            self._catch_up = CatchUpRounds(
-                members, self._rounds, self._options, transports, lambda: model.source
-            )
-            if model.stored is not None:
-                deadline = monotonic() + timeout_seconds
-                available = model.snapshot(version, hold=hold, deadline=deadline)
-                self._catch_up.available, members.version = available, available.version
-            members.start(files, self._catch_up.serve)
+            self._open(claim, number, stack)
             self._address = str(claim.address)
             self._closing = stack.pop_all()
+
+    def _open(self, claim: Claim, version: int | None, stack: ExitStack) -> None:
+        """Open sockets and memory, and accept replicas."""
+        model, options = self._model, self._options
+        members = self._members = Members(claim, model, options.silence_seconds)
+        stack.callback(members.close)
+        files = FdServer(claim.address.door, token=claim.token, on_hangup=members.on_process_gone)
+        stack.callback(files.close)
+        transports = Transports(
+            SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files)
+        )
+        stack.callback(transports.close)
+        stack.callback(model.copiers.close)
+        model.open(transports)
+        self._slots = BucketSlots(transports, options.bucket_bytes, options.depth)
+        stack.callback(self._slots.close)
+        self._rounds = Rounds(members, options)
+        self._catch_up = CatchUpRounds(members, self._rounds, options, transports, model)
+        if model.stored is not None:
+            deadline = monotonic() + options.timeout_seconds
+            available = model.snapshot(version, hold=options.hold, deadline=deadline)
+            self._catch_up.available, members.version = available, available.version
+        members.start(files, self._catch_up.serve)
 
     @property
     def version(self) -> int | None:

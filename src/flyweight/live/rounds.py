@@ -7,7 +7,7 @@ the thread that wants it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from time import monotonic, perf_counter
@@ -19,7 +19,6 @@ from flyweight.live.lanes import (
     MAPPED,
     TRANSPORTS,
     BucketSlots,
-    Offers,
     TransportChoice,
     bucketed_blocks,
     lane_names,
@@ -27,10 +26,9 @@ from flyweight.live.lanes import (
 from flyweight.live.member import Agreement, Member
 from flyweight.live.members import Members
 from flyweight.live.messages import Begin
+from flyweight.live.published_model import PublishedVersion
 from flyweight.live.report import ReplicaReport
 from flyweight.live.round import MemberRound, Round
-from flyweight.live.source import PublishedSource, Region
-from flyweight.spec.manifest import Leaf
 from flyweight.verbs.find import PathLike
 
 _log = getLogger("flyweight.live")
@@ -60,24 +58,6 @@ class PublisherOptions:
         check_seconds("timeout_seconds", self.timeout_seconds)
         if check_seconds("silence_seconds", self.silence_seconds) <= 0:
             raise SpecError("silence_seconds is 0, it must be greater: every replica would be lost")
-
-
-@dataclass(eq=False)
-class PublishedVersion:
-    """A version, and the source that it is read from."""
-
-    version: int
-    parent: int | None
-    source: PublishedSource
-    offers: Offers
-    origin: str
-    values: Mapping[str, Leaf]
-    digests: dict[Region, int] | None = None
-    """The digests known so far, if the source never changes: replicas get them with `Begin`."""
-    digest_seconds: float = 0.0
-    """The time spent on checking that nothing changed while the version was copied."""
-    is_replaced: bool = False
-    """True once another version is about to overwrite its memory."""
 
 
 class Rounds:
