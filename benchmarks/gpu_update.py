@@ -452,9 +452,9 @@ def main() -> None:
         options.rounds, options.bucket_bytes = 20, 4 * MIB
     total = 2 * sum(map(prod, options.shapes.values()))
     bucketed = {
-        "strategy": "bucketed", "bucket_bytes": options.bucket_bytes, "depth": options.depth
+        "transport": "bucketed", "bucket_bytes": options.bucket_bytes, "depth": options.depth
     }  # fmt: skip
-    mapped = {"strategy": "mapped"}
+    mapped = {"transport": "mapped"}
     rows: dict[str, Any] = {}
     result: dict[str, Any] = {
         "bytes": total, "tensors": len(options.shapes), "repeats": options.repeats,

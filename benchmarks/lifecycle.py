@@ -309,7 +309,7 @@ def pause(options: argparse.Namespace, place: Path) -> dict[str, object]:
         weights = shared_weights(int(mib * 2**20))
         total = nbytes(weights)
         address = f"unix:{place}/pause{mib:g}"
-        with fw.Publisher(weights, address, strategy="mapped") as publisher:
+        with fw.Publisher(weights, address, transport="mapped") as publisher:
             child = Child(engine, shapes_of(weights), address, str(place / f"update{mib:g}.cell"))
             try:
                 child.ask("ready")
@@ -445,7 +445,7 @@ def health(options: argparse.Namespace, place: Path) -> dict[str, object]:
     address, cell = f"unix:{place}/health", str(place / "health.cell")
     words = [sys.executable, "-m", "flyweight.cli", "serve", "--json", "--port", "0", "--run", str(place / "run"), "--replica", f"engine={cell}"]  # fmt: skip
     with (
-        fw.Publisher(weights, address, strategy="mapped") as publisher,
+        fw.Publisher(weights, address, transport="mapped") as publisher,
         subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server,
     ):
         child = Child(engine, shapes_of(weights), address, cell)

@@ -255,7 +255,7 @@ def one_replica(options: argparse.Namespace, place: Path) -> tuple[dict[str, obj
 
     def ours(weights: Weights, strategy: str, **more: Any) -> Rounds:
         address = f"unix:{place}/policy{len(publishers)}"
-        publishers.append(fw.Publisher(weights, address, strategy=strategy, **more))
+        publishers.append(fw.Publisher(weights, address, transport=strategy, **more))
         return publishing(publishers[-1], weights, [child])
 
     def by_torch() -> None:
@@ -360,7 +360,7 @@ def control(options: argparse.Namespace, place: Path) -> dict[str, object]:
                 name = f"{strategy}{', verified' if should_verify else ''}"
                 address = f"unix:{place}/{strategy}{should_verify}"
                 with fw.Publisher(
-                    weights, address, strategy=strategy, should_verify=should_verify
+                    weights, address, transport=strategy, should_verify=should_verify
                 ) as publisher:
                     rounds = publishing(publisher, weights, [child])
                     child.tell("update", publisher.address, 20 + options.rounds)
@@ -399,7 +399,7 @@ def many_replicas(options: argparse.Namespace, place: Path, cores: Cores) -> dic
                     with fw.Publisher(
                         weights,
                         f"unix:{place}/{name.replace(' ', '').replace(',', '')}",
-                        strategy=strategy,
+                        transport=strategy,
                         should_verify=should_verify,
                     ) as publisher:
                         rounds = publishing(publisher, weights, children[:num])

@@ -10,12 +10,20 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from flyweight.errors import SpecError, TransportError
+from flyweight.errors import (
+    PeerRefused,
+    SpecError,
+    TransportError,
+)
+from flyweight.live import messages
+from flyweight.live.address import Address
+from live_models import holds, weights
+from peers import FakeReplica
 
 NAMES = ["token", "token.new", "control", "door"]
 
 
-def weights():
+def small_model():
     return {"w": np.arange(4.0)}
 
 
@@ -51,16 +59,16 @@ def test_a_file_of_the_users_own_is_refused_and_stays(
     directory, address, name, token, was_used, content
 ):
     if was_used:
-        fw.Publisher(weights(), address).close()
+        fw.Publisher(small_model(), address).close()
     (directory / name).write_text(content)
     (directory / name).chmod(0o600 if content else 0o644)
     before = sorted(os.listdir(directory))
     with pytest.raises(SpecError, match=rf"{name}' exists.*not made by a publisher.*move it"):
-        fw.Publisher(weights(), address, token=token)
+        fw.Publisher(small_model(), address, token=token)
     assert (directory / name).read_text() == content
     assert sorted(os.listdir(directory)) == before
     (directory / name).unlink()
-    fw.Publisher(weights(), address, token=token).close()
+    fw.Publisher(small_model(), address, token=token).close()
 
 
 def make(path, kind):
@@ -81,7 +89,7 @@ def test_whatever_else_has_such_a_name_is_refused_and_stays(directory, address, 
     make(directory / name, kind)
     for _ in range(2):  # the first attempt leaves nothing that the second takes for a publisher's
         with pytest.raises(SpecError, match=rf"{name}' exists.*not made by a publisher"):
-            fw.Publisher(weights(), address)
+            fw.Publisher(small_model(), address)
         assert os.listdir(directory) == [name]
 
 
@@ -90,14 +98,14 @@ def test_what_a_killed_publisher_left_is_cleared_away(directory, address, token)
     killed_publisher(address)
     assert sorted(os.listdir(directory)) == ["control", "door", "lock", "token"]
     (directory / "token.new").touch(mode=0o600)  # killed in the middle of writing it
-    with fw.Publisher(weights(), address, token=token):
+    with fw.Publisher(small_model(), address, token=token):
         assert (directory / "token").exists() == (token is None)
-        fw.Replica(weights(), address, token=token).close()
+        fw.Replica(small_model(), address, token=token).close()
     assert os.listdir(directory) == ["lock"]
 
 
 def test_closing_leaves_a_file_of_the_users_own(directory, address):
-    with fw.Publisher(weights(), address, token="ours"):
+    with fw.Publisher(small_model(), address, token="ours"):
         (directory / "token").write_text("my own, by now")
     assert sorted(os.listdir(directory)) == ["lock", "token"]
     assert (directory / "token").read_text() == "my own, by now"
@@ -113,10 +121,98 @@ def test_of_two_that_start_at_once_the_second_hears_of_the_first(directory, addr
         finally:
             if not others and str(path).startswith(str(directory)):
                 monkeypatch.undo()
-                others.append(fw.Publisher(weights(), address))
+                others.append(fw.Publisher(small_model(), address))
 
     monkeypatch.setattr(os, "lstat", slow)
     with pytest.raises(TransportError, match="another publisher is at"):
-        fw.Publisher(weights(), address)
+        fw.Publisher(small_model(), address)
     others[0].close()
     assert os.listdir(directory) == ["lock"]
+
+
+def test_a_token_of_its_own_is_asked_for(address):
+    with (
+        fw.Publisher(weights(1), address, token="ours"),
+        pytest.raises(fw.FlyweightError, match="pass it as token="),
+    ):
+        fw.Replica(weights(2), address)
+
+
+def test_a_second_publisher_in_a_new_directory_survives_the_first(address, tmp_path):
+    first = fw.Publisher(weights(1), address)
+    os.rename(tmp_path / "policy", tmp_path / "moved")
+    engine = weights(50)
+    with fw.Publisher(weights(2), address, hold=True) as second:
+        first.close()
+        second.publish(2)
+        with fw.Replica(engine, address) as replica:
+            assert replica.update(timeout_seconds=10).version == 2
+    assert holds(engine, 2)
+
+
+def test_a_token_that_was_read_just_before_another_publisher_came_is_read_again(
+    address, threads, monkeypatch
+):
+    with fw.Publisher(weights(1), address):
+        stale, token = [Address.parse(address).token()], Address.token
+    engine = weights(50)
+    with fw.Publisher(weights(2), address) as publisher:
+        monkeypatch.setattr(Address, "token", lambda self: stale.pop() if stale else token(self))
+        with fw.Replica(engine, address) as replica:
+            future = threads.submit(replica.update, timeout_seconds=10)
+            publisher.publish(2, num_replicas=1)
+            assert future.result(10).version == 2
+            assert holds(engine, 2)
+
+
+def test_two_publishers_do_not_share_an_address(address):
+    with (
+        fw.Publisher(weights(1), address),
+        pytest.raises(TransportError, match="another publisher is at"),
+    ):
+        fw.Publisher(weights(1), address)
+    fw.Publisher(weights(1), address).close()
+
+
+def test_a_directory_that_others_can_enter_is_refused(tmp_path):
+    (tmp_path / "open").mkdir(mode=0o755)
+    os.chmod(tmp_path / "open", 0o755)
+    with pytest.raises(SpecError, match=r"with mode 755.*chmod\s+700"):
+        fw.Publisher(weights(1), f"unix:{tmp_path}/open")
+    with pytest.raises(SpecError, match="with mode 755"):
+        fw.Replica(weights(1), f"unix:{tmp_path}/open")
+    (tmp_path / "file").touch()
+    with pytest.raises((SpecError, TransportError), match="file"):
+        fw.Publisher(weights(1), f"unix:{tmp_path}/file")
+
+
+def test_what_a_publisher_makes_is_for_its_user_only(address, tmp_path):
+    with fw.Publisher(weights(1), address):
+        assert os.stat(tmp_path / "policy").st_mode & 0o777 == 0o700
+        assert os.stat(tmp_path / "policy" / "token").st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("text", ["", "run/policy", "tcp://1.2.3.4:5", "unix:", "http:x"])
+def test_an_address_of_another_form_is_refused(text):
+    with pytest.raises(SpecError, match="is not of the form 'unix:DIRECTORY'"):
+        fw.Replica(weights(1), text)
+
+
+def test_a_directory_too_deep_for_a_socket_is_refused_with_its_length(tmp_path):
+    with pytest.raises(TransportError, match=r"has 1\d\d bytes, at most 107"):
+        fw.Publisher(weights(1), f"unix:{tmp_path}/{'x' * 100}")
+
+
+def test_a_wrong_token_is_refused_by_name(address, tmp_path):
+    with fw.Publisher(weights(1), address) as publisher:
+        with pytest.raises(PeerRefused, match="token"):
+            fw.Replica(weights(1), address, token="guess")
+        with FakeReplica(address) as peer:  # and by the control channel itself
+            peer.say(messages.Hello("guess", "me", 1))
+            answer = peer.hear()
+            assert isinstance(answer, messages.Refusal)
+            assert answer.kind == "PeerRefused"
+        assert publisher.replicas == []
+    with fw.Publisher(weights(1), address, token="ours"):
+        assert not (tmp_path / "policy" / "token").exists()
+        fw.Replica(weights(1), address, token="ours").close()

@@ -54,7 +54,7 @@ class Address:
         return f"ipc://{self.control}"
 
     @property
-    def door(self) -> Path:
+    def fd_socket(self) -> Path:
         return check_socket_path(self.directory / "door")
 
     @property
@@ -70,7 +70,7 @@ class Address:
                     text = file.read(_MAX_TOKEN_BYTES + 1)
                 break
             except FileNotFoundError as cause:
-                if not self.door.exists():
+                if not self.fd_socket.exists():
                     raise PeerLost(f"no publisher is at {self}") from cause
             except OSError as cause:
                 raise PeerRefused(f"cannot read the token of {self}: {cause.strerror}") from cause
@@ -111,7 +111,7 @@ class Claim:
             raise SpecError(
                 f"token has {len(self.token)} characters; it needs 1 to {_MAX_TOKEN_BYTES} of ASCII"
             )
-        _ = address.control, address.door
+        _ = address.control, address.fd_socket
         try:
             address.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError:
@@ -175,7 +175,7 @@ class Claim:
     @property
     def _made(self) -> tuple[Path, ...]:
         """The files that a publisher makes here, apart from the lock, which stays."""
-        return (self.address.control, self.address.door, self.address.token_file, self._draft)
+        return (self.address.control, self.address.fd_socket, self.address.token_file, self._draft)
 
     def _was_used(self) -> bool:
         """True if a publisher was here before: its lock exists, an empty file of mode 600."""
@@ -199,7 +199,7 @@ class Claim:
         for path in self._made:
             with suppress(FileNotFoundError):
                 found = os.lstat(path)
-                is_socket = path in (self.address.control, self.address.door)
+                is_socket = path in (self.address.control, self.address.fd_socket)
                 if stat.S_ISSOCK(found.st_mode) if is_socket else _is_token(path, found):
                     path.unlink()
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from flyweight.digest import DigestKind
 from flyweight.live.lanes import HOST, Offers
 from flyweight.live.messages import Ask, Block, Copy, Hello, ReplicaNews
-from flyweight.live.round import Round
+from flyweight.live.round import MemberRound, Round
 from flyweight.live.source import PublishedSource, Region
 
 
@@ -58,7 +58,8 @@ class Member:
     agreement: Agreement | None = None
     request: Ask | None = None
     """The version that it waits for."""
-    round: Round | None = None
+    round: tuple[Round, MemberRound] | None = None
+    """The round that it is in, and its progress there."""
     searched_request: int = 0
     """The number of the last request for which the store was searched."""
     is_busy: bool = False

@@ -138,15 +138,15 @@ class Members:
     def join_round(self, members: Sequence[Member], round_: Round) -> None:
         """Pass the messages of members to a round, until `leave_round`."""
         with self.changed:
-            for member in members:
-                member.round, member.state = round_, "updating"
+            for member, progress in zip(members, round_.members, strict=True):
+                member.round, member.state = (round_, progress), "updating"
                 if member.id not in self.by_id:
-                    round_.lose(member.id, PeerLost(f"replica {member.name!r} is gone"))
+                    round_.lose(progress, PeerLost(f"replica {member.name!r} is gone"))
 
     def leave_round(self, member: Member) -> None:
         """Let a member request versions again, after its round, or if there was none."""
         with self.changed:
-            progress = None if member.round is None else member.round.progress_of(member.id)
+            progress = None if member.round is None else member.round[1]
             if progress is not None and progress.has_begun:
                 member.state = "ready" if progress.is_committed else "failed"
                 member.error = "" if progress.error is None else str(progress.error)
@@ -257,7 +257,8 @@ class Members:
                     member.state = "joined" if member.version is None else "ready"
             case messages.Emptied() | messages.Copied() | messages.Done() | messages.Fault():
                 if member.round is not None:
-                    member.round.receive(member.id, message)
+                    round_, progress = member.round
+                    round_.receive(progress, message)
             case messages.Bye(text=text):
                 self._lose(member.id, PeerLost(f"replica {member.name!r} disconnected: {text}"))
             case _:
@@ -309,7 +310,8 @@ class Members:
                 return
             member.request = None
             if member.round is not None:
-                member.round.lose(id, error)
+                round_, progress = member.round
+                round_.lose(progress, error)
             pid = member.hello.pid
             self.announce("replica.lost", name=member.name, pid=pid, error=str(error))
             self._send_news()

@@ -6,7 +6,7 @@ offers the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 
@@ -101,26 +101,33 @@ class PublishedModel:
             number, manifest.parent, held.source, offers, "held", manifest.values, {}
         )
 
-    def digests(self, *, should_verify: bool, deadline: float) -> dict[Region, int]:
-        """Return the digests of the model's blocks before they are copied; {} if not verified."""
-        return self.source.digests(self.source.whole_blocks, deadline) if should_verify else {}
-
     def hold(
-        self, version: int, parent: int | None, before: dict[Region, int], deadline: float
+        self,
+        version: int,
+        parent: int | None,
+        *,
+        should_verify: bool,
+        deadline: float,
+        before_copy: Callable[[], None],
     ) -> PublishedVersion:
         """Copy the model to shared memory, and return the copy as a version.
 
-        Raises DigestMismatch if the model no longer has the digests of `before`.
+        `before_copy` must return only when nobody reads the last copy any more. With
+        `should_verify`, DigestMismatch is raised if the model changes meanwhile.
         """
+        started, source = perf_counter(), self.source
+        regions = source.whole_blocks if should_verify else []
+        before = source.digests(regions, deadline)
+        digest_seconds = perf_counter() - started
+        before_copy()
         held, offers = self._held_copy()
         held.refill(deadline)
         started = perf_counter()
         # On a device the model is digested once more: to digest the copy would take much longer.
-        is_on_host = self.source.is_on_host
-        after = (held.source if is_on_host else self.source).digests(list(before), deadline)
+        after = (held.source if source.is_on_host else source).digests(regions, deadline)
         if after != before:
-            changed = {each.block for each in before if after[each] != before[each]}
-            names = sorted({self.source.blocks[number].name for number in changed})
+            changed = {each.block for each in regions if after[each] != before[each]}
+            names = sorted({source.blocks[number].name for number in changed})
             raise DigestMismatch(
                 f"{len(names)} tensors changed while version {version} was copied: "
                 f"{listed(names)}; a trainer steps after publish, or after wait_copied"
@@ -131,9 +138,9 @@ class PublishedModel:
             held.source,
             offers,
             "held",
-            self.source.manifest.values,
-            after if is_on_host else {},
-            perf_counter() - started,
+            source.manifest.values,
+            after if source.is_on_host else {},
+            digest_seconds + perf_counter() - started,
         )
 
     def _held_copy(self) -> tuple[HeldCopy, Offers]:

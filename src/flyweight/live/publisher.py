@@ -114,7 +114,7 @@ class Publisher:
         model, options = self._model, self._options
         members = self._members = Members(claim, model, options.silence_seconds)
         stack.callback(members.close)
-        files = FdServer(claim.address.door, token=claim.token, on_hangup=members.on_process_gone)
+        files = FdServer(claim.address.fd_socket, token=claim.token, on_hangup=members.on_process_gone)
         stack.callback(files.close)
         transports = Transports(
             SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files)
@@ -344,13 +344,13 @@ class Publisher:
 
     def _hold(self, version: int, parent: int | None, timeout_seconds: float) -> PublishedVersion:
         """Copy the model to shared memory, once nobody reads the copy of the last version."""
-        deadline, started = monotonic() + timeout_seconds, perf_counter()
-        verify = self._options.should_verify
-        digests = self._model.digests(should_verify=verify, deadline=deadline)
-        digest_seconds = perf_counter() - started
-        self._catch_up.retire_available(version, timeout_seconds)
-        held = self._model.hold(version, parent, digests, deadline)
-        held.digest_seconds += digest_seconds
+        held = self._model.hold(
+            version,
+            parent,
+            should_verify=self._options.should_verify,
+            deadline=monotonic() + timeout_seconds,
+            before_copy=lambda: self._catch_up.retire_available(version, timeout_seconds),
+        )
         with self._members.changed:
             self._catch_up.available, self._members.version = held, version
             # Serve the requests that came meanwhile now, not after the rounds of this publish.

@@ -85,7 +85,7 @@ class ReplicaConnection:
             try:
                 seconds = max(min(ANSWER_SECONDS, deadline - monotonic()), _MIN_ANSWER_SECONDS)
                 self._files = FdConnection(
-                    address.door, token=known, timeout_seconds=seconds, is_over=is_over
+                    address.fd_socket, token=known, timeout_seconds=seconds, is_over=is_over
                 )
             except PeerRefused as refused:
                 if token is None and address.token() != known:

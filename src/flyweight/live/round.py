@@ -30,8 +30,6 @@ from flyweight.live.source import BucketFill, PublishedSource, Region
 class MemberRound:
     """The progress of one member in a round."""
 
-    member: bytes
-    """The member's id."""
     name: str
     pid: int
     copies: Sequence[messages.Copy]
@@ -105,7 +103,6 @@ class Round:
         self._fills, self._should_verify, self._start = fills, should_verify, start
         self._known, self._timeout_seconds = digests, timeout_seconds
         self._has_mapped = has_mapped
-        self._by_id = {each.member: each for each in members}
         self._changed = threading.Condition()
         self._on_release, self._spin = on_release, spin
         self._expected: Mapping[Region, int] | None = None
@@ -116,36 +113,31 @@ class Round:
 
     def receive(
         self,
-        member: bytes,
+        member: MemberRound,
         message: messages.Emptied | messages.Copied | messages.Done | messages.Fault,
     ) -> None:
         """Record what a member says, unless it is of another round or over for the member."""
         with self._changed:
-            found = self._by_id.get(member)
-            if found is None or not found.is_running or message.round != self.number:
+            if not member.is_running or message.round != self.number:
                 return
-            found.last_progress = monotonic()
+            member.last_progress = monotonic()
             match message:
                 case messages.Emptied(bucket=bucket):
-                    found.emptied.add(bucket)
+                    member.emptied.add(bucket)
                 case messages.Copied():
-                    found.is_copied = True
+                    member.is_copied = True
                 case messages.Done():
-                    found.is_copied, found.done = True, message
+                    member.is_copied, member.done = True, message
                 case messages.Fault(kind=kind, text=text, is_touched=is_touched):
-                    found.is_touched = is_touched
-                    found.error = error_named(kind, text)
+                    member.is_touched = is_touched
+                    member.error = error_named(kind, text)
             self._changed.notify_all()
 
-    def progress_of(self, member: bytes) -> MemberRound:
-        return self._by_id[member]
-
-    def lose(self, member: bytes, error: FlyweightError) -> None:
+    def lose(self, member: MemberRound, error: FlyweightError) -> None:
         """End the round for a member that is gone."""
         with self._changed:
-            found = self._by_id.get(member)
-            if found is not None and found.is_running:
-                found.error, found.is_touched = error, True
+            if member.is_running:
+                member.error, member.is_touched = error, True
                 self._changed.notify_all()
 
     def abort(self, error: FlyweightError) -> None:

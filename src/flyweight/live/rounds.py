@@ -193,7 +193,6 @@ class Rounds:
             values=dict(version.values),
         )
         return MemberRound(
-            member.id,
             member.name,
             member.hello.pid,
             agreed.copies,

@@ -2,7 +2,6 @@
 
 import signal
 
-import numpy as np
 import pytest
 
 import flyweight as fw
@@ -10,9 +9,8 @@ from flyweight.errors import HandleGone, TransferTimeout
 from flyweight.host import birth_of
 from flyweight.live import messages
 from live_models import Child, holds, weights
+from live_rounds import CONTENT
 from peers import FakePublisher, FakeReplica
-
-CONTENT = np.random.default_rng(1).integers(0, 256, 5000, dtype=np.uint8)
 
 
 def test_a_publisher_says_which_process_it_is_and_when_that_started(address):
@@ -51,11 +49,6 @@ def test_a_publisher_that_was_restarted_where_another_died_is_another(address):
         assert after is not before
         assert replica.session not in ("", session)
         second.send("end")
-
-
-@pytest.fixture
-def engine():
-    return {"w": np.zeros_like(CONTENT)}
 
 
 def test_a_handle_of_a_publisher_that_is_dead_is_refused_by_who_mapped_it_before(

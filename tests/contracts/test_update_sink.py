@@ -1,0 +1,128 @@
+"""What every UpdateSink promises: live parameters and an engine's loader, in rounds made here."""
+
+import numpy as np
+import pytest
+
+from flyweight.adapters.loader import Loader
+from flyweight.digest import Digest
+from flyweight.errors import TransportError
+from flyweight.live.loader_sink import LoaderSink
+from flyweight.live.memory_sink import MemorySink
+from flyweight.live.messages import Agreed, Begin, Block, Bucket, Copy, Piece, Place
+from flyweight.live.remote_source import RemoteSource
+from flyweight.memory import Buffer
+from flyweight.spec.dtype import dtype_named
+from flyweight.spec.manifest import TensorSpec
+from flyweight.transports.shared_memory import SharedMemoryHandle
+
+MAPPED, BUCKETED = np.arange(6000, dtype=np.uint8), np.arange(500, dtype=np.uint8)[::-1].copy()
+SPECS = {name: TensorSpec(dtype_named("u8"), (n,)) for name, n in (("m", 6000), ("b", 500))}
+
+
+def handle(key):
+    return SharedMemoryHandle(session="here", key=key, offset=0, nbytes=1)
+
+
+class Memory:
+    """A transport that opens this process's own memory."""
+
+    def open(self, handle):
+        return Buffer.of({"m": MAPPED, "slot": BUCKETED}[handle.key])
+
+
+class Round:
+    """A round that fills 'm' from mapped memory and 'b' from one bucket."""
+
+    def __init__(self, sink, *, should_verify=True, mapped_bytes=6000):
+        want = sink.want(SPECS, {})
+        assert [each.name for each in want.tensors] == ["m", "b"]
+        blocks = tuple(Block(n, (0,), spec.shape) for n, spec in enumerate(SPECS.values()))
+        copies = (Copy(0, 0, (0,), (0,), (mapped_bytes,)), Copy(1, 1, (0,), (0,), (500,)))
+        self.source = RemoteSource(Agreed(blocks, copies), list(SPECS.values()), Memory())
+        self.begin = Begin(
+            1, 1, 7, None, "published", "host+mapped", should_verify, "xxh3", None, 1,
+            (Place(0, handle("m"), 0, (1,)),), {0: handle("slot")},
+            (Bucket(3, 0, (Piece(1, (0,), (500,), 0),)),), {},
+        )  # fmt: skip
+        self.source.open(self.begin)
+        self.deadline, self.told, self.nbytes = float("inf"), [], 0
+
+    def next_bucket(self):
+        self.told.append("next")
+        return 3
+
+    def bucket_emptied(self, bucket):
+        self.told.append(f"emptied {bucket}")
+
+    def copied(self):
+        self.told.append("copied")
+
+    def touch(self):
+        self.told.append("touch")
+
+    def on_progress(self, nbytes):
+        self.nbytes += nbytes
+
+
+@pytest.fixture(params=["memory", "loader"])
+def target(request):
+    """A sink, and where what it received is found."""
+    if request.param == "memory":
+        model = {"m": np.zeros(6000, np.uint8), "b": np.zeros(500, np.uint8)}
+        return MemorySink(model), model
+    model = {}
+    return LoaderSink(Loader(model.update, "numpy", "cpu")), model
+
+
+def digest_of(content):
+    digest = Digest(len(content), "xxh3")
+    digest.add(0, content)
+    return digest.value()
+
+
+def test_a_sink_receives_every_byte_and_digests_it(target):
+    sink, model = target
+    for _ in range(2):  # what was prepared serves the next round too
+        round_ = Round(sink)
+        result = sink.receive(round_)
+        assert result.digests == (digest_of(MAPPED), digest_of(BUCKETED))
+        assert (model["m"].tobytes(), model["b"].tobytes()) == (
+            MAPPED.tobytes(),
+            BUCKETED.tobytes(),
+        )
+        assert round_.nbytes == 6500
+        for each in model.values():
+            each[:] = 0
+
+
+def test_a_sink_says_so_before_it_writes_and_frees_each_bucket(target):
+    sink, _ = target
+    round_ = Round(sink)
+    sink.receive(round_)
+    assert round_.told == ["touch", "next", "emptied 3"]
+
+
+def test_a_round_that_does_not_verify_has_no_digests(target):
+    sink, _ = target
+    assert sink.receive(Round(sink, should_verify=False)).digests == ()
+
+
+def test_a_round_that_lacks_bytes_is_refused(target):
+    sink, model = target
+    round_ = Round(sink, mapped_bytes=5999)
+    if isinstance(sink, MemorySink):
+        with pytest.raises(TransportError, match="5999 bytes come for a wanted block of 6000"):
+            sink.receive(round_)
+        assert round_.told == []
+        assert not model["m"].any(), "nothing was written"
+
+
+def test_a_sink_is_current_once_it_has_chosen_tensors(target):
+    sink, _ = target
+    assert not sink.is_current()
+    sink.want(SPECS, {})
+    assert sink.is_current()
+    sink.touched()
+    sink.finish({})
+    sink.close()
+    sink.close()

@@ -1,0 +1,136 @@
+"""The connection for messages: garbage, other protocols, publishers that come and go."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+
+import flyweight as fw
+from flyweight.errors import (
+    TransferTimeout,
+    TransportError,
+)
+from flyweight.live import messages
+from flyweight.live.catch_up import CatchUpRounds
+from live_models import holds, until, weights
+from live_rounds import welcomed
+from peers import FakeReplica
+
+
+def test_a_publisher_that_is_gone_before_it_answers_is_lost_and_not_unwilling(address, threads):
+    with fw.Replica(weights(2), address) as replica:
+        future = threads.submit(replica.update, timeout_seconds=15)
+        stop = threading.Event()
+
+        def come_and_go():
+            while not stop.is_set():
+                fw.Publisher(weights(1), address).close()
+
+        coming = threads.submit(come_and_go)
+        time.sleep(1.0)
+        stop.set()
+        coming.result(10)
+        assert not future.done()
+        with fw.Publisher(weights(1), address, hold=True) as publisher:
+            publisher.publish(1)
+            assert future.result(15).version == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_ours_in_the_connection_is_told_and_leaves_nobody_waiting(
+    address, threads, monkeypatch
+):
+    model, engine = weights(1), weights(50)
+
+    def fault(self, member):
+        raise RuntimeError("an error of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CatchUpRounds, "serve", fault)  # called by the connection's thread
+        publisher = fw.Publisher(model, address)
+    with publisher, fw.Replica(engine, address) as replica:
+        future = threads.submit(replica.update, timeout_seconds=3)
+        until(lambda: publisher.replicas == [])
+        with pytest.raises(TransportError, match="has ended by an error"):
+            publisher.publish(1, num_replicas=1)
+        with pytest.raises(TransferTimeout, match="no publisher came in time"):
+            future.result(10)
+        publisher.close()
+        with fw.Publisher(model, address, hold=True) as another:
+            another.publish(1)
+            assert replica.update(timeout_seconds=10).version == 1
+
+
+def garbage():
+    hello = messages.encode(messages.Hello("x", "y", 1))
+    body = msgspec.msgpack.encode
+    return {
+        "empty": b"",
+        "mark only": b"fw",
+        "no message": b"fw\x01",
+        "text": b"GET / HTTP/1.1\r\n\r\n",
+        "zeros": bytes(1000),
+        "cut short": hello[:-3],
+        "more after it": hello + b"\0",
+        "another type": b"fw\x01" + body({"type": "Hello", "token": 1, "name": "", "pid": ""}),
+        "unknown message": b"fw\x01" + body({"type": "Exec", "code": "1"}),
+        "unknown field": b"fw\x01" + body({"type": "Tick", "more": 1}),
+        "a publisher's": messages.encode(messages.Commit(1, ())),
+        "deep": b"fw\x01" + b"\x91" * 100000,
+        "numbers": b"fw\x01" + body({"type": "Emptied", "round": 2**70 % 2**63, "bucket": -5}),
+    }
+
+
+@pytest.mark.parametrize("name", garbage())
+def test_garbage_is_answered_or_ignored_and_harms_nobody(address, name):
+    model, engine = weights(1), weights(2)
+    with (
+        fw.Publisher(model, address) as publisher,
+        fw.Replica(engine, address) as replica,
+        FakeReplica(address) as peer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for _ in range(3):
+            peer.send(garbage()[name])
+        peer.send(b"a", b"b", garbage()[name])
+        peer.say(messages.Want((), (), True))
+        assert isinstance(peer.hear(), messages.Refusal)
+        future = pool.submit(replica.update, timeout_seconds=10)
+        assert publisher.publish(1, num_replicas=1).failed == ()
+        future.result(10)
+        assert holds(engine, 1)
+
+
+def test_another_protocol_is_refused_with_both_numbers(address):
+    frame = bytearray(messages.encode(messages.Hello("x", "y", 1)))
+    frame[2] = 77
+    with fw.Publisher(weights(1), address), FakeReplica(address) as peer:
+        peer.send(bytes(frame))
+        answer = peer.hear()
+        assert answer.kind == "PeerRefused"
+        ours = f"this one {messages.PROTOCOL}; install the"
+        assert answer.text.startswith(f"the other side speaks protocol 77, {ours}")
+
+
+ABSURD_WANTS = {
+    "no such tensor": lambda t: ((), (messages.Block(3, (0,), (1,)),)),
+    "negative": lambda t: ((t,), (messages.Block(0, (-1, 0), (1, 1)),)),
+    "outside": lambda t: ((t,), (messages.Block(0, (0, 0), (10**6, 1)),)),
+    "other dims": lambda t: ((t,), (messages.Block(0, (0,), (1,)),)),
+    "huge": lambda t: ((messages.Tensor(t.name, t.dtype, (2**62, 2**62)),), ()),
+    "dtype": lambda t: ((messages.Tensor(t.name, "f99", t.shape),), ()),
+    "name": lambda t: ((messages.Tensor("\0" * 9999, t.dtype, t.shape),), ()),
+}
+
+
+@pytest.mark.parametrize("kind", ABSURD_WANTS)
+def test_an_absurd_want_is_refused(address, kind):
+    with fw.Publisher({"w": np.zeros((4, 4))}, address) as publisher, FakeReplica(address) as peer:
+        welcome = welcomed(peer)
+        tensors, blocks = ABSURD_WANTS[kind](welcome.tensors[0])
+        peer.say(messages.Want(tensors, blocks, True))
+        assert isinstance(peer.hear(), messages.Refusal)
+        until(lambda: publisher.replicas == [])

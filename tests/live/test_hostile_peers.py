@@ -1,0 +1,207 @@
+"""A peer that lies, mixes rounds up or speaks too late: nothing of it is ever counted."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+
+import flyweight as fw
+from flyweight.errors import (
+    DigestMismatch,
+)
+from flyweight.live import messages
+from live_models import Child, holds, weights
+from live_rounds import (
+    CONTENT,
+    begun,
+    done,
+    is_failed,
+    publisher_that_lies,
+    welcomed,
+)
+from peers import FakePublisher, FakeReplica, digest_of
+
+pytestmark = pytest.mark.usefixtures("collected")
+
+
+def test_a_replica_that_lies_about_its_digests_is_not_committed(address):
+    with fw.Publisher({"w": np.zeros((4, 4))}, address) as publisher, FakeReplica(address) as peer:
+        welcome = welcomed(peer)
+        peer.say(messages.Want(welcome.tensors, (messages.Block(0, (0, 0), (4, 4)),), False))
+        assert isinstance(peer.hear(), messages.Agreed)
+        peer.say(messages.Ask(1, None, None))
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(publisher.publish, 1, num_replicas=1)
+            begin = peer.hear()
+            assert isinstance(begin, messages.Begin)
+            peer.say(messages.Done(begin.round, (123,), 0.0, 0.0))
+            while not isinstance(answer := peer.hear(), (messages.Abort, messages.Commit)):
+                pass
+            assert (type(answer), answer.kind) == (messages.Abort, "DigestMismatch")
+            assert future.result(10).failed
+
+
+def first_place(begin, **changes):
+    place = msgspec.structs.replace(begin.places[0], **changes)
+    return {"places": (place, *begin.places[1:])}
+
+
+def other_handle(begin, **changes):
+    return first_place(begin, handle=msgspec.structs.replace(begin.places[0].handle, **changes))
+
+
+BEGIN_LIES = {
+    "segment that is gone": lambda b: other_handle(b, key="0123456789abcdef"),
+    "beyond the segment": lambda b: other_handle(b, nbytes=1 << 40),
+    "strides": lambda b: first_place(b, strides=(1 << 40, 1)),
+    "negative start": lambda b: first_place(b, start=-(1 << 20)),
+    "too few dims": lambda b: first_place(b, strides=(1,)),
+    "a block less": lambda b: {"places": b.places[1:]},
+    "bucket outside": lambda b: {
+        "places": b.places[1:],
+        "slots": {0: b.places[0].handle},
+        "buckets": (messages.Bucket(0, 0, (messages.Piece(0, (0, 0), (1 << 20, 128), 0),)),),
+    },
+    "version": lambda b: {"version": -1},
+    "digests": lambda b: {"digests": (1,) * len(b.digests)},
+}
+
+
+@pytest.mark.parametrize("lie", BEGIN_LIES)
+def test_a_publisher_that_lies_cannot_make_a_replica_read_or_serve_what_it_should_not(address, lie):
+    engine = weights(50)
+    with Child(publisher_that_lies, address, BEGIN_LIES[lie]) as child:
+        with fw.Replica(engine, address) as replica:
+            if lie == "digests":
+                replica.update(timeout_seconds=10)  # the commit has the right ones
+                assert holds(engine, 1)
+            else:
+                with pytest.raises(fw.FlyweightError):
+                    replica.update(timeout_seconds=10)
+                assert replica.state == "empty", "nothing was touched"
+                assert holds(engine, 50)
+        child.result()
+
+
+@pytest.fixture
+def lying(address, engine, threads):
+    """A publisher of ours, a replica that has agreed with it, and its update on the way."""
+    with FakePublisher(address, CONTENT.tobytes()) as publisher:
+        joining = threads.submit(fw.Replica, engine, address)
+        publisher.welcome()
+        publisher.agree()
+        with joining.result(10) as replica:
+            yield publisher, replica, threads.submit(replica.update, timeout_seconds=10)
+            publisher.close()  # a replica that still waits need not wait for long
+
+
+def test_a_publisher_that_tells_the_truth_is_believed(lying, engine):
+    """Else what follows would prove nothing."""
+    publisher, replica, update = lying
+    publisher.begin(version=5)
+    done = publisher.hear_of(messages.Done)
+    assert done.digests == publisher.digests
+    publisher.say(messages.Commit(1, done.digests))
+    assert update.result(10).version == replica.version == 5
+    assert engine["w"].tobytes() == CONTENT.tobytes()
+
+
+COMMIT_LIES = {
+    "another": lambda digests: (digests[0] ^ 1,),
+    "none": lambda digests: (),
+    "one more": lambda digests: (*digests, 7),
+}
+
+
+@pytest.mark.parametrize("lie", COMMIT_LIES)
+def test_a_commit_of_other_bytes_than_were_copied_is_no_commit(lying, lie):
+    """The replica compares the publisher's digests with its own, whatever it was told."""
+    publisher, replica, update = lying
+    publisher.begin()
+    publisher.hear_of(messages.Done)
+    publisher.say(messages.Commit(1, COMMIT_LIES[lie](publisher.digests)))
+    with pytest.raises(DigestMismatch, match="are not those that were committed"):
+        update.result(10)
+    assert is_failed(replica)
+    fault = publisher.hear_of(messages.Fault)
+    assert (fault.round, fault.kind, fault.is_touched) == (1, "DigestMismatch", True)
+
+
+@pytest.mark.parametrize("is_true", [True, False])
+def test_a_replica_that_commits_by_itself_compares_the_digests_too(lying, is_true):
+    """It may if it was told them first, and its publisher is gone."""
+    publisher, replica, update = lying
+    publisher.begin(digests=publisher.digests if is_true else (7,))
+    publisher.hear_of(messages.Done)
+    publisher.close()
+    if is_true:
+        assert update.result(10).version == 5
+    else:
+        with pytest.raises(DigestMismatch):
+            update.result(10)
+        assert is_failed(replica)
+
+
+@pytest.mark.parametrize("number", [0, 2, 2**40])
+def test_a_commit_of_another_round_is_not_counted(lying, number):
+    publisher, replica, update = lying
+    publisher.begin()
+    publisher.hear_of(messages.Done)
+    publisher.say(messages.Commit(number, publisher.digests))
+    publisher.say(messages.Abort(1, "PeerFailed", "on purpose"))
+    with pytest.raises(fw.FlyweightError, match="on purpose"):
+        update.result(10)
+    assert is_failed(replica)
+
+
+def test_the_end_of_another_round_does_not_end_this_one(lying, engine):
+    publisher, _, update = lying
+    publisher.say(messages.Commit(1, publisher.digests))  # before it began: of an earlier session
+    publisher.begin(number=2)
+    publisher.hear_of(messages.Done)
+    publisher.say(messages.Abort(1, "PeerFailed", "of another round"))
+    publisher.say(messages.Filled(1, 0))
+    publisher.say(messages.Commit(2, publisher.digests))
+    assert update.result(10).version == 5
+    assert engine["w"].tobytes() == CONTENT.tobytes()
+
+
+def test_a_replica_that_tells_the_truth_is_committed(fake, threads):
+    publisher, replica = fake
+    future, number = begun(threads, publisher, replica, 1)
+    replica.say(done(number))
+    assert replica.hear_of(messages.Commit, messages.Abort) == messages.Commit(
+        number, (digest_of(CONTENT),)
+    )
+    assert future.result(10).failed == ()
+
+
+@pytest.mark.parametrize("step", [-1, 1, 2**40])
+def test_what_is_done_in_another_round_is_not_counted(fake, threads, step):
+    publisher, replica = fake
+    future, number = begun(threads, publisher, replica, 1)
+    replica.say(done(number + step))
+    for _ in range(2):  # the publisher goes on waiting
+        answer = replica.hear_of(messages.Going, messages.Commit, messages.Abort)
+        assert answer == messages.Going(number)
+    replica.say(done(number))
+    answer = replica.hear_of(messages.Commit, messages.Abort)
+    assert answer == messages.Commit(number, (digest_of(CONTENT),))
+    assert future.result(10).failed == ()
+
+
+def test_what_is_done_by_who_never_joined_is_not_counted(fake, threads, address):
+    """The number of a round is easy to guess; it counts only from whom the round was begun with."""
+    publisher, replica = fake
+    future, number = begun(threads, publisher, replica, 1)
+    with FakeReplica(address) as other:
+        other.say(done(number))
+        assert other.hear().kind == "PeerRefused"
+        other.join("other")
+        other.say(done(number))
+        for _ in range(2):
+            answer = replica.hear_of(messages.Going, messages.Commit, messages.Abort)
+            assert answer == messages.Going(number)
+    replica.say(done(number))
+    assert future.result(10).failed == ()

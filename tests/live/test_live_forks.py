@@ -1,0 +1,64 @@
+"""What a forked child inherits of a publisher and a replica."""
+
+import os
+import threading
+
+import flyweight as fw
+from flyweight.errors import (
+    TransportError,
+)
+from live_models import Child, assign, weights
+
+
+def use_inherited(publisher, replica, pipe):
+    told = []
+    for use in (lambda: publisher.publish(9), lambda: replica.update(timeout_seconds=1)):
+        try:
+            use()
+        except TransportError as error:
+            told.append(str(error))
+    publisher.close()
+    replica.close()
+    return told
+
+
+def test_what_a_child_inherits_by_fork_is_not_its_own(address, threads):
+    model, engine = weights(1), weights(50)
+    with (
+        fw.Publisher(model, address, hold=True) as publisher,
+        fw.Replica(engine, address) as replica,
+    ):
+        publisher.publish(1)
+        replica.update(timeout_seconds=10)
+        with Child(use_inherited, publisher, replica) as child:
+            told = child.result(10)
+        assert len(told) == 2
+        assert all(f"belongs to process {os.getpid()}" in each for each in told)
+        assign(model, 2)
+        publisher.publish(2)
+        assert replica.update(timeout_seconds=10).version == 2
+
+
+def use(publisher, replica, pipe):
+    replica.wake()
+    return publisher.replicas
+
+
+def test_a_child_that_was_forked_while_replicas_are_heard_can_look_at_them(address, threads):
+    is_held, is_forked = threading.Event(), threading.Event()
+
+    def hold():
+        """Run while an update holds the lock of its connection."""
+        with publisher._members.changed:
+            is_held.set()
+            assert is_forked.wait(10)
+        return False
+
+    with fw.Publisher(weights(1), address) as publisher, fw.Replica(weights(2), address) as replica:
+        update = threads.submit(replica.update, timeout_seconds=10, is_over=hold)
+        assert is_held.wait(10)
+        with Child(use, publisher, replica) as child:
+            is_forked.set()
+            assert child.result(5) == [replica.name]
+        assert publisher.publish(1, num_replicas=1).failed == ()
+        assert update.result(10).version == 1

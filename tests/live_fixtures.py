@@ -1,0 +1,46 @@
+"""Fixtures of live updates: a model of one tensor, and peers that are not what they seem."""
+
+import gc
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from live_models import Child, until, weights
+from live_rounds import CONTENT, counting_publisher
+from peers import FakeReplica, shared
+
+
+@pytest.fixture
+def collected():
+    """Leave no mapping behind to tests that count files."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def engine():
+    return {"w": np.zeros_like(CONTENT)}
+
+
+@pytest.fixture
+def bereft(address):
+    """A replica whose publisher stands still, which it has noticed."""
+    with Child(counting_publisher, address) as trainer:
+        assert trainer.told() == ("up", None)
+        with fw.Replica(weights(50), address) as replica:
+            assert trainer.told() == ("joined", None)
+            trainer.stop()
+            until(lambda: not replica.is_connected)
+            yield replica
+
+
+@pytest.fixture
+def fake(address):
+    """A publisher, and a replica of ours that takes part in its rounds."""
+    with (
+        fw.Publisher({"w": shared(CONTENT)}, address, timeout_seconds=3) as publisher,
+        FakeReplica(address) as replica,
+    ):
+        replica.join()
+        yield publisher, replica
