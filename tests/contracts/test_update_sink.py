@@ -5,7 +5,7 @@ import pytest
 
 from flyweight.adapters.loader import Loader
 from flyweight.digest import Digest
-from flyweight.errors import TransportError
+from flyweight.errors import FlyweightError, TransportError
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
 from flyweight.live.messages import Agreed, Begin, Block, Bucket, Copy, Piece, Place
@@ -33,11 +33,11 @@ class Memory:
 class Round:
     """A round that fills 'm' from mapped memory and 'b' from one bucket."""
 
-    def __init__(self, sink, *, should_verify=True, mapped_bytes=6000):
+    def __init__(self, sink, *, should_verify=True, mapped_bytes=6000, at=0, block=0):
         want = sink.want(SPECS, {})
         assert [each.name for each in want.tensors] == ["m", "b"]
         blocks = tuple(Block(n, (0,), spec.shape) for n, spec in enumerate(SPECS.values()))
-        copies = (Copy(0, 0, (0,), (0,), (mapped_bytes,)), Copy(1, 1, (0,), (0,), (500,)))
+        copies = (Copy(0, block, (0,), (at,), (mapped_bytes,)), Copy(1, 1, (0,), (0,), (500,)))
         self.source = RemoteSource(Agreed(blocks, copies), list(SPECS.values()), Memory())
         self.begin = Begin(
             1, 1, 7, None, "published", "host+mapped", should_verify, "xxh3", None, 1,
@@ -110,11 +110,21 @@ def test_a_round_that_does_not_verify_has_no_digests(target):
 def test_a_round_that_lacks_bytes_is_refused(target):
     sink, model = target
     round_ = Round(sink, mapped_bytes=5999)
-    if isinstance(sink, MemorySink):
-        with pytest.raises(TransportError, match="5999 bytes come for a wanted block of 6000"):
-            sink.receive(round_)
-        assert round_.told == []
-        assert not model["m"].any(), "nothing was written"
+    with pytest.raises(TransportError, match="5999 bytes come for a wanted|1 bytes of 'm' never"):
+        sink.receive(round_)
+    assert not np.any(model.get("m", 0)), "nothing was written, or given to the loader"
+
+
+OUTSIDE = [{"at": 1}, {"at": 2**40}, {"at": -1}, {"block": 2}, {"block": -1}, {"block": 1}]
+
+
+@pytest.mark.parametrize("options", OUTSIDE, ids=str)
+def test_a_round_that_writes_elsewhere_is_refused_before_anything_is_touched(target, options):
+    sink, _ = target
+    round_ = Round(sink, **options)
+    with pytest.raises(FlyweightError, match="writes (outside|to block)|is negative"):
+        sink.receive(round_)
+    assert round_.told == []
 
 
 def test_a_sink_is_current_once_it_has_chosen_tensors(target):

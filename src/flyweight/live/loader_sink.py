@@ -51,8 +51,8 @@ class LoaderSink:
 
     def receive(self, round_: SinkRound) -> SinkResult:
         started = perf_counter()
-        round_.touch()
         loading = _Loading(self, round_)
+        round_.touch()
         weights = loading.weights()
         try:
             self.loader.load(weights)
@@ -92,10 +92,12 @@ class _Loading:
         self.verify_seconds = 0.0
         self.left = list(sink.specs)
         self._fresh: dict[int, tuple[Any, Buffer]] = {}
-        self._missing_bytes = [0] * len(self._specs)
+        wholes = [Box.whole(spec.shape) for spec in self._specs]
+        pairs = list(zip(self._specs, wholes, strict=True))
+        self._source.check_targets([(spec.stored(each), spec.item_bytes) for spec, each in pairs])
+        self._missing_bytes = [spec.box_bytes(each) for spec, each in pairs]
         self._by_sink: dict[int, list[int]] = {}
         for number, copy in enumerate(self._source.copies):
-            self._missing_bytes[copy.sink] += self._source.nbytes_of(copy)
             self._by_sink.setdefault(copy.sink, []).append(number)
         self._buckets_left = len(self._source.bucket_numbers)
 

@@ -179,12 +179,8 @@ class MemorySink:
         key = source, source.generation
         if self._prepared is not None and self._prepared == key:
             return
-        for copy in source.copies:
-            if not 0 <= copy.sink < len(self._blocks):
-                raise TransportError(f"{copy} writes to block {copy.sink} of {len(self._blocks)}")
-            whole = Box.whole(self._buffer(copy.sink).shape)
-            if not whole.contains(Box(copy.sink_offset, copy.shape)):
-                raise TransportError(f"{copy} writes outside of its block of {whole.shape}")
+        buffers = [self._buffer(number) for number in range(len(self._blocks))]
+        source.check_targets([(Box.whole(each.shape), each.item_bytes) for each in buffers])
         mapped = [
             copy for block in source.mapped for copy in source.mapped_copies(block, self._buffer)
         ]

@@ -114,7 +114,9 @@ class Publisher:
         model, options = self._model, self._options
         members = self._members = Members(claim, model, options.silence_seconds)
         stack.callback(members.close)
-        files = FdServer(claim.address.fd_socket, token=claim.token, on_hangup=members.on_process_gone)
+        files = FdServer(
+            claim.address.fd_socket, token=claim.token, on_hangup=members.on_process_gone
+        )
         stack.callback(files.close)
         transports = Transports(
             SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files)

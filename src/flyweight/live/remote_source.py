@@ -100,6 +100,17 @@ class RemoteSource:
         self._lists, self._buckets = begin.lists, {each.number: each for each in begin.buckets}
         self.generation += 1
 
+    def check_targets(self, blocks: Sequence[tuple[Box, int]]) -> None:
+        """Raise unless every copy writes inside of the sink's blocks: their items and widths."""
+        for copy in self.copies:
+            if not 0 <= copy.sink < len(blocks):
+                raise TransportError(f"{copy} writes to block {copy.sink} of {len(blocks)}")
+            whole, item_bytes = blocks[copy.sink]
+            if not whole.contains(Box(copy.sink_offset, copy.shape)):
+                raise TransportError(f"{copy} writes outside of its block of {whole.shape}")
+            if item_bytes != self._item_bytes[copy.source]:
+                raise TransportError(f"{copy} writes other items than those of {item_bytes} bytes")
+
     def mapped_copies(self, block: int, sink: SinkBuffer) -> Iterator[BufferCopy]:
         """Yield the copies from a mapped block."""
         buffer = self.mapped[block]
