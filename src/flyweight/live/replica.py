@@ -32,7 +32,7 @@ from flyweight.live.connection import spin_seconds
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
 from flyweight.live.messages import Ask, Want
-from flyweight.live.reconnect import Reconnect
+from flyweight.live.replica_connection import Reconnect
 from flyweight.live.replica_round import ReplicaRound, UpdateOptions
 from flyweight.live.report import (
     TIMEOUT_SECONDS,
