@@ -17,7 +17,8 @@ import numpy as np
 from flyweight.errors import FormatError, SpecError, listed
 from flyweight.formats.budget import Budget
 from flyweight.formats.decoded import DecodedStore
-from flyweight.formats.pickles import Made, MadeDict, Span, read_pickle
+from flyweight.formats.pickle_values import Made, MadeDict, Span
+from flyweight.formats.pickles import read_pickle
 from flyweight.formats.records import LEAF_BYTES, told
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored

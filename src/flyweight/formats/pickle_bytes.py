@@ -1,7 +1,6 @@
 """The bytes of a pickle: read in blocks, only where opcodes are, and never past its end.
 
-Weights are skipped over. Which opcode has which argument stands here; what it does, in
-`pickles.py`.
+This file knows which opcode has which argument; `pickles.py` knows what each one does.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ MAX_OPCODES = 50_000_000
 _BLOCK_BYTES = 64 << 10
 _MAX_LINE_CHARS = 1024
 
-STOP = ord(".")
-_LINES = ord("c")
-_SHORT_RECALL = ord("h")
-_RECALLS = {_SHORT_RECALL: 1, ord("j"): 4}
-_LENGTHS = {
+GLOBAL, STOP = ord("c"), ord(".")
+_RECALLS = {ord("h"): 1, ord("j"): 4}
+_COUNTED = {
     ord("X"): 4, 0x8C: 1, 0x8D: 8,  # text
     ord("B"): 4, ord("C"): 1, 0x8E: 8, 0x96: 8,  # bytes
     0x8A: 1, 0x8B: 4,  # long numbers
@@ -27,33 +24,38 @@ _LENGTHS = {
 """Opcodes with a length of so many bytes, which says how many bytes follow it."""
 _FIXED = {
     **dict.fromkeys(b"()01NQRabdelstu]}\x81\x85\x86\x87\x88\x89\x93\x94", 0),
-    ord("K"): 1, ord("q"): 1, 0x80: 1, ord("M"): 2, ord("J"): 4, ord("r"): 4,
-    ord("G"): 8, 0x95: 8,
+    **dict.fromkeys(b"Kq\x80", 1), ord("M"): 2, ord("J"): 4, ord("r"): 4, ord("G"): 8, 0x95: 8,
 }  # fmt: skip
 """Opcodes with an argument of so many bytes."""
+WIDTHS = {**_FIXED, **_COUNTED, **_RECALLS, GLOBAL: 0, STOP: 0}
+"""All opcodes that are read, and the width of their argument, or of the length of one."""
 
 
 class PickleBytes:
-    """A stretch of a file, read from its start on; `_next` counts within the block at hand."""
+    """The bytes of one pickle, which may be a span inside a larger file."""
 
     def __init__(self, store: Store, file: str, offset: int, nbytes: int) -> None:
         self._store, self._file = store, file
-        self._start, self._size = offset, offset + nbytes
+        self._start, self.end = offset, offset + nbytes
         self._block, self._block_at, self._next = b"", offset, 0
-        self._recalled, self._has_end = bytearray(), True
 
-    def _refuse(self, why: str) -> NoReturn:
+    def refuse(self, why: str) -> NoReturn:
         raise FormatError(f"pickle {self._file!r} in {self._store.place!r} {why}")
 
-    def _refuse_opcode(self) -> NoReturn:
-        code = self._block[self._next - 1 : self._next]
-        self._refuse(f"has opcode {code!r} at byte {self._at - 1}, which this format never needs")
+    def refuse_opcode(self, code: int) -> NoReturn:
+        self.refuse(
+            f"has opcode {bytes([code])!r} before byte {self.at}, which this format never needs"
+        )
+
+    def refuse_length(self) -> NoReturn:
+        self.refuse(f"has more than {MAX_OPCODES} opcodes: {self.at} of {self.end} bytes are read")
 
     @property
-    def _at(self) -> int:
+    def at(self) -> int:
+        """The offset in the file of the next byte."""
         return self._block_at + self._next
 
-    def _code(self) -> int:
+    def byte(self) -> int:
         try:
             code = self._block[self._next]
         except IndexError:
@@ -62,7 +64,10 @@ class PickleBytes:
         self._next += 1
         return code
 
-    def _take(self, nbytes: int) -> bytes:
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def take(self, nbytes: int) -> bytes:
         end = self._next + nbytes
         if end > len(self._block):
             self._refill(nbytes)
@@ -70,59 +75,55 @@ class PickleBytes:
         self._next = end
         return self._block[end - nbytes : end]
 
-    def _refill(self, nbytes: int) -> None:
-        at = self._at
-        self._reach(nbytes)
-        length = min(max(nbytes, _BLOCK_BYTES), self._size - at)
-        self._block, self._block_at, self._next = self._store.read(self._file, at, length), at, 0
-
-    def _reach(self, nbytes: int) -> None:
-        if nbytes > self._size - self._at:
-            self._refuse(
-                f"is cut short: {nbytes} bytes wanted at {self._at}, the file has {self._size}"
-            )
-
-    def _skip(self, nbytes: int) -> None:
-        self._reach(nbytes)
+    def skip(self, nbytes: int) -> None:
+        self._check_inside(nbytes)
         self._next += nbytes
 
-    def _number(self, nbytes: int) -> int:
-        return int.from_bytes(self._take(nbytes), "little")
+    def line(self) -> str:
+        """Return the text up to the end of the line, which is left behind."""
+        max_chars = _MAX_LINE_CHARS + 1
+        if (end := self._block.find(b"\n", self._next, self._next + max_chars)) < 0:
+            self._refill(1)  # the line may go on after the block
+            end = self._block.find(b"\n", 0, max_chars)
+        if end < 0:
+            self._check_inside(max_chars)
+            self.refuse(f"names something with more than {_MAX_LINE_CHARS} characters")
+        return self.take(end + 1 - self._next)[:-1].decode("utf-8", "replace")
 
-    def _line(self) -> str:
-        text = bytearray()
-        while (char := self._take(1)) != b"\n":
-            text += char
-            if len(text) > _MAX_LINE_CHARS:
-                self._refuse(f"names something with more than {_MAX_LINE_CHARS} characters")
-        return text.decode("utf-8", "replace")
-
-    def _rewind(self) -> None:
-        self._block, self._block_at, self._next = b"", self._start, 0
-
-    def _find_recalled(self) -> None:
-        """Note the number of each value that is recalled; others need not be kept."""
-        recalled = self._recalled
+    def find_recalled(self, recalled: bytearray) -> None:
+        """Set `recalled[n]` for each number n by which a kept value is recalled."""
         for _ in range(MAX_OPCODES):
-            code = self._code()
+            code = self.byte()
             if code in _FIXED:
                 self._next += _FIXED[code]
             elif code in _RECALLS:
-                index = self._code() if code == _SHORT_RECALL else self._number(_RECALLS[code])
-                if index >= len(recalled):
-                    if index >= self._size - self._start:
-                        self._refuse(f"recalls value {index} that was never kept")
-                    recalled.extend(bytes(index + 1 - len(recalled)))
-                recalled[index] = 1
-            elif code in _LENGTHS:
-                self._skip(self._number(_LENGTHS[code]))
-            elif code == _LINES:
-                self._line(), self._line()
+                number = self.byte() if _RECALLS[code] == 1 else self.number(_RECALLS[code])
+                if number >= len(recalled):
+                    if number >= self.end - self._start:
+                        self.refuse(f"recalls value {number} that was never kept")
+                    recalled.extend(bytes(number + 1 - len(recalled)))
+                recalled[number] = 1
+            elif code in _COUNTED:
+                self.skip(self.number(_COUNTED[code]))
+            elif code == GLOBAL:
+                self.line(), self.line()
             elif code == STOP:
                 return
             else:
-                self._refuse_opcode()
-        self._has_end = False
-        self._refuse(
-            f"has more than {MAX_OPCODES} opcodes: {self._at} of {self._size} bytes are read"
-        )
+                self.refuse_opcode(code)
+        self.refuse_length()
+
+    def rewind(self) -> None:
+        self._block, self._block_at, self._next = b"", self._start, 0
+
+    def _refill(self, nbytes: int) -> None:
+        at = self.at
+        self._check_inside(nbytes)
+        length = min(max(nbytes, _BLOCK_BYTES), self.end - at)
+        self._block, self._block_at, self._next = self._store.read(self._file, at, length), at, 0
+
+    def _check_inside(self, nbytes: int) -> None:
+        if nbytes > self.end - self.at:
+            self.refuse(
+                f"is cut short: {nbytes} bytes are needed at {self.at}, the file ends at {self.end}"
+            )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from flyweight.errors import FormatError
 from flyweight.formats.budget import Budget
-from flyweight.formats.pickles import Global, Made, MadeDict, Span
+from flyweight.formats.pickle_values import Global, Made, MadeDict, Span
 from flyweight.spec.manifest import MAX_DIMS, Leaf, check_name
 
 MAX_METADATA_BYTES = 1 << 30

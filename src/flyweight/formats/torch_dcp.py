@@ -17,7 +17,8 @@ import numpy as np
 
 from flyweight.errors import FormatError, SnapshotIncomplete, SpecError
 from flyweight.formats.decoded import DecodedStore
-from flyweight.formats.pickles import Global, Made, Span, read_pickle
+from flyweight.formats.pickle_values import Global, Made, Span
+from flyweight.formats.pickles import read_pickle
 from flyweight.formats.records import Records, place_key, told
 from flyweight.formats.stored import Stored
 from flyweight.formats.torch_item import DTYPE_NAMES, SIZE, TorchItem, pickled_tensor

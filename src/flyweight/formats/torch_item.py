@@ -12,7 +12,8 @@ from math import prod
 
 from flyweight.errors import FormatError, SpecError
 from flyweight.formats import pickle_code as code
-from flyweight.formats.pickles import Global, Made, Persistent, Span, read_pickle
+from flyweight.formats.pickle_values import Global, Made, Persistent, Span
+from flyweight.formats.pickles import read_pickle
 from flyweight.formats.records import MAX_METADATA_BYTES, Records, told
 from flyweight.formats.zips import Archive, lay_out
 from flyweight.ports import Store
@@ -74,7 +75,7 @@ class TorchItem:
             store,
             file,
             _ALLOWED,
-            stretch=pickle,
+            span=pickle,
             has_objects=True,
             max_text_bytes=MAX_METADATA_BYTES,  # a tensor's bytes stand in a storage beside it
         )

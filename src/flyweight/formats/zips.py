@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 
 from flyweight.errors import FormatError
-from flyweight.formats.pickles import Span
+from flyweight.formats.pickle_values import Span
 from flyweight.ports import Store
 
 MAX_ENTRIES = 4096
