@@ -20,7 +20,7 @@ import threading
 import numpy as np
 
 import flyweight as fw
-from flyweight.stores import draft
+from flyweight.stores import draft_file
 
 CALLS = (
     "mkdir", "open", "posix_fallocate", "pwrite", "fsync", "rename", "link", "unlink", "rmdir",
@@ -103,7 +103,7 @@ def main(mode, how, run, version):
     num_threads = 2
     if how.endswith((",cached", ",direct")):  # the same calls in every run, so that all are tried
         how, _, way = how.partition(",")
-        draft._FAST_RATE = 0.0 if way == "cached" else float("inf")
+        draft_file._FAST_RATE = 0.0 if way == "cached" else float("inf")
         num_threads = 1
     kill_at(int(how)) if mode == "kill" else record_to(how)
     fw.save(

@@ -24,10 +24,10 @@ COMMANDS = {
     "pdparams": ["convert", "run", "out.pdparams", "--to", "pdparams"],
     "prune": ["prune", "run", "--keep", "1"],
 }
-FILES = ("stores/draft.py", "verbs/save.py", "verbs/convert.py")
+FILES = ("stores/draft.py", "stores/legacy_draft.py", "verbs/save.py", "verbs/convert.py")
 FUNCTIONS = {
     "__init__", "_begin", "__enter__", "__exit__", "abort", "_in_spite_of_interrupts",
-    "save_files", "<lambda>",
+    "legacy_draft", "save_files", "<lambda>",
 }  # fmt: skip
 """Whatever hands a draft on, from where it is made to where it is cleared away."""
 

@@ -1,15 +1,13 @@
-"""Drafts: files written under a hidden name, durable first and then visible at once.
+"""Drafts: files written to a hidden directory, made durable, and then visible all at once.
 
-Also what clears away the drafts of writers that died, and removes what was committed. The umask
-says who may read the files, as for every other writer of checkpoints.
+This file also clears away the drafts of writers that died, and removes committed directories.
+The umask decides who may read the files, as for every other writer of checkpoints.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import platform
 import re
@@ -17,69 +15,68 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
 from flyweight.errors import FormatError
-from flyweight.memory import STAGING, Bytes, page_memory
-from flyweight.stores.local import PAGE, refused
+from flyweight.memory import Bytes
+from flyweight.stores.draft_file import CacheProbe, DraftFile
+from flyweight.stores.local import refused
 from flyweight.worker_threads import run_on_threads
 
-_LARGE_BYTES = 1 << 20
-_PROBE_EVERY = 64
-_FAST_RATE = 1.5e9  # bytes per second and thread, about half of what pages at hand take
-_BOUNCE_BYTES = 4 << 20
-_CACHE_PAGE = max(PAGE, mmap.PAGESIZE)
 _HIDDEN = re.compile(r"\.(draft|trash)-.+-[0-9a-f]{8}-[0-9a-f]{16}")
 _FOREIGN_SECONDS = 24 * 3600
-_TURN_SECONDS = 30.0  # a turn is some unlinks, links and a sync: milliseconds
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 
 
 class LocalDraft:
-    """Files written under a hidden name beside their place.
+    """Files in a hidden directory, which a commit renames to `place`.
 
-    Whole (`into=False`): the hidden directory itself becomes `place`, which must not
-    exist; two writers of one place both write, and the second to commit is refused. Other
-    processes may write files of their own into it as members, of the draft of that `name`; they
-    flush, and only the one who made the draft commits.
-    Into (`into=True`): the files appear one by one in a directory, after the files in `stale`
-    are gone; if a name is taken by another, nothing goes and nothing appears. Writers of one
-    directory take turns at that, and `stale` is walked in the turn: what lists names only then
-    finds what the last writer left.
+    Two writers of one place both write, and the second to commit is refused. Other processes may
+    write files of their own into a draft, as members of the draft with that `name`; they flush,
+    and only the process that made the draft commits it.
+
+    Args:
+        place: The directory that the commit makes; it must not exist.
+        member_of: The name of another process's draft of that place, to join it.
+        parent: The directory that holds the hidden one; by default that of `place`.
+        appear: Makes the files visible, given the hidden directory and their names; by default
+            the hidden directory is renamed to `place`.
+        probe: Decides which writes go past the page cache.
     """
 
     _is_over = True
 
     def __init__(
-        self, place: str | os.PathLike[str], *, into: bool = False, member_of: str | None = None
+        self,
+        place: str | os.PathLike[str],
+        *,
+        member_of: str | None = None,
+        parent: Path | None = None,
+        appear: Callable[[Path, Sequence[str]], None] | None = None,
+        probe: CacheProbe | None = None,
     ) -> None:
-        self._place, self._into = Path(place), into
-        self._is_member = member_of is not None
-        self.stale: Iterable[str] = ()
+        self._place, self._is_member = Path(place), member_of is not None
+        self._parent = self._place.parent if parent is None else parent
+        self._appear = appear
+        self._probe = probe or CacheProbe()
         self.is_handed_over = False
         """True once a member's files are the committer's to keep or remove."""
-        self._fds: dict[str, int] = {}
-        self._direct_fds: dict[str, int] = {}
-        self._buffered: set[str] = set()
-        self._num_large, self._cached_rate = 0, 0.0
-        self._lock = threading.Lock()
-        self._parent = self._place if into else self._place.parent
+        self._files: dict[str, DraftFile] = {}
         self._work, self._work_fd = self._parent / (member_of or self._hidden_name()), -1
         self._pid, self._is_over = os.getpid(), False
         try:
             if self._is_member:
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-                self._work_fd = os.open(self._work, flags)
+                self._work_fd = open_directory(self._work)
                 return
             if self._parent.exists() and not self._parent.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             _make_directories(self._parent)
-            if not into and os.path.lexists(self._place):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            if appear is None and os.path.lexists(self._place):
+                raise name_taken()
             sweep(self._parent)
             self._begin()
         except BaseException as cause:
@@ -108,107 +105,39 @@ class LocalDraft:
         """
         for _ in range(100):
             self._work.mkdir()
-            try:
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-                self._work_fd = os.open(self._work, flags)
-                try:
-                    fcntl.flock(self._work_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as cause:
-                    if cause.errno not in _NO_LOCKS:
-                        raise
+            with suppress(BlockingIOError, FileNotFoundError):
+                self._work_fd = open_directory(self._work)
+                lock_directory(self._work_fd)
                 if self._work.exists():
                     return
-            except (BlockingIOError, FileNotFoundError):
-                pass
             self._close_work()
             self._work = self._parent / self._hidden_name()
         raise OSError(errno.EAGAIN, "a hundred drafts were swept away as they were made")
 
     def reserve(self, name: str, nbytes: int) -> None:
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._fds[name] = os.open(self._work / name, flags, 0o666)
+            self._files[name] = DraftFile(self._work / name)
             if nbytes:
-                os.posix_fallocate(self._fds[name], 0, nbytes)
+                os.posix_fallocate(self._files[name].fd, 0, nbytes)
         except OSError as cause:
             free = shutil.disk_usage(self._parent).free
             text = f"cannot reserve {nbytes} bytes for {name!r} in {str(self._parent)!r}"
             raise refused(cause, f"{text} ({free} bytes free)") from cause
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
-        # Whole pages can go past the page cache, the ragged ends go through it: no page is
-        # written both ways.
-        head = -offset % _CACHE_PAGE
-        body = (len(data) - head) // _CACHE_PAGE * _CACHE_PAGE
         try:
-            if len(data) < _LARGE_BYTES:
-                _write_all(self._fds[name], offset, data)
-            elif self._is_cache_slow() and self._write_direct(
-                name, offset + head, data[head : head + body]
-            ):
-                _write_all(self._fds[name], offset, data[:head])
-                _write_all(self._fds[name], offset + head + body, data[head + body :])
-            else:
-                self._write_cached(name, offset, data)
+            self._files[name].write(offset, data, self._probe)
         except OSError as cause:
             raise refused(cause, f"cannot write {name!r} of {self.place!r}") from cause
 
-    def _is_cache_slow(self) -> bool:
-        """True if writing past the page cache is the better way at the moment.
-
-        Pages that the cache has to be given first, on a virtual machine by the host even, cost
-        more than the disk; pages at hand cost less than going past it. So one write in a while
-        goes through the cache, and its speed tells.
-        """
-        with self._lock:
-            self._num_large += 1
-            return self._num_large % _PROBE_EVERY != 1 and self._cached_rate < _FAST_RATE
-
-    def _write_cached(self, name: str, offset: int, data: Bytes) -> None:
-        started = time.perf_counter()
-        _write_all(self._fds[name], offset, data)
-        self._cached_rate = len(data) / (time.perf_counter() - started)
-        if _sync_file_range is not None:  # start the disk now; else it all waits for the fsync
-            _sync_file_range(self._fds[name], offset, len(data), 2)
-
-    def _write_direct(self, name: str, offset: int, data: Bytes) -> bool:
-        """Write whole pages unbuffered; False if this file system cannot."""
-        with self._lock:
-            if name in self._buffered:
-                return False
-            if name not in self._direct_fds:
-                try:
-                    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT
-                    self._direct_fds[name] = os.open(self._work / name, flags)
-                except OSError:
-                    self._buffered.add(name)
-                    return False
-            fd = self._direct_fds[name]
-        try:
-            if data.ctypes.data % PAGE == 0:
-                _write_all(fd, offset, data)
-                return True
-            with STAGING.lend(min(len(data), _BOUNCE_BYTES)) as bounce:
-                for start in range(0, len(data), len(bounce)):
-                    some = data[start : start + len(bounce)]
-                    bounce[: len(some)] = some
-                    _write_all(fd, offset + start, bounce[: len(some)])
-            return True
-        except OSError as cause:
-            if cause.errno != errno.EINVAL:
-                raise
-            with self._lock:  # other threads may be writing by it still: it is closed at the end
-                self._buffered.add(name)
-            return False
-
     def can_go_direct(self, name: str) -> bool:
         """Try whether this file system takes unbuffered writes, on the first page of a file."""
-        return self._write_direct(name, 0, page_memory(_CACHE_PAGE))
+        return self._files[name].can_go_direct()
 
     def flush(self) -> None:
-        """Make all that was written durable, under its hidden name still."""
+        """Make all that was written durable, still under its hidden name."""
         try:
-            left, stop = list(self._fds.values()), threading.Event()
+            left, stop = [file.fd for file in self._files.values()], threading.Event()
 
             def sync() -> None:
                 with suppress(IndexError):
@@ -224,35 +153,22 @@ class LocalDraft:
         assert not self._is_member
         self.flush()
         try:
-            if self._into:
-                with _turn(self._parent):
-                    stale = set(self.stale)
-                    fresh = self._fds.keys() - stale
-                    if any(os.path.lexists(self._parent / name) for name in fresh):
-                        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-                    # First all that is old goes, so that no reader ever finds old and new together.
-                    for name in stale:
-                        (self._parent / name).unlink(missing_ok=True)
-                    sync_directory(self._parent)
-                    for name in self._fds:
-                        _appear(self._work / name, self._parent / name)
+            if self._appear is not None:
+                self._appear(self._work, list(self._files))
             else:
                 os.rename(self._work, self._place)  # refuses a place that is not empty
             sync_directory(self._parent)
         except OSError as cause:
             if cause.errno == errno.ENOTEMPTY:
-                cause = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+                cause = name_taken()
             raise refused(cause, f"cannot commit {self.place!r}") from cause
 
     def has_appeared(self) -> bool:
-        """True if the files that were written here are those at the draft's place by now."""
+        """True if the files at the draft's place are those that were written here."""
         try:
-            return (
-                all(
-                    os.path.samestat(os.fstat(fd), os.stat(self._place / name))
-                    for name, fd in self._fds.items()
-                )
-                and self._place.is_dir()
+            return self._place.is_dir() and all(
+                os.path.samestat(os.fstat(file.fd), os.stat(self._place / name))
+                for name, file in self._files.items()
             )
         except OSError:
             return False
@@ -264,11 +180,8 @@ class LocalDraft:
             self._is_over = True
 
     def _discard(self) -> None:
-        for fds in (self._fds, self._direct_fds):
-            for name, fd in fds.items():
-                fds[name] = -1
-                if fd >= 0:
-                    os.close(fd)
+        for file in self._files.values():
+            file.close()
         if os.getpid() != self._pid:
             pass  # a forked child has a copy of this object; the draft is its parent's
         elif not self._is_member:
@@ -278,8 +191,8 @@ class LocalDraft:
                     break
                 time.sleep(0.02)
         elif not self.is_handed_over:
-            # The one who made the draft may be removing it: leave nothing in its way.
-            for name in self._fds:
+            # The process that made the draft may be removing it: leave nothing in its way.
+            for name in self._files:
                 with suppress(OSError):
                     (self._work / name).unlink(missing_ok=True)
         self._close_work()
@@ -306,60 +219,21 @@ def check_hidden_name(name: str) -> str:
     return name
 
 
-def _write_all(fd: int, offset: int, data: Bytes) -> None:
-    view, done = memoryview(data), 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
+def name_taken() -> OSError:
+    return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
 
-def _load_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Return the system call that starts writing without waiting, where there is one."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None:
-        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return call
+def open_directory(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-_sync_file_range = _load_sync_file_range()
-
-
-@contextmanager
-def _turn(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock: of all writers into it one takes away and puts in at a time.
-
-    A file system without locks does without.
-    """
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def lock_directory(fd: int) -> None:
+    """Take the lock or raise BlockingIOError; a file system without locks does without."""
     try:
-        deadline = time.monotonic() + _TURN_SECONDS
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as cause:
-                if time.monotonic() > deadline:
-                    text = f"another save has had its lock for {_TURN_SECONDS:g} s; save again"
-                    raise TimeoutError(errno.ETIMEDOUT, text) from cause
-                time.sleep(0.01)
-            except OSError as cause:
-                if cause.errno not in _NO_LOCKS:
-                    raise
-                break
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile would keep it
-        os.close(fd)
-
-
-def _appear(hidden: Path, place: Path) -> None:
-    """Give a file its name, which must be free; by rename where there are no hard links."""
-    try:
-        os.link(hidden, place)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as cause:
-        if cause.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+        if cause.errno not in _NO_LOCKS:
             raise
-        os.rename(hidden, place)
 
 
 def _host() -> str:
@@ -380,7 +254,7 @@ def _make_directories(path: Path) -> None:
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable; a directory we may not open is not ours to sync."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = open_directory(path)
     except PermissionError:
         return
     try:
@@ -403,7 +277,7 @@ def sweep(root: str | os.PathLike[str]) -> list[str]:
     for name in sorted(names):
         path = Path(root) / name
         with suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = open_directory(path)
             try:
                 is_ours = f"-{_host()}-" in name
                 if not is_ours and time.time() - os.fstat(fd).st_mtime < _FOREIGN_SECONDS:

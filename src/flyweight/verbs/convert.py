@@ -21,6 +21,7 @@ from flyweight.ports import FilePlan, Format
 from flyweight.ranks.group import Group
 from flyweight.spec.manifest import Manifest
 from flyweight.stores.draft import LocalDraft
+from flyweight.stores.legacy_draft import legacy_draft
 from flyweight.stores.local import as_path
 from flyweight.verbs.find import PathLike, check_no_version, check_unmixed, open_source, versions
 from flyweight.verbs.pending import SaveReport
@@ -87,7 +88,7 @@ def convert(
         stored,
         replace(stored.manifest.untied(), version=None, parts=(), extents=()),
         directories[to] if to in directories else _single_file(to, place.name),
-        lambda: LocalDraft(place.parent if into_directory else place, into=into_directory),
+        lambda: legacy_draft(place.parent) if into_directory else LocalDraft(place),
         memory_bytes=memory_bytes,
         num_threads=None,
         verb="convert",

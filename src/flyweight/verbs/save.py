@@ -21,6 +21,7 @@ from flyweight.ranks.group import TIMEOUT_SECONDS, Group
 from flyweight.spec.manifest import Manifest, TensorSpec
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.stores.draft import LocalDraft
+from flyweight.stores.legacy_draft import legacy_draft
 from flyweight.stores.local import LocalStore, as_path
 from flyweight.verbs.background import (
     BackgroundSave,
@@ -358,8 +359,6 @@ def save_legacy(
         yield from (*names.parts(present).values(), *({names.single} & set(present)))
 
     def begin() -> LocalDraft:
-        draft = LocalDraft(directory, into=True)
-        draft.stale = stale()
-        return draft
+        return legacy_draft(directory, stale=stale)
 
     return save_files(source, manifest, format, begin, memory_bytes=memory_bytes, num_threads=None)
