@@ -16,15 +16,8 @@ from flyweight.errors import FormatError, SnapshotIncomplete, SpecError, listed
 from flyweight.formats import pickle_code as code
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.legacy import pickle_plan
-from flyweight.formats.pdparams import (
-    RAW_MEANINGS,
-    STRUCTURED_NAMES,
-    looks_like_pickle,
-    read_pickled,
-)
-from flyweight.formats.pickles import read_pickle
-from flyweight.formats.records import Records, place_key, told
-from flyweight.formats.safetensors import looks_like_safetensors, open_files
+from flyweight.formats.pdparams import RAW_MEANINGS, STRUCTURED_NAMES, read_file
+from flyweight.formats.records import as_format_errors, place_key, read_index, told
 from flyweight.formats.stored import Stored
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.box import Box, boxes_of_range
@@ -65,6 +58,10 @@ class _Shard:
     """Where the array is only a stretch of the box, flattened: from and to."""
 
 
+_Arrays = dict[str, tuple[TensorSpec, list[Extent]]]
+"""What a data file holds, by name: each array, and where its bytes are."""
+
+
 def open_paddle(store: Store) -> Stored:
     """Open the directory's checkpoint; a second one in it, finished or not, is refused."""
     names = store.names()
@@ -80,28 +77,20 @@ def open_paddle(store: Store) -> Stored:
             f"{store.place!r} has {len(found)} saves: {listed(found)}; which one is wanted cannot "
             f"be told, move each to a directory of its own"
         )
-    try:
+    with as_format_errors(f"{found[0]!r} in {store.place!r}"):
         return _Reader(store, found[0]).stored(data)
-    except (SpecError, RecursionError) as cause:
-        raise FormatError(f"{found[0]!r} in {store.place!r}: {cause}") from cause
 
 
 class _Reader:
     def __init__(self, store: Store, file: str) -> None:
         self._store, self._file, self._names = DecodedStore(store), file, set(store.names())
-        self._records = Records(f"{file!r} in {store.place!r}")
+        self._records, fields = read_index(store, file, _ALLOWED)
         self._refused, self._fields = self._records.refused, self._records.fields
         self._numbers = self._records.numbers
-        self._records.set_size(store.size(file))
-        root = read_pickle(
-            self._store, file, _ALLOWED, has_objects=True, budget=self._records.budget
-        )
-        fields = self._fields(root, "Metadata")
         self._shards = self._read_shards(fields.get("state_dict_metadata"))
         self._replicas: dict[str, set[str]] = {}
         """The tensors of which a file has a copy that is not looked at."""
         self._places = self._read_places(fields.get("storage_metadata"))
-        self._by_name: dict[str, dict[str, list[Extent]]] = {}
 
     def _read_shards(self, value: object) -> dict[str, list[_Shard]]:
         if not isinstance(value, dict):
@@ -187,7 +176,7 @@ class _Reader:
                     raise self._refused(f"has {name!r} as {spec.dtype} and as {dtype}")
                 extents += places
         for file, found in files.items():
-            if astray := found.tensors.keys() - used[file]:
+            if astray := found.keys() - used[file]:
                 raise FormatError(
                     f"{file!r} in {self._store.place!r} has {len(astray)} tensors that "
                     f"{self._file!r} does not put there: {listed(astray)}; two saves are mixed"
@@ -197,32 +186,19 @@ class _Reader:
         check_coverage(manifest)
         return Stored(manifest, self._store, format="paddle", raw_names=raw_names)
 
-    def _open(self, file: str) -> Manifest:
-        if file not in self._names:
-            raise SnapshotIncomplete(
-                f"{self._file!r} in {self._store.place!r} names {file!r}, which is not there"
-            )
-        head = self._store.read(file, 0, min(self._store.size(file), 9))
-        if looks_like_safetensors(head):
-            return open_files(self._store, [file]).manifest
-        if looks_like_pickle(head):
-            return read_pickled(self._store, file)
-        raise FormatError(
-            f"{file!r} in {self._store.place!r} starts with {head!r}: neither a pickle nor "
-            f"safetensors"
-        )
-
-    def _extents(self, file: str, found: Manifest) -> dict[str, list[Extent]]:
-        if file not in self._by_name:
-            self._by_name[file] = {name: [] for name in found.tensors}
-            for extent in found.extents:
-                self._by_name[file][extent.name].append(extent)
-        return self._by_name[file]
+    def _open(self, file: str) -> _Arrays:
+        """Return the arrays of a data file, by name."""
+        self._records.check_file(file, self._names)
+        manifest, _ = read_file(self._store, file)
+        found: _Arrays = {name: (spec, []) for name, spec in manifest.tensors.items()}
+        for extent in manifest.extents:
+            found[extent.name][1].append(extent)
+        return found
 
     def _check_others(self, others: Sequence[str]) -> None:
         """Raise for data that the metadata does not speak of: a rank without any is no sign."""
         for file in others:
-            if self._open(file).tensors.keys() - self._replicas.get(file, set()):
+            if self._open(file).keys() - self._replicas.get(file, set()):
                 raise FormatError(
                     f"{self._store.place!r} has {file!r}, of which {self._file!r} knows nothing: "
                     f"another save, finished or not, is in the same directory"
@@ -239,21 +215,18 @@ class _Reader:
             for shard in shards:
                 whole = tuple(map(max, whole, shard.box.end))
         for shard in shards:
-            if len(whole) != len(shard.box.shape) or not Box.whole(whole).contains(shard.box):
-                raise self._refused(
-                    f"has {shard.box.offset}..{shard.box.end} of {name!r}, which is {whole}"
-                )
+            self._records.check_inside(name, shard.box, whole)
         return whole
 
     def _in_file(
-        self, name: str, shard: _Shard, file: str, found: Manifest
+        self, name: str, shard: _Shard, file: str, arrays: _Arrays
     ) -> tuple[DType, bool, list[Extent]]:
-        """Return a shard's dtype, whether only the target knows it, and where its bytes rest."""
-        if name not in found.tensors:
+        """Return a shard's dtype, whether only the target knows it, and where its bytes are."""
+        if name not in arrays:
             raise FormatError(
                 f"{file!r} in {self._store.place!r} lacks {name!r}, which {self._file!r} puts there"
             )
-        spec = found.tensors[name]
+        spec, found = arrays[name]
         flat = shard.flat
         expected = shard.box.shape if flat is None else (flat[1] - flat[0],)
         if spec.shape != expected:
@@ -269,7 +242,7 @@ class _Reader:
             )
         is_raw = shard.dtype is None and spec.dtype.name in RAW_MEANINGS
         extents = []
-        for extent in self._extents(file, found)[name]:
+        for extent in found:
             if flat is None:
                 box = extent.box.moved(shard.box.offset)
                 extents.append(replace(extent, box=box, checksums=None, digest=None))

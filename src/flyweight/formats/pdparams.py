@@ -14,14 +14,14 @@ from math import prod
 
 import numpy as np
 
-from flyweight.errors import FormatError, SpecError, listed
+from flyweight.errors import FormatError, SpecError
 from flyweight.formats.budget import Budget
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickle_values import Made, MadeDict, Span
 from flyweight.formats.pickles import read_pickle
-from flyweight.formats.records import LEAF_BYTES, told
+from flyweight.formats.records import LEAF_BYTES, as_format_errors, told
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
-from flyweight.formats.stored import Stored
+from flyweight.formats.stored import Stored, join_files
 from flyweight.memory import Bytes, bytes_of
 from flyweight.ports import Store
 from flyweight.spec.box import Box, boxes_of_range
@@ -62,35 +62,15 @@ RAW_MEANINGS = {"u16": {"bf16"}, "i8": {"f8_e4m3", "f8_e5m2"}}
 
 def open_pdparams(store: Store, files: Iterable[str]) -> Stored:
     """Open files that together hold one model, each a pickle or safetensors by its content."""
-    decoded = DecodedStore(store)
-    tensors: dict[str, TensorSpec] = {}
-    values: dict[str, Leaf] = {}
-    extents: list[Extent] = []
-    raw_names: set[str] = set()
-    for file in files:
-        head = store.read(file, 0, min(store.size(file), 9))
-        if looks_like_safetensors(head):  # first: its length may start with a pickle's first byte
-            found = open_files(store, [file]).manifest
-        elif looks_like_pickle(head):
-            found = read_pickled(decoded, file)
-            raw_names |= found.tensors.keys()
-        else:
-            raise FormatError(
-                f"{file!r} in {store.place!r} starts with {head!r}: neither a pickle nor "
-                f"safetensors"
-            )
-        if doubled := (tensors.keys() | values.keys()) & (
-            found.tensors.keys() | found.values.keys()
-        ):
-            raise FormatError(
-                f"{len(doubled)} tensors of {file!r} are in another part in {store.place!r} too: "
-                f"{listed(doubled)}; parts of two saves may be mixed"
-            )
-        tensors |= found.tensors
-        values |= found.values
-        extents += found.extents
-    manifest = Manifest(tensors, values=values, extents=extents)
-    return Stored(manifest, decoded, format="pdparams", raw_names=raw_names)
+    decoded, raw_names = DecodedStore(store), set[str]()
+
+    def found() -> Iterator[tuple[str, Manifest]]:
+        for file in files:
+            manifest, is_raw = read_file(decoded, file)
+            raw_names.update(manifest.tensors if is_raw else ())
+            yield file, manifest
+
+    return Stored(join_files(found(), store.place), decoded, format="pdparams", raw_names=raw_names)
 
 
 def looks_like_pickle(head: bytes) -> bool:
@@ -98,14 +78,17 @@ def looks_like_pickle(head: bytes) -> bool:
     return head[:1] == b"\x80"
 
 
-def read_pickled(store: DecodedStore, file: str) -> Manifest:
-    """Return the arrays and values of one pickle."""
-    try:
-        return _Pickled(store, file).manifest()
-    except RecursionError as cause:
-        raise FormatError(f"pickle {file!r} in {store.place!r} nests too deep") from cause
-    except SpecError as cause:
-        raise FormatError(f"pickle {file!r} in {store.place!r}: {cause}") from cause
+def read_file(store: DecodedStore, file: str) -> tuple[Manifest, bool]:
+    """Return the arrays and values of one file, and whether it is a pickle: then dtypes are raw."""
+    head = store.read(file, 0, min(store.size(file), 9))
+    if looks_like_safetensors(head):  # first: its length may start with a pickle's first byte
+        return open_files(store, [file]).manifest, False
+    if not looks_like_pickle(head):
+        raise FormatError(
+            f"{file!r} in {store.place!r} starts with {head!r}: neither a pickle nor safetensors"
+        )
+    with as_format_errors(f"pickle {file!r} in {store.place!r}"):
+        return _Pickled(store, file).manifest(), True
 
 
 @dataclass(frozen=True, slots=True)

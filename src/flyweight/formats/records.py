@@ -1,4 +1,4 @@
-"""Records: what the symbolic pickles of checkpoints are made of, read with limits.
+"""Records: the objects that the pickles of checkpoints describe, read with limits.
 
 A pickle of a few bytes can describe more than any memory holds, by naming the same
 list again and again. So nothing here walks or prints more of a value than it must.
@@ -7,11 +7,15 @@ list again and again. So nothing here walks or prints more of a value than it mu
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
-from flyweight.errors import FormatError
+from flyweight.errors import FormatError, SnapshotIncomplete, SpecError
 from flyweight.formats.budget import Budget
 from flyweight.formats.pickle_values import Global, Made, MadeDict, Span
+from flyweight.formats.pickles import read_pickle
+from flyweight.ports import Store
+from flyweight.spec.box import Box
 from flyweight.spec.manifest import MAX_DIMS, Leaf, check_name
 
 MAX_METADATA_BYTES = 1 << 30
@@ -27,6 +31,26 @@ def place_key(name: str, *numbers: tuple[int, ...]) -> bytes:
     """Return a key for a part of a tensor: tuples of numbers can be made to share one hash."""
     counted = [each for some in numbers for each in (len(some), *some)]
     return struct.pack(f"<{len(counted)}q", *counted) + name.encode("utf-8", "surrogatepass")
+
+
+@contextmanager
+def as_format_errors(what: str) -> Iterator[None]:
+    """Raise FormatError for whatever is wrong with the description of `what`."""
+    try:
+        yield
+    except RecursionError as cause:
+        raise FormatError(f"{what} nests too deep") from cause
+    except SpecError as cause:
+        raise FormatError(f"{what}: {cause}") from cause
+
+
+def read_index(
+    store: Store, file: str, allowed: Collection[tuple[str, str]]
+) -> tuple[Records, dict[str, object]]:
+    """Return a checkpoint's index, which is a pickled `Metadata`: its fields, and their reader."""
+    records = Records(f"{file!r} in {store.place!r}", store.size(file))
+    root = read_pickle(store, file, allowed, has_objects=True, budget=records.budget)
+    return records, records.fields(root, "Metadata")
 
 
 def told(value: object) -> str:
@@ -51,21 +75,17 @@ def _is_plain(value: object) -> bool:
 
 
 class Records:
-    """Reads the records of one file; what is not as expected is refused in its name."""
+    """Reads the records of one file, called `what` in errors; its size bounds their memory."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, nbytes: int = 0) -> None:
         self._what = what
+        if nbytes > MAX_METADATA_BYTES:
+            raise self.refused(f"has {nbytes} bytes, at most {MAX_METADATA_BYTES}")
         self._visits = 0
-        self.budget = self._leaves_budget = Budget(what, 0)
+        self.budget, self._leaves_budget = Budget(what, nbytes), Budget(what, 0)
 
     def refused(self, why: str) -> FormatError:
         return FormatError(f"{self._what} {why}")
-
-    def set_size(self, nbytes: int) -> None:
-        """Set the size of the file, which bounds the memory for its records."""
-        if nbytes > MAX_METADATA_BYTES:
-            raise self.refused(f"has {nbytes} bytes, at most {MAX_METADATA_BYTES}")
-        self.budget = Budget(self._what, nbytes)
 
     def set_data_size(self, nbytes: int) -> None:
         """Set the size of the files that hold its values, which bounds the memory for leaves."""
@@ -78,6 +98,16 @@ class Records:
             assert isinstance(value.state, tuple)
             return dict(zip(value.names, value.state, strict=True))
         raise self.refused(f"has {told(value)} where a {kind} is expected")
+
+    def check_inside(self, name: str, box: Box, whole: tuple[int, ...]) -> None:
+        """Raise unless a box of a tensor lies within its shape."""
+        if len(whole) != len(box.shape) or not Box.whole(whole).contains(box):
+            raise self.refused(f"has {box.offset}..{box.end} of {name!r}, which is {whole}")
+
+    def check_file(self, file: str, names: Collection[str]) -> None:
+        """Raise unless a file that the index names is among those of the directory."""
+        if file not in names:
+            raise SnapshotIncomplete(f"{self._what} names {file!r}, which is not there")
 
     def numbers(self, value: object, name: str) -> tuple[int, ...]:
         """Return a shape or an offset."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from flyweight.errors import FormatError, SpecError, listed
-from flyweight.formats.stored import Stored
+from flyweight.formats.stored import Stored, join_files
 from flyweight.ports import FilePlan, Store
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import BY_SAFETENSORS, DTYPES
@@ -106,18 +106,9 @@ def _entry(name: str, value: Json, what: str) -> tuple[TensorSpec, int, int]:
 
 def open_files(store: Store, files: Iterable[str], *, format: str = "safetensors") -> Stored:
     """Open files that together hold one model; a name in two of them is refused."""
-    tensors: dict[str, TensorSpec] = {}
-    extents: list[Extent] = []
-    for file in files:
-        head = read_head(store, file)
-        if doubled := head.tensors.keys() & tensors.keys():
-            raise FormatError(
-                f"{len(doubled)} tensors of {file!r} are in another file of {store.place!r} too: "
-                f"{listed(doubled)}"
-            )
-        tensors |= head.tensors
-        extents += head.extents
-    return Stored(Manifest(tensors, extents=extents), store, format=format)
+    heads = ((file, read_head(store, file)) for file in files)
+    found = ((file, Manifest(head.tensors, extents=head.extents)) for file, head in heads)
+    return Stored(join_files(found, store.place), store, format=format)
 
 
 def file_plan(

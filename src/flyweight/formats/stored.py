@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from flyweight.digest import Checksum
-from flyweight.errors import PlanError, SpecError
+from flyweight.errors import FormatError, PlanError, SpecError, listed
 from flyweight.formats.reader import Reader, Target
 from flyweight.memory import STAGING, Bytes, bytes_for, bytes_of, items_of
 from flyweight.plans.reshard import reshard
@@ -16,7 +16,7 @@ from flyweight.ports import Store
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.layout import Shard
-from flyweight.spec.manifest import Manifest
+from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorSpec
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -127,6 +127,24 @@ class Stored:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def join_files(files: Iterable[tuple[str, Manifest]], place: str) -> Manifest:
+    """Return the manifest of files that together hold one model; no name may be in two of them."""
+    tensors: dict[str, TensorSpec] = {}
+    values: dict[str, Leaf] = {}
+    extents: list[Extent] = []
+    for file, found in files:
+        names = found.tensors.keys() | found.values.keys()
+        if doubled := names & (tensors.keys() | values.keys()):
+            raise FormatError(
+                f"{len(doubled)} tensors of {file!r} are in another file of {place!r} too: "
+                f"{listed(doubled)}; files of two saves may be mixed"
+            )
+        tensors |= found.tensors
+        values |= found.values
+        extents += found.extents
+    return Manifest(tensors, values=values, extents=extents)
 
 
 def same_bytes(a: Stored, a_name: str, b: Stored, b_name: str) -> bool:

@@ -15,11 +15,10 @@ from math import prod
 
 import numpy as np
 
-from flyweight.errors import FormatError, SnapshotIncomplete, SpecError
+from flyweight.errors import FormatError, SnapshotIncomplete
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickle_values import Global, Made, Span
-from flyweight.formats.pickles import read_pickle
-from flyweight.formats.records import Records, place_key, told
+from flyweight.formats.records import as_format_errors, place_key, read_index, told
 from flyweight.formats.stored import Stored
 from flyweight.formats.torch_item import DTYPE_NAMES, SIZE, TorchItem, pickled_tensor
 from flyweight.memory import Buffer, Bytes, bytes_of, item_dtype
@@ -75,31 +74,22 @@ def open_dcp(store: Store) -> Stored:
             f"{store.place!r} has {len(files)} files like {files[0]!r} and no {METADATA!r}: a save "
             f"that never finished, or one without collectives"
         )
-    try:
+    with as_format_errors(f"{METADATA!r} in {store.place!r}"):
         return _Reader(store).stored()
-    except RecursionError as cause:
-        raise FormatError(f"{METADATA!r} in {store.place!r} nests too deep") from cause
-    except SpecError as cause:
-        raise FormatError(f"{METADATA!r} in {store.place!r}: {cause}") from cause
 
 
 class _Reader:
     def __init__(self, store: Store) -> None:
         self._store, self._names = DecodedStore(store), set(store.names())
         self._sizes: dict[str, int] = {}
-        self._records = Records(f"{METADATA!r} in {store.place!r}")
+        self._records, fields = read_index(store, METADATA, _ALLOWED)
         self._refused, self._fields = self._records.refused, self._records.fields
         self._numbers = self._records.numbers
-        self._records.set_size(store.size(METADATA))
-        root = read_pickle(
-            self._store, METADATA, _ALLOWED, has_objects=True, budget=self._records.budget
-        )
-        fields = self._fields(root, "Metadata")
         entries, places = fields.get("state_dict_metadata"), fields.get("storage_data")
         if not isinstance(entries, dict) or not isinstance(places, dict):
             raise self._refused("has no tensors or no files")
         self._entries = entries
-        del root, fields  # what is read of them below takes the memory of what is not
+        del fields  # records made below reuse the memory of those that are dropped
         self._places = self._read_places(places)
         self._records.set_data_size(sum(self._sizes.values()))
         self._check_apart()
@@ -132,15 +122,11 @@ class _Reader:
     def _place(self, name: str, info: Mapping[str, object]) -> tuple[str, Span]:
         file, offset, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-            told_file = told(file)
             raise self._refused(
-                f"puts {name!r} into {told_file}, which is no file of this directory"
+                f"puts {name!r} into {told(file)}, which is no file of this directory"
             )
         if file not in self._sizes:
-            if file not in self._names:
-                raise SnapshotIncomplete(
-                    f"{METADATA!r} in {self._store.place!r} names {file!r}, which is not there"
-                )
+            self._records.check_file(file, self._names)
             self._sizes[file] = self._store.size(file)
         size = self._sizes[file]
         if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
@@ -171,9 +157,7 @@ class _Reader:
                     values[leaf] = value
                 continue
             tensors[name], boxes = self._tensor(name, entry)
-            for box in boxes:
-                if box.num_elements:
-                    extents.append(self._extent(name, tensors[name], box))
+            extents += [self._extent(name, tensors[name], box) for box in boxes]
         manifest = Manifest(tensors, values=values, extents=extents)
         check_names(manifest)
         check_coverage(manifest)
@@ -186,7 +170,9 @@ class _Reader:
                 pass
             case other:
                 raise self._refused(f"has {told(other)} for the properties of {name!r}")
-        spec = _spec(self._dtype(name, dtype), self._numbers(fields.get("size"), name))
+        if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in BY_TORCH:
+            raise self._refused(f"says that {name!r} is {told(dtype)}")
+        spec = _spec(BY_TORCH[dtype.name], self._numbers(fields.get("size"), name))
         chunks = fields.get("chunks")
         boxes = []
         for chunk in chunks if isinstance(chunks, list) else ():
@@ -198,17 +184,10 @@ class _Reader:
             if spec.dtype.bits < 8:
                 offset, shape = _unpacked(spec.dtype, offset), _unpacked(spec.dtype, shape)
             box = Box(offset, shape)
-            if box.num_elements and not Box.whole(spec.shape).contains(box):
-                raise self._refused(
-                    f"has {box.offset}..{box.end} of {name!r}, which is {spec.shape}"
-                )
-            boxes.append(box)
+            if box.num_elements:
+                self._records.check_inside(name, box, spec.shape)
+                boxes.append(box)
         return spec, boxes
-
-    def _dtype(self, name: str, value: object) -> DType:
-        if isinstance(value, Global) and value.module == "torch" and value.name in BY_TORCH:
-            return BY_TORCH[value.name]
-        raise self._refused(f"says that {name!r} is {told(value)}")
 
     def _extent(self, name: str, spec: TensorSpec, box: Box) -> Extent:
         packed = spec.stored(box).offset if spec.dtype.bits < 8 else box.offset

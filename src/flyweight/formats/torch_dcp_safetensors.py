@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from flyweight.errors import FormatError, SnapshotIncomplete, SpecError
-from flyweight.formats.records import Records, told
+from flyweight.errors import FormatError, SnapshotIncomplete
+from flyweight.formats.records import Records, as_format_errors, told
 from flyweight.formats.safetensors import read_head
 from flyweight.formats.stored import Stored
 from flyweight.ports import Store
@@ -37,10 +37,8 @@ def open_safetensors_shards(store: Store) -> Stored:
     ranks = {int(match[1]) for name in files if (match := _SHARDED.fullmatch(name))}
     if ranks != set(range(1, len(ranks) + 1)):
         raise SnapshotIncomplete(f"{store.place!r} has files of ranks {sorted(ranks)[:20]}")
-    try:
+    with as_format_errors(repr(store.place)):
         return _open_shards(store, files)
-    except SpecError as cause:
-        raise FormatError(f"{store.place!r}: {cause}") from cause
 
 
 def _open_shards(store: Store, files: Sequence[str]) -> Stored:
