@@ -25,26 +25,26 @@ from flyweight.spec.manifest import Manifest, TensorSpec
 
 
 class MemoryStore:
-    """A store of one file in memory, which notices when somebody reads outside of it."""
+    """A store of files in memory, which notices when somebody reads outside of one."""
 
-    def __init__(self, data: bytes, name: str = "file") -> None:
-        self._data, self._name = data, name
+    def __init__(self, files):
+        self._files = files
 
     @property
     def place(self):
         return "memory"
 
     def names(self):
-        return [self._name]
+        return sorted(self._files)
 
     def size(self, name):
-        if name != self._name:
+        if name not in self._files:
             raise StoreError(f"no file {name!r} in memory")
-        return len(self._data)
+        return len(self._files[name])
 
     def read(self, name, offset, nbytes):
         assert 0 <= offset <= offset + nbytes <= self.size(name), "read outside the file"
-        return self._data[offset : offset + nbytes]
+        return self._files[name][offset : offset + nbytes]
 
     def window(self, name, offset, nbytes, staging, *, may_map=True):
         return nullcontext(np.frombuffer(self.read(name, offset, nbytes), np.uint8))
@@ -62,6 +62,39 @@ class MemoryStore:
 
     def close(self):
         pass
+
+
+class MemoryDraft:
+    """A draft of files in memory, which a commit adds to those of a store."""
+
+    def __init__(self, files):
+        self._files, self._drafts = files, {}
+
+    @property
+    def place(self):
+        return "memory"
+
+    def reserve(self, name, nbytes):
+        self._drafts[name] = bytearray(nbytes)
+
+    def write(self, name, offset, data):
+        assert 0 <= offset <= offset + len(data) <= len(self._drafts[name]), "write outside"
+        self._drafts[name][offset : offset + len(data)] = data.tobytes()
+
+    def flush(self):
+        pass
+
+    def commit(self):
+        self._files.update((name, bytes(content)) for name, content in self._drafts.items())
+
+    def abort(self):
+        self._drafts = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.abort()
 
 
 class FakeRendezvousStore:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import flyweight as fw
 from fakes import MemoryStore
-from flyweight.errors import FlyweightError, FormatError, StoreError
+from flyweight.errors import FlyweightError, FormatError
 from flyweight.formats import budget
 from flyweight.formats.paddle_dist import open_paddle
 from flyweight.formats.pdparams import open_pdparams
@@ -31,7 +31,7 @@ FUZZ = settings(
 
 def read_all(open_it, data):
     """Open and read everything; only our own errors may come out, and no read may leave the file."""
-    store: Store = MemoryStore(data)
+    store: Store = MemoryStore({"file": data})
     try:
         source = open_it(store, ["file"])
         for name in source.manifest.names:
@@ -212,25 +212,6 @@ def test_manifests_of_any_json(value):
 # Checkpoints of many files: a few bytes of one of them changed.
 
 
-class Files(MemoryStore):
-    """A store of several files in memory."""
-
-    def __init__(self, files):
-        self._files = files
-
-    def names(self):
-        return list(self._files)
-
-    def size(self, name):
-        if name not in self._files:
-            raise StoreError(f"no file {name!r} in memory")
-        return len(self._files[name])
-
-    def read(self, name, offset, nbytes):
-        assert 0 <= offset <= offset + nbytes <= self.size(name), "read outside the file"
-        return self._files[name][offset : offset + nbytes]
-
-
 def small_state():
     return {
         "w": np.arange(6.0).reshape(2, 3),
@@ -274,7 +255,7 @@ def directories(tmp_path_factory):
 
 def read_directory(opener, files):
     try:
-        source = opener(Files(files))
+        source = opener(MemoryStore(files))
         for name in source.manifest.names:
             assert len(source.read(name)) == source.manifest.spec(name).nbytes
     except FlyweightError:

@@ -8,12 +8,15 @@ import pytest
 
 import flyweight as fw
 from conftest import odd_arrays, same, zeros_like
+from fakes import MemoryDraft, MemoryStore
 from flyweight.adapters.model import adapt
 from flyweight.errors import FlyweightError
-from flyweight.formats.huggingface import huggingface_format
+from flyweight.formats.huggingface import huggingface_format, open_huggingface
 from flyweight.formats.legacy import legacy_format
-from flyweight.formats.paddle_dist import PADDLE_FORMAT
-from flyweight.formats.snapshot import snapshot_format
+from flyweight.formats.paddle_dist import PADDLE_FORMAT, open_paddle
+from flyweight.formats.pdparams import open_pdparams
+from flyweight.formats.snapshot import open_snapshot, snapshot_format
+from flyweight.formats.torch_dcp import open_dcp
 from flyweight.formats.torch_dcp_writer import DCP_FORMAT
 from flyweight.formats.writer import seal, write
 from flyweight.stores.draft import LocalDraft
@@ -29,6 +32,13 @@ FORMATS = {
     "dcp": lambda: DCP_FORMAT,
     "paddle": lambda: PADDLE_FORMAT,
 }
+OPENERS = {
+    "snapshot": open_snapshot,
+    "huggingface": open_huggingface,
+    "pdparams": lambda store: open_pdparams(store, store.names()),
+    "dcp": open_dcp,
+    "paddle": open_paddle,
+}
 
 
 def legacy(part_bytes, as_safetensors):
@@ -39,16 +49,22 @@ def arrays():
     return odd_arrays()
 
 
-@pytest.fixture(params=FORMATS)
-def written(request, tmp_path):
-    """Files of a format in a directory, and how to open them."""
+def write_all(format, draft):
+    """Write the arrays to a draft, commit it, and return their manifest with extents."""
     source = adapt(arrays())
-    format = FORMATS[request.param]()
     manifest = replace(source.manifest, version=3)
-    with LocalDraft(tmp_path / "out") as draft:
+    with draft:
         whole, plans = write(source, manifest, format, draft, num_threads=2, memory_bytes=64 << 20)
         seal(whole, plans, format, draft)
         draft.commit()
+    return whole
+
+
+@pytest.fixture(params=FORMATS)
+def written(request, tmp_path):
+    """Files of a format in a directory, and how to open them."""
+    format = FORMATS[request.param]()
+    whole = write_all(format, LocalDraft(tmp_path / "out"))
     ids = {"rank": 1, "legacy_id": 2} if format.name == "pdparams" else {}
     return tmp_path / "out", whole, format, ids
 
@@ -57,6 +73,17 @@ def test_what_was_written_is_read_back(written):
     place, _, _, ids = written
     target = zeros_like(arrays())
     fw.load(place, into=target, **ids)
+    assert same(target, arrays())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_third_partys_draft_and_store_hold_the_same_files(name, tmp_path):
+    format, files = FORMATS[name](), {}
+    write_all(format, MemoryDraft(files))
+    write_all(format, LocalDraft(tmp_path / "out"))
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    target = zeros_like(arrays())
+    fw.load(OPENERS[format.name](MemoryStore(files)), into=target)
     assert same(target, arrays())
 
 
