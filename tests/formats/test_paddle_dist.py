@@ -319,7 +319,7 @@ def test_two_saves_in_one_directory_are_refused(broken):
 def test_data_of_a_second_unfinished_save_is_refused(broken):
     """C38."""
     shutil.copy(broken / "0_0.distcp", broken / "0_1.distcp")
-    refused(broken, FormatError, "has '0_1.distcp', of which '0.metadata' knows nothing")
+    refused(broken, FormatError, "has '0_1.distcp', which '0.metadata' does not name")
 
 
 def test_a_rank_without_any_data_is_no_sign_of_a_second_save(broken):

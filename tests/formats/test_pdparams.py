@@ -306,7 +306,7 @@ def test_c5_parts_left_over_from_a_longer_save_are_refused(tmp_path):
 def test_c5_a_tensor_in_two_parts_is_refused(tmp_path):
     parts(tmp_path, range(2))
     paddle.save({"w0": paddle.zeros([3])}, str(tmp_path / LegacyNames(0, 0).part(2)))
-    with pytest.raises(FormatError, match="'w0'; parts of two saves may be mixed"):
+    with pytest.raises(FormatError, match="'w0'; files of two saves may be mixed"):
         fw.load(tmp_path, into={"w0": paddle.zeros([3])}, rank=0, legacy_id=0)
 
 

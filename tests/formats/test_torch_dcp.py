@@ -372,7 +372,7 @@ def test_packed_entries_are_refused(broken, tmp_path):
             packed.writestr(name, source.read(name) * 50)
     info.relative_path, info.offset, info.length = "packed", 0, (broken / "packed").stat().st_size
     (broken / ".metadata").write_bytes(pickle.dumps(meta))
-    refused(broken, FormatError, "packed; only what is stored can be read")
+    refused(broken, FormatError, "compressed or encrypted; only stored entries can be read")
 
 
 def test_the_state_of_an_optimizer_comes_back_to_torch_by_way_of_a_snapshot(tmp_path):

@@ -1,4 +1,4 @@
-"""Budgets: how much memory a file may take that describes objects.
+"""Budgets: how much memory the objects that a file describes may take.
 
 A few bytes can describe more than any memory holds, by naming the same list again and again.
 """
@@ -17,13 +17,13 @@ MIN_BUDGET_BYTES = 8 << 20
 
 
 class Budget:
-    """The memory that is left for what a file of `nbytes` describes."""
+    """The memory that is left for the objects that a file of `nbytes` describes."""
 
     def __init__(self, what: str, nbytes: int) -> None:
         self._what, self._nbytes = what, nbytes
         self._limit = self.left = max(MIN_BUDGET_BYTES, MEMORY_PER_BYTE * nbytes)
         self.num_records = 0
-        """Records whose memory was taken, and which were not read yet."""
+        """Records that have taken memory and are not read yet."""
 
     def take(self, nbytes: int) -> None:
         self.left -= nbytes
@@ -31,9 +31,9 @@ class Budget:
             self.refuse()
 
     def take_record(self, nbytes: int) -> None:
-        """Take memory for what is read of a record, unless it replaces the record's own.
+        """Take memory for what is made of a record, unless it replaces the record itself.
 
-        It does not where a record is recalled again and again.
+        A record that is recalled again and again is replaced only once.
         """
         if self.num_records:
             self.num_records -= 1

@@ -1,6 +1,6 @@
-"""A store with extra files: arrays that do not rest row-major, decoded when they are looked at.
+"""A store with extra files: arrays that are not stored row-major, decoded when they are read.
 
-Such an array cannot be read in pieces, so it is decoded whole; only the last one is kept.
+Such an array cannot be read in ranges, so it is decoded as a whole; only the last one is kept.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from flyweight.ports import Store
 
 
 class DecodedStore:
+    """Another store, with files added whose bytes are computed."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._decoders: dict[str, Callable[[], Bytes]] = {}

@@ -43,7 +43,7 @@ def open_huggingface(store: Store) -> Stored:
 
 
 def open_index(store: Store) -> Stored:
-    """Open the checkpoint that the index tells of, whatever else is in the directory."""
+    """Open the checkpoint that the index describes, whatever else is in the directory."""
     names = store.names()
     files = sorted({check_file_name(file) for file in read_index(store).values()})
     if missing := [file for file in files if file not in names]:
@@ -57,7 +57,7 @@ def open_index(store: Store) -> Stored:
 
 
 def read_index(store: Store, extents: Sequence[Extent] | None = None) -> dict[str, Json]:
-    """Return the file of each tensor; raise unless it is the one that `extents`, if given, say."""
+    """Return the file of each tensor; raise if `extents` are given and have another one."""
     size, what = store.size(INDEX), f"{INDEX!r} in {store.place!r}"
     if size > MAX_INDEX_BYTES:
         raise FormatError(f"{what} has {size} bytes, at most {MAX_INDEX_BYTES}")
@@ -76,7 +76,7 @@ def read_index(store: Store, extents: Sequence[Extent] | None = None) -> dict[st
 
 
 def split_parts(parcels: Iterable[Parcel], part_bytes: int = PART_BYTES) -> list[list[Parcel]]:
-    """Deal parcels out to parts of at most `part_bytes`, in order; one larger is alone."""
+    """Split parcels, in order, over files of at most `part_bytes`; a larger one is alone."""
     parts: list[list[Parcel]] = [[]]
     held_bytes = 0
     for parcel in parcels:
@@ -111,7 +111,7 @@ def seal(manifest: Manifest, plans: Sequence[FilePlan]) -> Mapping[str, bytes]:
 
 
 def is_whole(manifest: Manifest) -> bool:
-    """True if every tensor rests in one piece."""
+    """True if every tensor is one extent."""
     return all(
         extent.box.shape == manifest.tensors[extent.name].shape for extent in manifest.extents
     )

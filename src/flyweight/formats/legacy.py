@@ -1,7 +1,7 @@
-"""The old names: what FastDeploy's engines look for, where, and files that they can read.
+"""The old names: the files that FastDeploy's engines look for, and how to write them.
 
-Old engines look for their rank's `.pdparams` under fixed names at four places. The search
-is done here on listed names instead of patterns, and a base name must match in full.
+Old engines look for their rank's `.pdparams` under fixed names in four places. This search
+lists the directory and compares whole names, where theirs uses patterns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flyweight.spec.manifest import Extent, Manifest, Parcel, TensorSpec
 
 _log = getLogger("flyweight.formats")
 SHARED_DIRECTORY = "/shared_ipc_meta"
-_RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}  # what numpy has no name for
+_RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}  # dtypes that numpy has no name for
 
 
 def _array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
@@ -68,7 +68,7 @@ def pickle_plan(file: str, parcels: Iterable[Parcel], *, tail: bytes = b"") -> F
 def legacy_format(
     *, rank: int, legacy_id: int | str, part_bytes: int | None, as_safetensors: bool
 ) -> Format:
-    """Return the format that old engines search for: one file, or parts of at most `part_bytes`."""
+    """Return the format that old engines read: one file, or parts of at most `part_bytes`."""
     names = LegacyNames(rank, legacy_id)
     plan = safetensors_plan if as_safetensors else pickle_plan
 
@@ -140,9 +140,9 @@ class LegacyNames:
 def find_legacy(
     model: Store | None, shared: Store | None, names: LegacyNames, *, looked_at: tuple[str, str]
 ) -> tuple[Store, list[str]]:
-    """Return the store and the files that answer for this rank, by the old order of places.
+    """Return the store and the files of this rank, searched in the order of old engines.
 
-    A directory that is not there is None; `looked_at` names both, for the error.
+    A directory that does not exist is None; `looked_at` names both, for the error.
     """
     if model is not None:
         here = model.names()
@@ -164,4 +164,4 @@ def find_legacy(
     candidates = (names.part(0), names.part(1), names.single, names.undotted)
     tried = [f"{model_place}/{each}" for each in candidates]
     tried.append(f"{shared_place}/{names.single}")
-    raise SnapshotNotFound(f"none of the old files is there: {', '.join(tried)}")
+    raise SnapshotNotFound(f"no file of this rank is there: {', '.join(tried)}")

@@ -1,9 +1,9 @@
 """Paddle's distributed checkpoints: `{uid}.metadata` and a `{rank}_{uid}.distcp` from each rank.
 
 The metadata is a pickle of three plain classes, the data files are flat `.pdparams`.
-The metadata tells the true dtypes and which box of a tensor each array is. Paddle
-writes it before the data and lets saves mix in one directory, so files and metadata
-are compared name by name before either is believed.
+The metadata has the true dtypes, and says which box of a tensor each array is. Paddle
+writes it before the data, and lets two saves mix in one directory, so files and metadata
+are compared name by name.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def has_checkpoint(names: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """A box of a tensor as the metadata tells it."""
+    """A box of a tensor, as the metadata describes it."""
 
     box: Box
     dtype: DType | None
     whole: tuple[int, ...] | None
     flat: tuple[int, int] | None
-    """Where the array is only a stretch of the box, flattened: from and to."""
+    """First and last + 1 element, if the array is only a range of the flattened box."""
 
 
 _Arrays = dict[str, tuple[TensorSpec, list[Extent]]]
@@ -74,8 +74,8 @@ def open_paddle(store: Store) -> Stored:
         )
     if len(found) > 1:
         raise FormatError(
-            f"{store.place!r} has {len(found)} saves: {listed(found)}; which one is wanted cannot "
-            f"be told, move each to a directory of its own"
+            f"{store.place!r} has {len(found)} saves: {listed(found)}; move each to a "
+            f"directory of its own"
         )
     with as_format_errors(f"{found[0]!r} in {store.place!r}"):
         return _Reader(store, found[0]).stored(data)
@@ -89,7 +89,7 @@ class _Reader:
         self._numbers = self._records.numbers
         self._shards = self._read_shards(fields.get("state_dict_metadata"))
         self._replicas: dict[str, set[str]] = {}
-        """The tensors of which a file has a copy that is not looked at."""
+        """By file: the tensors of which it has a copy that is not read."""
         self._places = self._read_places(fields.get("storage_metadata"))
 
     def _read_shards(self, value: object) -> dict[str, list[_Shard]]:
@@ -97,7 +97,7 @@ class _Reader:
             raise self._refused(f"has {told(value)} for its tensors")
         shards: dict[str, list[_Shard]] = {}
         for name in list(value):
-            entries = value.pop(name)  # what is read of it takes its memory
+            entries = value.pop(name)  # what is made of it may take its memory
             if not isinstance(name, str) or not isinstance(entries, list):
                 raise self._refused(f"has {told(entries)} for the shards of {str(name)[:80]!r}")
             shards[check_name(name)] = [self._read_shard(name, each) for each in entries]
@@ -126,7 +126,7 @@ class _Reader:
         return numbers[0], numbers[1]
 
     def _read_places(self, value: object) -> dict[bytes, str]:
-        """Return which file has each shard; replicas other than the first are not looked at."""
+        """Return which file has each shard; only the first replica of each is read."""
         if not isinstance(value, dict):
             raise self._refused(f"has {told(value)} for its files")
         places: dict[bytes, str] = {}
@@ -196,11 +196,11 @@ class _Reader:
         return found
 
     def _check_others(self, others: Sequence[str]) -> None:
-        """Raise for data that the metadata does not speak of: a rank without any is no sign."""
+        """Raise for files with tensors that the metadata does not name; empty ones are fine."""
         for file in others:
             if self._open(file).keys() - self._replicas.get(file, set()):
                 raise FormatError(
-                    f"{self._store.place!r} has {file!r}, of which {self._file!r} knows nothing: "
+                    f"{self._store.place!r} has {file!r}, which {self._file!r} does not name: "
                     f"another save, finished or not, is in the same directory"
                 )
 

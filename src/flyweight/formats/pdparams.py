@@ -1,7 +1,7 @@
 """`.pdparams`: Paddle's pickles of numpy arrays, and safetensors under the same suffix.
 
-Pickles do not say bf16 or fp8: the first is stored as uint16, the second as int8, and
-the target knows which it is. `legacy.py` beside this has the names old engines look for.
+Pickles have no bf16 and no fp8: the first is stored as uint16, the second as int8, and only
+the target knows which it is. `legacy.py` has the file names that old engines look for.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ STRUCTURED_NAMES = "StructuredToParameterName@@"  # Paddle's own names of the sa
 _SPLIT = "UnpackBigParamInfor@@"  # where protocols 2 and 3 cut arrays over 1 GiB
 RESERVED_NAMES = {STRUCTURED_NAMES, _SPLIT}
 RAW_MEANINGS = {"u16": {"bf16"}, "i8": {"f8_e4m3", "f8_e5m2"}}
-"""What our names of a pickle's dtypes may stand for."""
+"""What the dtypes of a pickle may mean."""
 
 
 def open_pdparams(store: Store, files: Iterable[str]) -> Stored:
@@ -223,7 +223,7 @@ class _Pickled:
         if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
             raise self._refuse(f"has an array {name!r} of shape {told(shape)}")
         if is_fortran and sum(size > 1 for size in shape) > 1:
-            # One flipped bit says so as well, and no checksum would tell: better not believed.
+            # One flipped bit would say so too, and there is no checksum: refuse it.
             raise self._refuse(
                 f"has an array {name!r} in column order, expected row order; save a transposed "
                 f"tensor after .contiguous()"

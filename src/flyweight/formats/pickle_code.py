@@ -1,7 +1,7 @@
-"""Pickle code: the opcodes of a pickle, written without making the objects it speaks of.
+"""Writes the opcodes of a pickle, without making the objects that it describes.
 
 Each function returns opcodes that leave one value on the stack. Files of other
-frameworks need no more than these, and any reader of protocol 2 takes them.
+frameworks need no more than these, and any reader of protocol 2 accepts them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def made(what: bytes, **state: bytes) -> bytes:
 
 
 class Memo:
-    """Values that are spelled out once and named by a number afterwards."""
+    """Writes each value once, and recalls it by a number afterwards."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}

@@ -1,17 +1,16 @@
-"""The reader: pours extents into memory, in windows, by threads, checked as they pass.
+"""The reader: copies extents of files into memory, by worker threads, and checks them.
 
-A piece is a chunk of an extent that some target wants: its place in the file, its
-checksum, and where its items go. Pieces near each other in a file are read as one
-window. Bytes that lie in the page cache as the target wants them are read straight
-into it and hashed there; all others are hashed before they are copied. An error says
-whether anything had been written.
+Threads read windows: ranges of a file with the chunks that some target wants, and small gaps
+between them. Bytes that are in the page cache in the order the target wants are read
+directly into it and hashed there; all others are hashed before they are copied. An error
+says whether anything had been written.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -40,7 +39,7 @@ _GAP_BYTES = 64 << 10  # reading past a hole this small is cheaper than a second
 
 @dataclass(frozen=True)
 class Target:
-    """A box of a tensor, in items, that wants bytes: host items, or a function that takes them."""
+    """A box of a tensor, in items, that wants bytes: memory, or a function that copies them."""
 
     box: Box
     items: Items | Callable[[Box, Bytes], None]
@@ -49,7 +48,7 @@ class Target:
     """False if bytes should come by way of `staging` even from the page cache: it is pinned."""
 
     settle: Callable[[], None] | None = None
-    """Waits until what `items` took has arrived; until then its bytes stay as they are."""
+    """Waits until the copies that `items` started are done; their bytes must not change before."""
 
     @cached_property
     def flat(self) -> Bytes | None:
@@ -60,14 +59,16 @@ class Target:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Chunk:
+    """A chunk of an extent that some targets want."""
+
     offset: int
     nbytes: int
     extent: Extent
-    chunk: Box
-    """The chunk in items, counted from the corner of the whole tensor."""
+    box: Box
+    """In items, counted from the corner of the whole tensor."""
     index: int | None
-    """Which checksum of the extent is this piece's; None if it is not checked."""
+    """Which checksum of the extent is this chunk's; None if it is not checked."""
     item_bytes: int
     targets: list[Target] = field(default_factory=list)
     goal: Bytes | None = None
@@ -79,7 +80,7 @@ class _Window:
     file: str
     start: int
     end: int
-    pieces: list[_Piece]
+    chunks: list[_Chunk]
 
     @property
     def nbytes(self) -> int:
@@ -87,17 +88,17 @@ class _Window:
 
     @property
     def is_plain(self) -> bool:
-        """True if every byte has one place to go to: no gap, and no piece wanted twice."""
+        """True if every byte goes to one place: no gap, and no chunk that two targets want."""
         at = self.start
-        for piece in self.pieces:
-            if piece.goal is None or piece.offset != at:
+        for chunk in self.chunks:
+            if chunk.goal is None or chunk.offset != at:
                 return False
-            at += piece.nbytes
+            at += chunk.nbytes
         return True
 
 
 class Reader:
-    """Collects what is wanted of a store's files, then reads it in the order of the files."""
+    """Collects which boxes of a store's files are wanted, then reads them in file order."""
 
     def __init__(
         self,
@@ -109,41 +110,41 @@ class Reader:
     ) -> None:
         self._store, self._manifest, self._should_verify = store, manifest, should_verify
         self._on_damage = on_damage
-        self._pieces: dict[str, dict[tuple[int, Box, int], _Piece]] = {}
+        self._chunks: dict[str, dict[tuple[int, Box, int], _Chunk]] = {}
         self._staging: Staging | None = None
         self._may_map = True
         self._settle: Callable[[], None] | None = None
         self.read_bytes = self.checked_bytes = 0
-        self._landed_bytes = 0
+        self._written_bytes = 0
         self._lock = threading.Lock()
 
     def add(self, extent: Extent, box: Box, target: Target) -> None:
-        """Want `box`, in elements, of what the extent holds."""
+        """Copy `box`, in elements, of an extent to a target when `run` is called."""
         spec = self._manifest.tensors[extent.name]
         wanted, held = spec.stored(box), spec.stored(extent.box)
         self._staging = target.staging
         self._may_map = self._may_map and target.may_map
         self._settle = self._settle or target.settle
-        pieces = self._pieces.setdefault(extent.file, {})
+        chunks = self._chunks.setdefault(extent.file, {})
         is_checked = self._should_verify and extent.checksums is not None
         is_all = wanted == held
         if is_all and wanted == target.box and target.flat is not None:
             self._add_flat(extent, held, target, is_checked)
             return
         at, is_corner = extent.offset, not any(held.offset)
-        for index, chunk in enumerate(spec.chunks(extent.box, self._manifest.chunk_bytes)):
-            nbytes = prod(chunk.shape) * spec.item_bytes
-            block = chunk if is_corner else chunk.moved(held.offset)
-            if is_all or block.overlap(wanted) is not None:
+        for index, items in enumerate(spec.chunks(extent.box, self._manifest.chunk_bytes)):
+            nbytes = prod(items.shape) * spec.item_bytes
+            box = items if is_corner else items.moved(held.offset)
+            if is_all or box.overlap(wanted) is not None:
                 number = index if is_checked else None
-                key = (at, block, spec.item_bytes)
-                if key not in pieces:
-                    pieces[key] = _Piece(at, nbytes, extent, block, number, spec.item_bytes)
-                pieces[key].targets.append(target)
+                key = (at, box, spec.item_bytes)
+                if key not in chunks:
+                    chunks[key] = _Chunk(at, nbytes, extent, box, number, spec.item_bytes)
+                chunks[key].targets.append(target)
             at += nbytes
 
     def _add_flat(self, extent: Extent, held: Box, target: Target, is_checked: bool) -> None:
-        """Want all of an extent just as it rests: its pieces are bytes, nobody looks inside."""
+        """Want all of an extent as it is in the file: its chunks are plain bytes."""
         assert target.flat is not None
         spec, start = self._manifest.tensors[extent.name], 0
         sizes = spec.chunk_sizes(extent.box, self._manifest.chunk_bytes)
@@ -151,14 +152,14 @@ class Reader:
             goal = target.flat[start : start + nbytes]
             number = index if is_checked else None
             at = extent.offset + start
-            piece = _Piece(at, nbytes, extent, held, number, spec.item_bytes, [target], goal)
-            self._pieces[extent.file][at, held, id(target)] = piece
+            chunk = _Chunk(at, nbytes, extent, held, number, spec.item_bytes, [target], goal)
+            self._chunks[extent.file][at, held, id(target)] = chunk
             start += nbytes
 
     @property
     def wanted_bytes(self) -> int:
         """How many bytes of the files would be read, gaps aside."""
-        return sum(p.nbytes for pieces in self._pieces.values() for p in pieces.values())
+        return sum(each.nbytes for chunks in self._chunks.values() for each in chunks.values())
 
     def run(
         self,
@@ -171,8 +172,9 @@ class Reader:
     ) -> None:
         """Read everything that was added; afterwards every target holds its bytes.
 
-        `tick` is called now and then, and may raise to stop. Readers of the same files that start
-        at different places, told as a part of the whole, find read what others read first.
+        `tick` is called before each window, and may raise to stop. `starting_at`, a fraction from
+        0 to 1, says which window comes first: several readers of the same files that start at
+        different places find in the page cache what the others have read.
         """
         check_threads(num_threads)
         window_bytes = WINDOW_BYTES
@@ -198,7 +200,7 @@ class Reader:
                 return self._read(window, staging)
             except (FormatError, StoreError) as error:
                 if not isinstance(error, ChecksumMismatch):  # which names its tensor itself
-                    error.note(f"reading {listed({each.extent.name for each in window.pieces})}")
+                    error.note(f"reading {listed({each.extent.name for each in window.chunks})}")
                 raise
 
         try:
@@ -217,141 +219,129 @@ class Reader:
             raise
 
     def _aftermath(self) -> str:
-        if not self._landed_bytes:
+        if not self._written_bytes:
             return "the target was not touched"
         return (
-            f"{self._landed_bytes} bytes had been written: the target holds a mix and must not be "
+            f"{self._written_bytes} bytes had been written: the target holds a mix and must not be "
             f"used before a whole load"
         )
 
     def _windows(self, window_bytes: int) -> Iterator[_Window]:
-        """Gather neighbours up to the size of a window; a piece too large for one is alone."""
-        for file, pieces in self._pieces.items():
+        """Yield windows of neighbouring chunks; a chunk larger than a window has its own."""
+        for file, chunks in self._chunks.items():
             window: _Window | None = None
-            for piece in sorted(map(self._narrowed, pieces.values()), key=lambda p: p.offset):
-                reach = piece.offset + piece.nbytes
+            for chunk in sorted(map(self._narrowed, chunks.values()), key=lambda each: each.offset):
+                reach = chunk.offset + chunk.nbytes
                 if window is not None and (
-                    piece.offset - window.end > _GAP_BYTES or reach - window.start > window_bytes
+                    chunk.offset - window.end > _GAP_BYTES or reach - window.start > window_bytes
                 ):
                     yield window
                     window = None
                 if window is None:
-                    window = _Window(file, piece.offset, reach, [])
-                window.pieces.append(piece)
+                    window = _Window(file, chunk.offset, reach, [])
+                window.chunks.append(chunk)
                 window.end = max(window.end, reach)
             if window is not None:
                 yield window
 
-    def _narrowed(self, piece: _Piece) -> _Piece:
-        """Cut an unchecked piece down to the rows that are wanted, if they are one stretch."""
-        if piece.goal is not None or piece.index is not None or len(piece.targets) != 1:
-            return piece
-        meet = piece.chunk.overlap(piece.targets[0].box)
-        if meet is None or meet == piece.chunk:
-            return piece
-        runs = list(meet.within(piece.chunk).runs(piece.chunk.shape))
+    def _narrowed(self, chunk: _Chunk) -> _Chunk:
+        """Cut an unchecked chunk down to the rows that are wanted, if those are one run."""
+        if chunk.goal is not None or chunk.index is not None or len(chunk.targets) != 1:
+            return chunk
+        meet = chunk.box.overlap(chunk.targets[0].box)
+        if meet is None or meet == chunk.box:
+            return chunk
+        runs = list(meet.within(chunk.box).runs(chunk.box.shape))
         if len(runs) != 1:
-            return piece
-        start, length = runs[0]
-        return _Piece(
-            piece.offset + start * piece.item_bytes,
-            length * piece.item_bytes,
-            piece.extent,
-            meet,
-            None,
-            piece.item_bytes,
-            piece.targets,
-        )
+            return chunk
+        start, length = (each * chunk.item_bytes for each in runs[0])
+        return replace(chunk, offset=chunk.offset + start, nbytes=length, box=meet)
 
     def _read(self, window: _Window, staging: Bytes) -> int:
-        file, start, pieces = window.file, window.start, window.pieces
-        if window.is_plain and self._store.is_cached(file, start, window.nbytes):
-            self._read_in_place(file, pieces)
-            return self._read_done(window)
-        with self._store.window(
-            file, start, window.nbytes, staging, may_map=self._may_map
-        ) as shown:
-            try:
-                for piece in pieces:
-                    data = shown[piece.offset - start : piece.offset - start + piece.nbytes]
-                    if piece.index is None or self._is_right(piece, checksum(data)):
-                        self._count(landed=piece.nbytes)
-                        self._land(piece, data)
-            finally:
-                if self._settle is not None:
-                    self._settle()
-                del data, shown  # or the mapping cannot be closed
-        return self._read_done(window)
+        file, start, nbytes = window.file, window.start, window.nbytes
+        if window.is_plain and self._store.is_cached(file, start, nbytes):
+            self._read_in_place(file, window.chunks)
+        else:
+            may_map = self._may_map
+            with self._store.window(file, start, nbytes, staging, may_map=may_map) as shown:
+                try:
+                    for chunk in window.chunks:
+                        data = shown[chunk.offset - start : chunk.offset - start + chunk.nbytes]
+                        if chunk.index is None or self._is_right(chunk, checksum(data)):
+                            self._count(written=chunk.nbytes)
+                            self._copy(chunk, data)
+                finally:
+                    if self._settle is not None:
+                        self._settle()
+                    del data, shown  # or the mapping cannot be closed
+        self._count(read=nbytes)
+        return nbytes
 
-    def _read_done(self, window: _Window) -> int:
-        self._count(read=window.nbytes)
-        return window.nbytes
-
-    def _read_in_place(self, file: str, pieces: list[_Piece]) -> None:
-        """Read neighbours straight to where they go, and hash them there while they are hot."""
-        self._count(landed=sum(piece.nbytes for piece in pieces))
-        batch: list[tuple[_Piece, Bytes]] = []
+    def _read_in_place(self, file: str, chunks: list[_Chunk]) -> None:
+        """Read chunks directly to where they go, and hash them while the CPU's cache has them."""
+        self._count(written=sum(chunk.nbytes for chunk in chunks))
+        batch: list[tuple[_Chunk, Bytes]] = []
         held_bytes = 0
-        for piece in pieces:
-            assert piece.goal is not None
-            is_large = piece.index is not None and piece.nbytes > _HOT_BYTES
-            is_full = piece.index is not None and held_bytes + piece.nbytes > _HOT_BYTES
+        for chunk in chunks:
+            assert chunk.goal is not None
+            is_large = chunk.index is not None and chunk.nbytes > _HOT_BYTES
+            is_full = chunk.index is not None and held_bytes + chunk.nbytes > _HOT_BYTES
             if batch and (is_large or is_full):
                 self._read_batch(file, batch)
                 batch, held_bytes = [], 0
             if is_large:
                 running = Checksum()
-                for at in range(0, piece.nbytes, _HOT_BYTES):
-                    some = piece.goal[at : at + _HOT_BYTES]
-                    self._store.read_into(file, piece.offset + at, [some])
+                for at in range(0, chunk.nbytes, _HOT_BYTES):
+                    some = chunk.goal[at : at + _HOT_BYTES]
+                    self._store.read_into(file, chunk.offset + at, [some])
                     running.add(some)
-                self._is_right(piece, running.value())
+                self._is_right(chunk, running.value())
             else:
-                batch.append((piece, piece.goal))
-                held_bytes += piece.nbytes
+                batch.append((chunk, chunk.goal))
+                held_bytes += chunk.nbytes
         if batch:
             self._read_batch(file, batch)
 
-    def _read_batch(self, file: str, batch: list[tuple[_Piece, Bytes]]) -> None:
+    def _read_batch(self, file: str, batch: list[tuple[_Chunk, Bytes]]) -> None:
         self._store.read_into(file, batch[0][0].offset, [goal for _, goal in batch])
-        for piece, goal in batch:
-            if piece.index is not None:
-                self._is_right(piece, checksum(goal))
+        for chunk, goal in batch:
+            if chunk.index is not None:
+                self._is_right(chunk, checksum(goal))
 
-    def _count(self, *, read: int = 0, landed: int = 0, checked: int = 0) -> None:
+    def _count(self, *, read: int = 0, written: int = 0, checked: int = 0) -> None:
         with self._lock:
             self.read_bytes += read
-            self._landed_bytes += landed
+            self._written_bytes += written
             self.checked_bytes += checked
 
-    def _is_right(self, piece: _Piece, found: int) -> bool:
-        """Compare the checksum; raises, or tells who asked to be told and returns False."""
-        assert piece.extent.checksums is not None
-        assert piece.index is not None
-        expected = piece.extent.checksums[piece.index]
-        self._count(checked=piece.nbytes)
+    def _is_right(self, chunk: _Chunk, found: int) -> bool:
+        """True if the checksum is right; else call `on_damage` and return False, or raise."""
+        assert chunk.extent.checksums is not None
+        assert chunk.index is not None
+        expected = chunk.extent.checksums[chunk.index]
+        self._count(checked=chunk.nbytes)
         if found == expected:
             return True
         error = ChecksumMismatch(
-            f"{piece.extent.name!r}: bytes {piece.offset}..{piece.offset + piece.nbytes} of "
-            f"{piece.extent.file!r} in {self._store.place!r} have checksum {found:016x}, "
+            f"{chunk.extent.name!r}: bytes {chunk.offset}..{chunk.offset + chunk.nbytes} of "
+            f"{chunk.extent.file!r} in {self._store.place!r} have checksum {found:016x}, "
             f"{expected:016x} was written"
         )
         if self._on_damage is None:
             raise error
-        self._on_damage(piece.extent, error)
+        self._on_damage(chunk.extent, error)
         return False
 
-    def _land(self, piece: _Piece, data: Bytes) -> None:
-        if piece.goal is not None:
-            np.copyto(piece.goal, data)
+    def _copy(self, chunk: _Chunk, data: Bytes) -> None:
+        if chunk.goal is not None:
+            np.copyto(chunk.goal, data)
             return
-        source = items_of(data, piece.item_bytes, piece.chunk.shape)
-        for target in piece.targets:
-            meet = piece.chunk.overlap(target.box)
+        source = items_of(data, chunk.item_bytes, chunk.box.shape)
+        for target in chunk.targets:
+            meet = chunk.box.overlap(target.box)
             if meet is None:
                 continue
-            block = block_of(source, meet.within(piece.chunk))
+            block = block_of(source, meet.within(chunk.box))
             place = meet.within(target.box)
             if callable(target.items):
                 target.items(place, np.ascontiguousarray(block).reshape(-1).view(np.uint8))

@@ -1,4 +1,4 @@
-"""Stored: an opened checkpoint of any format, told as one manifest with extents."""
+"""An opened checkpoint of any format: one manifest, whose extents say where the bytes are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 class Stored:
-    """A source at rest. Reads are checked wherever the format keeps checksums."""
+    """A source in a store. Reads are checked wherever the format has checksums."""
 
     staging = STAGING
 
@@ -38,7 +38,7 @@ class Stored:
         self.store = store
         self.format = format
         self.raw_names = raw_names
-        """Tensors whose bf16 is told as u16 and whose fp8 as i8, so that only the target knows."""
+        """Tensors whose dtype u16 may mean bf16, and i8 fp8: only the target knows."""
         self._shards: dict[str, list[Shard]] = {name: [] for name in manifest.tensors}
         for index, extent in enumerate(manifest.extents):
             self._shards[extent.name].append(Shard(index, extent.box))
@@ -48,11 +48,11 @@ class Stored:
         return self._manifest
 
     def assuming(self, dtypes: Mapping[str, str]) -> Stored:
-        """Return the same source with tensors of one dtype told as another of the same width."""
+        """Return the same source with some dtypes read as others of the same width."""
         told = {dtype_named(old).name: dtype_named(new) for old, new in dtypes.items()}
         for old, new in dtypes.items():
             if dtype_named(old).bits != dtype_named(new).bits:
-                raise SpecError(f"{old} and {new} differ in width; one cannot be told as the other")
+                raise SpecError(f"{old} and {new} differ in width; one cannot be read as the other")
         tensors = {
             name: replace(spec, dtype=told.get(spec.dtype.name, spec.dtype))
             for name, spec in self._manifest.tensors.items()
@@ -61,11 +61,11 @@ class Stored:
         return Stored(manifest, self.store, format=self.format)
 
     def shards(self, name: str) -> list[Shard]:
-        """Return the boxes at rest; a shard's rank is the number of its extent."""
+        """Return the boxes in the files; a shard's rank is the number of its extent."""
         return self._shards[self._manifest.tied.get(name, name)]
 
     def boxes(self, name: str) -> list[Box]:
-        """Return the whole tensor: of what rests in pieces any box can be read."""
+        """Return the whole tensor: any box can be read, however the files cut it."""
         return [Box.whole(self._manifest.spec(name).shape)]
 
     def read(
@@ -76,7 +76,7 @@ class Stored:
         into: Bytes | None = None,
         should_verify: bool = True,
     ) -> Bytes:
-        """Return the box's bytes, row-major and checked; copied to `into` where it is given."""
+        """Return the box's bytes, row-major and checked; in `into` if that is given."""
         if name not in self._manifest.tensors and name not in self._manifest.tied:
             count = len(self._manifest.names)
             raise PlanError(f"{name!r} is not among the {count} tensors of {self.store.place!r}")
@@ -95,10 +95,10 @@ class Stored:
         return data
 
     def fingerprint(self) -> int:
-        """Return a checksum of what is here: of all it says, and of samples of unchecked files.
+        """Return a checksum of the manifest, and of samples of files without checksums.
 
-        Where a format keeps checksums they say it all; elsewhere weights that differ a little
-        somewhere may have the same.
+        Where a format has checksums the manifest covers every byte. Elsewhere, weights that differ
+        only between the samples have the same fingerprint.
         """
         running, manifest = Checksum(), self._manifest
         told = [
@@ -148,7 +148,7 @@ def join_files(files: Iterable[tuple[str, Manifest]], place: str) -> Manifest:
 
 
 def same_bytes(a: Stored, a_name: str, b: Stored, b_name: str) -> bool:
-    """True if two tensors hold the same bytes; by digest where both have one for the whole."""
+    """True if two tensors hold the same bytes; by digest if both have one of the whole tensor."""
     a_digest, b_digest = whole_digest(a, a_name), whole_digest(b, b_name)
     if a_digest is not None and b_digest is not None:
         return a_digest == b_digest
@@ -163,6 +163,6 @@ def same_bytes(a: Stored, a_name: str, b: Stored, b_name: str) -> bool:
 
 
 def whole_digest(stored: Stored, name: str) -> int | None:
-    """Return the digest of a tensor that rests in one piece, if the format keeps digests."""
+    """Return the digest of a tensor that is one extent, if the format has digests."""
     shards = stored.shards(name)
     return stored.manifest.extents[shards[0].rank].digest if len(shards) == 1 else None

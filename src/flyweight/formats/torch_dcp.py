@@ -1,9 +1,9 @@
-"""torch's distributed checkpoints: a `.metadata`, the index, and `.distcp` files.
+"""torch's distributed checkpoints: `.metadata`, which is the index, and `.distcp` files.
 
-`.metadata` is a pickle of a few plain classes; a `.distcp` holds, one after the other,
-a small archive for each tensor, whose raw bytes can be read where they stand. torch
-unpickles both, which runs whatever they say; here nothing is run. Its loader checks
-no checksum and no coverage: the boxes are proved to cover every tensor before use.
+`.metadata` is a pickle of a few plain classes. A `.distcp` file is a row of small archives,
+one for each tensor, whose raw bytes can be read where they are. torch unpickles both, which
+runs whatever they say; this reader runs nothing. torch's loader checks no checksums and no
+coverage; this one proves that the boxes cover every tensor before it uses them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Reader:
         self._check_apart()
 
     def _read_places(self, places: dict[object, object]) -> dict[bytes, tuple[str, Span]]:
-        """Return where each item is, and leave `places` empty."""
+        """Return where each item is; `places` is empty afterwards."""
         found: dict[bytes, tuple[str, Span]] = {}
         while places:
             key, value = places.popitem()
@@ -106,14 +106,16 @@ class _Reader:
             corner = () if offset is None else self._numbers(offset, name)
             place = _item(name, None if offset is None else corner)
             if info.get("transform_descriptors"):
-                raise self._refused(f"has {name!r} packed: {told(info['transform_descriptors'])}")
+                raise self._refused(
+                    f"has {name!r} compressed: {told(info['transform_descriptors'])}"
+                )
             if place in found:
                 raise self._refused(f"has two places for {name!r} from {corner} on")
             found[place] = self._place(name, info)
         return found
 
     def _check_apart(self) -> None:
-        """Raise if two items share bytes: torch never writes that, and each would be read anew."""
+        """Raise if two items share bytes: torch never writes that, and each would be read again."""
         spans = sorted((file, span.offset, span.nbytes) for file, span in self._places.values())
         for (file, offset, nbytes), (other, start, _) in pairwise(spans):
             if file == other and offset + nbytes > start:
@@ -145,7 +147,7 @@ class _Reader:
         values: dict[str, Leaf] = {}
         extents: list[Extent] = []
         for name in list(self._entries):
-            entry = self._entries.pop(name)  # what is read of it takes its memory
+            entry = self._entries.pop(name)  # what is made of it may take its memory
             if not isinstance(name, str):
                 raise self._refused(f"has an entry called {told(name)}")
             check_name(name)
@@ -194,9 +196,9 @@ class _Reader:
         place = self._places.get(_item(name, packed))
         if place is None:
             raise self._refused(f"names no file for {name!r} from {box.offset} on")
-        file, stretch = place
+        file, span = place
         what = f"{name!r} in {file!r} of {self._store.place!r}"
-        item = TorchItem(self._store, file, stretch)
+        item = TorchItem(self._store, file, span)
         tensor = pickled_tensor(item.root, what)
         start, shape, strides = tensor.start, tensor.shape, tensor.strides
         if tensor.dtype != spec.dtype or shape != spec.stored(box).shape:
@@ -219,21 +221,21 @@ class _Reader:
         if _is_row_major(shape, strides):
             return Extent(name, box, file, data.offset + start * width)
 
-        def straightened() -> Bytes:
-            """Return the bytes of a tensor that was saved with other strides, row-major."""
+        def decode() -> Bytes:
+            """Return the row-major bytes of a tensor that was saved with other strides."""
             low, high = items.span
             raw = bytes_of(self._store.read(file, data.offset + low, high - low))
             view = np.ndarray(shape, item_dtype(width), raw, strides=steps)
             return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
 
-        return Extent(name, box, self._store.add(file, straightened), 0)
+        return Extent(name, box, self._store.add(file, decode), 0)
 
     def _values(self, name: str) -> list[tuple[str, Leaf]]:
         if _item(name, None) not in self._places:
             raise self._refused(f"names no file for the value {name!r}")
-        file, stretch = self._places[_item(name, None)]
+        file, span = self._places[_item(name, None)]
         try:
-            root = TorchItem(self._store, file, stretch).root
+            root = TorchItem(self._store, file, span).root
         except FormatError as error:
             error.note(f"value {name!r}; only plain values, dicts and lists of them can be read")
             raise
@@ -241,12 +243,12 @@ class _Reader:
 
 
 def _item(name: str, offset: tuple[int, ...] | None) -> bytes:
-    """Return the key of a tensor's item, by where it starts, or of a value's."""
+    """Return the key of a tensor's item, which starts at `offset`, or of a value's."""
     return place_key(name) if offset is None else place_key(name, offset)
 
 
 def _spec(dtype: DType, packed: tuple[int, ...]) -> TensorSpec:
-    """Return the spec of a tensor whose shape is told as torch does: packed bytes, not elements."""
+    """Return the spec of a tensor whose shape counts, as torch does, packed bytes."""
     return TensorSpec(dtype, _unpacked(dtype, packed) if dtype.bits < 8 else packed)
 
 

@@ -1,7 +1,7 @@
-"""torch's distributed checkpoints as safetensors: ranks write files of their own.
+"""torch's distributed checkpoints as safetensors: each rank writes its own files.
 
-The head of each file tells where its tensors start in the whole ones. No file tells how
-large those are, nor how many ranks there were: they end where the last shard does.
+The head of each file says where its tensors start in the whole ones. No file says how large
+the whole tensors are, nor how many ranks there were: a tensor ends where its last shard does.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SHARDING = "DCP_SHARDING_INFO"
 
 
 def has_safetensors(names: Sequence[str]) -> bool:
-    """True if there is a file of some rank's."""
+    """True if there is a file of any rank."""
     return any(_SHARDED.fullmatch(name) for name in names)
 
 
 def open_safetensors_shards(store: Store) -> Stored:
-    """Open files whose heads tell where each tensor starts in the whole one.
+    """Open files whose heads say where each tensor starts in the whole one.
 
-    No file tells how large the whole is, so a last rank's file that is gone is not noticed.
+    A missing file of the last rank is not noticed, because no file says how large the whole is.
     """
     files = sorted(name for name in store.names() if _SHARDED.fullmatch(name))
     ranks = {int(match[1]) for name in files if (match := _SHARDED.fullmatch(name))}
@@ -72,7 +72,7 @@ def _sharding_offsets(notes: Mapping[str, Json], what: str) -> dict[str, tuple[i
     text = notes.get(_SHARDING)
     record = parse_json(text.encode(), f"{_SHARDING} of {what}") if isinstance(text, str) else None
     if not isinstance(record, dict):
-        raise FormatError(f"head of {what} has no {_SHARDING}, which tells where its tensors start")
+        raise FormatError(f"head of {what} has no {_SHARDING}, which says where its tensors start")
     offsets: dict[str, tuple[int, ...]] = {}
     for name, entry in record.items():
         match entry:
@@ -86,7 +86,7 @@ def _sharding_offsets(notes: Mapping[str, Json], what: str) -> dict[str, tuple[i
 def sharding_notes(parcels: Sequence[Parcel]) -> dict[str, str]:
     """Return what torch's reader of this variant looks for in a head: where each tensor starts.
 
-    It knows one box of a tensor in a file; a file with more of them is not for it.
+    It expects one box of a tensor in a file, and cannot read a file with more of them.
     """
     offsets: dict[str, Json] = {p.name: {"saved_offsets": list(p.box.offset)} for p in parcels}
     if len(offsets) != len(parcels):

@@ -1,8 +1,8 @@
-"""Items: what a `.distcp` file is made of, an archive for each tensor and each value.
+"""Items: a `.distcp` file is a row of archives, one for each tensor and each value.
 
-It is what `torch.save` writes: a small pickle, which says what the raw bytes beside it
-are. Read, its pickle makes records and runs nothing; written, the archive is laid out
-around bytes that are not known yet. What the index says of an item is `torch_dcp.py`'s.
+An item is what `torch.save` writes: a small pickle that describes the raw bytes beside it.
+The pickle is read without running it. An archive is written around bytes that are not
+known yet. `torch_dcp.py` reads the index, which says where each item is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flyweight.spec.manifest import TensorSpec
 
 DTYPE_NAMES = {("torch", name) for name in BY_TORCH}
 SIZE = ("torch", "Size")
-# What torch calls the storage of a dtype; those that are not here are told by their bytes.
+# What torch calls the storage of a dtype; other dtypes have an untyped storage.
 _STORAGES = {
     "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16",
     "int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte",
@@ -40,7 +40,7 @@ _FIXED = {"byteorder": b"little", "version": b"3\n"}
 
 @dataclass(frozen=True)
 class PickledTensor:
-    """What an item's pickle says of its tensor; whether its bytes are there is another matter."""
+    """What an item's pickle says of its tensor; nothing is compared with its bytes yet."""
 
     dtype: DType
     storage: str
@@ -53,16 +53,16 @@ class PickledTensor:
 
 
 class TorchItem:
-    """An archive that is a stretch of a file: its pickle, and where its storages stand."""
+    """An archive that is a span of a file: its pickle, and where its storages are."""
 
-    def __init__(self, store: Store, file: str, stretch: Span) -> None:
-        self._archive = Archive(store, file, stretch)
+    def __init__(self, store: Store, file: str, span: Span) -> None:
+        self._archive = Archive(store, file, span)
         names = self._archive.names
         # Without the directory that they are in.
         self._entries = {name.partition("/")[2]: name for name in names}
         if len({name.partition("/")[0] for name in names}) != 1 or "data.pkl" not in self._entries:
             raise FormatError(
-                f"bytes {stretch.offset}..{stretch.offset + stretch.nbytes} of {file!r} in "
+                f"bytes {span.offset}..{span.offset + span.nbytes} of {file!r} in "
                 f"{store.place!r} are no archive of torch's: {sorted(self._entries)[:5]}"
             )
         if "byteorder" in self._entries:
@@ -77,17 +77,17 @@ class TorchItem:
             _ALLOWED,
             span=pickle,
             has_objects=True,
-            max_text_bytes=MAX_METADATA_BYTES,  # a tensor's bytes stand in a storage beside it
+            max_text_bytes=MAX_METADATA_BYTES,  # a tensor's bytes are in a storage beside it
         )
 
     def storage(self, key: str) -> Span | None:
-        """Return where the bytes of a storage stand in the file; None if it is not there."""
+        """Return where the bytes of a storage are in the file; None if it is missing."""
         entry = self._entries.get(f"data/{key}")
         return None if entry is None else self._archive.span(entry)
 
 
 def pickled_tensor(root: object, what: str) -> PickledTensor:
-    """Return the tensor that a pickle makes; raise, naming it `what`, if it makes another thing."""
+    """Return the tensor that a pickle describes; raise if it describes anything else."""
     match root:
         case Made(
             what=Global() as call,
@@ -132,7 +132,7 @@ def pickled_tensor(root: object, what: str) -> PickledTensor:
 
 
 def tensor_pickle(spec: TensorSpec) -> bytes:
-    """Return the pickle by which torch makes the tensor of its storage."""
+    """Return the pickle by which torch makes a tensor from its storage."""
     torch_name = spec.dtype.torch
     if torch_name is None:
         raise SpecError(f"{spec.dtype} has no name in torch")
@@ -162,9 +162,9 @@ def tensor_pickle(spec: TensorSpec) -> bytes:
 
 
 def lay_out_item(pickle: bytes, storage_bytes: int | None, start: int) -> tuple[bytes, bytes]:
-    """Return what stands before and after the storage of an item that starts at `start`.
+    """Return the bytes before and after the storage of an item that starts at `start`.
 
-    An item that is no tensor has none.
+    An item that is not a tensor has no storage: `storage_bytes` is None.
     """
     small = {"archive/data.pkl": pickle}
     small |= {f"archive/{name}": data for name, data in _FIXED.items()}

@@ -1,7 +1,7 @@
-"""The writer: streams a source into planned files, by threads, checksums and digests on the way.
+"""The writer: copies a source into planned files, by worker threads, and hashes it on the way.
 
 Large chunks go from the source's own memory to the file; small ones are gathered
-first, so that a hundred thousand tiny tensors are not as many system calls.
+first, so that a hundred thousand tiny tensors do not need as many system calls.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flyweight.spec.manifest import Extent, Manifest, TensorSpec
 from flyweight.worker_threads import run_jobs
 
 Beside = Callable[[Bytes], None]
-"""Work of somebody else, which is given a chunk of staging."""
+"""Other work for the same threads, which is given staging memory of one chunk."""
 _GATHER_BYTES = 1 << 20
 """Chunks below this size are gathered, up to a whole chunk's worth, and written as one."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """An extent on its way: its checksums so far, and its digest, where the format keeps them."""
+    """An extent that is being written: its checksums and digest so far, if the format has them."""
 
     extent: Extent
     spec: TensorSpec
@@ -73,10 +73,11 @@ def write(
     tick: Callable[[int], None] | None = None,
     beside: Sequence[Beside] = (),
 ) -> tuple[Manifest, list[FilePlan]]:
-    """Write `manifest`, whose bytes `source` has, and return it with extents; no commit yet.
+    """Write the tensors of `manifest` from `source`; return it with extents, and the files.
 
-    The files that make it whole are not written: `seal` does that, in the end. The jobs `beside`
-    are spread evenly over the writes, so that they run while other threads wait for the disk.
+    This does not commit, and `seal` must write the small files that complete the format. The jobs
+    `beside` are spread evenly over the writes, so that they run while other threads wait for the
+    disk. `tick` is called with the bytes of each write, and may raise to stop.
     """
     with collector_paused():
         plans = format.layout(manifest)
@@ -126,14 +127,14 @@ def write(
 
 
 def _spread(batches: Sequence[_Batch], beside: Sequence[Beside]) -> list[_Batch | Beside]:
-    """Return both in their order, the shorter list evenly among the longer."""
+    """Return both lists merged, the shorter one spread evenly over the longer."""
     both: tuple[Sequence[_Batch | Beside], ...] = (batches, beside)
     jobs = [(number / len(each), job) for each in both for number, job in enumerate(each)]
     return [job for _, job in sorted(jobs, key=lambda placed: placed[0])]
 
 
 def seal(whole: Manifest, plans: Sequence[FilePlan], format: Format, draft: Draft) -> None:
-    """Write the small files that make a draft whole."""
+    """Write the small files that complete a format, such as its index."""
     for name, content in format.seal(whole, plans).items():
         draft.reserve(name, len(content))
         draft.write(name, 0, bytes_of(content))
@@ -185,7 +186,7 @@ def _write_batch(source: Source, draft: Draft, job: _Batch, staging: Bytes) -> i
 
 
 def _read(source: Source, chunk: _Chunk, slot: Bytes) -> Bytes:
-    """Return a chunk's bytes; a box of the extent is a box of the tensor, moved to its corner."""
+    """Return a chunk's bytes; its box counts from the extent's corner, the source's from 0."""
     running = chunk.running
     corner = running.spec.stored(running.extent.box).offset
     items = chunk.box.moved(corner)

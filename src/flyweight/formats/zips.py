@@ -1,8 +1,8 @@
-"""Zip archives as torch writes them: entries stored as they are, found by the directory at the end.
+"""Zip archives as torch writes them: uncompressed entries, and a directory at the end.
 
-Only what is needed to know where an entry's bytes stand in a file, and to lay such
-an archive out around bytes that are not known yet. No number in an archive makes
-a reader leave it, or hold more of it than its directory.
+This file finds where an entry's bytes are, and lays out an archive around bytes that are
+not known yet. No number in an archive makes the reader leave it, or hold more of it in
+memory than its directory.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 
 
 class Archive:
-    """The entries of an archive that is a stretch of a file."""
+    """The entries of an archive that is a span of a file."""
 
-    def __init__(self, store: Store, file: str, stretch: Span) -> None:
-        self._store, self._file, self._stretch = store, file, stretch
+    def __init__(self, store: Store, file: str, span: Span) -> None:
+        self._store, self._file, self._span = store, file, span
         self._entries: dict[str, tuple[int, int]] = {}
-        tail_bytes = min(stretch.nbytes, _TAIL_BYTES)
-        self._tail_at = stretch.nbytes - tail_bytes
+        tail_bytes = min(span.nbytes, _TAIL_BYTES)
+        self._tail_at = span.nbytes - tail_bytes
         self._tail = self._read(self._tail_at, tail_bytes)
         self._read_directory(*self._directory())
 
     def _refused(self, why: str) -> FormatError:
-        start, end = self._stretch.offset, self._stretch.offset + self._stretch.nbytes
+        start, end = self._span.offset, self._span.offset + self._span.nbytes
         return FormatError(
             f"archive in bytes {start}..{end} of {self._file!r} in {self._store.place!r} {why}"
         )
 
     def _read(self, at: int, nbytes: int) -> bytes:
-        if at > self._stretch.nbytes or nbytes > self._stretch.nbytes - at:
+        if at > self._span.nbytes or nbytes > self._span.nbytes - at:
             raise self._refused(f"is cut short: {nbytes} bytes wanted at {at}")
-        return self._store.read(self._file, self._stretch.offset + at, nbytes)
+        return self._store.read(self._file, self._span.offset + at, nbytes)
 
     def _directory(self) -> tuple[int, int, int]:
-        """Return the number of entries, and where the directory stands."""
+        """Return the number of entries, and the offset and size of the directory."""
         tail = self._tail
         end = tail.rfind(_END)
         if end < 0 or len(tail) - end < 22:
@@ -85,7 +85,9 @@ class Archive:
             extra = directory[place + names : place + names + extras]
             packed, size, local = _widened(extra, packed, size, local)
             if mark != _CENTRAL or method != 0 or flags & 1 or packed != size:
-                raise self._refused(f"has {name[:80]!r} packed; only what is stored can be read")
+                raise self._refused(
+                    f"has {name[:80]!r} compressed or encrypted; only stored entries can be read"
+                )
             if name in self._entries:
                 raise self._refused(f"has {name[:80]!r} twice")
             self._entries[name] = local, size
@@ -96,9 +98,9 @@ class Archive:
         return list(self._entries)
 
     def span(self, name: str) -> Span:
-        """Return where an entry's bytes stand in the file; its local head says where they start."""
+        """Return where an entry's bytes are in the file; its local head says where they start."""
         local, nbytes = self._entries[name]
-        head = self._read(local, min(_HEAD_BYTES, max(self._stretch.nbytes - local, 0)))
+        head = self._read(local, min(_HEAD_BYTES, max(self._span.nbytes - local, 0)))
         label = name.encode()
         if len(head) < _LOCAL_HEAD.size + len(label):
             raise self._refused(f"has no head for {name[:80]!r} at {local}")
@@ -106,13 +108,13 @@ class Archive:
         if mark != _LOCAL or head[_LOCAL_HEAD.size :][:names] != label:
             raise self._refused(f"has another entry than {name[:80]!r} at {local}")
         start = local + _LOCAL_HEAD.size + names + extras
-        if start > self._stretch.nbytes or nbytes > self._stretch.nbytes - start:
+        if start > self._span.nbytes or nbytes > self._span.nbytes - start:
             raise self._refused(f"has {name[:80]!r} of {nbytes} bytes at {start}")
-        return Span(self._stretch.offset + start, nbytes)
+        return Span(self._span.offset + start, nbytes)
 
 
 def _widened(extra: bytes, packed: int, size: int, local: int) -> tuple[int, int, int]:
-    """Return the numbers of an entry, of which those that are too large stand in `extra`."""
+    """Return the numbers of an entry; those too large for their fields are in `extra`."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -129,10 +131,10 @@ def _widened(extra: bytes, packed: int, size: int, local: int) -> tuple[int, int
 def lay_out(
     small: Mapping[str, bytes], large: tuple[str, int] | None, *, start: int, align_bytes: int = 64
 ) -> tuple[bytes, bytes]:
-    """Return what stands before and after the large entry's bytes, known by their number only.
+    """Return the bytes before and after the large entry, of which only the size is known.
 
-    The archive starts at byte `start` of its file, and the large bytes stand aligned in that file.
-    Checksums are zero, as torch writes them too when told to: they would have to be known first.
+    The archive starts at byte `start` of its file, and the large entry is aligned in that file.
+    Checksums are zero, which torch writes too if asked: they are not known yet.
     """
     head, directory = bytearray(), bytearray()
 

@@ -1,10 +1,9 @@
-"""Local directories: ranged reads by the cheapest way there is.
+"""Local directories: reads ranges of files in the cheapest way that works.
 
-A window of a file that lies in the page cache is mapped and shown where it lies. A
-window that does not is read past the cache (O_DIRECT), which on fast disks beats the
-kernel's read-ahead. Where neither is to be had, plain reads. A mapped file that
-somebody else cuts short while we look ends in SIGBUS; committed files are never
-rewritten by us, and sizes are checked before each mapping.
+A range that is in the page cache is mapped and shown where it lies. Any other range is read
+past the cache (O_DIRECT), which on fast disks beats the kernel's read-ahead. Where neither
+works, reads are plain. If another process truncates a file while it is mapped, reading it
+raises SIGBUS; committed files are never rewritten, and sizes are checked before each mapping.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ _LIBC = ctypes.CDLL(None)
 
 
 def refused(cause: OSError, text: str) -> StoreError:
-    """Return the operating system's refusal as ours, errno kept."""
+    """Return an error of the operating system as a StoreError with the same errno."""
     error = StoreError(f"{text}: {cause.strerror or cause}")
     error.errno = cause.errno
     return error
 
 
 def as_path(path: object) -> Path:
-    """Return a path that the operating system can be asked about; anything else is refused."""
+    """Return a path that the operating system accepts; raise SpecError for anything else."""
     if not isinstance(path, (str, os.PathLike)):
         raise SpecError(f"path is a {type(path).__name__}, expected text or a path")
     text = os.fspath(path)
     if not isinstance(text, str) or "\0" in text or not text:
-        raise SpecError(f"path {text[:80]!r} is none; expected text without null characters")
+        raise SpecError(f"path {text[:80]!r} is not a path; expected text without null characters")
     return Path(text)
 
 
@@ -88,25 +87,25 @@ class _File:
             return False
 
     def is_cached(self, offset: int, nbytes: int) -> bool:
-        """True if the window's first, middle and last byte can be had without the disk."""
+        """True if the window's first, middle and last byte can be read without the disk."""
         if not self.may_map or not nbytes:
             return False
         places = (0, nbytes // 2, nbytes - 1)
         try:
-            # A read that may not wait starts the kernel's read-ahead where it finds nothing,
-            # so it is asked only where the page is said to be there. On a file that is not
-            # ours every page is said to be there: then the read alone tells.
+            # A read that must not wait starts the kernel's read-ahead if the page is missing, so
+            # it is tried only where mincore reports the page. For a file of another user mincore
+            # reports every page: then the read alone decides.
             return self._is_resident(offset, nbytes, places) and all(
                 os.preadv(self.fd, [bytearray(1)], offset + at, os.RWF_NOWAIT) == 1 for at in places
             )
         except BlockingIOError:
             return False
-        except OSError:  # this file system cannot say: network mounts, FUSE
+        except OSError:  # this file system cannot say: a network mount, FUSE
             self.may_map = False
             return False
 
     def _is_resident(self, offset: int, nbytes: int, places: Sequence[int]) -> bool:
-        """True if these bytes of the window lie in the page cache, or the kernel does not tell."""
+        """True if these bytes of the window are in the page cache, or the kernel cannot say."""
         size, one, flags = mmap.PAGESIZE, ctypes.c_size_t(1), ctypes.c_ubyte(1)
         with self.mapped(offset, nbytes) as mapping:
             start = np.frombuffer(mapping, np.uint8).ctypes.data + len(mapping) - nbytes
@@ -145,7 +144,7 @@ class _File:
         return staging[:nbytes]
 
     def read_into(self, offset: int, goals: Sequence[Bytes]) -> None:
-        """Read a stretch into several places, as many as one call takes at a time."""
+        """Read a range into several buffers, as many per call as the system allows."""
         for start in range(0, len(goals), _MAX_BUFFERS):
             some = goals[start : start + _MAX_BUFFERS]
             wanted = sum(map(len, some))
@@ -164,7 +163,7 @@ class _File:
             if self._direct_fd < 0:
                 try:
                     flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
-                    # By way of the open file, so that both are the same file whatever happened.
+                    # Through the open descriptor: the path may lead to another file by now.
                     self._direct_fd = os.open(f"/proc/self/fd/{self.fd}", flags)
                 except OSError:
                     self.may_direct = False
@@ -234,7 +233,7 @@ class LocalStore:
         try:
             yield bytes_of(mapping)[len(mapping) - nbytes :]
         finally:
-            with suppress(BufferError):  # somebody still looks; it goes when they stop
+            with suppress(BufferError):  # a view is still alive; the mapping goes with it
                 mapping.close()
 
     def share_reads(self) -> None:
@@ -247,12 +246,12 @@ class LocalStore:
         self._file(name).read_into(offset, goals)
 
     def replaced(self) -> list[str]:
-        """Return the names that do not lead any more to the files that are open here."""
+        """Return the names that now belong to other files than those that are open here."""
         with self._lock:
             return sorted(name for name, file in self._files.items() if not file.is_in_place())
 
     def ways(self, name: str) -> dict[str, bool]:
-        """Try which ways of reading work for a file of at least a page."""
+        """Try which ways of reading work, on a file of at least a page."""
         file = self._file(name)
         file.is_cached(0, 1)
         file.read(0, PAGE, page_memory(PAGE))
@@ -265,7 +264,7 @@ class LocalStore:
             file.close()
 
     def __del__(self) -> None:
-        self.close()  # descriptors are no memory, and nobody collects them for us
+        self.close()  # the garbage collector does not close descriptors
 
     def _file(self, name: str) -> _File:
         with self._lock:
