@@ -282,37 +282,27 @@ def _layout(manifest: Manifest) -> list[FilePlan]:
 def _seal(manifest: Manifest, plans: Sequence[FilePlan]) -> dict[str, bytes]:
     memo = code.Memo()
     kinds = {name: code.named(_MODULES[0], name) for name in _CLASSES}
+    not_flat = {"is_flattened": code.FALSE, "flattened_range": code.NONE}
     shards, places = [], []
     for extent in manifest.extents:
-        spec = manifest.tensors[extent.name]
+        name, spec = code.text(extent.name), manifest.tensors[extent.name]
         offset, shape = code.numbers(extent.box.offset), code.numbers(extent.box.shape)
-        shards.append(
-            (
-                code.text(extent.name),
-                code.row(
-                    [
-                        code.made(
-                            memo(kinds["LocalTensorMetadata"]),
-                            global_offset=offset,
-                            local_shape=shape,
-                            dtype=code.text(str(spec.dtype.paddle)),
-                            global_shape=code.numbers(spec.shape),
-                            is_flattened=code.FALSE,
-                            flattened_range=code.NONE,
-                        )
-                    ]
-                ),
-            )
+        shard = code.made(
+            memo(kinds["LocalTensorMetadata"]),
+            global_offset=offset,
+            local_shape=shape,
+            dtype=code.text(str(spec.dtype.paddle)),
+            global_shape=code.numbers(spec.shape),
+            **not_flat,
         )
-    for extent in manifest.extents:
+        shards.append((name, code.row([shard])))
         key = code.made(
             memo(kinds["LocalTensorIndex"]),
-            tensor_key=code.text(extent.name),
-            global_offset=code.numbers(extent.box.offset),
-            is_flattened=code.FALSE,
-            flattened_range=code.NONE,
+            tensor_key=name,
+            global_offset=offset,
+            **not_flat,
             replica_id=code.NONE,
-            local_shape=code.numbers(extent.box.shape),
+            local_shape=shape,
         )
         places.append((key, code.text(extent.file)))
     paths = ((code.text(name), code.pack([code.text(name)])) for name in manifest.tensors)

@@ -6,7 +6,6 @@ the target knows which it is. `legacy.py` has the file names that old engines lo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from flyweight.formats.stored import Stored, join_files
 from flyweight.memory import Bytes, bytes_of
 from flyweight.ports import Store
 from flyweight.spec.box import Box, boxes_of_range
-from flyweight.spec.dtype import BY_NUMPY, DType
+from flyweight.spec.dtype import DTYPES, DType
 from flyweight.spec.manifest import (
     MAX_NAME_CHARS,
     Extent,
@@ -53,6 +52,8 @@ ALLOWED = (
     | _BYTES
     | {("numpy", "ndarray"), _DTYPE, _ENCODE, _ORDERED}
 )
+_BY_CODE = {np.dtype(each.numpy).str[1:]: each for each in DTYPES.values() if each.numpy}
+"""dtypes by the code in a pickle: "f4" is f32."""
 STRUCTURED_NAMES = "StructuredToParameterName@@"  # Paddle's own names of the same tensors
 _SPLIT = "UnpackBigParamInfor@@"  # where protocols 2 and 3 cut arrays over 1 GiB
 RESERVED_NAMES = {STRUCTURED_NAMES, _SPLIT}
@@ -103,7 +104,7 @@ class _Array:
 
 
 class _Pickled:
-    """One pickle's arrays and leaves."""
+    """Reads the arrays and values that one pickle describes."""
 
     def __init__(self, store: DecodedStore, file: str) -> None:
         self._store, self._file = store, file
@@ -115,8 +116,8 @@ class _Pickled:
 
     def manifest(self) -> Manifest:
         root = read_pickle(self._store, self._file, ALLOWED, budget=self._budget)
-        content = self._content(root)
-        if content is None:
+        content = root.items if isinstance(root, MadeDict) else root
+        if not isinstance(content, dict):
             raise self._refuse(f"holds a {type(root).__name__}, expected a dict of arrays")
         splits = content.pop(_SPLIT, None)
         leaves: dict[str, _Array | Leaf] = {}
@@ -132,18 +133,18 @@ class _Pickled:
             if name not in joined:
                 tensors[name] = TensorSpec(array.dtype, array.shape)
                 extents.append(self._extent(name, Box.whole(array.shape), array, 0))
-        for name, shape, pieces in dict.fromkeys(joined.values()):
+        for name, shape, slices in dict.fromkeys(joined.values()):
             if name in tensors or name in values:
-                raise self._refuse(f"has {name!r} twice, once cut into pieces")
-            tensors[name] = TensorSpec(arrays[pieces[0]].dtype, shape)
+                raise self._refuse(f"has {name!r} twice, once in slices")
+            tensors[name] = TensorSpec(arrays[slices[0]].dtype, shape)
             start = 0
-            for piece in pieces:
+            for each in slices:
                 # A flat cut across rows is a few boxes, one after the other in the file.
                 at = 0
-                for box in boxes_of_range(shape, start, prod(arrays[piece].shape)):
-                    extents.append(self._extent(name, box, arrays[piece], at))
+                for box in boxes_of_range(shape, start, prod(arrays[each].shape)):
+                    extents.append(self._extent(name, box, arrays[each], at))
                     at += tensors[name].box_bytes(box)
-                start += prod(arrays[piece].shape)
+                start += prod(arrays[each].shape)
         return Manifest(tensors, values=values, extents=extents)
 
     def _extent(self, name: str, box: Box, array: _Array, skip_bytes: int) -> Extent:
@@ -165,21 +166,12 @@ class _Pickled:
             raise self._refuse(f"has array text of {len(raw)} bytes, not {array.nbytes}")
         return bytes_of(raw)
 
-    def _content(self, value: object) -> dict[object, object] | None:
-        if isinstance(value, MadeDict):
-            return value.items
-        return value if isinstance(value, dict) else None
-
     def _leaves(self, name: str, value: object, depth: int) -> Iterator[tuple[str, _Array | Leaf]]:
         self._check_limits(name, depth)
-        content = self._content(value)
-        pairs: Iterable[tuple[object, object]] | None = None
-        if content is not None:
-            pairs = content.items()
-        elif isinstance(value, (list, tuple)):
-            pairs = enumerate(value)
-        if pairs is not None:
-            for key, each in pairs:
+        if isinstance(value, MadeDict):
+            value = value.items
+        if isinstance(value, (dict, list, tuple)):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
                 if key != STRUCTURED_NAMES:
                     yield from self._leaves(f"{name}.{key}" if name else str(key), each, depth + 1)
             return
@@ -244,11 +236,8 @@ class _Pickled:
 
     def _dtype(self, name: str, made: Made) -> DType:
         match (made.what.module, made.what.name), made.args, made.state:
-            case (module, "dtype"), (str() as code, *_), (_, str() as order, *_):
-                if module == "numpy" and re.fullmatch(r"[biufc][0-9]{1,2}", code) and order in "<|":
-                    known = BY_NUMPY.get(np.dtype(code).name) if _is_dtype(code) else None
-                    if known:
-                        return known
+            case ("numpy", "dtype"), (str() as code, *_), (_, "<" | "|", *_) if code in _BY_CODE:
+                return _BY_CODE[code]
         raise self._refuse(
             f"has an array {name!r} of dtype {told(made.args)}, state {told(made.state)}"
         )
@@ -284,34 +273,25 @@ class _Pickled:
     def _joined(
         self, splits: object, arrays: Mapping[str, _Array]
     ) -> dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]]:
-        """Return, for each piece of an array cut flat, (name, shape, pieces) of the whole."""
+        """Return (name, shape, slices) of the whole array, for each slice of a flat cut."""
         joined = {}
         for name, entry in (splits if isinstance(splits, dict) else {}).items():
             match entry:
                 case {
                     "OriginShape": tuple() | list() as shape,
-                    "slices": list() | tuple() as pieces,
+                    "slices": list() | tuple() as slices,
                 }:
                     pass
                 case _:
                     raise self._refuse(f"cut {told(name)} up and does not say how")
-            if not pieces or any(
-                not isinstance(piece, str) or piece not in arrays or piece in joined
-                for piece in pieces
+            if not slices or any(
+                not isinstance(each, str) or each not in arrays or each in joined for each in slices
             ):
-                raise self._refuse(f"cut {told(name)} into {told(pieces)}, which are not all there")
-            held = sum(prod(arrays[piece].shape) for piece in pieces)
+                raise self._refuse(f"cut {told(name)} into {told(slices)}, which are not all there")
+            held = sum(prod(arrays[each].shape) for each in slices)
             sizes_ok = all(type(size) is int and size >= 0 for size in shape)
-            if not sizes_ok or held != prod(shape) or len({arrays[p].dtype for p in pieces}) != 1:
+            if not sizes_ok or held != prod(shape) or len({arrays[s].dtype for s in slices}) != 1:
                 raise self._refuse(f"cut {told(name)} of {told(shape)} into {held} elements")
-            whole = (check_name(str(name)), tuple(shape), tuple(pieces))
-            joined.update(dict.fromkeys(pieces, whole))
+            whole = (check_name(str(name)), tuple(shape), tuple(slices))
+            joined.update(dict.fromkeys(slices, whole))
         return joined
-
-
-def _is_dtype(code: str) -> bool:
-    try:
-        np.dtype(code)
-    except TypeError:
-        return False
-    return True

@@ -47,19 +47,14 @@ def as_path(path: object) -> Path:
     return Path(text)
 
 
-def _opened(path: Path) -> int:
-    """Return a descriptor; a checkpoint may have more files than a process may usually open."""
-    # Without O_NONBLOCK, a pipe of that name would keep us waiting for its writer.
-    return opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
 class _File:
     """An open file, its size when it was opened, and the ways of reading it that work."""
 
     def __init__(self, path: Path, *, unbuffered: bool) -> None:
         self.path = path
         try:
-            self.fd = _opened(path)
+            # Without O_NONBLOCK, opening a pipe of that name would wait for its writer.
+            self.fd = opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as cause:
             hint = "; raise the limit, ulimit -n" if cause.errno == errno.EMFILE else ""
             raise refused(cause, f"cannot open {str(path)!r}{hint}") from cause
