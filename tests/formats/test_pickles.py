@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from fakes import MemoryStore
 from flyweight.errors import FormatError
 from flyweight.formats import budget
 from flyweight.formats import pickle_code as code
+from flyweight.formats.pdparams import open_pdparams
 
 SIZE = 400_000
 MIN_BUDGET_BYTES = 5 << 19
@@ -278,6 +280,23 @@ def test_values_that_are_kept_from_1_on_are_recalled(tmp_path):
     a, b = code.text("a"), code.text("b")
     path.write_bytes(b"\x80\x02}q\1(" + a + b"q\2K\5" + b + b"h\2u.")
     assert fw.open(path).manifest.values == {"a": 5, "b": "a"}
+
+
+def test_a_value_that_is_recalled_before_it_is_kept_is_refused(tmp_path):
+    path = tmp_path / "m.pdparams"
+    for pickled in (b"\x80\x02}(" + code.text("a") + b"h\0u.", b"\x80\x02}(h\1" + b"K\1q\1u."):
+        path.write_bytes(pickled)
+        with pytest.raises(FormatError, match=r"recalls value [01] that was never kept"):
+            fw.open(path)
+
+
+def test_names_and_numbers_across_the_blocks_that_are_read_at_once_are_whole():
+    content = {"w": np.arange(3, dtype="f4"), "n": 2**30}
+    for shift in range(len(pickle.dumps(content, 2)) + 20):
+        data = pickle.dumps({"long": "k" * ((64 << 10) - shift), **content}, 2)
+        with open_pdparams(MemoryStore({"file": data}), ["file"]) as opened:
+            assert opened.read("w").tobytes() == content["w"].tobytes()
+            assert opened.manifest.values["n"] == 2**30
 
 
 # Large and honest.
