@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flyweight.verbs.find import versions as versions
     from flyweight.verbs.load import load as load
     from flyweight.verbs.load import load_state_dict as load_state_dict
-    from flyweight.verbs.planning import plan as plan
+    from flyweight.verbs.plan import plan as plan
     from flyweight.verbs.save import save as save
     from flyweight.verbs.save import save_legacy as save_legacy
     from flyweight.verbs.save import save_state_dict as save_state_dict
@@ -43,7 +43,7 @@ _PUBLIC = {
     "load": ("flyweight.verbs.load", "load"),
     "load_state_dict": ("flyweight.verbs.load", "load_state_dict"),
     "open": ("flyweight.verbs.find", "open_source"),
-    "plan": ("flyweight.verbs.planning", "plan"),
+    "plan": ("flyweight.verbs.plan", "plan"),
     "prune": ("flyweight.verbs.find", "prune"),
     "save": ("flyweight.verbs.save", "save"),
     "save_legacy": ("flyweight.verbs.save", "save_legacy"),

@@ -21,8 +21,8 @@ from flyweight.errors import SnapshotNotFound
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs import compare, describe, find
 from flyweight.verbs.convert import convert as convert_weights
-from flyweight.verbs.planning import PlanReport
-from flyweight.verbs.planning import plan as make_plan
+from flyweight.verbs.plan import PlanReport
+from flyweight.verbs.plan import plan as make_plan
 
 FORMATS = ("snapshot", "hf", "dcp", "paddle", "safetensors", "pdparams")
 _MAX_CELLS = 128

@@ -24,7 +24,7 @@ from flyweight.ports import Source
 from flyweight.ranks.group import TIMEOUT_SECONDS
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Parcel
-from flyweight.verbs.pending import PendingSave, SaveReport, emit_done
+from flyweight.verbs.commit import PendingSave, SaveReport, emit_done
 from flyweight.worker_threads import default_threads, run_jobs
 
 WhenBusy = Literal["wait", "refuse"]

@@ -23,8 +23,8 @@ from flyweight.spec.manifest import Manifest
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.legacy_draft import legacy_draft
 from flyweight.stores.local import as_path
+from flyweight.verbs.commit import SaveReport
 from flyweight.verbs.find import PathLike, check_no_version, check_unmixed, open_source, versions
-from flyweight.verbs.pending import SaveReport
 from flyweight.verbs.save import save_files, save_version
 
 Writable = Literal["snapshot", "hf", "dcp", "paddle", "safetensors", "pdparams"]

@@ -31,7 +31,7 @@ from flyweight.spec.manifest import Json, Leaf
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.match import Matches, check_names, match
-from flyweight.verbs.together import gather_ranks
+from flyweight.verbs.rank_messages import gather_ranks
 from flyweight.worker_threads import default_threads
 
 _log = getLogger("flyweight.verbs")

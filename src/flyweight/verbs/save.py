@@ -30,10 +30,10 @@ from flyweight.verbs.background import (
     start_background,
     wait_for_background,
 )
+from flyweight.verbs.check_replicas import CheckReplicas, check_option
+from flyweight.verbs.commit import SaveReport, begin_version, emit_done
 from flyweight.verbs.find import PathLike, check_no_version, open_source
-from flyweight.verbs.pending import SaveReport, begin_version, emit_done
-from flyweight.verbs.replicas import CheckReplicas, check_option
-from flyweight.verbs.together import gather_ranks
+from flyweight.verbs.rank_messages import gather_ranks
 from flyweight.worker_threads import default_threads
 
 

@@ -46,15 +46,15 @@ from flyweight.spec.manifest import (
 )
 from flyweight.stores.draft import LocalDraft, check_hidden_name
 from flyweight.stores.local import as_path
-from flyweight.verbs.find import PathLike, check_no_version, versions
-from flyweight.verbs.replicas import (
+from flyweight.verbs.check_replicas import (
     CheckReplicas,
     ReplicaDigests,
     check_same,
     digests_of,
     unwritten,
 )
-from flyweight.verbs.together import (
+from flyweight.verbs.find import PathLike, check_no_version, versions
+from flyweight.verbs.rank_messages import (
     decode_holding,
     decode_parcels,
     decode_written,
