@@ -82,19 +82,27 @@ def _paddle_distributed() -> Any:
     return module if all(hasattr(module, name) for name in needed) else None
 
 
+def default_group() -> object | None:
+    """Return the process group that torch or Paddle initialised, or None."""
+    group: object | None = None
+    torch, paddle = _torch_distributed(), _paddle_distributed()
+    if torch is not None and torch.is_initialized():
+        group = torch.group.WORLD
+    elif paddle is not None and paddle.is_initialized() and paddle.get_world_size() > 1:
+        group = paddle.get_group(0)
+    return group
+
+
 def rendezvous_of(process_group: object = None) -> Rendezvous:
     """Return this process's rank in a torch or Paddle process group, and the group's store.
 
     Without a group, the default one if it was initialised; else this process is alone.
     """
-    torch, paddle = _torch_distributed(), _paddle_distributed()
     if process_group is None:
-        if torch is not None and torch.is_initialized():
-            process_group = torch.group.WORLD
-        elif paddle is not None and paddle.is_initialized() and paddle.get_world_size() > 1:
-            process_group = paddle.get_group(0)
-        else:
+        process_group = default_group()
+        if process_group is None:
             return Rendezvous()
+    torch, paddle = _torch_distributed(), _paddle_distributed()
     group: Any = process_group
     if torch is not None and isinstance(group, torch.ProcessGroup):
         try:

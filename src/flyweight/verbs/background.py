@@ -1,7 +1,7 @@
-"""Background: a save that goes on while the model changes again.
+"""Background: a save that continues while the model changes.
 
-What this rank writes is first copied, once, to staging memory, which is kept for the
-next save: fresh pages cost more than the copy. One such save runs at a time.
+What this rank writes is copied once, to staging memory that is kept for the next save, because
+fresh pages cost more than the copy. A process runs one background save at a time.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Literal
@@ -24,21 +25,21 @@ from flyweight.ports import Source
 from flyweight.ranks.group import TIMEOUT_SECONDS
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Parcel
-from flyweight.verbs.commit import PendingSave, SaveReport, emit_done
-from flyweight.worker_threads import default_threads, run_jobs
+from flyweight.verbs.commit import PendingCommit, SaveReport
+from flyweight.worker_threads import run_jobs
 
 WhenBusy = Literal["wait", "refuse"]
 _COPY_BYTES = 16 << 20
 _ALIGN_BYTES = 4096
-_STILL_TIMES = 10
+_STALLED_TIMES = 10
 
 _running: BackgroundSave | None = None
-_shelf: Staging | None = None
+_kept_staging: Staging | None = None
 _lock = threading.Lock()
 
 
 class BackgroundSave:
-    """The handle of a save in the background."""
+    """A save in the background: its progress while it runs, its report once it is done."""
 
     def __init__(self, version: int | None, total_bytes: int) -> None:
         self.version, self.total_bytes, self.done_bytes = version, total_bytes, 0
@@ -49,13 +50,14 @@ class BackgroundSave:
 
     @property
     def is_done(self) -> bool:
-        """True once the save has ended, well or not."""
+        """True once the save has ended, with or without an error."""
         return self._ended.is_set()
 
     def wait(self, timeout_seconds: float | None = None) -> SaveReport:
-        """Return the report once the version is durable and visible; raises what went wrong.
+        """Return the report once the version is durable and visible, or raise the save's error.
 
-        Without a timeout this ends when the save does, which has deadlines of its own.
+        `timeout_seconds` limits this wait and raises TransferTimeout; the save goes on. With None
+        the wait ends when the save does, which has deadlines of its own.
         """
         if not self._ended.wait(timeout_seconds):
             raise TransferTimeout(
@@ -71,20 +73,107 @@ class BackgroundSave:
         with self._count:
             self.done_bytes += nbytes
 
+    def _run(self, source: Source, pending: PendingCommit, held: ExitStack) -> None:
+        """Write and commit, in the thread of this save; then close all that `held` holds."""
+        try:
+            with held:
+                self._report = pending.write(source, progress=self._progress)
+            self._report.emit_done(pending.options.verb)
+        except BaseException as error:
+            self._error = error
+            emit("save.failed", version=self.version, error=f"{type(error).__name__}: {error}")
+        finally:
+            self._ended.set()
 
-class Staged:
-    """A source: the parcels of a save as they were when it began."""
+
+def check_idle() -> None:
+    """Raise StoreError if a background save of this process still runs."""
+    running = _running
+    if running is not None and not running.is_done:
+        raise StoreError(
+            f"version {running.version} is still being saved in the background: "
+            f"{running.done_bytes} of {running.total_bytes} bytes; wait for it, or save with "
+            f"when_busy='wait'"
+        )
+
+
+def wait_for_background(timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    """Return once no background save runs; its handle has its report or error.
+
+    Raises StoreError if it writes no byte for ten times the timeout: its disk hangs.
+    """
+    running = _running
+    if running is None:
+        return
+    done_bytes = -1
+    while not running.is_done and done_bytes != running.done_bytes:
+        done_bytes = running.done_bytes
+        running._ended.wait(_STALLED_TIMES * timeout_seconds)
+    check_idle()
+
+
+def start_background(source: Model, pending: PendingCommit, stack: ExitStack) -> BackgroundSave:
+    """Copy this rank's share, then write it in a thread, which takes over what `stack` holds.
+
+    The digests of replicas that other ranks write are computed during the copy.
+    """
+    global _running  # noqa: PLW0603
+    pending.started = perf_counter()
+    handle = BackgroundSave(pending.manifest.version, sum(each.nbytes for each in pending.share))
+    memory = stack.enter_context(
+        _staging_for(source).lend(sum(_aligned_bytes(each) for each in pending.share))
+    )
+    staged = StagedSource(source.manifest, pending.share, memory)
+    _copy(source, staged, pending)
+    held = stack.pop_all()
+    thread = threading.Thread(
+        target=handle._run, args=(staged, pending, held), name="flyweight-save"
+    )
+    with _lock:
+        if _running is None:
+            # An exiting interpreter cannot start threads, and a save starts some: wait before that.
+            getattr(threading, "_register_atexit", atexit.register)(wait_for_background)
+        try:
+            thread.start()
+        except BaseException:
+            held.close()
+            raise
+        _running = handle
+    return handle
+
+
+def _reset_in_child() -> None:
+    """Forget the parent's save after a fork: its thread does not exist in the child."""
+    global _running, _kept_staging, _lock
+    _running, _kept_staging, _lock = None, None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_reset_in_child)
+
+
+def _staging_for(source: Source) -> Staging:
+    """Return the staging that is kept between saves, of the same kind as the source's own."""
+    global _kept_staging  # noqa: PLW0603
+    with _lock:
+        allocate = source.staging.allocate
+        if _kept_staging is None or _kept_staging.allocate is not allocate:
+            _kept_staging = Staging(shelf_bytes=1 << 62, allocate=allocate, max_blocks=1)
+        return _kept_staging
+
+
+class StagedSource:
+    """A source: the boxes of one save, as they were when it began."""
 
     staging = STAGING
 
-    def __init__(self, manifest: Manifest, parcels: list[Parcel], memory: Bytes) -> None:
+    def __init__(self, manifest: Manifest, parcels: Sequence[Parcel], memory: Bytes) -> None:
         self.manifest = manifest
         self.places: dict[str, list[tuple[Parcel, Bytes]]] = {}
         at = 0
         for parcel in parcels:
             data = memory[at : at + parcel.nbytes]
             self.places.setdefault(parcel.name, []).append((parcel, data))
-            at += _room(parcel)
+            at += _aligned_bytes(parcel)
 
     def boxes(self, name: str) -> list[Box]:
         return [parcel.box for parcel, _ in self.places[name]]
@@ -107,120 +196,24 @@ class Staged:
         raise AssertionError(f"{name!r} {box} was not staged")
 
 
-def _room(parcel: Parcel) -> int:
+def _aligned_bytes(parcel: Parcel) -> int:
     return -(-parcel.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def check_idle() -> None:
-    """Raise if a save still runs in the background of this process."""
-    running = _running
-    if running is not None and not running.is_done:
-        raise StoreError(
-            f"version {running.version} is still being saved in the background: "
-            f"{running.done_bytes} of {running.total_bytes} bytes; wait for it, or save with "
-            f"when_busy='wait'"
-        )
-
-
-def wait_for_background(timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-    """Return once no save runs in the background; how it ended is told by its own handle.
-
-    A save that moves no byte for ten times the timeout is given up: its disk hangs.
-    """
-    running = _running
-    if running is None:
-        return
-    done_bytes = -1
-    while not running.is_done and done_bytes != running.done_bytes:
-        done_bytes = running.done_bytes
-        running._ended.wait(_STILL_TIMES * timeout_seconds)
-    check_idle()
-
-
-def start_background(
-    source: Model,
-    pending: PendingSave,
-    stack: ExitStack,
-    *,
-    memory_bytes: int,
-    num_threads: int | None,
-) -> BackgroundSave:
-    """Copy the share, then write it in a thread that takes over what `stack` holds.
-
-    Replicas that other ranks write are digested here, as they are when the copies are made.
-    """
-    global _running  # noqa: PLW0603
-    started = perf_counter()
-    parcels = list(pending.share)
-    handle = BackgroundSave(pending.manifest.version, sum(parcel.nbytes for parcel in parcels))
-    block = stack.enter_context(_shelf_for(source).lend(sum(map(_room, parcels))))
-    staged = Staged(source.manifest, parcels, block)
-    _copy(source, staged, pending, num_threads)
-    held = stack.pop_all()
-
-    def work() -> None:
-        try:
-            with held:
-                handle._report = pending.write(
-                    staged,
-                    memory_bytes=memory_bytes,
-                    num_threads=num_threads,
-                    started=started,
-                    progress=handle._progress,
-                )
-            emit_done("save", handle._report)
-        except BaseException as error:
-            handle._error = error
-            emit("save.failed", version=handle.version, error=f"{type(error).__name__}: {error}")
-        finally:
-            handle._ended.set()
-
-    thread = threading.Thread(target=work, name="flyweight-save")
-    with _lock:
-        if _running is None:
-            # Python lets no thread start another once it is on its way out: wait before that.
-            getattr(threading, "_register_atexit", atexit.register)(wait_for_background)
-        try:
-            thread.start()
-        except BaseException:
-            held.close()
-            raise
-        _running = handle
-    return handle
-
-
-def _forget() -> None:
-    """Know nothing, in a forked child, of what its parent's threads do."""
-    global _running, _shelf, _lock
-    _running, _shelf, _lock = None, None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-def _shelf_for(source: Source) -> Staging:
-    """Return where staging is kept between saves: of the same kind as the source's own."""
-    global _shelf  # noqa: PLW0603
-    with _lock:
-        if _shelf is None or _shelf.allocate is not source.staging.allocate:
-            _shelf = Staging(shelf_bytes=1 << 62, allocate=source.staging.allocate, max_blocks=1)
-        return _shelf
-
-
-def _copy(source: Model, staged: Staged, pending: PendingSave, num_threads: int | None) -> None:
-    """Fill the staging: host tensors by several threads, a device's queued behind each other.
-
-    The same threads digest the replicas that other ranks write.
-    """
+def _copy(source: Model, staged: StagedSource, pending: PendingCommit) -> None:
+    """Fill the staging. Threads copy host tensors; copies from a device are queued in order."""
     places = [place for places in staged.places.values() for place in places]
-    jobs: list[tuple[Parcel, Bytes, Box] | Beside] = [
+    for parcel, data in places:
+        if not source.is_on_host(parcel.name):
+            source.read(parcel.name, parcel.box, into=data, should_wait=False)
+            pending.group.tick()
+    copies: list[tuple[Parcel, Bytes, Box] | Beside] = [
         (parcel, data, items)
         for parcel, data in places
         if source.is_on_host(parcel.name)
         for items in parcel.spec.chunks(parcel.box, _COPY_BYTES)
     ]
-
-    digests = pending.found.jobs(source)
+    digests = pending.digest_jobs(source)
 
     def work(job: tuple[Parcel, Bytes, Box] | Beside, staging: Bytes) -> int:
         pending.group.tick()
@@ -236,14 +229,10 @@ def _copy(source: Model, staged: Staged, pending: PendingSave, num_threads: int 
             np.copyto(goal, found)
         return len(goal)
 
-    for parcel, data in places:
-        if not source.is_on_host(parcel.name):
-            source.read(parcel.name, parcel.box, into=data, should_wait=False)
-            pending.group.tick()
     run_jobs(
-        [*jobs, *digests],
+        [*copies, *digests],
         work,
-        num_threads=default_threads() if num_threads is None else num_threads,
+        num_threads=pending.options.threads,
         staging=source.staging if digests else STAGING,
         staging_bytes=CHUNK_BYTES if digests else 0,
         verb="stage",

@@ -1,7 +1,7 @@
-"""Replicas: boxes that several ranks hold alike, compared before a save is committed.
+"""Compare the boxes that several ranks hold, before a save is committed.
 
-One rank writes a box; the others digest theirs while they write their own shares. The
-digest of a box is taken over its chunks' checksums, which the writer has anyway.
+One rank writes a box; the others compute the digest of their copy while they write their own
+files. The digest of a box is the checksum of its chunks' checksums, which the writer has anyway.
 """
 
 from __future__ import annotations
@@ -14,83 +14,68 @@ from typing import Literal
 import numpy as np
 
 from flyweight.digest import Checksum, checksum
-from flyweight.errors import FormatError, PlanError, SpecError
+from flyweight.errors import FormatError, PlanError
 from flyweight.memory import Bytes
 from flyweight.ports import Source
 from flyweight.spec.box import Box, boxes_of_range
-from flyweight.spec.manifest import CHUNK_BYTES, Extent, Json, Manifest, Parcel
+from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Parcel
 
 CheckReplicas = Literal["digest", "sampled"]
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 
-def check_option(value: object) -> None:
-    """Raise unless this is a way to compare replicas."""
-    if not isinstance(value, str) or value not in ("digest", "sampled"):
-        raise SpecError(f"check_replicas is {value!r}, not 'digest' or 'sampled'")
-
-
-def unwritten(replicas: Sequence[Parcel], share: Sequence[Parcel]) -> list[Parcel]:
-    """Return the replicas that a rank holds and another rank writes."""
-    own = {(parcel.name, parcel.box) for parcel in share}
-    return [parcel for parcel in replicas if (parcel.name, parcel.box) not in own]
-
-
 class ReplicaDigests:
-    """What this rank finds of boxes that others hold too; known once all `jobs` are done.
+    """The digests of boxes that other ranks hold too.
 
-    Samples are taken at once and leave no jobs.
+    With `"digest"` they are complete once all `jobs` have run. With `"sampled"` a few kilobytes of
+    each box are read here, and there are no jobs.
     """
 
-    def __init__(self, parcels: Sequence[Parcel] = (), samples: Sequence[int] = ()) -> None:
-        self._parcels, self._samples = parcels, samples
-        self._checksums = [[0] * p.spec.num_chunks(p.box, CHUNK_BYTES) for p in parcels]
-
-    @classmethod
-    def begun(
-        cls, parcels: Sequence[Parcel], source: Source, check_replicas: CheckReplicas
-    ) -> ReplicaDigests:
-        if check_replicas == "digest":
-            return cls(parcels)
-        return cls(samples=[_fingerprint(source, parcel) for parcel in parcels])
+    def __init__(
+        self, parcels: Sequence[Parcel], source: Source, check_replicas: CheckReplicas
+    ) -> None:
+        is_sampled = check_replicas == "sampled"
+        self._samples = [_sampled(source, parcel) for parcel in parcels] if is_sampled else []
+        self._parcels = () if is_sampled else parcels
+        self._checksums = [[0] * p.spec.num_chunks(p.box, CHUNK_BYTES) for p in self._parcels]
 
     def jobs(self, source: Source) -> list[Callable[[Bytes], None]]:
-        """Return the work, for any threads, each of at most a chunk and with that much staging."""
+        """Return work for any threads; each job reads at most a chunk, into the staging it gets."""
         batches: list[list[tuple[Parcel, Box, list[int], int]]] = [[]]
-        held_bytes = 0
-        for parcel, found in zip(self._parcels, self._checksums, strict=True):
+        batch_bytes = 0
+        for parcel, checksums in zip(self._parcels, self._checksums, strict=True):
             for index, box in enumerate(parcel.spec.chunks(parcel.box, CHUNK_BYTES)):
                 nbytes = prod(box.shape) * parcel.spec.item_bytes
-                if held_bytes + nbytes > CHUNK_BYTES:
+                if batch_bytes + nbytes > CHUNK_BYTES:
                     batches.append([])
-                    held_bytes = 0
-                batches[-1].append((parcel, box, found, index))
-                held_bytes += nbytes
-        return [partial(_digest, source, batch) for batch in batches if batch]
+                    batch_bytes = 0
+                batches[-1].append((parcel, box, checksums, index))
+                batch_bytes += nbytes
+        return [partial(_checksum_chunks, source, batch) for batch in batches if batch]
 
-    def values(self) -> list[int]:
-        return [*self._samples, *(_digest_of(found) for found in self._checksums)]
+    def values(self) -> tuple[int, ...]:
+        return (*self._samples, *map(_digest_of, self._checksums))
 
 
-def _digest(
+def _checksum_chunks(
     source: Source, batch: Sequence[tuple[Parcel, Box, list[int], int]], staging: Bytes
 ) -> None:
-    for parcel, box, found, index in batch:
+    for parcel, box, checksums, index in batch:
         spec = parcel.spec
         items = box.moved(spec.stored(parcel.box).offset)
-        slot = staging[: prod(box.shape) * spec.item_bytes]
-        found[index] = checksum(source.read(parcel.name, spec.elements(items), into=slot))
+        into = staging[: prod(box.shape) * spec.item_bytes]
+        checksums[index] = checksum(source.read(parcel.name, spec.elements(items), into=into))
 
 
 def _digest_of(checksums: Sequence[int]) -> int:
     return checksum(np.array(checksums, "<u8").view(np.uint8))
 
 
-def _fingerprint(source: Source, parcel: Parcel) -> int:
+def _sampled(source: Source, parcel: Parcel) -> int:
     """Return a checksum of samples of a box: enough to tell one shard from another."""
     spec, running = parcel.spec, Checksum()
     items = spec.stored(parcel.box)
-    # Six-bit elements come four to three bytes: all steps are of threes.
+    # Four six-bit elements fill three bytes, so every step is a multiple of three.
     total, sample = items.num_elements, max(_SAMPLE_BYTES // spec.item_bytes // 3 * 3, 3)
     step = max(total // _SAMPLES // 3 * 3, sample)
     for start in range(0, total, step):
@@ -99,37 +84,37 @@ def _fingerprint(source: Source, parcel: Parcel) -> int:
     return running.value()
 
 
-Known = Mapping[tuple[str, Box], tuple[int, Json]]
+Digests = dict[tuple[str, Box], tuple[int, int]]
+"""Of each box: the first rank with a digest of it, and that digest."""
 
 
-def digests_of(written: Sequence[Manifest]) -> Known:
-    """Return, for each box at rest, the rank that wrote it and its digest there."""
-    return {
-        (extent.name, extent.box): (rank, _digest_of(_checksums(extent)))
-        for rank, manifest in enumerate(written)
-        for extent in manifest.extents
-    }
+def written_digests(written: Sequence[Manifest]) -> Digests:
+    """Return the digests of all boxes in the files, which are given by rank."""
+    digests: Digests = {}
+    for rank, manifest in enumerate(written):
+        for extent in manifest.extents:
+            if extent.checksums is None:
+                raise FormatError(f"rank {rank} wrote {extent.name!r} and sent no checksums of it")
+            digests[extent.name, extent.box] = rank, _digest_of(extent.checksums)
+    return digests
 
 
-def _checksums(extent: Extent) -> Sequence[int]:
-    if extent.checksums is None:
-        raise FormatError(f"a rank wrote {extent.name!r} and tells no checksums of it")
-    return extent.checksums
+def check_same(
+    parcels: Sequence[Sequence[Parcel]],
+    digests: Sequence[Sequence[int]],
+    written: Mapping[tuple[str, Box], tuple[int, int]],
+) -> None:
+    """Raise PlanError unless all ranks have the same digest of each box.
 
-
-def check_same(replicas: Sequence[Sequence[Parcel]], found: Sequence[Json], known: Known) -> None:
-    """Raise unless all ranks that hold a box found the same of it; both by rank.
-
-    `known` is what the writers found, where the ranks tell of what others wrote only.
+    `parcels` and `digests` are what each rank compared, by rank. `written` are the digests in the
+    files, for boxes of which only the ranks that did not write them sent one.
     """
-    first = dict(known)
-    for rank, (parcels, values) in enumerate(zip(replicas, found, strict=True)):
-        if not isinstance(values, list) or len(values) != len(parcels):
-            raise FormatError(f"rank {rank} compared {str(values)[:80]}, not {len(parcels)} boxes")
-        for parcel, value in zip(parcels, values, strict=True):
+    first = dict(written)
+    for rank, (boxes, values) in enumerate(zip(parcels, digests, strict=True)):
+        if len(values) != len(boxes):
+            raise FormatError(f"rank {rank} sent {len(values)} digests of {len(boxes)} boxes")
+        for parcel, value in zip(boxes, values, strict=True):
             other, expected = first.setdefault((parcel.name, parcel.box), (rank, value))
-            if type(value) is not int or type(expected) is not int:
-                raise FormatError(f"rank {rank} tells {str(value)[:80]} as a digest")
             if value != expected:
                 raise PlanError(
                     f"{parcel.name!r} {parcel.box.offset}..{parcel.box.end} has digest "

@@ -1,8 +1,9 @@
-"""Pending: a save that all ranks agreed on, from then until it is committed or gone.
+"""Commit: the one path by which every writer puts files in place, all of them or none.
 
-Two phases. Every rank writes its share under the draft's hidden name and makes it
-durable; then the coordinator, who has heard that from all of them, writes the
-manifest and commits. Until that rename there is nothing to be seen, whoever dies.
+A `PendingCommit` has a hidden draft. `write` fills it, makes it durable and commits it by a rename.
+Ranks that save together commit in two phases: every rank writes and flushes its own files; the
+coordinator waits for all of them, writes the manifest and commits. Until that rename
+nothing is visible, whichever process dies.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
+from typing import TypeVar, get_args
+
+import msgspec
 
 from flyweight import __version__
-from flyweight.checks import check_version
+from flyweight.checks import check_memory_bytes, check_version
 from flyweight.errors import (
     FormatError,
     PeerLost,
-    PlanError,
     SpecError,
     StoreError,
     TransferTimeout,
@@ -29,9 +32,9 @@ from flyweight.errors import (
 )
 from flyweight.events import emit
 from flyweight.formats import snapshot
+from flyweight.formats.huggingface import PART_BYTES
 from flyweight.formats.writer import Beside, seal, write
-from flyweight.memory import collector_paused
-from flyweight.plans.shares import Holding, share_out
+from flyweight.memory import MEMORY_BYTES
 from flyweight.ports import FilePlan, Format, Source
 from flyweight.ranks.group import Group
 from flyweight.spec.manifest import (
@@ -44,40 +47,59 @@ from flyweight.spec.manifest import (
     check_leaf,
     check_names,
 )
-from flyweight.stores.draft import LocalDraft, check_hidden_name
-from flyweight.stores.local import as_path
+from flyweight.spec.manifest_json import decode_share, encode_manifest
+from flyweight.stores.draft import LocalDraft
 from flyweight.verbs.check_replicas import (
     CheckReplicas,
     ReplicaDigests,
     check_same,
-    digests_of,
-    unwritten,
+    written_digests,
 )
-from flyweight.verbs.find import PathLike, check_no_version, versions
-from flyweight.verbs.rank_messages import (
-    decode_holding,
-    decode_parcels,
-    decode_written,
-    encode_holding,
-    encode_parcels,
-    encode_written,
-    holding_of,
-)
+from flyweight.verbs.find import check_no_version, versions
 from flyweight.worker_threads import default_threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """How to write. A verb builds this once, and every step receives it unchanged."""
+
+    version: int | None = None
+    """The version to write; None for one more than the newest."""
+    check_replicas: CheckReplicas = "digest"
+    part_bytes: int = PART_BYTES
+    """The most bytes of one file."""
+    memory_bytes: int = MEMORY_BYTES
+    num_threads: int | None = None
+    verb: str = "save"
+    """Names the events: progress of this verb, and `<verb>.done`."""
+
+    def __post_init__(self) -> None:
+        if self.version is not None:
+            object.__setattr__(self, "version", check_version(self.version))
+        how = self.check_replicas
+        if not isinstance(how, str) or how not in get_args(CheckReplicas):
+            raise SpecError(f"check_replicas is {how!r}, not 'digest' or 'sampled'")
+        check_memory_bytes(self.memory_bytes)
+
+    @property
+    def threads(self) -> int:
+        return default_threads() if self.num_threads is None else self.num_threads
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save did; of the ranks of a group, what this rank did."""
+    """What a save wrote; with a process group, what this rank wrote."""
 
     place: str
+    """The directory or file that was written."""
     version: int | None
+    """None for formats without versions."""
     num_tensors: int
     num_files: int
     nbytes: int
     seconds: float
     left_out: list[str] = field(default_factory=list)
-    """Values that are no tensors and that the format has no place for."""
+    """Values that are not tensors and that the format cannot hold."""
     told_as_integers: list[str] = field(default_factory=list)
     """Tensors of a pickle that may be bf16 or fp8, written as the integers that it has."""
 
@@ -85,61 +107,91 @@ class SaveReport:
     def gb_per_second(self) -> float:
         return self.nbytes / 1e9 / max(self.seconds, 1e-9)
 
+    def emit_done(self, verb: str) -> None:
+        """Emit the event that ends a save or a conversion."""
+        emit(
+            f"{verb}.done",
+            place=self.place,
+            version=self.version,
+            nbytes=self.nbytes,
+            seconds=self.seconds,
+        )
 
-def emit_done(verb: str, report: SaveReport) -> None:
-    emit(
-        f"{verb}.done",
-        place=report.place,
-        version=report.version,
-        nbytes=report.nbytes,
-        seconds=report.seconds,
-    )
+
+@dataclass(frozen=True)
+class WrittenMessage:
+    """From each rank to the coordinator: its files are durable."""
+
+    written: str
+    """The manifest of these files, as JSON."""
+    replicas: tuple[int, ...]
+    """The digests of the boxes in `ShareMessage.same`."""
+
+
+MessageT = TypeVar("MessageT")
+
+
+def receive(kind: type[MessageT], message: Json, rank: int) -> MessageT:
+    """Return the message that a rank sent, or raise FormatError if it is not of this kind."""
+    try:
+        return msgspec.convert(message, kind)
+    except msgspec.ValidationError as cause:
+        raise FormatError(
+            f"rank {rank} sent {str(message)[:80]}, not a {kind.__name__}: {cause}"
+        ) from cause
+
+
+def _encode_written(manifest: Manifest) -> str:
+    """Return what a rank wrote, as JSON: files, and extents with their checksums and digests."""
+    names = {extent.name for extent in manifest.extents}
+    tensors = {name: spec for name, spec in manifest.tensors.items() if name in names}
+    return encode_manifest(replace(manifest, tensors=tensors, tied={}, values={})).decode()
 
 
 @dataclass
-class PendingSave:
-    """A save that all ranks agreed on, before the first byte is written."""
+class PendingCommit:
+    """Files that are planned and not committed yet. Leaving the `with` block removes the draft."""
 
-    group: Group
+    options: SaveOptions
     draft: LocalDraft
     manifest: Manifest
-    """Of all ranks together at the coordinator; elsewhere of this rank."""
+    """All ranks' tensors at the coordinator and in a process alone, else this rank's."""
     format: Format
-    share: Sequence[Parcel]
-    """What this rank writes."""
-    is_whole: bool = False
-    """True if this rank is alone and holds whole tensors, so that its files are for others too."""
-    replicas: Sequence[Sequence[Parcel]] = ()
-    """At the coordinator, what each rank compares with others."""
-    check_replicas: CheckReplicas = "digest"
-    found: ReplicaDigests = field(default_factory=ReplicaDigests)
-    """What this rank finds of its replicas; its jobs are done before the commit."""
+    group: Group = field(default_factory=Group)
+    share: Sequence[Parcel] = ()
+    """What this rank writes of a version."""
+    digests: ReplicaDigests | None = None
+    """Of this rank's boxes that other ranks hold too. None if one process writes everything."""
+    compared: Sequence[Sequence[Parcel]] = ()
+    """At the coordinator: the boxes that each rank sends a digest of."""
+    started: float = field(default_factory=perf_counter)
 
-    def __enter__(self) -> PendingSave:
+    def __enter__(self) -> PendingCommit:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.draft.abort()
 
+    def digest_jobs(self, source: Source) -> list[Beside]:
+        """Return the work that computes `digests`."""
+        return [] if self.digests is None else self.digests.jobs(source)
+
     def write(
         self,
         source: Source,
         *,
-        memory_bytes: int,
-        num_threads: int | None,
-        started: float,
-        verb: str = "save",
         progress: Callable[[int], None] | None = None,
         beside: Sequence[Beside] = (),
     ) -> SaveReport:
-        """Write this rank's share, have the coordinator commit, and return when it has.
+        """Write this rank's files and return once they are committed.
 
-        `beside` is other work, done by the same threads while some of them wait for the disk.
+        `progress` is called with the bytes of each write. `beside` is other work for the same
+        threads, done while some of them wait for the disk.
         """
-        group, draft = self.group, self.draft
+        draft, options = self.draft, self.options
 
         def tick(nbytes: int) -> None:
-            group.tick()
+            self.group.tick()
             if progress is not None:
                 progress(nbytes)
 
@@ -148,21 +200,21 @@ class PendingSave:
             self.manifest,
             self.format,
             draft,
-            num_threads=default_threads() if num_threads is None else num_threads,
-            memory_bytes=memory_bytes,
-            verb=verb,
+            num_threads=options.threads,
+            memory_bytes=options.memory_bytes,
+            verb=options.verb,
             tick=tick,
             beside=beside,
         )
         try:
-            if self.is_whole:
+            if self.digests is None:
                 seal(written, plans, self.format, draft)
                 draft.commit()
             else:
-                with group.working():
-                    written = self._commit_together(written, plans)
+                with self.group.working():
+                    written = self._commit_together(written, plans, self.digests)
         except StoreError as error:
-            if error.errno != errno.EEXIST:
+            if error.errno != errno.EEXIST or self.manifest.version is None:
                 raise
             raise VersionError(
                 f"version {self.manifest.version} of {str(Path(draft.place).parent)!r} was "
@@ -174,173 +226,61 @@ class PendingSave:
             len({extent.name for extent in written.extents}),
             len({extent.file for extent in written.extents}),
             sum(written.tensors[e.name].box_bytes(e.box) for e in written.extents),
-            perf_counter() - started,
+            perf_counter() - self.started,
+            [] if self.format.has_values else sorted(self.manifest.values),
         )
 
-    def _commit_together(self, written: Manifest, plans: Sequence[FilePlan]) -> Manifest:
-        """Commit once every rank's files are durable; returns what this rank wrote."""
+    def _commit_together(
+        self, written: Manifest, plans: Sequence[FilePlan], digests: ReplicaDigests
+    ) -> Manifest:
+        """Commit once every rank's files are durable; return the manifest of this rank's files."""
         group, draft = self.group, self.draft
         written = replace(written, parts=snapshot.parts_of(plans))
         draft.flush()
-        message: Json = {
-            "written": encode_written(written),
-            "replicas": list(self.found.values()),
-        }
+        message = WrittenMessage(_encode_written(written), digests.values())
         draft.is_handed_over = True  # from here on the coordinator may commit at any moment
-        answers = group.gather("written", message)
+        answers = group.gather("written", msgspec.to_builtins(message))
         if group.is_coordinator:
-            shares = [
-                decode_written(each["written"] if isinstance(each, dict) else None)
-                for each in answers
-            ]
-            check_same(
-                self.replicas,
-                [each.get("replicas") if isinstance(each, dict) else None for each in answers],
-                digests_of(shares) if self.check_replicas == "digest" else {},
+            self._seal_together(
+                [receive(WrittenMessage, each, rank) for rank, each in enumerate(answers)]
             )
-            whole = replace(
-                self.manifest,
-                parts=[part for share in shares for part in share.parts],
-                extents=[extent for share in shares for extent in share.extents],
-            )
-            check_files(whole)
-            check_coverage(whole)
-            seal(whole, (), self.format, draft)
             draft.commit()
         try:
             group.broadcast("commit", None)
         except (PeerLost, TransferTimeout) as error:
-            state = "there all the same: it had been" if draft.has_appeared() else "not yet"
-            error.note(f"version {self.manifest.version} in {draft.place!r} is {state} committed")
+            state = "committed all the same" if draft.has_appeared() else "not committed yet"
+            error.note(f"version {self.manifest.version} in {draft.place!r} is {state}")
             raise
         return written
 
-
-def begin_version(
-    source: Source,
-    path: PathLike,
-    *,
-    version: int | None,
-    part_bytes: int,
-    group: Group,
-    check_replicas: CheckReplicas,
-) -> PendingSave:
-    """Have all ranks agree on what will be written, where and by whom; every rank must call."""
-    with group.working():
-        return _begun(
-            source,
-            as_path(path),
-            version=version,
-            part_bytes=part_bytes,
-            group=group,
-            check_replicas=check_replicas,
+    def _seal_together(self, messages: Sequence[WrittenMessage]) -> None:
+        """Check what all ranks wrote, and write the manifest of all of it."""
+        shares = [decode_share(each.written.encode()) for each in messages]
+        is_sampled = self.options.check_replicas == "sampled"
+        check_same(
+            self.compared,
+            [each.replicas for each in messages],
+            {} if is_sampled else written_digests(shares),
         )
-
-
-def _begun(
-    source: Source,
-    root: Path,
-    *,
-    version: int | None,
-    part_bytes: int,
-    group: Group,
-    check_replicas: CheckReplicas,
-) -> PendingSave:
-    version = None if version is None else check_version(version)
-    with collector_paused():
-        holding = holding_of(source)
-    if group.num_ranks == 1 and _is_whole(holding):
-        draft, manifest = _begin_draft(root, version, source.manifest)
-        format = snapshot.snapshot_format(part_bytes)
-        return PendingSave(group, draft, manifest, format, manifest.parcels(), is_whole=True)
-    message: Json = {
-        "run": root.name,
-        "version": version,
-        "check": check_replicas,
-        "holding": encode_holding(holding),
-    }
-    answers = group.gather("agree", message)
-    if not group.is_coordinator:
-        order = group.scatter("begin", ())
-        match order:
-            case {"version": int() as number, "draft": str() as name, "share": share, "same": same}:
-                pass
-            case _:
-                raise FormatError(f"the coordinator orders {str(order)[:80]}")
-        parcels = decode_parcels(share, holding.tensors)
-        same = decode_parcels(same, holding.tensors)
-        found = ReplicaDigests.begun(same, source, check_replicas)
-        directory = root / snapshot.directory_name(number)
-        draft = LocalDraft(directory, member_of=check_hidden_name(name))
-        manifest = Manifest(holding.tensors, version=number, chunk_bytes=CHUNK_BYTES)
-        format = snapshot.share_format(group.rank, parcels, part_bytes)
-        return PendingSave(group, draft, manifest, format, parcels, found=found)
-    for rank, each in enumerate(answers):
-        run = each.get("run") if isinstance(each, dict) else None
-        if run != root.name:
-            raise SpecError(f"rank {rank} saves to {run!r}, rank {group.rank} to {root.name!r}")
-        theirs = each.get("version") if isinstance(each, dict) else None
-        if theirs != version:
-            raise VersionError(
-                f"rank {rank} saves version {theirs}, rank {group.rank} version {version}"
-            )
-        theirs = each.get("check") if isinstance(each, dict) else None
-        if theirs != check_replicas:
-            raise SpecError(
-                f"rank {rank} checks replicas by {theirs!r}, rank {group.rank} by "
-                f"{check_replicas!r}; check_replicas is the same on every rank"
-            )
-    holdings = [
-        decode_holding(each.get("holding") if isinstance(each, dict) else None) for each in answers
-    ]
-    try:
-        sharing = share_out(holdings)
-    except PlanError as error:
-        if group.num_ranks == 1:
-            error.note("this is one rank of several: all must save together, by process_group")
-        raise
-    compared = sharing.replicas
-    if check_replicas == "digest":  # who writes a box has its checksums anyway
-        compared = [unwritten(*each) for each in zip(compared, sharing.shares, strict=True)]
-    together = Manifest(sharing.tensors, tied=sharing.tied, values=sharing.values)
-    draft, manifest = _begin_draft(root, version, together)
-    try:
-        orders: list[Json] = [
-            {
-                "version": manifest.version,
-                "draft": draft.name,
-                "share": encode_parcels(share),
-                "same": encode_parcels(same),
-            }
-            for share, same in zip(sharing.shares, compared, strict=True)
-        ]
-        group.scatter("begin", orders)
-        mine = sharing.shares[group.rank]
-        return PendingSave(
-            group,
-            draft,
-            manifest,
-            snapshot.share_format(group.rank, mine, part_bytes),
-            mine,
-            replicas=compared,
-            check_replicas=check_replicas,
-            found=ReplicaDigests.begun(compared[group.rank], source, check_replicas),
+        whole = replace(
+            self.manifest,
+            parts=[part for share in shares for part in share.parts],
+            extents=[extent for share in shares for extent in share.extents],
         )
-    except BaseException:
-        draft.abort()
-        raise
+        check_files(whole)
+        check_coverage(whole)
+        seal(whole, (), self.format, self.draft)
 
 
-def _is_whole(holding: Holding) -> bool:
-    return all(
-        len(boxes) == 1 and boxes[0].shape == holding.tensors[name].shape
-        for name, boxes in holding.boxes.items()
-    )
+def write_and_commit(source: Source, pending: PendingCommit) -> SaveReport:
+    """Write and commit while the caller waits, and emit the event that says so."""
+    with pending:
+        report = pending.write(source, beside=pending.digest_jobs(source))
+    report.emit_done(pending.options.verb)
+    return report
 
 
-def _begin_draft(
-    root: Path, version: int | None, manifest: Manifest
-) -> tuple[LocalDraft, Manifest]:
+def begin_draft(root: Path, version: int | None, manifest: Manifest) -> tuple[LocalDraft, Manifest]:
     """Return a draft for the version, and its manifest; raise if it may not be written."""
     check_names(manifest)
     for name, value in manifest.values.items():
@@ -360,11 +300,17 @@ def _begin_draft(
             f"{str(directory)!r} is there without a {snapshot.MANIFEST!r}, so it is no version; "
             f"remove it, or save another version"
         )
+    writer = {
+        "flyweight": __version__,
+        "host": platform.node(),
+        "pid": str(os.getpid()),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
     return LocalDraft(directory), replace(
         manifest,
         version=version,
         parent=newest,
-        writer=_writer(),
+        writer=writer,
         parts=(),
         extents=(),
         chunk_bytes=CHUNK_BYTES,
@@ -372,16 +318,7 @@ def _begin_draft(
 
 
 def _next_version(root: Path) -> int:
-    """Return the number after all that are there, also after what is no whole version."""
+    """Return the number after all version directories, committed or not."""
     names = os.listdir(root) if root.is_dir() else []
     taken = [found for name in names if (found := snapshot.version_of(name)) is not None]
     return max(taken, default=-1) + 1
-
-
-def _writer() -> dict[str, str]:
-    return {
-        "flyweight": __version__,
-        "host": platform.node(),
-        "pid": str(os.getpid()),
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }

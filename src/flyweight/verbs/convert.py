@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from flyweight.errors import SpecError, StoreError
@@ -23,9 +24,9 @@ from flyweight.spec.manifest import Manifest
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.legacy_draft import legacy_draft
 from flyweight.stores.local import as_path
-from flyweight.verbs.commit import SaveReport
+from flyweight.verbs.agree import begin_version
+from flyweight.verbs.commit import PendingCommit, SaveOptions, SaveReport, write_and_commit
 from flyweight.verbs.find import PathLike, check_no_version, check_unmixed, open_source, versions
-from flyweight.verbs.save import save_files, save_version
 
 Writable = Literal["snapshot", "hf", "dcp", "paddle", "safetensors", "pdparams"]
 
@@ -40,11 +41,19 @@ def convert(
     part_bytes: int = PART_BYTES,
     memory_bytes: int = MEMORY_BYTES,
 ) -> SaveReport:
-    """Write the source's tensors in another format; every byte is checked where it can be.
+    """Write a checkpoint in another format. Bytes are checked where the source has checksums.
 
-    `snapshot` adds a version to the run at `destination`; `hf`, `dcp` and `paddle` make that
-    directory, `safetensors` and `pdparams` that file. `assume` tells dtypes that a pickle cannot:
-    {"u16": "bf16"}. Formats without ties get bytes of their own for each name.
+    Args:
+        source: A path that `open` accepts, or weights that are open already.
+        destination: Where to write; nothing there is overwritten. "snapshot" adds a version to
+            the run in this directory, "hf", "dcp" and "paddle" make this directory, "safetensors"
+            and "pdparams" make this file.
+        to: The format to write. One that has no ties writes the bytes for each name.
+        version: The version to write, for "snapshot" only; by default that of the source, else
+            one more than the newest.
+        assume: Dtypes that a pickle cannot name, by the dtype it uses instead: {"u16": "bf16"}.
+        part_bytes: The most bytes of one file, for "snapshot" and "hf".
+        memory_bytes: The most memory to use.
     """
     if not isinstance(source, Stored):
         with open_source(source) as stored:
@@ -57,45 +66,48 @@ def convert(
                 part_bytes=part_bytes,
                 memory_bytes=memory_bytes,
             )
-    stored = source.assuming(assume or {}) if assume else source
+    stored = source.assuming(assume) if assume else source
     unclear = [n for n in stored.raw_names if stored.manifest.spec(n).dtype.name in RAW_MEANINGS]
     place = as_path(destination)
     check_no_version(place.parent)
+    options = SaveOptions(
+        version=stored.manifest.version if version is None and to == "snapshot" else version,
+        part_bytes=part_bytes,
+        memory_bytes=memory_bytes,
+        verb="convert",
+    )
     if to == "snapshot":
         check_no_version(place)
         if not versions(place):
             check_unmixed(place, directory_name(0))
-        report = save_version(
-            stored,
-            destination,
-            version=stored.manifest.version if version is None else version,
-            part_bytes=part_bytes,
-            memory_bytes=memory_bytes,
-            num_threads=None,
-            group=Group(),
-            verb="convert",
-        )
-        return replace(report, told_as_integers=sorted(unclear))
-    if version is not None:
-        raise SpecError(f"version {version} for {to}, which has no versions")
+        report = write_and_commit(stored, begin_version(stored, place, options, Group()))
+    else:
+        report = write_and_commit(stored, _begin_files(stored.manifest, place, to, options))
+        report = replace(report, place=str(place))
+    if to == "pdparams":  # a pickle has the same integers, and its readers know what they mean
+        unclear = []
+    return replace(report, told_as_integers=sorted(unclear))
+
+
+def _begin_files(
+    manifest: Manifest, place: Path, to: Writable, options: SaveOptions
+) -> PendingCommit:
+    """Make the draft of a format without versions."""
+    if options.version is not None:
+        raise SpecError(f"version {options.version} for {to}, which has no versions")
     if os.path.lexists(place):
         raise StoreError(f"{str(place)!r} is there already; convert never overwrites")
-    directories = {"hf": huggingface_format(part_bytes), "dcp": DCP_FORMAT, "paddle": PADDLE_FORMAT}
-    into_directory = to not in directories
-    if into_directory:
-        check_unmixed(place.parent, place.name)
-    report = save_files(
-        stored,
-        replace(stored.manifest.untied(), version=None, parts=(), extents=()),
-        directories[to] if to in directories else _single_file(to, place.name),
-        lambda: legacy_draft(place.parent) if into_directory else LocalDraft(place),
-        memory_bytes=memory_bytes,
-        num_threads=None,
-        verb="convert",
-    )
-    # A pickle cannot say it better, and who reads it knows.
-    unclear = [] if to == "pdparams" else unclear
-    return replace(report, place=str(place), told_as_integers=sorted(unclear))
+    directories = {
+        "hf": huggingface_format(options.part_bytes),
+        "dcp": DCP_FORMAT,
+        "paddle": PADDLE_FORMAT,
+    }
+    manifest = replace(manifest.untied(), version=None, parts=(), extents=())
+    if to in directories:
+        return PendingCommit(options, LocalDraft(place), manifest, directories[to])
+    check_unmixed(place.parent, place.name)
+    format = _single_file(to, place.name)
+    return PendingCommit(options, legacy_draft(place.parent), manifest, format)
 
 
 def _single_file(to: str, name: str) -> Format:

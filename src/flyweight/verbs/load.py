@@ -1,18 +1,19 @@
-"""Load: from files into a model that is there already, in place, checked on the way.
+"""Load: fill the tensors of an existing model from files, in place, and check them on the way.
 
 `match.py` pairs the names. Every rank plans its own reads, and no tensor of any rank is
-touched before all have planned.
+touched before all ranks have planned.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from logging import getLogger
 from time import perf_counter
-from typing import Literal
+from typing import Literal, get_args
 
 from flyweight.adapters.model import adapt
 from flyweight.checks import check_memory_bytes, check_version
@@ -25,41 +26,44 @@ from flyweight.memory import MEMORY_BYTES, collector_paused
 from flyweight.plans.reshard import reshard
 from flyweight.ports import Block, Sink
 from flyweight.ranks.group import TIMEOUT_SECONDS, Group
-from flyweight.ranks.rendezvous import location
+from flyweight.ranks.process_group import default_group, rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous, join_group, location
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Json, Leaf
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.match import Matches, check_names, match
-from flyweight.verbs.rank_messages import gather_ranks
 from flyweight.worker_threads import default_threads
 
 _log = getLogger("flyweight.verbs")
 Extra = Literal["refuse", "report"]
 _SHARED_TIMES = 1.25
-"""From how many times its bytes on a machine's ranks share their reads of a checkpoint."""
+"""Ranks of one machine share their reads if together they want more than this times the bytes."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did."""
+    """What a load read; with a process group, what this rank read."""
 
     place: str
     format: str
     version: int | None
+    """None for formats without versions."""
     num_tensors: int
     nbytes: int
+    """Bytes of the tensors that were filled."""
     read_bytes: int
     checked_bytes: int
     """Bytes whose checksum was compared; 0 for formats that keep none."""
     seconds: float
     unused: list[str] = field(default_factory=list)
-    """Tensors of the source that the target has no use for; of several ranks, this rank's."""
+    """Tensors of the source that this rank's target lacks."""
     kept: list[str] = field(default_factory=list)
     """Tensors of the target that the source lacks, left as they were."""
     partial_over: int | None = None
-    """The version that the caller vouched for in what was kept."""
+    """The version that the kept tensors hold, according to the caller."""
     values: Mapping[str, Leaf] = field(default_factory=dict)
+    """The values of the source that are not tensors."""
 
     @property
     def gb_per_second(self) -> float:
@@ -85,32 +89,74 @@ def load(
     num_threads: int | None = None,
     unbuffered: bool = True,
 ) -> LoadReport:
-    """Fill the model's own tensors from weights at rest; nothing of it is replaced.
+    """Fill the model's own tensors from files; no tensor is replaced by another object.
 
-    Names, dtypes and shapes are matched before the first byte is written. `extra` says what
-    becomes of tensors the model lacks; with `partial_over` the caller vouches that tensors the
-    source lacks already hold that version. Within `memory_bytes` of extra memory, whatever the
-    model's size. `unbuffered=False` leaves what is read in the page cache, for others here.
+    Names, dtypes and shapes are matched before the first byte is written.
 
-    With a process group all its ranks make the call, each fills its own tensors with the same
-    version, and no tensor of any rank is touched unless all can be filled. A `layout` says what
-    this rank's tensors hold of those at rest; without a group, `rank` says which rank this is.
+    Args:
+        source: A path that `open` accepts, or weights that are open already.
+        into: The model to fill: a torch module, a Paddle layer, or nested dicts of tensors.
+        version: The version to load; by default the newest.
+        process_group: A process group of torch or Paddle. All its ranks make the call, each fills
+            its own tensors with the same version, and no tensor of any rank is touched unless
+            all can be filled. Without it this process loads alone.
+        coordinator_rank: The rank that the others compare themselves with.
+        layout: Which box of each whole tensor this rank holds, for models whose tensors do not
+            say so themselves.
+        rank: Which rank of `layout` this is, without a process group; or the rank in the file
+            names, with `legacy_id`.
+        legacy_id: The id in the file names of older FastDeploy engines.
+        shared_directory: Where such an engine shares files with others on this machine.
+        should_verify: Compare the bytes with the checksums of the source.
+        extra: If the source has tensors that the model lacks: "refuse" to load, or "report" them.
+        partial_over: Allow that the source lacks tensors of the model, which already hold this
+            version.
+        timeout_seconds: How long to wait for a rank that is silent.
+        memory_bytes: The most memory to use beside the model.
+        num_threads: How many threads read; by default as many as the machine needs.
+        unbuffered: Read past the page cache. False leaves the bytes there, for other readers.
     """
-    options = _Options(
-        version=version,
-        layout=layout,
-        rank=rank,
-        legacy_id=legacy_id,
-        shared_directory=shared_directory,
-        should_verify=should_verify,
-        extra=extra,
-        partial_over=partial_over,
-        memory_bytes=memory_bytes,
-        num_threads=num_threads,
-        unbuffered=unbuffered,
+    started = perf_counter()
+    rendezvous = Rendezvous() if process_group is None else rendezvous_of(process_group)
+    with ExitStack() as stack:
+        group = stack.enter_context(
+            join_group(rendezvous, coordinator_rank, timeout_seconds=timeout_seconds)
+        )
+        check_memory_bytes(memory_bytes)
+        if extra not in get_args(Extra):
+            raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
+        if rank is not None and layout is None and legacy_id is None:
+            raise SpecError(f"rank is {rank}, and neither a layout nor a legacy_id says what of")
+        open_files = partial(
+            open_source,
+            rank=None if legacy_id is None else rank,
+            legacy_id=legacy_id,
+            shared_directory=shared_directory,
+            unbuffered=unbuffered,
+        )
+        with group.working():
+            stored = _open_together(source, version, open_files, group, stack)
+            if group.num_ranks > 1 and legacy_id is None:  # legacy files differ by rank
+                _check_same_files(stored, group)
+            with collector_paused():
+                sink = _adapted(into, stored, layout, rank, group)
+                sink.check_writable()
+                matches = match(stored, sink)
+            # A layout covers every tensor; those of other ranks are theirs.
+            may_leave = extra == "report" or layout is not None
+            may_miss = partial_over is not None
+            unused = check_names(stored, matches, group, may_miss=may_miss, may_leave=may_leave)
+            with collector_paused():
+                reader = _reader(stored, sink, matches, should_verify=should_verify)
+            start = _share_reads(stored, reader, group)
+        num_threads = default_threads() if num_threads is None else num_threads
+        _fill(sink, reader, group, num_threads=num_threads, memory_bytes=memory_bytes, start=start)
+        sink.finish(stored.manifest)
+        if unused:
+            _warn_unused(stored.store.place, unused)
+    return _report(
+        stored, sink, reader, matches, partial_over=partial_over, seconds=perf_counter() - started
     )
-    with gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=False) as group:
-        return _load(source, into, options, group)
 
 
 def load_state_dict(
@@ -125,202 +171,77 @@ def load_state_dict(
 ) -> LoadReport:
     """Fill a state dict's own tensors and values, whatever layout they have on this rank.
 
-    A checkpoint may have more tensors: `unused` of the report names those that this rank lacks,
-    and the coordinator warns of those that every rank lacks. `extra="refuse"` raises for them.
-    Without a process group, the one that was initialised; alone if none was. Every rank must make
-    the call. Otherwise as `load`.
+    Every rank must make the call. The checkpoint may have more tensors: `unused` of the report
+    names those that this rank lacks, and the coordinator logs a warning about those that every
+    rank lacks.
+
+    Args:
+        state_dict: The tensors and values to fill, by name; dicts may be nested.
+        path: A path that `open` accepts.
+        process_group: By default the process group that torch or Paddle initialised; if there is
+            none, this process loads alone.
+        coordinator_rank: As in `load`, like `version` and `timeout_seconds`.
+        extra: If the checkpoint has tensors that no rank has: "report" them, or "refuse" to load.
     """
-    options = _Options(version=version, extra=extra)
-    with gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=True) as group:
-        return _load(path, state_dict, options, group)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    version: int | None
-    layout: ModelLayout | None = None
-    rank: int | None = None
-    legacy_id: int | str | None = None
-    shared_directory: PathLike = legacy.SHARED_DIRECTORY
-    should_verify: bool = True
-    extra: Extra
-    partial_over: int | None = None
-    memory_bytes: int = MEMORY_BYTES
-    num_threads: int | None = None
-    unbuffered: bool = True
-
-
-def _load(source: PathLike | Stored, into: object, options: _Options, group: Group) -> LoadReport:
-    started = perf_counter()
-    check_memory_bytes(options.memory_bytes)
-    if options.extra not in ("refuse", "report"):
-        raise SpecError(f"extra is {options.extra!r}, not 'refuse' or 'report'")
-    if options.rank is not None and options.layout is None and options.legacy_id is None:
-        raise SpecError(
-            f"rank is {options.rank}, and neither a layout nor a legacy_id says what of"
-        )
-    with ExitStack() as stack:
-        with group.working():
-            stored = _opened(source, options, group, stack)
-            with collector_paused():
-                sink = _adapted(into, stored, options, group)
-                sink.check_writable()
-                matches = match(stored, sink)
-            left = check_names(
-                stored,
-                matches,
-                group,
-                may_miss=options.partial_over is not None,
-                # A layout speaks of every tensor; those of other ranks are theirs.
-                may_leave=options.extra == "report" or options.layout is not None,
-            )
-            with collector_paused():
-                reader = _reader(stored, sink, matches, should_verify=options.should_verify)
-            starting_at = _sharing(stored, reader, group)
-        sink.settle()  # what this thread queued on a GPU still reads the old weights
-        try:
-            reader.run(
-                num_threads=default_threads()
-                if options.num_threads is None
-                else options.num_threads,
-                memory_bytes=options.memory_bytes,
-                verb="load",
-                tick=group.tick,
-                starting_at=starting_at,
-            )
-        finally:
-            sink.touched()
-        try:
-            _agree(group, "loaded")
-        except TransportError as error:
-            error.note("this rank was filled, another was not: the model is not whole")
-            raise
-        sink.finish(stored.manifest)
-        if left:
-            _tell_unused(stored.store.place, left)
-    report = LoadReport(
-        stored.store.place,
-        stored.format,
-        stored.manifest.version,
-        len(matches.pairs),
-        sum(
-            sink.manifest.tensors[name].box_bytes(block.box)
-            for name in matches.pairs
-            for block in sink.blocks(name)
-        ),
-        reader.read_bytes,
-        reader.checked_bytes,
-        perf_counter() - started,
-        matches.unused,
-        matches.missing,
-        options.partial_over,
-        stored.manifest.values,
+    return load(
+        path,
+        into=state_dict,
+        process_group=default_group() if process_group is None else process_group,
+        coordinator_rank=coordinator_rank,
+        version=version,
+        extra=extra,
+        timeout_seconds=timeout_seconds,
     )
-    emit(
-        "load.done",
-        place=report.place,
-        version=report.version,
-        nbytes=report.nbytes,
-        seconds=report.seconds,
-    )
-    return report
 
 
-def _tell_unused(place: str, names: list[str]) -> None:
-    text = listed(names)
-    emit("load.unused", place=place, num_tensors=len(names), names=text)
-    _log.warning("%r has %d tensors that the target lacks: %s", place, len(names), text)
-
-
-def _agree(group: Group, step: str) -> None:
-    """Return once every rank has come this far."""
-    group.gather(step, None)
-    group.broadcast(step, None)
-
-
-def _sharing(stored: Stored, reader: Reader, group: Group) -> float:
-    """Return where to start reading, once every rank has planned.
-
-    Ranks of one machine that want much the same bytes leave them in the page cache for each other,
-    and start at different places, so that each byte comes off the disk once.
-    """
-    message: Json = {"where": location(), "bytes": reader.wanted_bytes}
-    told = group.gather("planned", message)
-    wanted: Counter[str] = Counter()
-    neighbours: dict[str, list[int]] = {}
-    for rank, each in enumerate(told):
-        match each:
-            case {"where": str() as place, "bytes": int() as nbytes}:
-                wanted[place] += nbytes
-                neighbours.setdefault(place, []).append(rank)
-    starts: list[Json] = [None] * group.num_ranks
-    for place, ranks in neighbours.items():
-        if len(ranks) > 1 and wanted[place] > _SHARED_TIMES * stored.manifest.nbytes:
-            for index, rank in enumerate(ranks):
-                starts[rank] = index / len(ranks)
-    start = group.scatter("go", starts)
-    if not isinstance(start, (int, float)):
-        return 0.0
-    stored.store.share_reads()
-    return float(start)
-
-
-def _opened(source: PathLike | Stored, options: _Options, group: Group, stack: ExitStack) -> Stored:
-    """Return the opened source, of the version that the coordinator found."""
-    version = None if options.version is None else check_version(options.version)
+def _open_together(
+    source: PathLike | Stored,
+    version: int | None,
+    open_files: Callable[..., Stored],
+    group: Group,
+    stack: ExitStack,
+) -> Stored:
+    """Open the source on every rank, in the version that the coordinator finds."""
+    version = None if version is None else check_version(version)
     for rank, wanted in enumerate(group.gather("version", version)):
         if wanted != version:
             raise VersionError(
                 f"rank {rank} loads version {wanted}, rank {group.rank} version {version}"
             )
-    if group.num_ranks == 1:
-        return _open(source, version, options, stack)
-    if group.is_coordinator:
-        stored = _open(source, version, options, stack)
-        group.broadcast("open", stored.manifest.version)
-    else:
+    if not group.is_coordinator:
         found = group.broadcast("open", None)
-        stored = _open(source, found if isinstance(found, int) else version, options, stack)
-    if options.legacy_id is not None:
-        return stored  # every rank has files of its own
-    # Ranks may see the files by different paths; what they see must be the same.
-    seen = [stored.store.place, f"{stored.fingerprint():016x}"]
-    for rank, each in enumerate(group.gather("opened", list(seen))):
-        match each:
-            case [str(), found] if found == seen[1]:
-                continue
-        raise PlanError(
-            f"rank {rank} opened {str(each)[:200]}, rank {group.rank} {seen}: not the same weights"
-        )
+        version = found if isinstance(found, int) else version
+    if isinstance(source, Stored):
+        stored = source
+        if version is not None and stored.manifest.version != version:
+            raise VersionError(
+                f"{stored.store.place!r} holds version {stored.manifest.version}, not {version}"
+            )
+    else:
+        stored = stack.enter_context(open_files(source, version=version))
+    if group.is_coordinator:
+        group.broadcast("open", stored.manifest.version)
     return stored
 
 
-def _open(
-    source: PathLike | Stored, version: int | None, options: _Options, stack: ExitStack
-) -> Stored:
-    if not isinstance(source, Stored):
-        return stack.enter_context(
-            open_source(
-                source,
-                version=version,
-                rank=None if options.legacy_id is None else options.rank,
-                legacy_id=options.legacy_id,
-                shared_directory=options.shared_directory,
-                unbuffered=options.unbuffered,
-            )
+def _check_same_files(stored: Stored, group: Group) -> None:
+    """Raise unless all ranks opened the same weights. Their paths may differ."""
+    opened: list[Json] = [stored.store.place, f"{stored.fingerprint():016x}"]
+    for rank, each in enumerate(group.gather("opened", opened)):
+        match each:
+            case [str(), found] if found == opened[1]:
+                continue
+        raise PlanError(
+            f"rank {rank} opened {str(each)[:200]}, rank {group.rank} {opened}: not the same "
+            f"weights"
         )
-    if version is not None and source.manifest.version != version:
-        raise VersionError(
-            f"{source.store.place!r} holds version {source.manifest.version}, not {version}"
-        )
-    return source
 
 
-def _adapted(into: object, stored: Stored, options: _Options, group: Group) -> Sink:
-    layout = options.layout
+def _adapted(
+    into: object, stored: Stored, layout: ModelLayout | None, rank: int | None, group: Group
+) -> Sink:
     if layout is None:
         return adapt(into, may_be_empty=group.num_ranks > 1)
-    rank = options.rank
     if group.num_ranks > 1:
         if layout.num_ranks != group.num_ranks or rank not in (None, group.rank):
             raise SpecError(
@@ -335,7 +256,7 @@ def _adapted(into: object, stored: Stored, options: _Options, group: Group) -> S
 
 
 def _reader(stored: Stored, sink: Sink, matches: Matches, *, should_verify: bool) -> Reader:
-    """Return a reader that will fill every matched tensor of the sink."""
+    """Return a reader that fills every matched tensor of the sink."""
     source_shards, sink_shards, targets = {}, {}, {}
     for name, source_name in matches.pairs.items():
         blocks = sink.blocks(name)
@@ -354,3 +275,89 @@ def _target(sink: Sink, block: Block) -> Target:
     if items is None:
         return Target(box, block.write, sink.staging, may_map=False, settle=sink.settle)
     return Target(box, items, sink.staging)
+
+
+def _share_reads(stored: Stored, reader: Reader, group: Group) -> float:
+    """Return where in the files to start reading, once every rank has planned.
+
+    Ranks of one machine that want much the same bytes leave them in the page cache for each other,
+    and start at different places, so that each byte is read from the disk once.
+    """
+    message: Json = {"where": location(), "bytes": reader.wanted_bytes}
+    wanted: Counter[str] = Counter()
+    neighbours: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, each in enumerate(group.gather("planned", message)):
+        match each:
+            case {"where": str() as machine, "bytes": int() as nbytes}:
+                wanted[machine] += nbytes
+                neighbours[machine].append(rank)
+    starts: list[Json] = [None] * group.num_ranks
+    for machine, ranks in neighbours.items():
+        if len(ranks) > 1 and wanted[machine] > _SHARED_TIMES * stored.manifest.nbytes:
+            for index, rank in enumerate(ranks):
+                starts[rank] = index / len(ranks)
+    start = group.scatter("go", starts)
+    if not isinstance(start, (int, float)):
+        return 0.0
+    stored.store.share_reads()
+    return float(start)
+
+
+def _fill(
+    sink: Sink, reader: Reader, group: Group, *, num_threads: int, memory_bytes: int, start: float
+) -> None:
+    """Write this rank's tensors, and return once every rank has written its own."""
+    sink.settle()  # kernels that this thread queued on a GPU still read the old weights
+    try:
+        reader.run(
+            num_threads=num_threads,
+            memory_bytes=memory_bytes,
+            verb="load",
+            tick=group.tick,
+            starting_at=start,
+        )
+    finally:
+        sink.touched()
+    try:
+        group.gather("loaded", None)
+        group.broadcast("loaded", None)
+    except TransportError as error:
+        error.note("this rank was filled, another was not: the model is not whole")
+        raise
+
+
+def _warn_unused(place: str, names: list[str]) -> None:
+    text = listed(names)
+    emit("load.unused", place=place, num_tensors=len(names), names=text)
+    _log.warning("%r has %d tensors that the target lacks: %s", place, len(names), text)
+
+
+def _report(
+    stored: Stored,
+    sink: Sink,
+    reader: Reader,
+    matches: Matches,
+    *,
+    partial_over: int | None,
+    seconds: float,
+) -> LoadReport:
+    """Return the report, and emit the event that ends a load."""
+    specs, place, version = sink.manifest.tensors, stored.store.place, stored.manifest.version
+    nbytes = sum(
+        specs[name].box_bytes(block.box) for name in matches.pairs for block in sink.blocks(name)
+    )
+    emit("load.done", place=place, version=version, nbytes=nbytes, seconds=seconds)
+    return LoadReport(
+        place,
+        stored.format,
+        version,
+        len(matches.pairs),
+        nbytes,
+        reader.read_bytes,
+        reader.checked_bytes,
+        seconds,
+        matches.unused,
+        matches.missing,
+        partial_over,
+        stored.manifest.values,
+    )

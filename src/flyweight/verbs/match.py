@@ -1,7 +1,7 @@
-"""Match: which tensor of a checkpoint fills which of a model; strict both ways.
+"""Match: which tensor of a checkpoint fills which tensor of a model. Strict both ways.
 
-Names, dtypes and shapes are compared before a byte is read. What a model ties is filled
-once, so the checkpoint must hold the same bytes under all its names.
+Names, dtypes and shapes are compared before a byte is read. Tensors that the model ties are filled
+once, so the checkpoint must hold the same bytes under all their names.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from flyweight.spec.manifest import TensorSpec
 
 @dataclass(frozen=True)
 class Matches:
-    """Which tensor of the source fills which of the target, and who is left over."""
+    """Which tensor of the source fills which tensor of the target, and what is left over."""
 
     pairs: Mapping[str, str]
+    """The source's name for each of the target's."""
     missing: list[str]
+    """Names of the target that the source lacks."""
     unused: list[str]
+    """Names of the source that the target lacks."""
 
 
 def match(stored: Stored, sink: Sink) -> Matches:
-    """Pair the names, and raise if a pair differs in dtype or shape, all of a kind at once."""
+    """Pair the names. Raises if pairs differ in dtype or shape, and lists all that do."""
     have, want = stored.manifest, sink.manifest
     known = set(have.names)
     aliases: dict[str, list[str]] = {name: [name] for name in want.tensors}
@@ -46,26 +49,21 @@ def match(stored: Stored, sink: Sink) -> Matches:
         else:
             missing.append(name)
     missing += [name for name in want.values if name not in have.values]
-    _check_specs(stored, used)
+
+    def is_same(name: str, have: DType, want: DType) -> bool:
+        meanings = pdparams.RAW_MEANINGS.get(have.name, ()) if name in stored.raw_names else ()
+        return have == want or want.name in meanings
+
+    check_fit(
+        {name: have.spec(name) for name in used},
+        used,
+        source=f"in {stored.store.place!r}",
+        sink="in the target",
+        is_same=is_same,
+    )
     for names in aliases.values():
         _check_tied(stored, [each for each in names if each in known])
     return Matches(pairs, missing, sorted(known - used.keys()))
-
-
-def _check_specs(stored: Stored, wanted: Mapping[str, TensorSpec]) -> None:
-    """Raise if a tensor of the source is not what its name is in the target."""
-    check_fit(
-        {name: stored.manifest.spec(name) for name in wanted},
-        wanted,
-        source=f"in {stored.store.place!r}",
-        sink="in the target",
-        is_same=lambda name, have, want: _is_same(stored, name, have, want),
-    )
-
-
-def _is_same(stored: Stored, name: str, have: DType, want: DType) -> bool:
-    may_mean = pdparams.RAW_MEANINGS.get(have.name, ()) if name in stored.raw_names else ()
-    return have == want or want.name in may_mean
 
 
 def _check_tied(stored: Stored, names: list[str]) -> None:
@@ -83,27 +81,29 @@ def _check_tied(stored: Stored, names: list[str]) -> None:
 def check_names(
     stored: Stored, matches: Matches, group: Group, *, may_miss: bool, may_leave: bool
 ) -> list[str]:
-    """Raise for tensors that the source lacks here, and for those that no rank has a use for.
+    """Raise for tensors that the source lacks on this rank, and for those that no rank uses.
 
-    Every rank must call this together. `may_miss` allows the ones, `may_leave` the others, which
-    are returned at the coordinator; elsewhere the list is empty.
+    Every rank must call this. `may_miss` allows the former. `may_leave` allows the latter, and the
+    coordinator returns their names; every other rank returns an empty list.
     """
     if matches.missing and not may_miss:
         raise PlanError(
             f"target wants {len(matches.missing)} tensors that {stored.store.place!r} lacks: "
             f"{listed(matches.missing)}"
         )
-    # What no rank has a use for is left over; each tells by a letter for each name.
+    # Each rank sends one letter per name: x if it uses the tensor.
     names, unused = sorted(stored.manifest.names), set(matches.unused)
     letters = "".join("-" if name in unused else "x" for name in names)
-    told = [str(each) for each in group.gather("names", letters)]
-    for rank, each in enumerate(told):
+    answers = [str(each) for each in group.gather("names", letters)]
+    for rank, each in enumerate(answers):
         if len(each) != len(names):
             raise PlanError(
                 f"rank {rank} sees {len(each)} tensors in {stored.store.place!r}, rank "
                 f"{group.rank} {len(names)}: not the same files"
             )
-    left = [name for n, name in enumerate(names) if told and all(each[n] == "-" for each in told)]
+    left = [
+        name for n, name in enumerate(names) if answers and all(each[n] == "-" for each in answers)
+    ]
     if left and not may_leave:
         raise PlanError(
             f"{stored.store.place!r} has {len(left)} tensors that the target lacks: "

@@ -1,28 +1,25 @@
-"""Save: from a live model to files that are there whole or not at all."""
+"""Save: write a live model to files that appear all at once or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from time import perf_counter
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args, overload
 
 from flyweight.adapters.model import Model, adapt
-from flyweight.checks import check_memory_bytes
 from flyweight.errors import SpecError
 from flyweight.formats import legacy
 from flyweight.formats.huggingface import PART_BYTES
 from flyweight.formats.stored import Stored
-from flyweight.formats.writer import seal, write
 from flyweight.memory import MEMORY_BYTES, collector_paused
-from flyweight.ports import Format, Source
 from flyweight.ranks.group import TIMEOUT_SECONDS, Group
-from flyweight.spec.manifest import Manifest, TensorSpec
+from flyweight.ranks.process_group import default_group, rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.legacy_draft import legacy_draft
 from flyweight.stores.local import LocalStore, as_path
+from flyweight.verbs.agree import begin_version
 from flyweight.verbs.background import (
     BackgroundSave,
     WhenBusy,
@@ -30,11 +27,28 @@ from flyweight.verbs.background import (
     start_background,
     wait_for_background,
 )
-from flyweight.verbs.check_replicas import CheckReplicas, check_option
-from flyweight.verbs.commit import SaveReport, begin_version, emit_done
+from flyweight.verbs.check_replicas import CheckReplicas
+from flyweight.verbs.commit import PendingCommit, SaveOptions, SaveReport, write_and_commit
 from flyweight.verbs.find import PathLike, check_no_version, open_source
-from flyweight.verbs.rank_messages import gather_ranks
-from flyweight.worker_threads import default_threads
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class SaveKeywords(TypedDict, total=False):
+    """The keywords of `save` but `background`, which decides what it returns."""
+
+    version: int | None
+    process_group: object
+    coordinator_rank: int
+    layout: ModelLayout | None
+    like: PathLike | Stored | None
+    when_busy: WhenBusy
+    check_replicas: CheckReplicas
+    timeout_seconds: float
+    part_bytes: int
+    memory_bytes: int
+    num_threads: int | None
 
 
 @overload
@@ -42,39 +56,21 @@ def save(
     model: object,
     path: PathLike,
     *,
-    version: int | None = None,
-    process_group: object = None,
-    coordinator_rank: int = 0,
-    layout: ModelLayout | None = None,
-    like: PathLike | Stored | None = None,
     background: Literal[False] = False,
-    when_busy: WhenBusy = "wait",
-    check_replicas: CheckReplicas = "digest",
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    part_bytes: int = PART_BYTES,
-    memory_bytes: int = MEMORY_BYTES,
-    num_threads: int | None = None,
+    **options: Unpack[SaveKeywords],
 ) -> SaveReport: ...
 
 
 @overload
 def save(
-    model: object,
-    path: PathLike,
-    *,
-    version: int | None = None,
-    process_group: object = None,
-    coordinator_rank: int = 0,
-    layout: ModelLayout | None = None,
-    like: PathLike | Stored | None = None,
-    background: Literal[True],
-    when_busy: WhenBusy = "wait",
-    check_replicas: CheckReplicas = "digest",
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    part_bytes: int = PART_BYTES,
-    memory_bytes: int = MEMORY_BYTES,
-    num_threads: int | None = None,
+    model: object, path: PathLike, *, background: Literal[True], **options: Unpack[SaveKeywords]
 ) -> BackgroundSave: ...
+
+
+@overload
+def save(
+    model: object, path: PathLike, *, background: bool, **options: Unpack[SaveKeywords]
+) -> SaveReport | BackgroundSave: ...
 
 
 def save(
@@ -94,36 +90,55 @@ def save(
     memory_bytes: int = MEMORY_BYTES,
     num_threads: int | None = None,
 ) -> SaveReport | BackgroundSave:
-    """Save a version of the model under `path`; durable and visible when this returns.
+    """Save a version of the model under `path`; it is durable and visible when this returns.
 
-    Without a version, the next after the newest. A version is never overwritten, and numbers
-    only grow. A save that is killed leaves the versions before it as they were. With a process
-    group all its ranks make the call, each writes its own share, and all fail if one does. Tensors
-    that several ranks hold alike are compared before the commit: all their bytes, or with
-    `check_replicas="sampled"` a few. A `layout` says what this rank's tensors hold of the tensors
-    that the checkpoint `like` names.
+    A version is never overwritten, and version numbers only grow. A save that is killed leaves
+    the earlier versions as they were.
 
-    With `background` this returns once the weights are copied to staging memory as large as this
-    rank's share; the model may change at once, and the handle tells the rest. `when_busy` says
-    what to do while such a save still runs in this process.
+    Args:
+        model: A torch module, a Paddle layer, or nested dicts of tensors and plain values.
+        path: The directory of the run. Each version is a directory in it.
+        version: The number of the version; by default one more than the newest.
+        process_group: A process group of torch or Paddle. All its ranks make the call, each
+            writes its own share, and all fail if one does. Without it this process saves alone.
+        coordinator_rank: The rank that assigns the shares and commits.
+        layout: Which box of each whole tensor this rank holds, for models whose tensors do not
+            say so themselves. Needs `like`.
+        like: A checkpoint with the names and shapes of the whole tensors that `layout` cuts.
+        background: Return a `BackgroundSave` once the weights are copied to staging memory, which
+            is as large as this rank's share. The model may change at once.
+        when_busy: While a background save of this process runs: "wait" for it, or "refuse" with
+            a StoreError.
+        check_replicas: How to compare tensors that several ranks hold, before the commit: all
+            their bytes ("digest"), or a few kilobytes of each ("sampled").
+        timeout_seconds: How long to wait for a rank that is silent.
+        part_bytes: The most bytes of one file.
+        memory_bytes: The most memory to use beside the model and the staging.
+        num_threads: How many threads write; by default as many as the machine needs.
     """
-    return _save(
-        model,
-        path,
-        _Options(
+    if when_busy not in get_args(WhenBusy):
+        raise SpecError(f"when_busy is {when_busy!r}, not 'wait' or 'refuse'")
+    if when_busy == "wait":
+        wait_for_background(timeout_seconds)
+    with ExitStack() as stack:
+        rendezvous = Rendezvous() if process_group is None else rendezvous_of(process_group)
+        group = stack.enter_context(
+            join_group(rendezvous, coordinator_rank, timeout_seconds=timeout_seconds)
+        )
+        options = SaveOptions(
             version=version,
-            layout=layout,
-            like=like,
-            background=background,
-            when_busy=when_busy,
             check_replicas=check_replicas,
-            timeout_seconds=timeout_seconds,
             part_bytes=part_bytes,
             memory_bytes=memory_bytes,
             num_threads=num_threads,
-        ),
-        lambda: gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=False),
-    )
+        )
+        check_idle()
+        with collector_paused():
+            source = _adapted(model, layout, like, group)
+        pending = begin_version(source, path, options, group)
+        if not background:
+            return write_and_commit(source, pending)
+        return start_background(source, stack.enter_context(pending), stack)
 
 
 def save_state_dict(
@@ -138,86 +153,33 @@ def save_state_dict(
     check_replicas: CheckReplicas = "digest",
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> SaveReport | BackgroundSave:
-    """Save a state dict that all ranks hold together, nested dicts and plain values included.
+    """Save a state dict that all ranks hold together. Every rank must make the call.
 
-    Without a process group, the one that was initialised; alone if none was. Every rank must make
-    the call. Otherwise as `save`.
+    Args:
+        state_dict: Tensors and plain values by name; dicts may be nested.
+        path: The directory of the run.
+        process_group: By default the process group that torch or Paddle initialised; if there is
+            none, this process saves alone.
+        coordinator_rank: As in `save`, like the arguments after it: `version`, `background`,
+            `when_busy`, `check_replicas`, `timeout_seconds`.
     """
-    return _save(
+    return save(
         state_dict,
         path,
-        _Options(
-            version=version,
-            background=background,
-            when_busy=when_busy,
-            check_replicas=check_replicas,
-            timeout_seconds=timeout_seconds,
-        ),
-        lambda: gather_ranks(process_group, coordinator_rank, timeout_seconds, may_default=True),
+        process_group=default_group() if process_group is None else process_group,
+        coordinator_rank=coordinator_rank,
+        version=version,
+        background=background,
+        when_busy=when_busy,
+        check_replicas=check_replicas,
+        timeout_seconds=timeout_seconds,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    version: int | None
-    layout: ModelLayout | None = None
-    like: PathLike | Stored | None = None
-    background: bool
-    when_busy: WhenBusy
-    check_replicas: CheckReplicas
-    timeout_seconds: float
-    part_bytes: int = PART_BYTES
-    memory_bytes: int = MEMORY_BYTES
-    num_threads: int | None = None
-
-
-def _save(
-    model: object, path: PathLike, options: _Options, meet: Callable[[], Group]
-) -> SaveReport | BackgroundSave:
-    if options.when_busy not in ("wait", "refuse"):
-        raise SpecError(f"when_busy is {options.when_busy!r}, not 'wait' or 'refuse'")
-    check_option(options.check_replicas)
-    check_memory_bytes(options.memory_bytes)
-    if options.when_busy == "wait":
-        wait_for_background(options.timeout_seconds)
-    with ExitStack() as stack:
-        group = stack.enter_context(meet())
-        check_idle()
-        with collector_paused():
-            source = _adapted(model, options.layout, options.like, group)
-        if not options.background:
-            return save_version(
-                source,
-                path,
-                version=options.version,
-                part_bytes=options.part_bytes,
-                memory_bytes=options.memory_bytes,
-                num_threads=options.num_threads,
-                group=group,
-                check_replicas=options.check_replicas,
-            )
-        pending = stack.enter_context(
-            begin_version(
-                source,
-                path,
-                version=options.version,
-                part_bytes=options.part_bytes,
-                group=group,
-                check_replicas=options.check_replicas,
-            )
-        )
-        return start_background(
-            source,
-            pending,
-            stack,
-            memory_bytes=options.memory_bytes,
-            num_threads=options.num_threads,
-        )
 
 
 def _adapted(
     model: object, layout: ModelLayout | None, like: PathLike | Stored | None, group: Group
 ) -> Model:
+    """Return the model as a source, after all work queued on its device is done."""
     if layout is None:
         if like is not None:
             raise SpecError("like is given without a layout, which would use it")
@@ -229,90 +191,12 @@ def _adapted(
             raise SpecError(
                 f"the layout is for {layout.num_ranks} ranks, the group has {group.num_ranks}"
             )
-        tensors = _tensors_like(like)
+        with ExitStack() as stack:
+            stored = like if isinstance(like, Stored) else stack.enter_context(open_source(like))
+            tensors = stored.manifest.untied().tensors
         source = adapt(model, lambda: layout.locals(tensors, group.rank))
-    source.settle()  # what this thread queued on a GPU may still be writing the weights
+    source.settle()  # kernels that this thread queued on a GPU may still write the weights
     return source
-
-
-def _tensors_like(like: PathLike | Stored) -> Mapping[str, TensorSpec]:
-    if isinstance(like, Stored):
-        return like.manifest.untied().tensors
-    with open_source(like) as stored:
-        return stored.manifest.untied().tensors
-
-
-def save_version(
-    source: Source,
-    path: PathLike,
-    *,
-    version: int | None,
-    part_bytes: int,
-    memory_bytes: int,
-    num_threads: int | None,
-    group: Group,
-    check_replicas: CheckReplicas = "digest",
-    verb: str = "save",
-) -> SaveReport:
-    """Save a version of any source, or of what the ranks of a group hold together."""
-    started = perf_counter()
-    check_memory_bytes(memory_bytes)
-    with begin_version(
-        source,
-        path,
-        version=version,
-        part_bytes=part_bytes,
-        group=group,
-        check_replicas=check_replicas,
-    ) as pending:
-        report = pending.write(
-            source,
-            memory_bytes=memory_bytes,
-            num_threads=num_threads,
-            started=started,
-            verb=verb,
-            beside=pending.found.jobs(source),
-        )
-    emit_done(verb, report)
-    return report
-
-
-def save_files(
-    source: Source,
-    manifest: Manifest,
-    format: Format,
-    begin: Callable[[], LocalDraft],
-    *,
-    memory_bytes: int,
-    num_threads: int | None,
-    verb: str = "save",
-) -> SaveReport:
-    """Write a manifest's tensors in a format, to a draft that is then committed."""
-    started = perf_counter()
-    check_memory_bytes(memory_bytes)
-    with begin() as draft:
-        whole, plans = write(
-            source,
-            manifest,
-            format,
-            draft,
-            num_threads=default_threads() if num_threads is None else num_threads,
-            memory_bytes=memory_bytes,
-            verb=verb,
-        )
-        seal(whole, plans, format, draft)
-        draft.commit()
-        report = SaveReport(
-            draft.place,
-            manifest.version,
-            len(whole.tensors),
-            len({extent.file for extent in whole.extents}),
-            whole.nbytes,
-            perf_counter() - started,
-            [] if format.has_values else sorted(manifest.values),
-        )
-    emit_done(verb, report)
-    return report
 
 
 def save_legacy(
@@ -326,14 +210,23 @@ def save_legacy(
     shared_directory: PathLike = legacy.SHARED_DIRECTORY,
     memory_bytes: int = MEMORY_BYTES,
 ) -> SaveReport:
-    """Save under the names old engines look for: one file, or parts of at most `part_bytes`.
+    """Save under the file names that older FastDeploy engines look for.
 
-    Unless `as_safetensors` chooses, the files are what an old engine reads at that place: a pickle
-    in the shared directory, safetensors everywhere else.
+    The files of an earlier save are removed first: this layout has no commit, and a reader must
+    find files missing rather than two saves mixed. In between there is nothing to load.
 
-    The files of an earlier save go first: the old layout has no commit, and a reader must rather
-    find files missing than two saves mixed. For a while, then, there is nothing to load.
+    Args:
+        model: A torch module, a Paddle layer, or nested dicts of tensors.
+        directory: Where to put the files.
+        rank: The rank in the file names.
+        legacy_id: The id in the file names.
+        part_bytes: The most bytes of one file; by default everything goes to one file.
+        as_safetensors: Write safetensors, or pickles. By default what an older engine reads at
+            that place: a pickle in the shared directory, safetensors everywhere else.
+        shared_directory: The directory that engines on this machine share.
+        memory_bytes: The most memory to use beside the model.
     """
+    options = SaveOptions(memory_bytes=memory_bytes)
     directory = as_path(directory)
     is_shared = directory.resolve() == as_path(shared_directory).resolve()
     if is_shared and part_bytes is not None:
@@ -350,15 +243,12 @@ def save_legacy(
     format = legacy.legacy_format(
         rank=rank, legacy_id=legacy_id, part_bytes=part_bytes, as_safetensors=as_safetensors
     )
-    format.layout(manifest)  # refuses what it cannot hold before anything is made
+    format.layout(manifest)  # refuses what the format cannot hold before anything is written
     check_no_version(directory)
 
-    def stale() -> Iterator[str]:
-        """Yield the files of an earlier save; at the commit, since another may have come first."""
+    def earlier_files() -> Iterator[str]:
         present = LocalStore(directory).names()
         yield from (*names.parts(present).values(), *({names.single} & set(present)))
 
-    def begin() -> LocalDraft:
-        return legacy_draft(directory, stale=stale)
-
-    return save_files(source, manifest, format, begin, memory_bytes=memory_bytes, num_threads=None)
+    draft = legacy_draft(directory, stale=earlier_files)
+    return write_and_commit(source, PendingCommit(options, draft, manifest, format))
