@@ -20,7 +20,7 @@ from flyweight.adapters.model import Model
 from flyweight.errors import StoreError, TransferTimeout
 from flyweight.events import emit
 from flyweight.formats.writer import Beside
-from flyweight.memory import STAGING, Bytes, Staging, block_of, bytes_for, items_of
+from flyweight.memory import STAGING, Bytes, Staging
 from flyweight.ports import Source
 from flyweight.ranks.group import TIMEOUT_SECONDS
 from flyweight.spec.box import Box
@@ -182,17 +182,10 @@ class StagedSource:
         for parcel, data in self.places[name]:
             wanted = parcel.box if box is None else box
             if parcel.box.contains(wanted):
-                spec = parcel.spec
-                held = spec.stored(parcel.box)
-                items = spec.stored(wanted).within(held)
-                runs = list(items.runs(held.shape))
-                if len(runs) == 1:
-                    start, length = (each * spec.item_bytes for each in runs[0])
-                    return data[start : start + length]
-                found = bytes_for(items.num_elements * spec.item_bytes, into)
-                goal = items_of(found, spec.item_bytes, items.shape)
-                np.copyto(goal, block_of(items_of(data, spec.item_bytes, held.shape), items))
-                return found
+                held = parcel.spec.stored(parcel.box)
+                # Chunks are cut so that each is one run of bytes in its box.
+                ((start, length),) = parcel.spec.stored(wanted).within(held).runs(held.shape)
+                return data[start * parcel.spec.item_bytes :][: length * parcel.spec.item_bytes]
         raise AssertionError(f"{name!r} {box} was not staged")
 
 

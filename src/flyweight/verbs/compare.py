@@ -1,4 +1,4 @@
-"""Compare: is what rests here what was written, and how do two sets of weights differ."""
+"""Compare: verify that files hold what was written, and list how two checkpoints differ."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyweight.digest import Digest
-from flyweight.errors import ChecksumMismatch, DigestMismatch
+from flyweight.errors import ChecksumMismatch
 from flyweight.formats import snapshot
 from flyweight.formats.reader import Reader, Target
 from flyweight.formats.stored import Stored, whole_digest
 from flyweight.memory import MEMORY_BYTES, STAGING, Bytes, items_of
 from flyweight.spec.box import Box, strides_of
 from flyweight.spec.dtype import DType
-from flyweight.spec.manifest import Extent, Leaf, TensorSpec, is_same_leaf
-from flyweight.verbs.find import PathLike, open_source
+from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorSpec, is_same_leaf
+from flyweight.verbs.find import PathLike, opened
 from flyweight.worker_threads import default_threads
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a verification found. `damage` is one line per chunk or tensor that is wrong."""
+    """What a verification found."""
 
     place: str
     format: str
@@ -37,6 +37,7 @@ class VerifyReport:
     """0 for formats that keep no checksums: then only their structure was checked."""
     seconds: float
     damage: list[str] = field(default_factory=list)
+    """One line per chunk or tensor that is wrong."""
 
     @property
     def is_whole(self) -> bool:
@@ -46,42 +47,44 @@ class VerifyReport:
 def verify(
     source: PathLike | Stored, *, version: int | None = None, memory_bytes: int = MEMORY_BYTES
 ) -> VerifyReport:
-    """Read everything and compare it with every checksum and digest there is.
+    """Read everything, and compare it with all checksums and digests that the format keeps.
 
-    What cannot even be opened raises; damage inside the tensors is all listed.
+    Files that do not open raise. Damage inside the tensors is listed in the report.
+
+    Args:
+        source: A path that `open` accepts, or weights that are open already.
+        version: The version to open; by default the newest.
+        memory_bytes: The most memory to use.
     """
-    if not isinstance(source, Stored):
-        with open_source(source, version=version) as stored:
-            return verify(stored, memory_bytes=memory_bytes)
-    started, stored = perf_counter(), source
-    if stored.format == "snapshot":
-        snapshot.check_for_others(stored)
     damage: list[str] = []
     damaged: set[tuple[str, int]] = set()
-    lock = threading.Lock()
+    lock, started = threading.Lock(), perf_counter()
 
     def on_damage(extent: Extent, error: ChecksumMismatch) -> None:
         with lock:
             damage.append(str(error))
             damaged.add((extent.file, extent.offset))
 
-    reader = Reader(stored.store, stored.manifest, on_damage=on_damage)
-    digests = [(extent, _digesting(reader, stored, extent)) for extent in stored.manifest.extents]
-    reader.run(num_threads=default_threads(), memory_bytes=memory_bytes, verb="verify")
+    with opened(source, version=version) as stored:
+        manifest, place = stored.manifest, stored.store.place
+        if stored.format == "snapshot":
+            snapshot.check_for_others(stored)
+        reader = Reader(stored.store, manifest, on_damage=on_damage)
+        digests = [(each, _add_digest(reader, manifest, each)) for each in manifest.extents]
+        reader.run(num_threads=default_threads(), memory_bytes=memory_bytes, verb="verify")
     for extent, running in digests:
         if extent.digest is None or (extent.file, extent.offset) in damaged:
             continue
         if (found := running.value()) != extent.digest:
-            mismatch = DigestMismatch(
-                f"{extent.name!r} in {stored.store.place!r} has digest {found:016x}, "
-                f"{extent.digest:016x} was committed"
+            damage.append(
+                f"{extent.name!r} in {place!r} has digest {found:016x}, {extent.digest:016x} was "
+                f"committed"
             )
-            damage.append(str(mismatch))
     return VerifyReport(
-        stored.store.place,
+        place,
         stored.format,
-        stored.manifest.version,
-        len(stored.manifest.tensors),
+        manifest.version,
+        len(manifest.tensors),
         reader.read_bytes,
         reader.checked_bytes,
         perf_counter() - started,
@@ -89,9 +92,9 @@ def verify(
     )
 
 
-def _digesting(reader: Reader, stored: Stored, extent: Extent) -> Digest:
-    """Have the reader pass the extent's bytes by, and return the digest that adds them up."""
-    spec = stored.manifest.tensors[extent.name]
+def _add_digest(reader: Reader, manifest: Manifest, extent: Extent) -> Digest:
+    """Return a digest that is complete once the reader, which this adds the extent to, has run."""
+    spec = manifest.tensors[extent.name]
     items = spec.stored(extent.box)
     strides = strides_of(items.shape)
     running = Digest(spec.box_bytes(extent.box))
@@ -107,25 +110,27 @@ def _digesting(reader: Reader, stored: Stored, extent: Extent) -> Digest:
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """How one tensor differs. Distances are None for dtypes without numbers, and where a NaN is."""
+    """How one tensor differs."""
 
     name: str
     num_elements: int
+    """Elements, or bytes for dtypes that pack several elements into one."""
     num_different: int
     max_distance: float | None
+    """None for dtypes without numbers, and if a difference is not finite."""
     mean_distance: float | None
 
 
 @dataclass(frozen=True)
 class DiffReport:
-    """How two sets of weights differ; empty lists mean that they do not."""
+    """How two checkpoints differ."""
 
     only_a: list[str]
     only_b: list[str]
     other_spec: dict[str, tuple[str, str]]
     changed: list[TensorDiff]
     changed_values: dict[str, tuple[Leaf, Leaf]]
-    """Leaves that are no tensors and that both have, with different values."""
+    """Values that are not tensors and that both have."""
     num_same: int
 
     @property
@@ -135,32 +140,32 @@ class DiffReport:
 
 
 def diff(a: PathLike | Stored, b: PathLike | Stored) -> DiffReport:
-    """Compare two sets of weights tensor by tensor; equal digests settle it without reading."""
-    if not isinstance(a, Stored):
-        with open_source(a) as stored:
-            return diff(stored, b)
-    if not isinstance(b, Stored):
-        with open_source(b) as stored:
-            return diff(a, stored)
-    names_a, names_b = set(a.manifest.names), set(b.manifest.names)
-    other_spec, changed, num_same = {}, [], 0
-    for name in sorted(names_a & names_b):
-        spec, other = a.manifest.spec(name), b.manifest.spec(name)
-        if spec != other:
-            other_spec[name] = str(spec), str(other)
-            continue
-        digests = whole_digest(a, name), whole_digest(b, name)
-        if None not in digests and digests[0] == digests[1]:
-            num_same += 1
-            continue
-        found = _tensor_diff(a, b, name, spec)
-        if found.num_different:
-            changed.append(found)
-        else:
-            num_same += 1
-    left, right = a.manifest.values, b.manifest.values
-    both = sorted(left.keys() & right.keys())
-    values = {n: (left[n], right[n]) for n in both if not is_same_leaf(left[n], right[n])}
+    """Compare two checkpoints tensor by tensor. Tensors with equal digests are not read.
+
+    Args:
+        a: A path that `open` accepts, or weights that are open already.
+        b: The same, for the other side.
+    """
+    with opened(a) as left, opened(b) as right:
+        names_a, names_b = set(left.manifest.names), set(right.manifest.names)
+        other_spec, changed, num_same = {}, [], 0
+        for name in sorted(names_a & names_b):
+            spec, other = left.manifest.spec(name), right.manifest.spec(name)
+            if spec != other:
+                other_spec[name] = str(spec), str(other)
+                continue
+            digests = whole_digest(left, name), whole_digest(right, name)
+            if None not in digests and digests[0] == digests[1]:
+                num_same += 1
+                continue
+            found = _tensor_diff(left, right, name, spec)
+            if found.num_different:
+                changed.append(found)
+            else:
+                num_same += 1
+        x, y = left.manifest.values, right.manifest.values
+    both = sorted(x.keys() & y.keys())
+    values = {name: (x[name], y[name]) for name in both if not is_same_leaf(x[name], y[name])}
     return DiffReport(
         sorted(names_a - names_b), sorted(names_b - names_a), other_spec, changed, values, num_same
     )
@@ -191,7 +196,7 @@ def _tensor_diff(a: Stored, b: Stored, name: str, spec: TensorSpec) -> TensorDif
         with np.errstate(all="ignore"):
             largest, total = max(largest, float(distance.max())), total + float(distance.sum())
         has_numbers = has_numbers and isfinite(total)
-    count = box_elements(spec)
+    count = spec.stored(Box.whole(spec.shape)).num_elements
     return TensorDiff(
         name,
         count,
@@ -201,13 +206,8 @@ def _tensor_diff(a: Stored, b: Stored, name: str, spec: TensorSpec) -> TensorDif
     )
 
 
-def box_elements(spec: TensorSpec) -> int:
-    """Return how many items are compared: elements, or packed bytes for dtypes below a byte."""
-    return spec.stored(Box.whole(spec.shape)).num_elements
-
-
 def numbers(data: Bytes, dtype: DType) -> NDArray[Any] | None:
-    """Return what the bytes mean as numbers, or None for packed dtypes."""
+    """Return the bytes as numbers, or None for packed dtypes."""
     if dtype.numpy is not None:
         kind = np.complex128 if dtype.name.startswith("c") else np.float64
         return data.view(dtype.numpy).astype(kind)

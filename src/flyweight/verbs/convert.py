@@ -26,7 +26,7 @@ from flyweight.stores.legacy_draft import legacy_draft
 from flyweight.stores.local import as_path
 from flyweight.verbs.agree import begin_version
 from flyweight.verbs.commit import PendingCommit, SaveOptions, SaveReport, write_and_commit
-from flyweight.verbs.find import PathLike, check_no_version, check_unmixed, open_source, versions
+from flyweight.verbs.find import PathLike, check_no_version, check_unmixed, opened, versions
 
 Writable = Literal["snapshot", "hf", "dcp", "paddle", "safetensors", "pdparams"]
 
@@ -55,38 +55,28 @@ def convert(
         part_bytes: The most bytes of one file, for "snapshot" and "hf".
         memory_bytes: The most memory to use.
     """
-    if not isinstance(source, Stored):
-        with open_source(source) as stored:
-            return convert(
-                stored,
-                destination,
-                to=to,
-                version=version,
-                assume=assume,
-                part_bytes=part_bytes,
-                memory_bytes=memory_bytes,
-            )
-    stored = source.assuming(assume) if assume else source
-    unclear = [n for n in stored.raw_names if stored.manifest.spec(n).dtype.name in RAW_MEANINGS]
     place = as_path(destination)
     check_no_version(place.parent)
-    options = SaveOptions(
-        version=stored.manifest.version if version is None and to == "snapshot" else version,
-        part_bytes=part_bytes,
-        memory_bytes=memory_bytes,
-        verb="convert",
-    )
-    if to == "snapshot":
-        check_no_version(place)
-        if not versions(place):
-            check_unmixed(place, directory_name(0))
-        report = write_and_commit(stored, begin_version(stored, place, options, Group()))
-    else:
-        report = write_and_commit(stored, _begin_files(stored.manifest, place, to, options))
-        report = replace(report, place=str(place))
+    with opened(source) as found:
+        stored = found.assuming(assume) if assume else found
+        if version is None and to == "snapshot":
+            version = stored.manifest.version
+        options = SaveOptions(
+            version=version, part_bytes=part_bytes, memory_bytes=memory_bytes, verb="convert"
+        )
+        if to == "snapshot":
+            check_no_version(place)
+            if not versions(place):
+                check_unmixed(place, directory_name(0))
+            report = write_and_commit(stored, begin_version(stored, place, options, Group()))
+        else:
+            report = write_and_commit(stored, _begin_files(stored.manifest, place, to, options))
+            report = replace(report, place=str(place))
+        specs = {name: stored.manifest.spec(name) for name in stored.raw_names}
     if to == "pdparams":  # a pickle has the same integers, and its readers know what they mean
-        unclear = []
-    return replace(report, told_as_integers=sorted(unclear))
+        return report
+    unclear = sorted(name for name, spec in specs.items() if spec.dtype.name in RAW_MEANINGS)
+    return replace(report, told_as_integers=unclear)
 
 
 def _begin_files(

@@ -1,4 +1,4 @@
-"""Describe: what a path holds, and what this machine can do, as plain data for any view."""
+"""Describe: what a path holds and what this machine can do, as plain data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flyweight.stores.local import LocalStore, as_path, refused
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.worker_threads import default_threads
 
-_PACKAGES = (
+_PACKAGES = [
     "numpy",
     "xxhash",
     "click",
@@ -29,28 +29,26 @@ _PACKAGES = (
     "paddlepaddle",
     "safetensors",
     "ml_dtypes",
-)
+]
 
 
 def inspect(path: PathLike, *, version: int | None = None) -> dict[str, Json]:
-    """Return what rests at `path`: tensors, files, versions."""
+    """Return the tensors, files and versions at `path`."""
     with open_source(path, version=version) as stored:
         manifest = stored.manifest
         files: Counter[str] = Counter()
         for extent in manifest.extents:
-            files[extent.file.partition("#")[0]] += manifest.tensors[extent.name].box_bytes(
-                extent.box
-            )
+            nbytes = manifest.tensors[extent.name].box_bytes(extent.box)
+            files[extent.file.partition("#")[0]] += nbytes
         dtypes: Counter[str] = Counter()
         for spec in manifest.tensors.values():
             dtypes[spec.dtype.name] += spec.nbytes
-        heres = versions(path) if Path(path).is_dir() else []
         return {
             "place": stored.store.place,
             "format": stored.format,
             "version": manifest.version,
             "parent": manifest.parent,
-            "versions": list(heres),
+            "versions": list(versions(path)) if Path(path).is_dir() else [],
             "writer": dict(manifest.writer),
             "num_tensors": len(manifest.tensors),
             "nbytes": manifest.nbytes,
@@ -61,12 +59,11 @@ def inspect(path: PathLike, *, version: int | None = None) -> dict[str, Json]:
                     "dtype": spec.dtype.name,
                     "shape": list(spec.shape),
                     "nbytes": spec.nbytes,
-                    "shards": len(stored.shards(name)),
-                    "file": manifest.extents[shards[0].rank].file
-                    if (shards := stored.shards(name))
-                    else None,
+                    "shards": len(shards),
+                    "file": manifest.extents[shards[0].rank].file if shards else None,
                 }
                 for name, spec in manifest.tensors.items()
+                for shards in [stored.shards(name)]
             },
             "tied": dict(manifest.tied),
             "values": dict(manifest.values),
@@ -74,7 +71,7 @@ def inspect(path: PathLike, *, version: int | None = None) -> dict[str, Json]:
 
 
 def inspect_versions(path: PathLike) -> list[dict[str, Json]]:
-    """Return a line per version of a run; one that cannot be opened says why."""
+    """Return a record of each version of a run; one that does not open has the error instead."""
     lines: list[dict[str, Json]] = []
     for version in versions(path):
         place = Path(path) / directory_name(version)
@@ -97,12 +94,12 @@ def inspect_versions(path: PathLike) -> list[dict[str, Json]]:
 
 
 def doctor(path: PathLike | None = None) -> dict[str, Json]:
-    """Return what is installed and what this machine can do at `path`."""
+    """Return what is installed here, and what the file system at `path` can do."""
     place = as_path(path) if path is not None else Path(tempfile.gettempdir())
     try:
         free_bytes, disk = shutil.disk_usage(place).free, _disk(place)
     except OSError as cause:
-        raise refused(cause, f"cannot try {str(place)!r} out") from cause
+        raise refused(cause, f"cannot try out {str(place)!r}") from cause
     packages: dict[str, Json] = {}
     for package in _PACKAGES:
         try:
@@ -125,7 +122,7 @@ def doctor(path: PathLike | None = None) -> dict[str, Json]:
 
 
 def _disk(place: Path) -> dict[str, Json]:
-    """Try, on a file of our own, which ways of reading and writing work here."""
+    """Try on a temporary file which ways to read and write work here."""
     with tempfile.TemporaryDirectory(dir=place, prefix=".flyweight-doctor-") as scratch:
         directory = Path(scratch) / "probe"
         with LocalDraft(directory) as draft:

@@ -1,12 +1,12 @@
-"""Find: what a path holds. Versions of a run, and any format behind one `open`."""
+"""Find: the versions of a run, and any format behind one `open`."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from logging import getLogger
 from pathlib import Path
 
@@ -39,14 +39,16 @@ from flyweight.stores.local import LocalStore, as_path, refused
 
 _log = getLogger("flyweight.verbs")
 PathLike = str | os.PathLike[str]
-
-
 _MAX_LISTINGS = 100
-"""How often a run is listed again because the versions in the last listing were pruned since."""
+"""How often a run is listed again because its versions were pruned after the last listing."""
 
 
 def versions(path: PathLike) -> list[int]:
-    """Return the committed versions of a run, oldest first; a path that is not there has none."""
+    """Return the committed versions of a run, oldest first.
+
+    Args:
+        path: The directory of the run. If there is none, it has no versions.
+    """
     root, found = as_path(path), dict[str, int]()
     for _ in range(_MAX_LISTINGS):
         names = {
@@ -61,7 +63,7 @@ def versions(path: PathLike) -> list[int]:
 
 
 def _is_committed(directory: Path) -> bool:
-    """True if a version is there; also if the operating system refuses to say, as opening will."""
+    """True if a version is there, or if the operating system refuses to say: opening raises."""
     try:
         return stat.S_ISREG(os.stat(directory / snapshot.MANIFEST).st_mode)
     except OSError as cause:
@@ -76,11 +78,15 @@ class Pruned(list[int]):
 
 
 def prune(path: PathLike, *, keep: int, should_remove_damaged: bool = False) -> Pruned:
-    """Remove all but the newest `keep` versions that open, and what killed writers left.
+    """Remove old versions of a run, and the drafts of writers that were killed.
 
-    Opening compares sizes, heads and the manifest; `verify` reads everything. A version that does
-    not open does not count, and stays unless its removal is asked for. One that the operating
-    system refuses to read stays even then.
+    Opening a version compares sizes, file heads and the manifest; `verify` reads everything.
+
+    Args:
+        path: The directory of the run.
+        keep: How many of the newest versions to keep. Versions that do not open do not count.
+        should_remove_damaged: Also remove versions that do not open. A version that the operating
+            system refuses to read stays even then.
     """
     if type(keep) is not int or keep < 1:
         raise SpecError(f"keep is {keep!r}, at least 1 version stays")
@@ -92,7 +98,7 @@ def prune(path: PathLike, *, keep: int, should_remove_damaged: bool = False) -> 
             with open_source(directory, version=version):
                 whole.append(version)
         except FlyweightError as error:
-            if os.path.lexists(directory):  # and was not pruned by another meanwhile
+            if os.path.lexists(directory):  # else another process pruned it meanwhile
                 damaged[version] = str(error)
                 if not isinstance(error, StoreError):
                     wrong.append(version)
@@ -102,7 +108,7 @@ def prune(path: PathLike, *, keep: int, should_remove_damaged: bool = False) -> 
     for version in gone:
         try:
             remove(root / snapshot.directory_name(version))
-        except StoreError as error:  # another user's, perhaps: the others go all the same
+        except StoreError as error:  # perhaps another user's; remove the others all the same
             refusals.append(error)
     if root.is_dir():
         sweep(root)
@@ -120,17 +126,23 @@ def open_source(
     shared_directory: PathLike = legacy.SHARED_DIRECTORY,
     unbuffered: bool = True,
 ) -> Stored:
-    """Open weights at rest, whatever their format; reads heads, manifests and values only.
+    """Open a checkpoint of any format. Reads only file heads, manifests and plain values.
 
-    A run's directory gives its newest version, or the one asked for. `rank` and `legacy_id`
-    ask for the old names of FastDeploy's snapshots where a directory has none of ours.
+    Args:
+        path: The directory of a run or of a checkpoint, or one file.
+        version: The version to open; by default the newest of the run.
+        rank: The rank in the file names of older FastDeploy engines. Such files are opened only
+            if the directory has no version. Needs `legacy_id`.
+        legacy_id: The id in those names.
+        shared_directory: Where such an engine shares files with others on this machine.
+        unbuffered: Read past the page cache. False leaves the bytes there, for other readers.
     """
     if (rank is None) != (legacy_id is None):
-        raise SpecError(f"rank is {rank} and legacy_id {legacy_id}; the old names need both")
+        raise SpecError(f"rank is {rank} and legacy_id {legacy_id}; legacy names need both")
     place = as_path(path)
-    old_names = None
+    legacy_names = None
     if rank is not None and legacy_id is not None:
-        old_names = legacy.LegacyNames(rank, legacy_id)
+        legacy_names = legacy.LegacyNames(rank, legacy_id)
     version = None if version is None else check_version(version)
     with ExitStack() as on_failure:
 
@@ -148,12 +160,12 @@ def open_source(
                     stored = snapshot.open_snapshot(store_at(place), version=version)
                 elif version is not None or versions(place):
                     stored = _open_run(place, version, store_at)
-                elif old_names is not None:
-                    stored = _open_legacy(place, as_path(shared_directory), old_names, store_at)
+                elif legacy_names is not None:
+                    stored = _open_legacy(place, as_path(shared_directory), legacy_names, store_at)
                 elif (opener := _opener(place, names)) is not None:
                     stored = opener(store_at(place))
                 else:
-                    raise _nothing(place, names)
+                    raise _not_found(place, names)
         except FormatError as error:
             if str(place) not in str(error):
                 error.note(f"in {str(place)!r}")
@@ -164,25 +176,35 @@ def open_source(
                 if stored.manifest.version is None
                 else f"{str(place)!r} holds version {stored.manifest.version}, not {version}"
             )
-        if old_names is not None and stored.format == "snapshot":
-            _tell_hidden(place, stored, old_names)
+        if legacy_names is not None and stored.format == "snapshot":
+            _warn_newer_legacy_files(place, stored, legacy_names)
         on_failure.pop_all()
         return stored
 
 
-def _tell_hidden(place: Path, stored: Stored, old_names: legacy.LegacyNames) -> None:
-    """Warn of files under the old names that are newer than the version opened instead of them."""
+@contextmanager
+def opened(source: PathLike | Stored, *, version: int | None = None) -> Iterator[Stored]:
+    """Open a path for a `with` block. Weights that are open already stay open after it."""
+    if isinstance(source, Stored):
+        yield source
+    else:
+        with open_source(source, version=version) as stored:
+            yield stored
+
+
+def _warn_newer_legacy_files(place: Path, stored: Stored, names: legacy.LegacyNames) -> None:
+    """Warn about legacy files that are newer than the version that was opened instead."""
     try:
         committed = os.stat(Path(stored.store.place) / snapshot.MANIFEST).st_mtime_ns
-        names = old_names.all(_listing(place))
-        newer = [name for name in names if os.stat(place / name).st_mtime_ns > committed]
-    except OSError:  # pruned or saved anew meanwhile: what is newer cannot be said
+        files = names.all(_listing(place))
+        newer = [name for name in files if os.stat(place / name).st_mtime_ns > committed]
+    except OSError:  # pruned or saved again meanwhile
         return
     if newer:
         version, text = stored.manifest.version, listed(newer)
         emit("legacy.hidden", place=str(place), version=version, files=text, num_files=len(newer))
         _log.warning(
-            "%r: version %s is opened, and not the %d files under the old names that are newer: %s",
+            "%r: opened version %s, not the %d legacy files that are newer: %s",
             str(place),
             version,
             len(newer),
@@ -202,7 +224,7 @@ _KINDS: dict[str, tuple[Callable[[Sequence[str]], bool], Callable[[Store], Store
 
 
 def _opener(place: Path, names: Sequence[str]) -> Callable[[Store], Stored] | None:
-    """Return what opens a directory of other people's files, going by their names."""
+    """Return the function that opens a directory of another framework, by its files' names."""
     fitting = {name: opener for name, (is_there, opener) in _KINDS.items() if is_there(names)}
     if len(fitting) > 1:
         raise FormatError(
@@ -213,7 +235,7 @@ def _opener(place: Path, names: Sequence[str]) -> Callable[[Store], Stored] | No
 
 
 def check_no_version(directory: Path) -> None:
-    """Raise if a directory is that of a committed version, which never changes."""
+    """Raise StoreError if the directory is a committed version, which never changes."""
     if snapshot.MANIFEST in _listing(directory):
         raise StoreError(
             f"{str(directory)!r} holds a committed version, which nothing is written into; choose "
@@ -222,7 +244,7 @@ def check_no_version(directory: Path) -> None:
 
 
 def check_unmixed(directory: Path, name: str) -> None:
-    """Raise if a new file or version of this name would hide or confuse a checkpoint there."""
+    """Raise StoreError if a new file or version of this name would hide a checkpoint there."""
     there = [kind for kind, (is_there, _) in _KINDS.items() if is_there(_listing(directory))]
     is_marker = snapshot.version_of(name) is not None or name == snapshot.MANIFEST
     if there and (is_marker or any(is_there([name]) for is_there, _ in _KINDS.values())):
@@ -264,11 +286,11 @@ def _open_file(place: Path, store_at: StoreAt) -> Stored:
 
 
 def _open_run(place: Path, version: int | None, store_at: StoreAt) -> Stored:
-    """Open a version; the newest, if none is asked for, is looked for again if it was pruned."""
+    """Open a version. If the newest is pruned before it is open, look for the newest again."""
     for tries_left in reversed(range(_MAX_LISTINGS)):
         committed = versions(place)
         if version is None and not committed:
-            raise _nothing(place, _listing(place))
+            raise _not_found(place, _listing(place))
         wanted = committed[-1] if version is None else version
         directory = place / snapshot.directory_name(wanted)
         if wanted not in committed:
@@ -296,20 +318,20 @@ def _open_legacy(place: Path, shared: Path, names: legacy.LegacyNames, store_at:
     looked_at = (str(place), str(shared))
     store, files = legacy.find_legacy(model, other, names, looked_at=looked_at)
     stored = pdparams.open_pdparams(store, files)
-    # The old layout has no commit. But a save removes every old part before its first new one
-    # appears, so parts that all are in place after the last was opened are of one save; and it is
-    # all of them if none comes after the last. They count from 0 or from 1.
+    # Legacy files have no commit. But a save removes all files of the save before it, and only then
+    # do its own appear: files that are all still there after the last one was opened are of one
+    # save. They are complete if no file follows the last. Numbers start at 0 or at 1.
     replaced = [name for each in (model, other) if each is not None for name in each.replaced()]
     more = {names.part(len(files)), names.part(len(files) + 1)} - set(files)
     if replaced or (store is model and more & set(store.names())):
         raise SnapshotIncomplete(
             f"the files of rank {names.rank}, id {names.legacy_id} in {store.place!r} were saved "
-            f"anew while they were opened ({len(replaced)} of {len(files)} are others); open again"
+            f"again while they were opened ({len(replaced)} of {len(files)} changed); open again"
         )
     return stored
 
 
-def _nothing(place: Path, names: Sequence[str]) -> SnapshotNotFound | SnapshotIncomplete:
+def _not_found(place: Path, names: Sequence[str]) -> SnapshotNotFound | SnapshotIncomplete:
     if not _is_there(place):
         return SnapshotNotFound(f"{str(place)!r} is not there")
     drafts = [name for name in names if name.startswith(".draft-")]

@@ -1,4 +1,4 @@
-"""Planning: who would copy what to whom, as data, without moving a byte."""
+"""Plan: which rank or file would give which bytes to which rank, without moving any."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from flyweight.ports import WINDOW_SLACK
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import ModelLayout
-from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.find import PathLike, opened
 from flyweight.worker_threads import default_threads
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a plan comes to. Bytes are those of the tensors, whatever way they will travel."""
+    """What a plan moves. Bytes are those of the tensors, whichever way they travel."""
 
     place: str
     num_tensors: int
     num_copies: int
     nbytes: int
-    """All that moves; a replica counts each time."""
+    """All bytes that move; a tensor that several ranks hold counts for each of them."""
     sources: list[str]
-    """What each source rank is called: a rank, or a file."""
+    """The name of each source: a rank, or a file."""
     num_sink_ranks: int
     pairs: list[tuple[int, int, int]]
-    """(source, sink, bytes), for those that have anything to do with each other."""
+    """(source, sink, bytes) for each pair between which bytes move."""
     sink_bytes: list[int]
-    """What each sink rank holds in the end."""
+    """What each sink rank holds afterwards."""
     extra_bytes: int
-    """What a sink rank needs beside that on the way, at most."""
+    """The most memory that a sink rank needs beside that while it loads."""
     seconds: float
     plan: Plan = field(repr=False, compare=False)
 
@@ -49,14 +49,14 @@ class PlanReport:
 
     @property
     def source_bytes(self) -> list[int]:
-        """What each source rank gives."""
+        """What each source gives."""
         given = [0] * len(self.sources)
         for source, _, nbytes in self.pairs:
             given[source] += nbytes
         return given
 
     def record(self, *, has_copies: bool = False) -> dict[str, object]:
-        """Return all of it as plain data; the copies themselves only if asked for."""
+        """Return the report as plain data, with `has_copies` every single copy too."""
         fields = {name: value for name, value in vars(self).items() if name != "plan"}
         fields |= {"peak_bytes": self.peak_bytes, "source_bytes": self.source_bytes}
         if has_copies:
@@ -82,36 +82,33 @@ def plan(
     version: int | None = None,
     memory_bytes: int = MEMORY_BYTES,
 ) -> PlanReport:
-    """Return the plan that would fill the ranks of `into`, or raise saying what does not fit.
+    """Return the plan that would fill the ranks of `into`, or raise if something does not fit.
 
-    The source is files, as they rest; with a `source_layout`, ranks that hold the tensors that
-    those files name. With `rank`, only that sink rank's own part is planned.
+    Args:
+        source: A path that `open` accepts, or weights that are open already.
+        into: The layout of the ranks to fill.
+        source_layout: The layout of the ranks that hold the tensors named in `source`. By default
+            the tensors come from the files of `source`.
+        rank: Plan for this rank of `into` only.
+        version: The version to open; by default the newest.
+        memory_bytes: The memory that each rank may use beside its tensors.
     """
-    if not isinstance(source, Stored):
-        with open_source(source, version=version) as stored:
-            return plan(
-                stored,
-                into=into,
-                source_layout=source_layout,
-                rank=rank,
-                memory_bytes=memory_bytes,
-            )
-    started, manifest = perf_counter(), source.manifest.untied()
     check_memory_bytes(memory_bytes)
     if rank is not None and not 0 <= rank < into.num_ranks:
         raise SpecError(f"rank {rank} of a layout of {into.num_ranks} ranks")
-    with collector_paused():
+    with opened(source, version=version) as stored, collector_paused():
+        started, manifest = perf_counter(), stored.manifest.untied()
         sink = into.shards(manifest.tensors, rank=rank)
         held: Mapping[str, Sequence[Shard]]
         if source_layout is None:
-            names, held = _files(source)
+            names, held = _files(stored)
         else:
             names = [f"rank {each}" for each in range(source_layout.num_ranks)]
             held = source_layout.shards(manifest.tensors, names=None if rank is None else sink)
         made = reshard(held, sink)
         pairs = made.pairs({name: spec.dtype.bits for name, spec in manifest.tensors.items()})
     return PlanReport(
-        source.store.place,
+        stored.store.place,
         len(sink),
         made.num_copies,
         sum(pairs.values()),
@@ -126,8 +123,8 @@ def plan(
 
 
 def _files(stored: Stored) -> tuple[list[str], Mapping[str, Sequence[Shard]]]:
-    """Return the files, and which of them has what of each tensor."""
-    # A tensor that has to be straightened first is a file of its own to the reader, after a '#'.
+    """Return the names of the files, and the shards of each tensor by number of the file."""
+    # A tensor that must be decoded first has a file name of its own, with a '#' in it.
     of_extent = [extent.file.partition("#")[0] for extent in stored.manifest.extents]
     files = sorted(set(of_extent))
     number = {file: index for index, file in enumerate(files)}

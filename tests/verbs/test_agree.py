@@ -1,0 +1,146 @@
+"""What the ranks of a save send each other is checked like a file."""
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from flyweight.adapters.adapt import adapt
+from flyweight.errors import FormatError, SpecError
+from flyweight.ranks.group import Group
+from flyweight.verbs.agree import begin_version
+from flyweight.verbs.commit import SaveOptions, write_and_commit
+
+
+class Liar(Group):
+    """A rank whose messages are changed on their way out, by step."""
+
+    def gather(self, step, message):
+        return super().gather(step, self.lies.get(step, lambda each: each)(message))
+
+    def scatter(self, step, messages):
+        lie = self.lies.get(step, lambda each: each)
+        return super().scatter(step, [lie(each) for each in messages])
+
+
+def half(rank=0):
+    tensor = fw.Sharded(np.zeros((2, 3), "f4"), shape=(4, 3), offset=(2 * rank, 0))
+    return adapt({"w": tensor, "step": 3})
+
+
+def save_as_two(root, liar, lies, source=half):
+    """Save by two ranks, one of which lies; return what the other one raises."""
+    sockets = socket.socketpair()
+    kinds = [Liar if rank == liar else Group for rank in range(2)]
+    groups = [
+        kind(rank, 2, 0, connections={1 - rank: sockets[rank]}, timeout_seconds=20)
+        for rank, kind in enumerate(kinds)
+    ]
+    groups[liar].lies = lies
+    errors = [None, None]
+
+    def save(rank):
+        try:
+            with groups[rank] as group:
+                model = source(rank)
+                write_and_commit(model, begin_version(model, root, SaveOptions(), group))
+        except fw.FlyweightError as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return errors[1 - liar]
+
+
+def test_two_ranks_that_do_not_lie_save_together(tmp_path):
+    assert save_as_two(tmp_path, 1, {}) is None
+    assert fw.versions(tmp_path) == [0]
+
+
+def changed(message, *path, to):
+    """Return a deep copy of the message with one entry replaced."""
+    if not path:
+        return to
+    copy = dict(message) if isinstance(message, dict) else list(message)
+    copy[path[0]] = changed(message[path[0]], *path[1:], to=to)
+    return copy
+
+
+W = ("holding", "tensors", "w")
+
+
+@pytest.mark.parametrize(
+    ("path", "to"),
+    [
+        ((), None),
+        ((), []),
+        (("run",), 3),
+        (("version",), "3"),
+        (("holding",), {}),
+        (("holding", "tensors"), ["w"]),
+        ((*W, "dtype"), "f33"),
+        ((*W, "dtype"), 4),
+        ((*W, "shape"), [4, -3]),
+        ((*W, "shape"), [4, "3"]),
+        ((*W, "shape"), [2**70, 3]),
+        ((*W, "boxes", 0), [[0, 0]]),
+        ((*W, "boxes", 0), [[0, 0], [2]]),
+        ((*W, "boxes", 0), [[3, 0], [2, 3]]),
+        ((*W, "boxes", 0), [[0, -1], [2, 3]]),
+        (("holding", "tied"), {"v": 1}),
+        (("holding", "values"), {"step": [3]}),
+        (("holding", "tensors"), {"bad\nname": {"dtype": "f32", "shape": [], "boxes": []}}),
+    ],
+    ids=str,
+)
+def test_a_request_that_is_not_well_formed_is_refused_and_leaves_nothing(tmp_path, path, to):
+    lies = {"agree": lambda message: changed(message, *path, to=to)}
+    error = save_as_two(tmp_path, 1, lies)
+    assert isinstance(error, (FormatError, SpecError)), error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "written", [None, {}, {"written": 3, "replicas": []}, {"written": "{}", "replicas": []},
+                {"written": "{}", "replicas": ["1"]}], ids=str,
+)  # fmt: skip
+def test_what_a_rank_says_it_wrote_is_checked_before_the_commit(tmp_path, written):
+    error = save_as_two(tmp_path, 1, {"written": lambda message: written})
+    assert isinstance(error, FormatError), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_sends_more_digests_than_asked_for_is_named(tmp_path):
+    def more(message):
+        return {**message, "replicas": [*message["replicas"], 1]}
+
+    error = save_as_two(
+        tmp_path, 1, {"written": more}, lambda rank: adapt({"w": np.zeros(4), "v": np.ones(4)})
+    )
+    assert isinstance(error, FormatError)
+    assert "rank 1 sent 2 digests of 1 boxes" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "to"),
+    [
+        ((), "go"),
+        (("version",), None),
+        (("draft",), "../elsewhere"),
+        (("share", 0, 0), "unknown"),
+        (("share", 0, 1), [[2, 0], [9, 3]]),
+        (("same",), [["w"]]),
+    ],
+    ids=str,
+)
+def test_a_share_that_is_not_well_formed_is_refused(tmp_path, path, to):
+    lies = {"begin": lambda message: changed(message, *path, to=to)}
+    error = save_as_two(tmp_path, 0, lies)
+    assert isinstance(error, FormatError), error
+    assert list(tmp_path.iterdir()) == []
