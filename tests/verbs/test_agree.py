@@ -1,5 +1,6 @@
 """What the ranks of a save send each other is checked like a file."""
 
+import json
 import socket
 import threading
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from flyweight.adapters.adapt import adapt
+from flyweight.adapters.model import adapt
 from flyweight.errors import FormatError, SpecError
 from flyweight.ranks.group import Group
 from flyweight.verbs.agree import begin_version
@@ -112,6 +113,17 @@ def test_a_request_that_is_not_well_formed_is_refused_and_leaves_nothing(tmp_pat
 def test_what_a_rank_says_it_wrote_is_checked_before_the_commit(tmp_path, written):
     error = save_as_two(tmp_path, 1, {"written": lambda message: written})
     assert isinstance(error, FormatError), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_of_which_a_rank_wrote_nothing_is_not_committed(tmp_path):
+    def nothing(message):
+        manifest = json.loads(message["written"])
+        return {**message, "written": json.dumps({**manifest, "tensors": {}, "parts": []})}
+
+    error = save_as_two(tmp_path, 1, {"written": nothing})
+    assert isinstance(error, FormatError)
+    assert "'w' has 6 of its 12 elements" in str(error)
     assert list(tmp_path.iterdir()) == []
 
 
