@@ -198,17 +198,3 @@ def decode_leaf(name: str, value: Json) -> Leaf:
     if isinstance(value, (dict, list)):
         raise FormatError(f"value {name!r} is a {type(value).__name__}, expected a plain leaf")
     return value
-
-
-def decode_numbers(value: Json, what: str) -> tuple[int, ...]:
-    """Return a shape or an offset."""
-    return convert(value, Numbers, what)
-
-
-def decode_spec(name: str, fields: dict[str, Json]) -> TensorSpec:
-    """Return a dtype and a shape."""
-    what = f"tensor {name!r}"
-    try:
-        return TensorSpec(dtype_named(fields["dtype"]), decode_numbers(fields["shape"], what))
-    except SpecError as cause:
-        raise FormatError(f"{what}: {cause}") from cause

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -23,15 +23,15 @@ from flyweight.ports import Source
 from flyweight.ranks.group import Group
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
-from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Parcel, TensorSpec, check_name
+from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Numbers, Parcel, TensorSpec, check_name
 from flyweight.spec.manifest_json import decode_leaf, encode_leaf
+from flyweight.spec.strict_json import convert
 from flyweight.stores.draft import LocalDraft, check_hidden_name
 from flyweight.stores.local import as_path
 from flyweight.verbs.check_replicas import ReplicaDigests
-from flyweight.verbs.commit import PendingCommit, SaveOptions, begin_draft, receive
+from flyweight.verbs.commit import PendingCommit, SaveOptions, begin_draft
 from flyweight.verbs.find import PathLike
 
-Numbers = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 BoxMessage = tuple[Numbers, Numbers]
 """Offset and shape of a box."""
 ParcelMessage = tuple[str, BoxMessage]
@@ -97,7 +97,10 @@ def begin_version(
             request = SaveRequest(root.name, options.version, options.check_replicas, encoded)
             answers = group.gather("agree", msgspec.to_builtins(request))
             if group.is_coordinator:
-                requests = [receive(SaveRequest, each, rank) for rank, each in enumerate(answers)]
+                requests = [
+                    convert(each, SaveRequest, f"the message of rank {rank}")
+                    for rank, each in enumerate(answers)
+                ]
                 pending = _share_draft(source, root, options, group, requests)
             else:
                 pending = _join_draft(source, root, options, group, holding)
@@ -144,7 +147,7 @@ def _join_draft(
     source: Source, root: Path, options: SaveOptions, group: Group, holding: Holding
 ) -> PendingCommit:
     """Join the coordinator's draft, to write the boxes that it assigned to this rank."""
-    message = receive(ShareMessage, group.scatter("begin", ()), group.coordinator)
+    message = convert(group.scatter("begin", ()), ShareMessage, "the message of the coordinator")
     share = _decode_parcels(message.share, holding.tensors)
     compared = _decode_parcels(message.same, holding.tensors)
     digests = ReplicaDigests(compared, source, options.check_replicas)

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar, get_args
+from typing import get_args
 
 import msgspec
 
 from flyweight import __version__
 from flyweight.checks import check_memory_bytes, check_version
 from flyweight.errors import (
-    FormatError,
     PeerLost,
     SpecError,
     StoreError,
@@ -39,7 +38,6 @@ from flyweight.ports import FilePlan, Format, Source
 from flyweight.ranks.group import Group
 from flyweight.spec.manifest import (
     CHUNK_BYTES,
-    Json,
     Manifest,
     Parcel,
     check_coverage,
@@ -48,6 +46,7 @@ from flyweight.spec.manifest import (
     check_names,
 )
 from flyweight.spec.manifest_json import decode_share, encode_manifest
+from flyweight.spec.strict_json import convert
 from flyweight.stores.draft import LocalDraft
 from flyweight.verbs.check_replicas import (
     CheckReplicas,
@@ -126,19 +125,6 @@ class WrittenMessage:
     """The manifest of these files, as JSON."""
     replicas: tuple[int, ...]
     """The digests of the boxes in `ShareMessage.same`."""
-
-
-MessageT = TypeVar("MessageT")
-
-
-def receive(kind: type[MessageT], message: Json, rank: int) -> MessageT:
-    """Return the message that a rank sent, or raise FormatError if it is not of this kind."""
-    try:
-        return msgspec.convert(message, kind)
-    except msgspec.ValidationError as cause:
-        raise FormatError(
-            f"rank {rank} sent {str(message)[:80]}, not a {kind.__name__}: {cause}"
-        ) from cause
 
 
 def _encode_written(manifest: Manifest) -> str:
@@ -242,7 +228,10 @@ class PendingCommit:
         answers = group.gather("written", msgspec.to_builtins(message))
         if group.is_coordinator:
             self._seal_together(
-                [receive(WrittenMessage, each, rank) for rank, each in enumerate(answers)]
+                [
+                    convert(each, WrittenMessage, f"the message of rank {rank}")
+                    for rank, each in enumerate(answers)
+                ]
             )
             draft.commit()
         try:
