@@ -24,17 +24,10 @@ COMMANDS = {
     "pdparams": ["convert", "run", "out.pdparams", "--to", "pdparams"],
     "prune": ["prune", "run", "--keep", "1"],
 }
-<<<<<<< HEAD
-FILES = ("stores/draft.py", "stores/legacy_draft.py", "verbs/save.py", "verbs/convert.py")
+FILES = ("stores/draft.py", "stores/legacy_draft.py", "verbs/commit.py", "verbs/convert.py")
 FUNCTIONS = {
     "__init__", "_begin", "__enter__", "__exit__", "abort", "_in_spite_of_interrupts",
-    "legacy_draft", "save_files", "<lambda>",
-=======
-FILES = ("stores/draft.py", "verbs/commit.py", "verbs/convert.py")
-FUNCTIONS = {
-    "__init__", "_begin", "__enter__", "__exit__", "abort", "_in_spite_of_interrupts",
-    "_begin_files", "convert", "write_and_commit",
->>>>>>> 0872b3f (Interrupt the functions that hand a draft on, by their names)
+    "legacy_draft", "_begin_files", "convert", "write_and_commit",
 }  # fmt: skip
 """Whatever hands a draft on, from where it is made to where it is cleared away."""
 

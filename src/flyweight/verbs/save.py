@@ -16,7 +16,6 @@ from flyweight.ranks.group import TIMEOUT_SECONDS, Group
 from flyweight.ranks.process_group import default_group, rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.spec.model_layout import ModelLayout
-from flyweight.stores.draft import LocalDraft
 from flyweight.stores.legacy_draft import legacy_draft
 from flyweight.stores.local import LocalStore, as_path
 from flyweight.verbs.agree import begin_version
