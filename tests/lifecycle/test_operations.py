@@ -928,6 +928,26 @@ def test_an_engine_that_follows_a_store_never_goes_back(tmp_path):
 # Several ranks.
 
 
+class SlowWeights:
+    """A replica whose copies wait while a test holds them."""
+
+    def __init__(self, replica):
+        self._replica = replica
+        self.has_begun, self.may_copy = threading.Event(), threading.Event()
+        self.may_copy.set()
+
+    def __getattr__(self, name):
+        return getattr(self._replica, name)
+
+    def update(self, version=None, *, before, **options):
+        def hold(found):
+            before(found)
+            self.has_begun.set()
+            assert self.may_copy.wait(30)
+
+        return self._replica.update(version, before=hold, **options)
+
+
 class Pair:
     """Two ranks of one replica, in threads."""
 
@@ -938,11 +958,11 @@ class Pair:
         self.models = [weights(0), weights(0)]
         self.engines = [FaultyEngine(model) for model in self.models]
         self.ranks = [RankAgreement(Rendezvous(rank, 2, store, "pair")) for rank in range(2)]
-        self.machines, self.replicas = [], []
+        self.operations, self.replicas, self.weights = [], [], []
         for model, engine, ranks in zip(self.models, self.engines, self.ranks, strict=True):
-            replica = stack.enter_context(fw.Replica(model, address))
-            self.replicas.append(replica)
-            self.machines.append(Operations(engine, replica, ranks))
+            self.replicas.append(stack.enter_context(fw.Replica(model, address)))
+            self.weights.append(SlowWeights(self.replicas[-1]))
+            self.operations.append(Operations(engine, self.weights[-1], ranks))
         stack.callback(self.part)
 
     def part(self):
@@ -955,7 +975,7 @@ class Pair:
         return [future.exception(30) for future in [self.one(work, rank) for rank in range(2)]]
 
     def one(self, work, rank):
-        return self._threads.submit(work, self.machines[rank])
+        return self._threads.submit(work, self.operations[rank])
 
     @contextmanager
     def held(self, rank, step="drop_cache"):
@@ -1001,11 +1021,11 @@ class Pair:
 
     @property
     def states(self):
-        return [operations.state for operations in self.machines]
+        return [operations.state for operations in self.operations]
 
     @property
     def versions(self):
-        return [operations.version for operations in self.machines]
+        return [operations.version for operations in self.operations]
 
 
 @pytest.fixture
@@ -1099,7 +1119,7 @@ def test_a_rank_whose_memory_does_not_come_back_does_not_leave_the_other_waiting
 def test_a_rank_that_refuses_to_resume_keeps_the_other_from_serving(pair):
     """C32: on all ranks or on none."""
     assert pair.both(lambda operations: operations.pause()) == [None, None]
-    pair.machines[1].retire(LifecycleError("gone wrong"))
+    pair.operations[1].retire(LifecycleError("gone wrong"))
     raised = pair.both(lambda operations: operations.resume(timeout_seconds=10))
     assert all("engine is FAILED" in str(each) for each in raised)
     assert pair.states == [State.PAUSED, State.FAILED]
@@ -1169,7 +1189,7 @@ def test_a_restore_that_one_rank_is_not_at_brings_nothing_back(pair):
     lone = pair.one(lambda operations: operations.restore(timeout_seconds=0.1), 0)
     assert "the ranks did not decide" in str(lone.exception(20))
     assert "restore_cache" not in pair.engines[0].calls[calls:]
-    assert Tag.KV_CACHE in pair.machines[0].condition.absent
+    assert Tag.KV_CACHE in pair.operations[0].condition.absent
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -1195,11 +1215,11 @@ def test_a_pause_that_should_resume_brings_ranks_that_stand_apart_together(pair)
 
 
 def test_a_pause_that_should_resume_stays_on_all_ranks_where_one_was_paused_by_hand(pair):
-    pair.machines[1].is_paused_by_hand = True  # as a worker does that takes over
+    pair.operations[1].is_paused_by_hand = True  # as a worker does that takes over
     paused = pair.both(lambda operations: operations.pause(should_abort=True, should_resume=True))
     assert paused == [None, None]
     assert pair.states == [State.PAUSED, State.PAUSED]
-    assert all(operations.is_paused_by_hand for operations in pair.machines)
+    assert all(operations.is_paused_by_hand for operations in pair.operations)
     assert pair.both(lambda operations: operations.resume()) == [None, None]
     assert pair.states == [State.SERVING, State.SERVING]
 
@@ -1257,26 +1277,20 @@ def test_a_pause_that_one_rank_has_no_time_for_leaves_all_serving(pair, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_round_that_all_ranks_are_in_is_not_ended_by_what_they_refuse_meanwhile(pair, rank):
     """One rank holds the version already and waits for the other, which is still copying."""
-    began, may_end = threading.Event(), threading.Event()
-    advance = pair.replicas[rank]._advance
-
-    def slow(nbytes):
-        began.set()
-        assert may_end.wait(30)
-        advance(nbytes)
-
-    pair.replicas[rank]._advance = slow
+    slow = pair.weights[rank]
+    slow.has_begun.clear()
+    slow.may_copy.clear()
     pair.publish(2)
     updates = [
         pair.one(lambda operations: operations.update(2, timeout_seconds=20), n) for n in (0, 1)
     ]
-    assert began.wait(10)
+    assert slow.has_begun.wait(10)
     until(lambda: pair.states[1 - rank] is State.VERIFYING)
     for seconds in (0.3, 0.1):
         raised = pair.both(lambda operations: operations.pause(timeout_seconds=seconds))  # noqa: B023
         assert [type(each) for each in raised] == [Busy, Busy]
     only = pair.one(lambda operations: operations.pause(timeout_seconds=0.1), rank)
     assert isinstance(only.exception(10), Busy)
-    may_end.set()
+    slow.may_copy.set()
     assert [update.exception(20) for update in updates] == [None, None]
     assert (pair.states, pair.versions) == ([State.SERVING] * 2, [2, 2])
