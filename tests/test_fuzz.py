@@ -197,7 +197,7 @@ def test_manifests_with_damage_under_a_right_checksum(manifest_bytes, data):
         manifest = decode_manifest(json.dumps(record).encode())
     except FormatError:
         return
-    assert manifest.nbytes <= sum(part.nbytes for part in manifest.parts)
+    assert manifest.nbytes <= sum(part.nbytes for part in manifest.files)
     for extent in manifest.extents:
         assert fw.Box.whole(manifest.tensors[extent.name].shape).contains(extent.box)
 

@@ -39,10 +39,10 @@ def test_the_shares_are_every_element_exactly_once(a, b, cuts):
     tensors = {"w": spec(7, 5), "v": spec(4, 9), "e": spec(0, 3)}
     sharing = share_out(held(Layout({"a": a, "b": b}, cuts), tensors))
     seen = {name: Counter() for name in tensors}
-    for parcels in sharing.shares:
-        for parcel in parcels:
-            runs = parcel.box.runs(parcel.spec.shape)
-            seen[parcel.name].update(i for at, n in runs for i in range(at, at + n))
+    for tensor_boxes in sharing.shares:
+        for tensor_box in tensor_boxes:
+            runs = tensor_box.box.runs(tensor_box.spec.shape)
+            seen[tensor_box.name].update(i for at, n in runs for i in range(at, at + n))
     assert seen["w"] == Counter(range(35))
     assert seen["v"] == Counter(range(36))
     assert sharing.tensors.keys() == tensors.keys()
@@ -51,9 +51,11 @@ def test_the_shares_are_every_element_exactly_once(a, b, cuts):
 def test_replicas_spread_the_writing():
     tensors = {f"w{n}": spec(1 + n % 7, 100) for n in range(64)}
     sharing = share_out(held(Layout({"dp": 4}, {}), tensors))
-    loads = [sum(parcel.nbytes for parcel in parcels) for parcels in sharing.shares]
+    loads = [
+        sum(tensor_box.nbytes for tensor_box in tensor_boxes) for tensor_boxes in sharing.shares
+    ]
     assert max(loads) - min(loads) <= 700 * 4
-    assert [len(parcels) for parcels in sharing.replicas] == [64] * 4
+    assert [len(tensor_boxes) for tensor_boxes in sharing.replicas] == [64] * 4
 
 
 def test_what_only_one_rank_has_counts_before_replicas_are_dealt_out():
@@ -62,11 +64,13 @@ def test_what_only_one_rank_has_counts_before_replicas_are_dealt_out():
     first = holding(tensors, whole)
     second = holding(tensors, {name: boxes for name, boxes in whole.items() if name != "mine"})
     sharing = share_out([first, second])
-    assert [[parcel.name for parcel in parcels] for parcels in sharing.shares] == [
+    assert [
+        [tensor_box.name for tensor_box in tensor_boxes] for tensor_boxes in sharing.shares
+    ] == [
         ["mine"],
         ["ours", "too"],
     ]
-    assert [parcel.name for parcel in sharing.replicas[0]] == ["ours", "too"]
+    assert [tensor_box.name for tensor_box in sharing.replicas[0]] == ["ours", "too"]
 
 
 def test_ties_that_all_ranks_have_stay_ties():
@@ -77,7 +81,9 @@ def test_ties_that_all_ranks_have_stay_ties():
     ]
     sharing = share_out(halves)
     assert sharing.tied == {"head": "embed"}
-    assert [[parcel.name for parcel in parcels] for parcels in sharing.shares] == [
+    assert [
+        [tensor_box.name for tensor_box in tensor_boxes] for tensor_boxes in sharing.shares
+    ] == [
         ["embed"],
         ["embed"],
     ]
@@ -88,7 +94,9 @@ def test_a_tie_on_one_rank_only_is_two_tensors():
     whole = {name: [Box.whole((8,))] for name in tensors}
     sharing = share_out([holding(tensors, whole, {"head": "embed"}), holding(tensors, whole)])
     assert sharing.tied == {}
-    assert sorted(parcel.name for parcels in sharing.shares for parcel in parcels) == [
+    assert sorted(
+        tensor_box.name for tensor_boxes in sharing.shares for tensor_box in tensor_boxes
+    ) == [
         "embed",
         "head",
     ]

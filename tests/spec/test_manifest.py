@@ -9,7 +9,7 @@ from flyweight.spec.dtype import DTYPES
 from flyweight.spec.manifest import (
     Extent,
     Manifest,
-    Part,
+    SnapshotFile,
     TensorSpec,
     check_file_name,
 )
@@ -28,7 +28,10 @@ def example():
         tied={"head": "w"},
         values={"step": 12, "rate": 0.5, "name": "run", "none": None, "flag": True},
         writer={"host": "somewhere"},
-        parts=[Part("a.safetensors", 100 + 24 + 4, 100, 1), Part("b.safetensors", 64 + 24, 64, 2)],
+        files=[
+            SnapshotFile("a.safetensors", 100 + 24 + 4, 100, 1),
+            SnapshotFile("b.safetensors", 64 + 24, 64, 2),
+        ],
         extents=[
             Extent("w", Box((0, 0), (2, 6)), "a.safetensors", 100, (11,), 21),
             Extent("w", Box((2, 0), (2, 6)), "b.safetensors", 64, (12,), None),
@@ -207,8 +210,8 @@ def test_thousands_of_shards_are_checked_quickly():
     spec = TensorSpec(F32, (count, 4))
     boxes = [Box((row, 0), (1, 4)) for row in range(count)]
     extents = [Extent("w", box, "a.safetensors", 64 + 16 * i, (1,)) for i, box in enumerate(boxes)]
-    parts = [Part("a.safetensors", 64 + 16 * count, 64, 1)]
-    manifest = Manifest({"w": spec}, version=1, parts=parts, extents=extents, chunk_bytes=4096)
+    parts = [SnapshotFile("a.safetensors", 64 + 16 * count, 64, 1)]
+    manifest = Manifest({"w": spec}, version=1, files=parts, extents=extents, chunk_bytes=4096)
     started = time.monotonic()
     assert len(decode_manifest(encode_manifest(manifest)).extents) == count
     assert time.monotonic() - started < 5
@@ -245,7 +248,7 @@ def test_values_without_a_place_in_json_are_refused_on_the_way_out():
 
 
 def test_an_untied_manifest_has_a_spec_for_every_name():
-    manifest = replace(example(), parts=(), extents=())
+    manifest = replace(example(), files=(), extents=())
     assert manifest.untied().tensors["head"] == manifest.tensors["w"]
     assert not manifest.untied().tied
     assert manifest.spec("head") == manifest.spec("w")

@@ -13,7 +13,7 @@ from flyweight.spec.manifest import (
     Extent,
     Json,
     Manifest,
-    Parcel,
+    TensorBox,
     check_file_name,
 )
 from flyweight.spec.strict_json import parse_json
@@ -75,23 +75,25 @@ def read_index(store: Store, extents: Sequence[Extent] | None = None) -> dict[st
     return places
 
 
-def split_parts(parcels: Iterable[Parcel], part_bytes: int = PART_BYTES) -> list[list[Parcel]]:
-    """Split parcels, in order, over files of at most `part_bytes`; a larger one is alone."""
-    parts: list[list[Parcel]] = [[]]
+def split_parts(
+    tensor_boxes: Iterable[TensorBox], part_bytes: int = PART_BYTES
+) -> list[list[TensorBox]]:
+    """Split boxes of tensors, in order, over files of at most `part_bytes`; a larger one is alone."""
+    parts: list[list[TensorBox]] = [[]]
     held_bytes = 0
-    for parcel in parcels:
-        if parts[-1] and held_bytes + parcel.nbytes > part_bytes:
+    for tensor_box in tensor_boxes:
+        if parts[-1] and held_bytes + tensor_box.nbytes > part_bytes:
             parts.append([])
             held_bytes = 0
-        parts[-1].append(parcel)
-        held_bytes += parcel.nbytes
+        parts[-1].append(tensor_box)
+        held_bytes += tensor_box.nbytes
     return parts
 
 
 def layout(
     manifest: Manifest, part_bytes: int = PART_BYTES, *, may_tell_as_bytes: bool = False
 ) -> list[FilePlan]:
-    parts = split_parts(manifest.parcels(), part_bytes)
+    parts = split_parts(manifest.tensor_boxes(), part_bytes)
     names = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     return [
         file_plan(name, part, may_tell_as_bytes=may_tell_as_bytes)

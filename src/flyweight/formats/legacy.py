@@ -22,7 +22,7 @@ from flyweight.formats.huggingface import split_parts
 from flyweight.formats.pdparams import RESERVED_NAMES
 from flyweight.formats.safetensors import file_plan as safetensors_plan
 from flyweight.ports import FilePlan, Format, Store
-from flyweight.spec.manifest import Extent, Manifest, Parcel, TensorSpec
+from flyweight.spec.manifest import Extent, Manifest, TensorBox, TensorSpec
 
 _log = getLogger("flyweight.formats")
 SHARED_DIRECTORY = "/shared_ipc_meta"
@@ -46,19 +46,19 @@ def _array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
     return array + b"(" + code.number(1) + code.numbers(shape) + dtype + b"\x89\x8e" + nbytes
 
 
-def pickle_plan(file: str, parcels: Iterable[Parcel], *, tail: bytes = b"") -> FilePlan:
+def pickle_plan(file: str, tensor_boxes: Iterable[TensorBox], *, tail: bytes = b"") -> FilePlan:
     """Lay out a pickle that `paddle.load` reads: a dict of arrays, protocol 4, and a last entry."""
     literals: list[tuple[int, bytes]] = []
     extents = []
     pending, at = b"\x80\x04}(", 0
-    for parcel in parcels:
-        if parcel.key in RESERVED_NAMES:
-            raise SpecError(f"a tensor is called {parcel.key!r}, which Paddle keeps for itself")
-        pending += code.text(parcel.key) + _array_head(parcel.spec, parcel.box.shape)
+    for tensor_box in tensor_boxes:
+        if tensor_box.key in RESERVED_NAMES:
+            raise SpecError(f"a tensor is called {tensor_box.key!r}, which Paddle keeps for itself")
+        pending += code.text(tensor_box.key) + _array_head(tensor_box.spec, tensor_box.box.shape)
         literals.append((at, pending))
         at += len(pending)
-        extents.append(Extent(parcel.name, parcel.box, file, at))
-        at += parcel.nbytes
+        extents.append(Extent(tensor_box.name, tensor_box.box, file, at))
+        at += tensor_box.nbytes
         pending = b"tb"
     pending += tail + b"u."
     literals.append((at, pending))
@@ -74,9 +74,9 @@ def legacy_format(
 
     def layout(manifest: Manifest) -> list[FilePlan]:
         if part_bytes is None:
-            return [plan(names.single, manifest.parcels())]
-        parts = split_parts(manifest.parcels(), part_bytes)
-        return [plan(names.part(number), parcels) for number, parcels in enumerate(parts)]
+            return [plan(names.single, manifest.tensor_boxes())]
+        parts = split_parts(manifest.tensor_boxes(), part_bytes)
+        return [plan(names.part(number), tensor_boxes) for number, tensor_boxes in enumerate(parts)]
 
     return Format("pdparams", layout, lambda manifest, plans: {})
 

@@ -276,7 +276,7 @@ def _layout(manifest: Manifest) -> list[FilePlan]:
     # Only names that are listed in it become tensors again.
     listing = code.table((code.text(name), code.text(name)) for name in manifest.tensors)
     tail = code.text(STRUCTURED_NAMES) + listing
-    return [pickle_plan(_data_file(manifest), manifest.parcels(), tail=tail)]
+    return [pickle_plan(_data_file(manifest), manifest.tensor_boxes(), tail=tail)]
 
 
 def _seal(manifest: Manifest, plans: Sequence[FilePlan]) -> dict[str, bytes]:

@@ -23,7 +23,7 @@ from flyweight.spec.manifest import (
     Json,
     Manifest,
     Numbers,
-    Parcel,
+    TensorBox,
     TensorSpec,
     check_name,
 )
@@ -113,7 +113,7 @@ def open_files(store: Store, files: Iterable[str], *, format: str = "safetensors
 
 def file_plan(
     file: str,
-    parcels: Iterable[Parcel],
+    tensor_boxes: Iterable[TensorBox],
     *,
     may_tell_as_bytes: bool = False,
     notes: Mapping[str, str] | None = None,
@@ -124,12 +124,12 @@ def file_plan(
     """
     head: dict[str, Json] = {"__metadata__": {"format": "pt", **(notes or {})}}
     at, places = 0, []
-    order = sorted(parcels, key=lambda each: -each.spec.item_bytes)
-    boxes = Counter(parcel.name for parcel in order)
-    for parcel in order:
-        name, spec, box = parcel.name, parcel.spec, parcel.box
+    order = sorted(tensor_boxes, key=lambda each: -each.spec.item_bytes)
+    boxes = Counter(tensor_box.name for tensor_box in order)
+    for tensor_box in order:
+        name, spec, box = tensor_box.name, tensor_box.spec, tensor_box.box
         # A file's only box of a tensor has its name, so that others find it by that.
-        key = name if boxes[name] == 1 else parcel.key
+        key = name if boxes[name] == 1 else tensor_box.key
         if key == "__metadata__":
             raise SpecError("a tensor is called '__metadata__', which safetensors keeps for itself")
         if key in head:
@@ -140,7 +140,7 @@ def file_plan(
                 raise SpecError(f"{name!r} is {dtype}, which safetensors has no name for")
             shape = spec.stored(box).shape + ((spec.item_bytes,) if dtype.bits > 8 else ())
             dtype = DTYPES["u8"]
-        nbytes = parcel.nbytes
+        nbytes = tensor_box.nbytes
         head[key] = {
             "dtype": dtype.safetensors,
             "shape": list(shape),

@@ -26,7 +26,7 @@ from flyweight.formats.stored import Stored
 from flyweight.formats.torch_dcp_safetensors import sharding_notes
 from flyweight.memory import bytes_of
 from flyweight.ports import FilePlan, Format, Store
-from flyweight.spec.manifest import Manifest, Parcel, Part
+from flyweight.spec.manifest import Manifest, TensorBox, SnapshotFile
 from flyweight.spec.manifest_json import decode_manifest, encode_manifest
 from flyweight.spec.strict_json import Hash
 
@@ -101,7 +101,7 @@ def open_snapshot(store: Store, *, version: int | None = None) -> Stored:
 def check_parts(manifest: Manifest, store: Store) -> None:
     """Raise unless the directory's parts are just those of the manifest, size and head right."""
     here = {name for name in store.names() if name.endswith(".safetensors")}
-    listed_parts = {part.file for part in manifest.parts}
+    listed_parts = {part.file for part in manifest.files}
     if missing := listed_parts - here:
         raise SnapshotIncomplete(
             f"{store.place!r} has {len(listed_parts) - len(missing)} of {len(listed_parts)} parts; "
@@ -111,7 +111,7 @@ def check_parts(manifest: Manifest, store: Store) -> None:
         raise FormatError(
             f"{store.place!r} has {len(extra)} parts its manifest does not know: {listed(extra)}"
         )
-    for part in manifest.parts:
+    for part in manifest.files:
         size = store.size(part.file)
         if size != part.nbytes:
             raise SnapshotIncomplete(
@@ -127,9 +127,9 @@ def check_parts(manifest: Manifest, store: Store) -> None:
 
 def check_for_others(stored: Stored) -> None:
     """Raise unless heads and index tell other people's tools what the manifest tells us."""
-    if len(stored.manifest.parts) > 1 and huggingface.is_whole(stored.manifest):
+    if len(stored.manifest.files) > 1 and huggingface.is_whole(stored.manifest):
         huggingface.read_index(stored.store, stored.manifest.extents)
-    for part in stored.manifest.parts:
+    for part in stored.manifest.files:
         head = read_head(stored.store, part.file)
         ours = {e.offset for e in stored.manifest.extents if e.file == part.file}
         if head.nbytes != part.head_bytes or {extent.offset for extent in head.extents} != ours:
@@ -141,24 +141,26 @@ def check_for_others(stored: Stored) -> None:
 
 def seal(manifest: Manifest, plans: Sequence[FilePlan]) -> Mapping[str, bytes]:
     """Return the index, for other people's tools, and the manifest, for ours."""
-    whole = replace(manifest, parts=[*manifest.parts, *parts_of(plans)])
+    whole = replace(manifest, files=[*manifest.files, *files_of(plans)])
     return {**huggingface.seal(whole, plans), MANIFEST: encode_envelope(whole)}
 
 
-def parts_of(plans: Sequence[FilePlan]) -> list[Part]:
+def files_of(plans: Sequence[FilePlan]) -> list[SnapshotFile]:
     """Return what a manifest says of these files."""
     parts = []
     for plan in plans:
         (_, head), *_ = plan.literals
-        parts.append(Part(plan.name, plan.nbytes, len(head), Hash(checksum(bytes_of(head)))))
+        parts.append(
+            SnapshotFile(plan.name, plan.nbytes, len(head), Hash(checksum(bytes_of(head))))
+        )
     return parts
 
 
-def share_format(rank: int, parcels: Sequence[Parcel], part_bytes: int) -> Format:
+def share_format(rank: int, tensor_boxes: Sequence[TensorBox], part_bytes: int) -> Format:
     """Return the format of one rank's share: its own files, which somebody else will seal."""
 
     def layout(manifest: Manifest) -> list[FilePlan]:
-        parts = huggingface.split_parts(parcels, part_bytes) if parcels else []
+        parts = huggingface.split_parts(tensor_boxes, part_bytes) if tensor_boxes else []
         return [
             file_plan(
                 f"rank-{rank:05d}-{number:05d}.safetensors",

@@ -16,7 +16,7 @@ from flyweight.formats.safetensors import read_head
 from flyweight.formats.stored import Stored
 from flyweight.ports import Store
 from flyweight.spec.box import Box
-from flyweight.spec.manifest import Extent, Json, Manifest, Parcel, TensorSpec, check_coverage
+from flyweight.spec.manifest import Extent, Json, Manifest, TensorBox, TensorSpec, check_coverage
 from flyweight.spec.strict_json import parse_json
 
 _SHARDED = re.compile(r"shard-([0-9]{1,9})-model-[0-9]+-of-[0-9]+\.safetensors")
@@ -83,12 +83,12 @@ def _sharding_offsets(notes: Mapping[str, Json], what: str) -> dict[str, tuple[i
     return offsets
 
 
-def sharding_notes(parcels: Sequence[Parcel]) -> dict[str, str]:
+def sharding_notes(tensor_boxes: Sequence[TensorBox]) -> dict[str, str]:
     """Return what torch's reader of this variant looks for in a head: where each tensor starts.
 
     It expects one box of a tensor in a file, and cannot read a file with more of them.
     """
-    offsets: dict[str, Json] = {p.name: {"saved_offsets": list(p.box.offset)} for p in parcels}
-    if len(offsets) != len(parcels):
+    offsets: dict[str, Json] = {p.name: {"saved_offsets": list(p.box.offset)} for p in tensor_boxes}
+    if len(offsets) != len(tensor_boxes):
         return {}
     return {_SHARDING: json.dumps(offsets, separators=(",", ":")), "DCP_VERSION": "1.0"}

@@ -13,7 +13,7 @@ from math import prod
 
 from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, listed
 from flyweight.spec.box import Box, overlapping_pair
-from flyweight.spec.manifest import Leaf, Parcel, TensorSpec, is_same_leaf
+from flyweight.spec.manifest import Leaf, TensorBox, TensorSpec, is_same_leaf
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Sharing:
     tensors: Mapping[str, TensorSpec]
     tied: Mapping[str, str]
     values: Mapping[str, Leaf]
-    shares: Sequence[Sequence[Parcel]]
-    replicas: Sequence[Sequence[Parcel]]
+    shares: Sequence[Sequence[TensorBox]]
+    replicas: Sequence[Sequence[TensorBox]]
     """The boxes of each rank that other ranks hold too."""
 
 
@@ -52,27 +52,28 @@ def share_out(holdings: Sequence[Holding]) -> Sharing:
                     holders[name].setdefault(box, []).append(rank)
     for name, spec in tensors.items():
         _check_whole(name, spec, holders[name])
-    parcels = [
-        (Parcel(name, spec, box), ranks)
+    tensor_boxes = [
+        (TensorBox(name, spec, box), ranks)
         for name, spec in tensors.items()
         for box, ranks in holders[name].items()
     ]
     load_bytes = [0] * len(holdings)
-    writers = [0] * len(parcels)
+    writers = [0] * len(tensor_boxes)
     # Boxes of one rank first, then the largest, each to the rank with the fewest bytes so far.
     order = sorted(
-        range(len(parcels)), key=lambda n: (len(parcels[n][1]) > 1, -parcels[n][0].nbytes)
+        range(len(tensor_boxes)),
+        key=lambda n: (len(tensor_boxes[n][1]) > 1, -tensor_boxes[n][0].nbytes),
     )
     for number in order:
-        parcel, ranks = parcels[number]
+        tensor_box, ranks = tensor_boxes[number]
         writers[number] = min(ranks, key=lambda rank: (load_bytes[rank], rank))
-        load_bytes[writers[number]] += parcel.nbytes
-    shares: list[list[Parcel]] = [[] for _ in holdings]
-    replicas: list[list[Parcel]] = [[] for _ in holdings]
-    for (parcel, ranks), writer in zip(parcels, writers, strict=True):
-        shares[writer].append(parcel)
+        load_bytes[writers[number]] += tensor_box.nbytes
+    shares: list[list[TensorBox]] = [[] for _ in holdings]
+    replicas: list[list[TensorBox]] = [[] for _ in holdings]
+    for (tensor_box, ranks), writer in zip(tensor_boxes, writers, strict=True):
+        shares[writer].append(tensor_box)
         for rank in ranks if len(ranks) > 1 else ():
-            replicas[rank].append(parcel)
+            replicas[rank].append(tensor_box)
     return Sharing(tensors, tied, _agreed_values(holdings), shares, replicas)
 
 

@@ -113,7 +113,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class TensorBox:
     """A box of a tensor that is to be written to a file."""
 
     name: str
@@ -134,7 +134,9 @@ class Parcel:
         return self.name if self.is_whole else f"{self.name}@{','.join(map(str, self.box.offset))}"
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nbytes": "bytes"}):
+class SnapshotFile(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nbytes": "bytes"}
+):
     """One data file of a snapshot: its exact size, and its head before the first tensor."""
 
     file: str
@@ -152,7 +154,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nby
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one version holds. The manifest of a model in memory has no parts and no extents."""
+    """What one version holds. The manifest of a model in memory has no files and no extents."""
 
     tensors: Mapping[str, TensorSpec]
     version: int | None = None
@@ -163,7 +165,7 @@ class Manifest:
     values: Mapping[str, Leaf] = field(default_factory=dict)
     """Leaves that are not tensors, by their full name: steps, rates, strings."""
     writer: Mapping[str, str] = field(default_factory=dict)
-    parts: Sequence[Part] = ()
+    files: Sequence[SnapshotFile] = ()
     extents: Sequence[Extent] = ()
     chunk_bytes: int = CHUNK_BYTES
 
@@ -179,9 +181,9 @@ class Manifest:
     def names(self) -> list[str]:
         return [*self.tensors, *self.tied]
 
-    def parcels(self) -> list[Parcel]:
+    def tensor_boxes(self) -> list[TensorBox]:
         """Return every tensor, whole."""
-        return [Parcel(name, spec, Box.whole(spec.shape)) for name, spec in self.tensors.items()]
+        return [TensorBox(name, spec, Box.whole(spec.shape)) for name, spec in self.tensors.items()]
 
     def untied(self) -> Manifest:
         """Return the same manifest with bytes of its own for every name."""
@@ -196,7 +198,7 @@ def check_files(manifest: Manifest) -> None:
         spec = manifest.tensors[extent.name]
         end = extent.offset + spec.box_bytes(extent.box)
         by_file[extent.file].append((extent.offset, end, extent.name))
-    for part in manifest.parts:
+    for part in manifest.files:
         spans = sorted([(0, part.head_bytes, ""), *by_file[part.file], (part.nbytes,) * 2 + ("",)])
         for (_, end, before), (start, _, after) in pairwise(spans):
             if end != start:

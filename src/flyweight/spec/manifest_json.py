@@ -21,7 +21,7 @@ from flyweight.spec.manifest import (
     Extent,
     Manifest,
     Numbers,
-    Part,
+    SnapshotFile,
     TensorSpec,
     check_coverage,
     check_files,
@@ -58,7 +58,7 @@ class _Record(Struct, forbid_unknown_fields=True):
     parent: Number | None
     writer: dict[str, str]
     chunk_bytes: Number
-    parts: list[Part]
+    parts: list[SnapshotFile]
     tensors: dict[str, Any]
     """Converted one by one, so that an error names its tensor."""
     tied: dict[str, str]
@@ -67,7 +67,7 @@ class _Record(Struct, forbid_unknown_fields=True):
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as JSON, the same bytes for the same manifest."""
-    part_index = {part.file: index for index, part in enumerate(manifest.parts)}
+    part_index = {part.file: index for index, part in enumerate(manifest.files)}
     shards: dict[str, list[Json]] = {name: [] for name in manifest.tensors}
     for extent in manifest.extents:
         shards[extent.name].append(
@@ -94,7 +94,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 "head_bytes": part.head_bytes,
                 "head_checksum": f"{part.head_checksum:016x}",
             }
-            for part in manifest.parts
+            for part in manifest.files
         ],
         "tensors": {
             name: {"dtype": spec.dtype.name, "shape": list(spec.shape), "shards": shards[name]}
@@ -153,7 +153,7 @@ def decode_share(text: bytes) -> Manifest:
         tied={check_name(name): target for name, target in record.tied.items()},
         values={check_name(name): decode_leaf(name, each) for name, each in record.values.items()},
         writer=record.writer,
-        parts=record.parts,
+        files=record.parts,
         extents=extents,
         chunk_bytes=record.chunk_bytes,
     )
@@ -163,7 +163,7 @@ def decode_share(text: bytes) -> Manifest:
 
 
 def _extent(
-    name: str, spec: TensorSpec, shard: _Shard, parts: Sequence[Part], chunk_bytes: int
+    name: str, spec: TensorSpec, shard: _Shard, parts: Sequence[SnapshotFile], chunk_bytes: int
 ) -> Extent:
     box = whole = Box.whole(spec.shape)
     if shard.shape != spec.shape or any(shard.offset) or len(shard.offset) != len(spec.shape):

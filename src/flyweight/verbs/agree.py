@@ -23,7 +23,14 @@ from flyweight.ports import Source
 from flyweight.ranks.group import Group
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
-from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Numbers, Parcel, TensorSpec, check_name
+from flyweight.spec.manifest import (
+    CHUNK_BYTES,
+    Manifest,
+    Numbers,
+    TensorBox,
+    TensorSpec,
+    check_name,
+)
 from flyweight.spec.manifest_json import decode_leaf, encode_leaf
 from flyweight.spec.strict_json import convert
 from flyweight.stores.draft import LocalDraft, check_hidden_name
@@ -34,7 +41,7 @@ from flyweight.verbs.find import PathLike
 
 BoxMessage = tuple[Numbers, Numbers]
 """Offset and shape of a box."""
-ParcelMessage = tuple[str, BoxMessage]
+TensorBoxMessage = tuple[str, BoxMessage]
 """A box of the tensor with this name."""
 
 
@@ -72,8 +79,8 @@ class ShareMessage:
 
     version: int
     draft: str
-    share: tuple[ParcelMessage, ...]
-    same: tuple[ParcelMessage, ...]
+    share: tuple[TensorBoxMessage, ...]
+    same: tuple[TensorBoxMessage, ...]
     """Boxes that other ranks hold too, to be compared before the commit."""
 
 
@@ -91,7 +98,9 @@ def begin_version(
         if group.num_ranks == 1 and _is_whole(holding):
             draft, manifest = begin_draft(root, options.version, source.manifest)
             format = snapshot_format(options.part_bytes)
-            pending = PendingCommit(options, draft, manifest, format, group, manifest.parcels())
+            pending = PendingCommit(
+                options, draft, manifest, format, group, manifest.tensor_boxes()
+            )
         else:
             encoded = _encode_holding(holding)
             request = SaveRequest(root.name, options.version, options.check_replicas, encoded)
@@ -122,7 +131,7 @@ def _share_draft(
     compared = sharing.replicas
     if options.check_replicas == "digest":  # the rank that writes a box has its checksums anyway
         compared = [
-            [parcel for parcel in replicas if parcel not in own]
+            [tensor_box for tensor_box in replicas if tensor_box not in own]
             for replicas, own in zip(compared, map(set, sharing.shares), strict=True)
         ]
     together = Manifest(sharing.tensors, tied=sharing.tied, values=sharing.values)
@@ -130,7 +139,9 @@ def _share_draft(
     assert manifest.version is not None
     try:
         messages = [
-            ShareMessage(manifest.version, draft.name, _encode_parcels(own), _encode_parcels(same))
+            ShareMessage(
+                manifest.version, draft.name, _encode_tensor_boxes(own), _encode_tensor_boxes(same)
+            )
             for own, same in zip(sharing.shares, compared, strict=True)
         ]
         group.scatter("begin", [msgspec.to_builtins(each) for each in messages])
@@ -148,8 +159,8 @@ def _join_draft(
 ) -> PendingCommit:
     """Join the coordinator's draft, to write the boxes that it assigned to this rank."""
     message = convert(group.scatter("begin", ()), ShareMessage, "the message of the coordinator")
-    share = _decode_parcels(message.share, holding.tensors)
-    compared = _decode_parcels(message.same, holding.tensors)
+    share = _decode_tensor_boxes(message.share, holding.tensors)
+    compared = _decode_tensor_boxes(message.same, holding.tensors)
     digests = ReplicaDigests(compared, source, options.check_replicas)
     directory = root / directory_name(message.version)
     draft = LocalDraft(directory, member_of=check_hidden_name(message.draft))
@@ -226,22 +237,22 @@ def _decode_holding(message: HoldingMessage) -> Holding:
     return Holding(tensors, boxes, message.tied, values)
 
 
-def _encode_parcels(parcels: Sequence[Parcel]) -> tuple[ParcelMessage, ...]:
-    return tuple((each.name, (each.box.offset, each.box.shape)) for each in parcels)
+def _encode_tensor_boxes(tensor_boxes: Sequence[TensorBox]) -> tuple[TensorBoxMessage, ...]:
+    return tuple((each.name, (each.box.offset, each.box.shape)) for each in tensor_boxes)
 
 
-def _decode_parcels(
-    message: Sequence[ParcelMessage], tensors: Mapping[str, TensorSpec]
-) -> list[Parcel]:
+def _decode_tensor_boxes(
+    message: Sequence[TensorBoxMessage], tensors: Mapping[str, TensorSpec]
+) -> list[TensorBox]:
     """Return the boxes that the coordinator names, all of tensors that this rank holds."""
-    parcels = []
+    tensor_boxes = []
     for name, box in message:
         if name not in tensors:
             raise FormatError(
                 f"the coordinator asks for {name[:80]!r}, which this rank does not hold"
             )
-        parcels.append(Parcel(name, tensors[name], _decode_box(box, name, tensors[name])))
-    return parcels
+        tensor_boxes.append(TensorBox(name, tensors[name], _decode_box(box, name, tensors[name])))
+    return tensor_boxes
 
 
 def _decode_box(message: BoxMessage, name: str, spec: TensorSpec) -> Box:

@@ -24,7 +24,7 @@ from flyweight.memory import STAGING, Bytes, Staging
 from flyweight.ports import Source
 from flyweight.ranks.group import TIMEOUT_SECONDS
 from flyweight.spec.box import Box
-from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Parcel
+from flyweight.spec.manifest import CHUNK_BYTES, Manifest, TensorBox
 from flyweight.verbs.commit import PendingCommit, SaveReport
 from flyweight.worker_threads import run_jobs
 
@@ -166,58 +166,62 @@ class StagedSource:
 
     staging = STAGING
 
-    def __init__(self, manifest: Manifest, parcels: Sequence[Parcel], memory: Bytes) -> None:
+    def __init__(
+        self, manifest: Manifest, tensor_boxes: Sequence[TensorBox], memory: Bytes
+    ) -> None:
         self.manifest = manifest
-        self.places: dict[str, list[tuple[Parcel, Bytes]]] = {}
+        self.places: dict[str, list[tuple[TensorBox, Bytes]]] = {}
         at = 0
-        for parcel in parcels:
-            data = memory[at : at + parcel.nbytes]
-            self.places.setdefault(parcel.name, []).append((parcel, data))
-            at += _aligned_bytes(parcel)
+        for tensor_box in tensor_boxes:
+            data = memory[at : at + tensor_box.nbytes]
+            self.places.setdefault(tensor_box.name, []).append((tensor_box, data))
+            at += _aligned_bytes(tensor_box)
 
     def boxes(self, name: str) -> list[Box]:
-        return [parcel.box for parcel, _ in self.places[name]]
+        return [tensor_box.box for tensor_box, _ in self.places[name]]
 
     def read(self, name: str, box: Box | None = None, *, into: Bytes | None = None) -> Bytes:
-        for parcel, data in self.places[name]:
-            wanted = parcel.box if box is None else box
-            if parcel.box.contains(wanted):
-                held = parcel.spec.stored(parcel.box)
+        for tensor_box, data in self.places[name]:
+            wanted = tensor_box.box if box is None else box
+            if tensor_box.box.contains(wanted):
+                held = tensor_box.spec.stored(tensor_box.box)
                 # Chunks are cut so that each is one run of bytes in its box.
-                ((start, length),) = parcel.spec.stored(wanted).within(held).runs(held.shape)
-                return data[start * parcel.spec.item_bytes :][: length * parcel.spec.item_bytes]
+                ((start, length),) = tensor_box.spec.stored(wanted).within(held).runs(held.shape)
+                return data[start * tensor_box.spec.item_bytes :][
+                    : length * tensor_box.spec.item_bytes
+                ]
         raise AssertionError(f"{name!r} {box} was not staged")
 
 
-def _aligned_bytes(parcel: Parcel) -> int:
-    return -(-parcel.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+def _aligned_bytes(tensor_box: TensorBox) -> int:
+    return -(-tensor_box.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def _copy(source: Model, staged: StagedSource, pending: PendingCommit) -> None:
     """Fill the staging. Threads copy host tensors; copies from a device are queued in order."""
     places = [place for places in staged.places.values() for place in places]
-    for parcel, data in places:
-        if not source.is_on_host(parcel.name):
-            source.read(parcel.name, parcel.box, into=data, should_wait=False)
+    for tensor_box, data in places:
+        if not source.is_on_host(tensor_box.name):
+            source.read(tensor_box.name, tensor_box.box, into=data, should_wait=False)
             pending.group.tick()
-    copies: list[tuple[Parcel, Bytes, Box] | Beside] = [
-        (parcel, data, items)
-        for parcel, data in places
-        if source.is_on_host(parcel.name)
-        for items in parcel.spec.chunks(parcel.box, _COPY_BYTES)
+    copies: list[tuple[TensorBox, Bytes, Box] | Beside] = [
+        (tensor_box, data, items)
+        for tensor_box, data in places
+        if source.is_on_host(tensor_box.name)
+        for items in tensor_box.spec.chunks(tensor_box.box, _COPY_BYTES)
     ]
     digests = pending.digest_jobs(source)
 
-    def work(job: tuple[Parcel, Bytes, Box] | Beside, staging: Bytes) -> int:
+    def work(job: tuple[TensorBox, Bytes, Box] | Beside, staging: Bytes) -> int:
         pending.group.tick()
         if callable(job):
             job(staging)
             return 0
-        parcel, data, items = job
-        spec, held = parcel.spec, parcel.spec.stored(parcel.box)
+        tensor_box, data, items = job
+        spec, held = tensor_box.spec, tensor_box.spec.stored(tensor_box.box)
         ((start, length),) = items.runs(held.shape)
         goal = data[start * spec.item_bytes : (start + length) * spec.item_bytes]
-        found = source.read(parcel.name, spec.elements(items.moved(held.offset)), into=goal)
+        found = source.read(tensor_box.name, spec.elements(items.moved(held.offset)), into=goal)
         if not np.may_share_memory(found, goal):
             np.copyto(goal, found)
         return len(goal)

@@ -18,7 +18,7 @@ from flyweight.errors import FormatError, PlanError
 from flyweight.memory import Bytes
 from flyweight.ports import Source
 from flyweight.spec.box import Box, boxes_of_range
-from flyweight.spec.manifest import CHUNK_BYTES, Manifest, Parcel
+from flyweight.spec.manifest import CHUNK_BYTES, Manifest, TensorBox
 
 CheckReplicas = Literal["digest", "sampled"]
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
@@ -32,24 +32,26 @@ class ReplicaDigests:
     """
 
     def __init__(
-        self, parcels: Sequence[Parcel], source: Source, check_replicas: CheckReplicas
+        self, tensor_boxes: Sequence[TensorBox], source: Source, check_replicas: CheckReplicas
     ) -> None:
         is_sampled = check_replicas == "sampled"
-        self._samples = [_sampled(source, parcel) for parcel in parcels] if is_sampled else []
-        self._parcels = () if is_sampled else parcels
-        self._checksums = [[0] * p.spec.num_chunks(p.box, CHUNK_BYTES) for p in self._parcels]
+        self._samples = (
+            [_sampled(source, tensor_box) for tensor_box in tensor_boxes] if is_sampled else []
+        )
+        self._tensor_boxes = () if is_sampled else tensor_boxes
+        self._checksums = [[0] * p.spec.num_chunks(p.box, CHUNK_BYTES) for p in self._tensor_boxes]
 
     def jobs(self, source: Source) -> list[Callable[[Bytes], None]]:
         """Return work for any threads; each job reads at most a chunk, into the staging it gets."""
-        batches: list[list[tuple[Parcel, Box, list[int], int]]] = [[]]
+        batches: list[list[tuple[TensorBox, Box, list[int], int]]] = [[]]
         batch_bytes = 0
-        for parcel, checksums in zip(self._parcels, self._checksums, strict=True):
-            for index, box in enumerate(parcel.spec.chunks(parcel.box, CHUNK_BYTES)):
-                nbytes = prod(box.shape) * parcel.spec.item_bytes
+        for tensor_box, checksums in zip(self._tensor_boxes, self._checksums, strict=True):
+            for index, box in enumerate(tensor_box.spec.chunks(tensor_box.box, CHUNK_BYTES)):
+                nbytes = prod(box.shape) * tensor_box.spec.item_bytes
                 if batch_bytes + nbytes > CHUNK_BYTES:
                     batches.append([])
                     batch_bytes = 0
-                batches[-1].append((parcel, box, checksums, index))
+                batches[-1].append((tensor_box, box, checksums, index))
                 batch_bytes += nbytes
         return [partial(_checksum_chunks, source, batch) for batch in batches if batch]
 
@@ -58,29 +60,29 @@ class ReplicaDigests:
 
 
 def _checksum_chunks(
-    source: Source, batch: Sequence[tuple[Parcel, Box, list[int], int]], staging: Bytes
+    source: Source, batch: Sequence[tuple[TensorBox, Box, list[int], int]], staging: Bytes
 ) -> None:
-    for parcel, box, checksums, index in batch:
-        spec = parcel.spec
-        items = box.moved(spec.stored(parcel.box).offset)
+    for tensor_box, box, checksums, index in batch:
+        spec = tensor_box.spec
+        items = box.moved(spec.stored(tensor_box.box).offset)
         into = staging[: prod(box.shape) * spec.item_bytes]
-        checksums[index] = checksum(source.read(parcel.name, spec.elements(items), into=into))
+        checksums[index] = checksum(source.read(tensor_box.name, spec.elements(items), into=into))
 
 
 def _digest_of(checksums: Sequence[int]) -> int:
     return checksum(np.array(checksums, "<u8").view(np.uint8))
 
 
-def _sampled(source: Source, parcel: Parcel) -> int:
+def _sampled(source: Source, tensor_box: TensorBox) -> int:
     """Return a checksum of samples of a box: enough to tell one shard from another."""
-    spec, running = parcel.spec, Checksum()
-    items = spec.stored(parcel.box)
+    spec, running = tensor_box.spec, Checksum()
+    items = spec.stored(tensor_box.box)
     # Four six-bit elements fill three bytes, so every step is a multiple of three.
     total, sample = items.num_elements, max(_SAMPLE_BYTES // spec.item_bytes // 3 * 3, 3)
     step = max(total // _SAMPLES // 3 * 3, sample)
     for start in range(0, total, step):
         for box in boxes_of_range(items.shape, start, min(sample, total - start)):
-            running.add(source.read(parcel.name, spec.elements(box.moved(items.offset))))
+            running.add(source.read(tensor_box.name, spec.elements(box.moved(items.offset))))
     return running.value()
 
 
@@ -100,24 +102,24 @@ def written_digests(written: Sequence[Manifest]) -> Digests:
 
 
 def check_same(
-    parcels: Sequence[Sequence[Parcel]],
+    tensor_boxes: Sequence[Sequence[TensorBox]],
     digests: Sequence[Sequence[int]],
     written: Mapping[tuple[str, Box], tuple[int, int]],
 ) -> None:
     """Raise PlanError unless all ranks have the same digest of each box.
 
-    `parcels` and `digests` are what each rank compared, by rank. `written` are the digests in the
-    files, for boxes of which only the ranks that did not write them sent one.
+    `tensor_boxes` and `digests` are what each rank compared, by rank. `written` has the digests in
+    the files, for boxes of which only the ranks that did not write them sent one.
     """
     first = dict(written)
-    for rank, (boxes, values) in enumerate(zip(parcels, digests, strict=True)):
+    for rank, (boxes, values) in enumerate(zip(tensor_boxes, digests, strict=True)):
         if len(values) != len(boxes):
             raise FormatError(f"rank {rank} sent {len(values)} digests of {len(boxes)} boxes")
-        for parcel, value in zip(boxes, values, strict=True):
-            other, expected = first.setdefault((parcel.name, parcel.box), (rank, value))
+        for tensor_box, value in zip(boxes, values, strict=True):
+            other, expected = first.setdefault((tensor_box.name, tensor_box.box), (rank, value))
             if value != expected:
                 raise PlanError(
-                    f"{parcel.name!r} {parcel.box.offset}..{parcel.box.end} has digest "
+                    f"{tensor_box.name!r} {tensor_box.box.offset}..{tensor_box.box.end} has digest "
                     f"{expected:016x} on rank {other} and {value:016x} on rank {rank}: replicas "
                     f"that hold different bytes; if these are shards, say of what: a layout, or "
                     f"Sharded"

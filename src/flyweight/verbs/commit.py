@@ -39,7 +39,7 @@ from flyweight.ranks.group import Group
 from flyweight.spec.manifest import (
     CHUNK_BYTES,
     Manifest,
-    Parcel,
+    TensorBox,
     check_coverage,
     check_files,
     check_leaf,
@@ -144,11 +144,11 @@ class PendingCommit:
     """All ranks' tensors at the coordinator and in a process alone, else this rank's."""
     format: Format
     group: Group = field(default_factory=Group)
-    share: Sequence[Parcel] = ()
+    share: Sequence[TensorBox] = ()
     """What this rank writes of a version."""
     digests: ReplicaDigests | None = None
     """Of this rank's boxes that other ranks hold too. None if one process writes everything."""
-    compared: Sequence[Sequence[Parcel]] = ()
+    compared: Sequence[Sequence[TensorBox]] = ()
     """At the coordinator: the boxes that each rank sends a digest of."""
     started: float = field(default_factory=perf_counter)
 
@@ -221,7 +221,7 @@ class PendingCommit:
     ) -> Manifest:
         """Commit once every rank's files are durable; return the manifest of this rank's files."""
         group, draft = self.group, self.draft
-        written = replace(written, parts=snapshot.parts_of(plans))
+        written = replace(written, files=snapshot.files_of(plans))
         draft.flush()
         message = WrittenMessage(_encode_written(written), digests.values())
         draft.is_handed_over = True  # from here on the coordinator may commit at any moment
@@ -253,7 +253,7 @@ class PendingCommit:
         )
         whole = replace(
             self.manifest,
-            parts=[part for share in shares for part in share.parts],
+            files=[part for share in shares for part in share.files],
             extents=[extent for share in shares for extent in share.extents],
         )
         check_files(whole)
@@ -300,7 +300,7 @@ def begin_draft(root: Path, version: int | None, manifest: Manifest) -> tuple[Lo
         version=version,
         parent=newest,
         writer=writer,
-        parts=(),
+        files=(),
         extents=(),
         chunk_bytes=CHUNK_BYTES,
     )

@@ -92,7 +92,7 @@ def _begin_files(
         "dcp": DCP_FORMAT,
         "paddle": PADDLE_FORMAT,
     }
-    manifest = replace(manifest.untied(), version=None, parts=(), extents=())
+    manifest = replace(manifest.untied(), version=None, files=(), extents=())
     if to in directories:
         return PendingCommit(options, LocalDraft(place), manifest, directories[to])
     check_unmixed(place.parent, place.name)
@@ -105,7 +105,11 @@ def _single_file(to: str, name: str) -> Format:
         raise SpecError(f"format {to!r} is not one of {', '.join(get_args(Writable))}")
 
     def layout(manifest: Manifest) -> list[FilePlan]:
-        parcels = manifest.parcels()
-        return [file_plan(name, parcels) if to == "safetensors" else pickle_plan(name, parcels)]
+        tensor_boxes = manifest.tensor_boxes()
+        return [
+            file_plan(name, tensor_boxes)
+            if to == "safetensors"
+            else pickle_plan(name, tensor_boxes)
+        ]
 
     return Format(to, layout, lambda manifest, plans: {})
