@@ -78,7 +78,7 @@ def read_index(store: Store, extents: Sequence[Extent] | None = None) -> dict[st
 def split_parts(
     tensor_boxes: Iterable[TensorBox], part_bytes: int = PART_BYTES
 ) -> list[list[TensorBox]]:
-    """Split boxes of tensors, in order, over files of at most `part_bytes`; a larger one is alone."""
+    """Split boxes, in order, over files of at most `part_bytes`; a larger one is alone."""
     parts: list[list[TensorBox]] = [[]]
     held_bytes = 0
     for tensor_box in tensor_boxes:

@@ -26,7 +26,7 @@ from flyweight.formats.stored import Stored
 from flyweight.formats.torch_dcp_safetensors import sharding_notes
 from flyweight.memory import bytes_of
 from flyweight.ports import FilePlan, Format, Store
-from flyweight.spec.manifest import Manifest, TensorBox, SnapshotFile
+from flyweight.spec.manifest import Manifest, SnapshotFile, TensorBox
 from flyweight.spec.manifest_json import decode_manifest, encode_manifest
 from flyweight.spec.strict_json import Hash
 
