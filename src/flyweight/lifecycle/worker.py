@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from time import monotonic
 
@@ -93,6 +94,12 @@ class Worker:
         except BaseException:
             self._cell.close()
             raise
+
+    @property
+    def machine(self) -> Operations:
+        """The old name of `operations`, for one more release."""
+        warnings.warn("Worker.machine is now Worker.operations", DeprecationWarning, stacklevel=2)
+        return self.operations
 
     def _continue_after_restart(self) -> None:
         """Continue with the record of this rank's previous process, if there was one."""
