@@ -458,6 +458,8 @@ def test_an_update_after_a_failure_waits_for_the_request_that_still_runs(publish
 def test_the_old_name_of_the_operations_still_works_and_warns(cell, tmp_path):
     model = weights(0)
     fw.save(weights(1), tmp_path / "run", version=1)
-    with fw.Worker(fw.ModelEngine(model), StoredWeights(model, tmp_path / "run"), cell) as worker:
-        with pytest.warns(DeprecationWarning, match=r"Worker\.operations"):
-            assert worker.machine is worker.operations
+    with (
+        fw.Worker(fw.ModelEngine(model), StoredWeights(model, tmp_path / "run"), cell) as worker,
+        pytest.warns(DeprecationWarning, match=r"Worker\.operations"),
+    ):
+        assert worker.machine is worker.operations
