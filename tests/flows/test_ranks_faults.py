@@ -355,7 +355,7 @@ EXPECTED = {
     "other_value": ({0: "PlanError", 1: "PeerFailed", 2: "PeerFailed"}, "'step' is 0 on rank 0 and 1 on rank 1", "rank 0 failed"),
     "hole": ({0: "PlanError", 1: "PeerFailed", 2: "PeerFailed"}, "the ranks hold 800000 of the 1200000 elements of 'w'", "rank 0 failed"),
     "overlap": ({0: "PlanError", 1: "PeerFailed", 2: "PeerFailed"}, "'w' has elements twice: in .* of rank 1 and in .* of rank 0", "rank 0 failed"),
-    "other_version": ({0: "VersionError", 1: "PeerFailed", 2: "PeerFailed"}, "rank 2 saves version 3, rank 0 version 2", "rank 0 failed"),
+    "other_version": ({0: "VersionError", 1: "PeerFailed", 2: "PeerFailed"}, "rank 2 saves to 'run', version 3, .*; rank 0 saves to 'run', version 2", "rank 0 failed"),
     "no_model": ({1: "SpecError", 0: "PeerFailed", 2: "PeerFailed"}, "neither a tensor nor a plain value", "rank 1 failed in step"),
     "load_missing": ({1: "PlanError", 0: "PeerFailed", 2: "PeerFailed"}, "target wants 1 tensors .* lacks: 'more'", "rank 1 failed"),
     "load_other_shape": ({2: "ShapeMismatch", 0: "PeerFailed", 1: "PeerFailed"}, r"'copied' is \(50,\) .* and \(51,\)", "rank 2 failed"),

@@ -72,7 +72,11 @@ def changed(message, *path, to):
     return copy
 
 
-W = ("holding", "tensors", "w")
+W = ("tensors", "w")
+
+
+def box(offset, shape):
+    return {"offset": offset, "shape": shape}
 
 
 @pytest.mark.parametrize(
@@ -82,20 +86,20 @@ W = ("holding", "tensors", "w")
         ((), []),
         (("run",), 3),
         (("version",), "3"),
-        (("holding",), {}),
-        (("holding", "tensors"), ["w"]),
+        (("tied",), None),
+        (("tensors",), ["w"]),
         ((*W, "dtype"), "f33"),
         ((*W, "dtype"), 4),
         ((*W, "shape"), [4, -3]),
         ((*W, "shape"), [4, "3"]),
         ((*W, "shape"), [2**70, 3]),
-        ((*W, "boxes", 0), [[0, 0]]),
-        ((*W, "boxes", 0), [[0, 0], [2]]),
-        ((*W, "boxes", 0), [[3, 0], [2, 3]]),
-        ((*W, "boxes", 0), [[0, -1], [2, 3]]),
-        (("holding", "tied"), {"v": 1}),
-        (("holding", "values"), {"step": [3]}),
-        (("holding", "tensors"), {"bad\nname": {"dtype": "f32", "shape": [], "boxes": []}}),
+        ((*W, "boxes", 0), {"offset": [0, 0]}),
+        ((*W, "boxes", 0), box([0, 0], [2])),
+        ((*W, "boxes", 0), box([3, 0], [2, 3])),
+        ((*W, "boxes", 0), box([0, -1], [2, 3])),
+        (("tied",), {"v": 1}),
+        (("values",), {"step": [3]}),
+        (("tensors",), {"bad\nname": {"dtype": "f32", "shape": [], "boxes": []}}),
     ],
     ids=str,
 )
@@ -146,7 +150,7 @@ def test_a_rank_that_sends_more_digests_than_asked_for_is_named(tmp_path):
         (("version",), None),
         (("draft",), "../elsewhere"),
         (("share", 0, 0), "unknown"),
-        (("share", 0, 1), [[2, 0], [9, 3]]),
+        (("share", 0, 1), box([2, 0], [9, 3])),
         (("same",), [["w"]]),
     ],
     ids=str,

@@ -15,6 +15,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic
+from typing import TypeVar
+
+import msgspec
 
 from flyweight.errors import (
     FlyweightError,
@@ -26,8 +29,9 @@ from flyweight.errors import (
 )
 from flyweight.forks import call_in_child
 from flyweight.ranks.connection import DONE, TICK, Connection, fault_frame, fault_named, frame_of
-from flyweight.spec.manifest import Json
+from flyweight.spec.strict_json import Json, convert
 
+T = TypeVar("T")
 TIMEOUT_SECONDS = 120.0
 PATIENCE = 0.75
 """The coordinator waits for this share of the time that others wait for the coordinator."""
@@ -101,6 +105,14 @@ class Group:
         found = self._receive()
         found[self.rank] = message
         return [found[rank] for rank in range(self.num_ranks)]
+
+    def gather_typed(self, step: str, message: T) -> list[T]:
+        """Do as `gather` for messages of a type that msgspec knows; other ranks' are checked."""
+        answers = self.gather(step, msgspec.to_builtins(message))
+        return [
+            convert(each, type(message), f"the message of rank {rank}")
+            for rank, each in enumerate(answers)
+        ]
 
     def scatter(self, step: str, messages: Sequence[Json]) -> Json:
         """Return this rank's message out of the coordinator's list, which has one for each rank."""

@@ -39,38 +39,48 @@ from flyweight.verbs.check_replicas import ReplicaDigests
 from flyweight.verbs.commit import PendingCommit, SaveOptions, begin_draft
 from flyweight.verbs.find import PathLike
 
-BoxMessage = tuple[Numbers, Numbers]
-"""Offset and shape of a box."""
-TensorBoxMessage = tuple[str, BoxMessage]
-"""A box of the tensor with this name."""
-
 
 @dataclass(frozen=True)
-class TensorMessage:
-    """A tensor's whole spec, and the boxes of it that the rank holds."""
+class HeldTensor:
+    """A tensor's whole spec, and the boxes of it that a rank holds."""
 
     dtype: str
     shape: Numbers
-    boxes: tuple[BoxMessage, ...]
-
-
-@dataclass(frozen=True)
-class HoldingMessage:
-    """What one rank holds."""
-
-    tensors: dict[str, TensorMessage]
-    tied: dict[str, str]
-    values: dict[str, Any]
+    boxes: tuple[Box, ...]
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """From each rank to the coordinator: what it holds, and how it was asked to save it."""
+    """From each rank to the coordinator: how it was asked to save, and what it holds."""
 
     run: str
     version: int | None
     check: str
-    holding: HoldingMessage
+    tensors: dict[str, HeldTensor]
+    tied: dict[str, str]
+    values: dict[str, Any]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the rank holds every tensor in one box."""
+        return all(
+            len(each.boxes) == 1 and each.boxes[0].shape == each.shape
+            for each in self.tensors.values()
+        )
+
+    def holding(self) -> Holding:
+        """Return what the rank holds; raise FormatError if that describes nothing."""
+        specs: dict[str, TensorSpec] = {}
+        for name, each in self.tensors.items():
+            try:
+                specs[check_name(name)] = TensorSpec(dtype_named(each.dtype), each.shape)
+            except SpecError as cause:
+                raise FormatError(f"tensor {name!r}: {cause}") from cause
+            for box in each.boxes:
+                _check_inside(name, box, each.shape)
+        values = {check_name(name): decode_leaf(name, each) for name, each in self.values.items()}
+        boxes = {name: each.boxes for name, each in self.tensors.items()}
+        return Holding(specs, boxes, self.tied, values)
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,8 @@ class ShareMessage:
 
     version: int
     draft: str
-    share: tuple[TensorBoxMessage, ...]
-    same: tuple[TensorBoxMessage, ...]
+    share: tuple[tuple[str, Box], ...]
+    same: tuple[tuple[str, Box], ...]
     """Boxes that other ranks hold too, to be compared before the commit."""
 
 
@@ -94,36 +104,40 @@ def begin_version(
     started, root = perf_counter(), as_path(path)
     with group.working():
         with collector_paused():
-            holding = _holding_of(source)
-        if group.num_ranks == 1 and _is_whole(holding):
+            request = _request(source, root, options)
+        if group.num_ranks == 1 and request.is_whole:
             draft, manifest = begin_draft(root, options.version, source.manifest)
-            format = snapshot_format(options.part_bytes)
-            pending = PendingCommit(
-                options, draft, manifest, format, group, manifest.tensor_boxes()
-            )
+            format, share = snapshot_format(options.part_bytes), manifest.tensor_boxes()
+            pending = PendingCommit(options, draft, manifest, format, group, share)
         else:
-            encoded = _encode_holding(holding)
-            request = SaveRequest(root.name, options.version, options.check_replicas, encoded)
-            answers = group.gather("agree", msgspec.to_builtins(request))
+            requests = group.gather_typed("agree", request)
             if group.is_coordinator:
-                requests = [
-                    convert(each, SaveRequest, f"the message of rank {rank}")
-                    for rank, each in enumerate(answers)
-                ]
-                pending = _share_draft(source, root, options, group, requests)
+                pending = _share_draft(requests, root, options, group)
             else:
-                pending = _join_draft(source, root, options, group, holding)
+                pending = _join_draft(source, root, options, group)
     pending.started = started
     return pending
 
 
+def _request(source: Source, root: Path, options: SaveOptions) -> SaveRequest:
+    """Return the message about this rank; names that share memory have boxes too."""
+    manifest = source.manifest
+    tensors = {
+        name: HeldTensor(spec.dtype.name, spec.shape, tuple(source.boxes(name)))
+        for name, spec in manifest.untied().tensors.items()
+    }
+    values = {name: encode_leaf(value) for name, value in manifest.values.items()}
+    how = options.check_replicas
+    return SaveRequest(root.name, options.version, how, tensors, dict(manifest.tied), values)
+
+
 def _share_draft(
-    source: Source, root: Path, options: SaveOptions, group: Group, requests: list[SaveRequest]
+    requests: Sequence[SaveRequest], root: Path, options: SaveOptions, group: Group
 ) -> PendingCommit:
     """As coordinator, decide what each rank writes, make the draft and tell all ranks of both."""
-    _check_requests(root, options, group, requests)
+    _check_requests(requests, root, options, group)
     try:
-        sharing = share_out([_decode_holding(each.holding) for each in requests])
+        sharing = share_out([each.holding() for each in requests])
     except PlanError as error:
         if group.num_ranks == 1:
             error.note("this is one rank of several: all must save together, by process_group")
@@ -139,110 +153,54 @@ def _share_draft(
     assert manifest.version is not None
     try:
         messages = [
-            ShareMessage(
-                manifest.version, draft.name, _encode_tensor_boxes(own), _encode_tensor_boxes(same)
-            )
+            ShareMessage(manifest.version, draft.name, _named_boxes(own), _named_boxes(same))
             for own, same in zip(sharing.shares, compared, strict=True)
         ]
-        group.scatter("begin", [msgspec.to_builtins(each) for each in messages])
+        group.scatter("begin", msgspec.to_builtins(messages))
         share = sharing.shares[group.rank]
         format = share_format(group.rank, share, options.part_bytes)
-        digests = ReplicaDigests(compared[group.rank], source, options.check_replicas)
+        digests = ReplicaDigests(compared[group.rank], options.check_replicas)
         return PendingCommit(options, draft, manifest, format, group, share, digests, compared)
     except BaseException:
         draft.abort()
         raise
 
 
-def _join_draft(
-    source: Source, root: Path, options: SaveOptions, group: Group, holding: Holding
-) -> PendingCommit:
+def _join_draft(source: Source, root: Path, options: SaveOptions, group: Group) -> PendingCommit:
     """Join the coordinator's draft, to write the boxes that it assigned to this rank."""
     message = convert(group.scatter("begin", ()), ShareMessage, "the message of the coordinator")
-    share = _decode_tensor_boxes(message.share, holding.tensors)
-    compared = _decode_tensor_boxes(message.same, holding.tensors)
-    digests = ReplicaDigests(compared, source, options.check_replicas)
+    tensors = source.manifest.untied().tensors
+    share = _tensor_boxes(message.share, tensors)
+    digests = ReplicaDigests(_tensor_boxes(message.same, tensors), options.check_replicas)
     directory = root / directory_name(message.version)
     draft = LocalDraft(directory, member_of=check_hidden_name(message.draft))
-    manifest = Manifest(holding.tensors, version=message.version, chunk_bytes=CHUNK_BYTES)
+    manifest = Manifest(tensors, version=message.version, chunk_bytes=CHUNK_BYTES)
     format = share_format(group.rank, share, options.part_bytes)
     return PendingCommit(options, draft, manifest, format, group, share, digests)
 
 
 def _check_requests(
-    root: Path, options: SaveOptions, group: Group, requests: Sequence[SaveRequest]
+    requests: Sequence[SaveRequest], root: Path, options: SaveOptions, group: Group
 ) -> None:
     """Raise unless all ranks save the same version to the same place in the same way."""
+    ours = root.name, options.version, options.check_replicas
     for rank, each in enumerate(requests):
-        if each.run != root.name:
-            raise SpecError(
-                f"rank {rank} saves to {each.run!r}, rank {group.rank} to {root.name!r}"
-            )
-        if each.version != options.version:
-            raise VersionError(
-                f"rank {rank} saves version {each.version}, rank {group.rank} version "
-                f"{options.version}"
-            )
-        if each.check != options.check_replicas:
-            raise SpecError(
-                f"rank {rank} checks replicas by {each.check!r}, rank {group.rank} by "
-                f"{options.check_replicas!r}; check_replicas is the same on every rank"
+        theirs = each.run, each.version, each.check
+        if theirs != ours:
+            kind = VersionError if theirs[1] != ours[1] else SpecError
+            asked = "saves to {!r}, version {}, check_replicas={!r}"
+            raise kind(
+                f"rank {rank} {asked.format(*theirs)}; rank {group.rank} {asked.format(*ours)}; "
+                f"all ranks must be asked for the same"
             )
 
 
-def _holding_of(source: Source) -> Holding:
-    """Return what this rank holds of each tensor; tied names have boxes too."""
-    manifest = source.manifest
-    return Holding(
-        {name: manifest.spec(name) for name in manifest.names},
-        {name: source.boxes(name) for name in manifest.names},
-        manifest.tied,
-        manifest.values,
-    )
+def _named_boxes(tensor_boxes: Sequence[TensorBox]) -> tuple[tuple[str, Box], ...]:
+    return tuple((each.name, each.box) for each in tensor_boxes)
 
 
-def _is_whole(holding: Holding) -> bool:
-    return all(
-        len(boxes) == 1 and boxes[0].shape == holding.tensors[name].shape
-        for name, boxes in holding.boxes.items()
-    )
-
-
-def _encode_holding(holding: Holding) -> HoldingMessage:
-    return HoldingMessage(
-        {
-            name: TensorMessage(
-                spec.dtype.name,
-                spec.shape,
-                tuple((box.offset, box.shape) for box in holding.boxes[name]),
-            )
-            for name, spec in holding.tensors.items()
-        },
-        dict(holding.tied),
-        {name: encode_leaf(value) for name, value in holding.values.items()},
-    )
-
-
-def _decode_holding(message: HoldingMessage) -> Holding:
-    tensors: dict[str, TensorSpec] = {}
-    boxes: dict[str, list[Box]] = {}
-    for name, each in message.tensors.items():
-        try:
-            spec = TensorSpec(dtype_named(each.dtype), each.shape)
-        except SpecError as cause:
-            raise FormatError(f"tensor {name[:80]!r}: {cause}") from cause
-        tensors[check_name(name)] = spec
-        boxes[name] = [_decode_box(box, name, spec) for box in each.boxes]
-    values = {check_name(name): decode_leaf(name, value) for name, value in message.values.items()}
-    return Holding(tensors, boxes, message.tied, values)
-
-
-def _encode_tensor_boxes(tensor_boxes: Sequence[TensorBox]) -> tuple[TensorBoxMessage, ...]:
-    return tuple((each.name, (each.box.offset, each.box.shape)) for each in tensor_boxes)
-
-
-def _decode_tensor_boxes(
-    message: Sequence[TensorBoxMessage], tensors: Mapping[str, TensorSpec]
+def _tensor_boxes(
+    message: Sequence[tuple[str, Box]], tensors: Mapping[str, TensorSpec]
 ) -> list[TensorBox]:
     """Return the boxes that the coordinator names, all of tensors that this rank holds."""
     tensor_boxes = []
@@ -251,15 +209,11 @@ def _decode_tensor_boxes(
             raise FormatError(
                 f"the coordinator asks for {name[:80]!r}, which this rank does not hold"
             )
-        tensor_boxes.append(TensorBox(name, tensors[name], _decode_box(box, name, tensors[name])))
+        _check_inside(name, box, tensors[name].shape)
+        tensor_boxes.append(TensorBox(name, tensors[name], box))
     return tensor_boxes
 
 
-def _decode_box(message: BoxMessage, name: str, spec: TensorSpec) -> Box:
-    try:
-        box = Box(*message)
-        if Box.whole(spec.shape).contains(box):
-            return box
-    except SpecError as cause:
-        raise FormatError(f"box of {name!r}: {cause}") from cause
-    raise FormatError(f"box {box.offset}..{box.end} leaves {name!r}, which has shape {spec.shape}")
+def _check_inside(name: str, box: Box, shape: tuple[int, ...]) -> None:
+    if len(box.shape) != len(shape) or not Box.whole(shape).contains(box):
+        raise FormatError(f"box {box.offset}..{box.end} leaves {name!r}, which has shape {shape}")

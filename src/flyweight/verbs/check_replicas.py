@@ -6,14 +6,14 @@ files. The digest of a box is the checksum of its chunks' checksums, which the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Literal
 
 import numpy as np
 
-from flyweight.digest import Checksum, checksum
+from flyweight.digest import checksum
 from flyweight.errors import FormatError, PlanError
 from flyweight.memory import Bytes
 from flyweight.ports import Source
@@ -25,41 +25,51 @@ _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 
 class ReplicaDigests:
-    """The digests of boxes that other ranks hold too.
+    """The digests of boxes that other ranks hold too, complete once all `jobs` have run.
 
-    With `"digest"` they are complete once all `jobs` have run. With `"sampled"` a few kilobytes of
-    each box are read here, and there are no jobs.
+    With `"digest"` every byte of a box is read, with `"sampled"` a few kilobytes of it.
     """
 
-    def __init__(
-        self, tensor_boxes: Sequence[TensorBox], source: Source, check_replicas: CheckReplicas
-    ) -> None:
-        is_sampled = check_replicas == "sampled"
-        self._samples = (
-            [_sampled(source, tensor_box) for tensor_box in tensor_boxes] if is_sampled else []
-        )
-        self._tensor_boxes = () if is_sampled else tensor_boxes
-        self._checksums = [[0] * p.spec.num_chunks(p.box, CHUNK_BYTES) for p in self._tensor_boxes]
+    def __init__(self, tensor_boxes: Sequence[TensorBox], check_replicas: CheckReplicas) -> None:
+        cut = _samples if check_replicas == "sampled" else _chunks
+        self._reads = [(each, list(cut(each))) for each in tensor_boxes]
+        self._checksums = [[0] * len(boxes) for _, boxes in self._reads]
 
     def jobs(self, source: Source) -> list[Callable[[Bytes], None]]:
         """Return work for any threads; each job reads at most a chunk, into the staging it gets."""
         batches: list[list[tuple[TensorBox, Box, list[int], int]]] = [[]]
         batch_bytes = 0
-        for tensor_box, checksums in zip(self._tensor_boxes, self._checksums, strict=True):
-            for index, box in enumerate(tensor_box.spec.chunks(tensor_box.box, CHUNK_BYTES)):
+        for (tensor_box, boxes), checksums in zip(self._reads, self._checksums, strict=True):
+            for index, box in enumerate(boxes):
                 nbytes = prod(box.shape) * tensor_box.spec.item_bytes
                 if batch_bytes + nbytes > CHUNK_BYTES:
                     batches.append([])
                     batch_bytes = 0
                 batches[-1].append((tensor_box, box, checksums, index))
                 batch_bytes += nbytes
-        return [partial(_checksum_chunks, source, batch) for batch in batches if batch]
+        return [partial(_checksum_boxes, source, batch) for batch in batches if batch]
 
     def values(self) -> tuple[int, ...]:
-        return (*self._samples, *map(_digest_of, self._checksums))
+        return tuple(map(_digest_of, self._checksums))
 
 
-def _checksum_chunks(
+def _chunks(tensor_box: TensorBox) -> Iterator[Box]:
+    """Yield the chunks of a box, in items counted from its corner."""
+    return tensor_box.spec.chunks(tensor_box.box, CHUNK_BYTES)
+
+
+def _samples(tensor_box: TensorBox) -> Iterator[Box]:
+    """Yield samples of a box, in items counted from its corner: enough to tell shards apart."""
+    items = tensor_box.spec.stored(tensor_box.box)
+    # Four six-bit elements fill three bytes, so every step is a multiple of three.
+    sample = max(_SAMPLE_BYTES // tensor_box.spec.item_bytes // 3 * 3, 3)
+    step = max(items.num_elements // _SAMPLES // 3 * 3, sample)
+    for start in range(0, items.num_elements, step):
+        length = min(sample, items.num_elements - start)
+        yield from boxes_of_range(items.shape, start, length)
+
+
+def _checksum_boxes(
     source: Source, batch: Sequence[tuple[TensorBox, Box, list[int], int]], staging: Bytes
 ) -> None:
     for tensor_box, box, checksums, index in batch:
@@ -71,19 +81,6 @@ def _checksum_chunks(
 
 def _digest_of(checksums: Sequence[int]) -> int:
     return checksum(np.array(checksums, "<u8").view(np.uint8))
-
-
-def _sampled(source: Source, tensor_box: TensorBox) -> int:
-    """Return a checksum of samples of a box: enough to tell one shard from another."""
-    spec, running = tensor_box.spec, Checksum()
-    items = spec.stored(tensor_box.box)
-    # Four six-bit elements fill three bytes, so every step is a multiple of three.
-    total, sample = items.num_elements, max(_SAMPLE_BYTES // spec.item_bytes // 3 * 3, 3)
-    step = max(total // _SAMPLES // 3 * 3, sample)
-    for start in range(0, total, step):
-        for box in boxes_of_range(items.shape, start, min(sample, total - start)):
-            running.add(source.read(tensor_box.name, spec.elements(box.moved(items.offset))))
-    return running.value()
 
 
 Digests = dict[tuple[str, Box], tuple[int, int]]
@@ -104,7 +101,7 @@ def written_digests(written: Sequence[Manifest]) -> Digests:
 def check_same(
     tensor_boxes: Sequence[Sequence[TensorBox]],
     digests: Sequence[Sequence[int]],
-    written: Mapping[tuple[str, Box], tuple[int, int]],
+    written: Digests,
 ) -> None:
     """Raise PlanError unless all ranks have the same digest of each box.
 

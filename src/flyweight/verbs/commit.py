@@ -18,8 +18,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import get_args
 
-import msgspec
-
 from flyweight import __version__
 from flyweight.checks import check_memory_bytes, check_version
 from flyweight.errors import (
@@ -46,7 +44,6 @@ from flyweight.spec.manifest import (
     check_names,
 )
 from flyweight.spec.manifest_json import decode_share, encode_manifest
-from flyweight.spec.strict_json import convert
 from flyweight.stores.draft import LocalDraft
 from flyweight.verbs.check_replicas import (
     CheckReplicas,
@@ -225,14 +222,9 @@ class PendingCommit:
         draft.flush()
         message = WrittenMessage(_encode_written(written), digests.values())
         draft.is_handed_over = True  # from here on the coordinator may commit at any moment
-        answers = group.gather("written", msgspec.to_builtins(message))
+        messages = group.gather_typed("written", message)
         if group.is_coordinator:
-            self._seal_together(
-                [
-                    convert(each, WrittenMessage, f"the message of rank {rank}")
-                    for rank, each in enumerate(answers)
-                ]
-            )
+            self._seal_together(messages)
             draft.commit()
         try:
             group.broadcast("commit", None)

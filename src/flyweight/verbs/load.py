@@ -277,20 +277,26 @@ def _target(sink: Sink, block: Block) -> Target:
     return Target(box, items, sink.staging)
 
 
+@dataclass(frozen=True)
+class PlannedMessage:
+    """From each rank to the coordinator: it can be filled, and where it will read how much."""
+
+    where: str
+    bytes: int
+
+
 def _share_reads(stored: Stored, reader: Reader, group: Group) -> float:
     """Return where in the files to start reading, once every rank has planned.
 
     Ranks of one machine that want much the same bytes leave them in the page cache for each other,
     and start at different places, so that each byte is read from the disk once.
     """
-    message: Json = {"where": location(), "bytes": reader.wanted_bytes}
     wanted: Counter[str] = Counter()
     neighbours: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, each in enumerate(group.gather("planned", message)):
-        match each:
-            case {"where": str() as machine, "bytes": int() as nbytes}:
-                wanted[machine] += nbytes
-                neighbours[machine].append(rank)
+    message = PlannedMessage(location(), reader.wanted_bytes)
+    for rank, each in enumerate(group.gather_typed("planned", message)):
+        wanted[each.where] += each.bytes
+        neighbours[each.where].append(rank)
     starts: list[Json] = [None] * group.num_ranks
     for machine, ranks in neighbours.items():
         if len(ranks) > 1 and wanted[machine] > _SHARED_TIMES * stored.manifest.nbytes:
