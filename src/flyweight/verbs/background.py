@@ -10,6 +10,8 @@ import atexit
 import os
 import threading
 from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Literal
@@ -35,7 +37,6 @@ _STALLED_TIMES = 10
 
 _running: BackgroundSave | None = None
 _kept_staging: Staging | None = None
-_lock = threading.Lock()
 
 
 class BackgroundSave:
@@ -43,15 +44,13 @@ class BackgroundSave:
 
     def __init__(self, version: int | None, total_bytes: int) -> None:
         self.version, self.total_bytes, self.done_bytes = version, total_bytes, 0
-        self._ended = threading.Event()
-        self._report: SaveReport | None = None
-        self._error: BaseException | None = None
+        self._future: Future[SaveReport] = Future()
         self._count = threading.Lock()
 
     @property
     def is_done(self) -> bool:
         """True once the save has ended, with or without an error."""
-        return self._ended.is_set()
+        return self._future.done()
 
     def wait(self, timeout_seconds: float | None = None) -> SaveReport:
         """Return the report once the version is durable and visible, or raise the save's error.
@@ -59,15 +58,12 @@ class BackgroundSave:
         `timeout_seconds` limits this wait and raises TransferTimeout; the save goes on. With None
         the wait ends when the save does, which has deadlines of its own.
         """
-        if not self._ended.wait(timeout_seconds):
+        if not futures.wait([self._future], timeout_seconds).done:
             raise TransferTimeout(
                 f"version {self.version} is still being saved after {timeout_seconds:g} s: "
                 f"{self.done_bytes} of {self.total_bytes} bytes"
             )
-        if self._error is not None:
-            raise self._error
-        assert self._report is not None
-        return self._report
+        return self._future.result()
 
     def _progress(self, nbytes: int) -> None:
         with self._count:
@@ -77,13 +73,15 @@ class BackgroundSave:
         """Write and commit, in the thread of this save; then close all that `held` holds."""
         try:
             with held:
-                self._report = pending.write(source, progress=self._progress)
-            self._report.emit_done(pending.options.verb)
+                report = pending.write(source, progress=self._progress)
+            report.emit_done(pending.options.verb)
         except BaseException as error:
-            self._error = error
-            emit("save.failed", version=self.version, error=f"{type(error).__name__}: {error}")
-        finally:
-            self._ended.set()
+            try:
+                emit("save.failed", version=self.version, error=f"{type(error).__name__}: {error}")
+            finally:
+                self._future.set_exception(error)
+        else:
+            self._future.set_result(report)
 
 
 def check_idle() -> None:
@@ -108,8 +106,12 @@ def wait_for_background(timeout_seconds: float = TIMEOUT_SECONDS) -> None:
     done_bytes = -1
     while not running.is_done and done_bytes != running.done_bytes:
         done_bytes = running.done_bytes
-        running._ended.wait(_STALLED_TIMES * timeout_seconds)
+        futures.wait([running._future], _STALLED_TIMES * timeout_seconds)
     check_idle()
+
+
+# An exiting interpreter cannot start threads, and a save starts some: wait before that.
+getattr(threading, "_register_atexit", atexit.register)(wait_for_background)
 
 
 def start_background(source: Model, pending: PendingCommit, stack: ExitStack) -> BackgroundSave:
@@ -129,23 +131,19 @@ def start_background(source: Model, pending: PendingCommit, stack: ExitStack) ->
     thread = threading.Thread(
         target=handle._run, args=(staged, pending, held), name="flyweight-save"
     )
-    with _lock:
-        if _running is None:
-            # An exiting interpreter cannot start threads, and a save starts some: wait before that.
-            getattr(threading, "_register_atexit", atexit.register)(wait_for_background)
-        try:
-            thread.start()
-        except BaseException:
-            held.close()
-            raise
-        _running = handle
+    try:
+        thread.start()
+    except BaseException:
+        held.close()
+        raise
+    _running = handle
     return handle
 
 
 def _reset_in_child() -> None:
     """Forget the parent's save after a fork: its thread does not exist in the child."""
-    global _running, _kept_staging, _lock
-    _running, _kept_staging, _lock = None, None, threading.Lock()
+    global _running, _kept_staging
+    _running, _kept_staging = None, None
 
 
 os.register_at_fork(after_in_child=_reset_in_child)
@@ -154,11 +152,11 @@ os.register_at_fork(after_in_child=_reset_in_child)
 def _staging_for(source: Source) -> Staging:
     """Return the staging that is kept between saves, of the same kind as the source's own."""
     global _kept_staging  # noqa: PLW0603
-    with _lock:
-        allocate = source.staging.allocate
-        if _kept_staging is None or _kept_staging.allocate is not allocate:
-            _kept_staging = Staging(shelf_bytes=1 << 62, allocate=allocate, max_blocks=1)
-        return _kept_staging
+    allocate = source.staging.allocate
+    kept = _kept_staging
+    if kept is None or kept.allocate is not allocate:
+        kept = _kept_staging = Staging(shelf_bytes=1 << 62, allocate=allocate, max_blocks=1)
+    return kept
 
 
 class StagedSource:
@@ -170,26 +168,25 @@ class StagedSource:
         self, manifest: Manifest, tensor_boxes: Sequence[TensorBox], memory: Bytes
     ) -> None:
         self.manifest = manifest
-        self.places: dict[str, list[tuple[TensorBox, Bytes]]] = {}
+        self._places: dict[str, list[tuple[TensorBox, Bytes]]] = {}
         at = 0
         for tensor_box in tensor_boxes:
             data = memory[at : at + tensor_box.nbytes]
-            self.places.setdefault(tensor_box.name, []).append((tensor_box, data))
+            self._places.setdefault(tensor_box.name, []).append((tensor_box, data))
             at += _aligned_bytes(tensor_box)
 
     def boxes(self, name: str) -> list[Box]:
-        return [tensor_box.box for tensor_box, _ in self.places[name]]
+        return [tensor_box.box for tensor_box, _ in self._places[name]]
 
     def read(self, name: str, box: Box | None = None, *, into: Bytes | None = None) -> Bytes:
-        for tensor_box, data in self.places[name]:
-            wanted = tensor_box.box if box is None else box
-            if tensor_box.box.contains(wanted):
-                held = tensor_box.spec.stored(tensor_box.box)
-                # Chunks are cut so that each is one run of bytes in its box.
-                ((start, length),) = tensor_box.spec.stored(wanted).within(held).runs(held.shape)
-                return data[start * tensor_box.spec.item_bytes :][
-                    : length * tensor_box.spec.item_bytes
-                ]
+        """Return the staging memory of a box that is one run of bytes, as every chunk is."""
+        for tensor_box, data in self._places[name]:
+            if box is None or box == tensor_box.box:
+                return data
+            if tensor_box.box.contains(box):
+                spec, held = tensor_box.spec, tensor_box.spec.stored(tensor_box.box)
+                ((start, length),) = spec.stored(box).within(held).runs(held.shape)
+                return data[start * spec.item_bytes : (start + length) * spec.item_bytes]
         raise AssertionError(f"{name!r} {box} was not staged")
 
 
@@ -199,29 +196,28 @@ def _aligned_bytes(tensor_box: TensorBox) -> int:
 
 def _copy(source: Model, staged: StagedSource, pending: PendingCommit) -> None:
     """Fill the staging. Threads copy host tensors; copies from a device are queued in order."""
-    places = [place for places in staged.places.values() for place in places]
-    for tensor_box, data in places:
-        if not source.is_on_host(tensor_box.name):
-            source.read(tensor_box.name, tensor_box.box, into=data, should_wait=False)
+    copies: list[tuple[str, Box] | Beside] = []
+    for each in pending.share:
+        name, spec, whole = each.name, each.spec, each.box
+        if source.is_on_host(name):
+            corner = spec.stored(whole).offset
+            copies += [
+                (name, spec.elements(items.moved(corner)))
+                for items in spec.chunks(whole, _COPY_BYTES)
+            ]
+        else:
+            source.read(name, whole, into=staged.read(name, whole), should_wait=False)
             pending.group.tick()
-    copies: list[tuple[TensorBox, Bytes, Box] | Beside] = [
-        (tensor_box, data, items)
-        for tensor_box, data in places
-        if source.is_on_host(tensor_box.name)
-        for items in tensor_box.spec.chunks(tensor_box.box, _COPY_BYTES)
-    ]
     digests = pending.digest_jobs(source)
 
-    def work(job: tuple[TensorBox, Bytes, Box] | Beside, staging: Bytes) -> int:
+    def work(job: tuple[str, Box] | Beside, staging: Bytes) -> int:
         pending.group.tick()
         if callable(job):
             job(staging)
             return 0
-        tensor_box, data, items = job
-        spec, held = tensor_box.spec, tensor_box.spec.stored(tensor_box.box)
-        ((start, length),) = items.runs(held.shape)
-        goal = data[start * spec.item_bytes : (start + length) * spec.item_bytes]
-        found = source.read(tensor_box.name, spec.elements(items.moved(held.offset)), into=goal)
+        name, box = job
+        goal = staged.read(name, box)
+        found = source.read(name, box, into=goal)
         if not np.may_share_memory(found, goal):
             np.copyto(goal, found)
         return len(goal)
@@ -233,6 +229,6 @@ def _copy(source: Model, staged: StagedSource, pending: PendingCommit) -> None:
         staging=source.staging if digests else STAGING,
         staging_bytes=CHUNK_BYTES if digests else 0,
         verb="stage",
-        total_bytes=sum(len(data) for _, data in places),
+        total_bytes=sum(each.nbytes for each in pending.share),
     )
     source.settle()

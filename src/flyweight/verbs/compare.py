@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, nan
 from time import perf_counter
 from typing import Any
 
@@ -173,7 +173,6 @@ def diff(a: PathLike | Stored, b: PathLike | Stored) -> DiffReport:
 
 def _tensor_diff(a: Stored, b: Stored, name: str, spec: TensorSpec) -> TensorDiff:
     num_different, largest, total = 0, 0.0, 0.0
-    has_numbers = True
     for items in spec.chunks(Box.whole(spec.shape), a.manifest.chunk_bytes):
         box = spec.elements(items)
         left, right = a.read(name, box), b.read(name, box)
@@ -188,22 +187,15 @@ def _tensor_diff(a: Stored, b: Stored, name: str, spec: TensorSpec) -> TensorDif
         num_different += len(differ)
         x, y = numbers(left, spec.dtype), numbers(right, spec.dtype)
         if x is None or y is None:
-            has_numbers = False
+            total = nan
             continue
         with np.errstate(all="ignore"):
             distance = np.abs(x[differ] - y[differ])
-        has_numbers = has_numbers and bool(np.isfinite(distance).all())
-        with np.errstate(all="ignore"):
             largest, total = max(largest, float(distance.max())), total + float(distance.sum())
-        has_numbers = has_numbers and isfinite(total)
     count = spec.stored(Box.whole(spec.shape)).num_elements
-    return TensorDiff(
-        name,
-        count,
-        num_different,
-        largest if has_numbers else None,
-        total / count if has_numbers and count else None,
-    )
+    has_numbers = isfinite(total)
+    mean = total / count if has_numbers and count else None
+    return TensorDiff(name, count, num_different, largest if has_numbers else None, mean)
 
 
 def numbers(data: Bytes, dtype: DType) -> NDArray[Any] | None:

@@ -18,7 +18,7 @@ from flyweight.formats.snapshot import directory_name
 from flyweight.formats.stored import Stored
 from flyweight.formats.torch_dcp_writer import DCP_FORMAT
 from flyweight.memory import MEMORY_BYTES
-from flyweight.ports import FilePlan, Format
+from flyweight.ports import Format
 from flyweight.ranks.group import Group
 from flyweight.spec.manifest import Manifest
 from flyweight.stores.draft import LocalDraft
@@ -55,6 +55,8 @@ def convert(
         part_bytes: The most bytes of one file, for "snapshot" and "hf".
         memory_bytes: The most memory to use.
     """
+    if to not in get_args(Writable):
+        raise SpecError(f"format {to!r} is not one of {', '.join(get_args(Writable))}")
     place = as_path(destination)
     check_no_version(place.parent)
     with opened(source) as found:
@@ -96,20 +98,10 @@ def _begin_files(
     if to in directories:
         return PendingCommit(options, LocalDraft(place), manifest, directories[to])
     check_unmixed(place.parent, place.name)
-    format = _single_file(to, place.name)
+    plan = file_plan if to == "safetensors" else pickle_plan
+    format = Format(
+        to,
+        lambda manifest: [plan(place.name, manifest.tensor_boxes())],
+        lambda manifest, plans: {},
+    )
     return PendingCommit(options, legacy_draft(place.parent), manifest, format)
-
-
-def _single_file(to: str, name: str) -> Format:
-    if to not in get_args(Writable):
-        raise SpecError(f"format {to!r} is not one of {', '.join(get_args(Writable))}")
-
-    def layout(manifest: Manifest) -> list[FilePlan]:
-        tensor_boxes = manifest.tensor_boxes()
-        return [
-            file_plan(name, tensor_boxes)
-            if to == "safetensors"
-            else pickle_plan(name, tensor_boxes)
-        ]
-
-    return Format(to, layout, lambda manifest, plans: {})

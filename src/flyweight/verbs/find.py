@@ -152,8 +152,8 @@ def open_source(
             return store
 
         try:
-            if _is_there(place) and not place.is_dir():
-                stored = _open_file(place, store_at)
+            if os.path.exists(place) and not os.path.isdir(place):
+                stored = _open_file(place, version, store_at)
             else:
                 names = _listing(place)
                 if snapshot.MANIFEST in names:
@@ -170,11 +170,9 @@ def open_source(
             if str(place) not in str(error):
                 error.note(f"in {str(place)!r}")
             raise
-        if version is not None and stored.manifest.version != version:
+        if version is not None and stored.manifest.version is None:
             raise VersionError(
                 f"{str(place)!r} is {stored.format} and has no versions; {version} was wanted"
-                if stored.manifest.version is None
-                else f"{str(place)!r} holds version {stored.manifest.version}, not {version}"
             )
         if legacy_names is not None and stored.format == "snapshot":
             _warn_newer_legacy_files(place, stored, legacy_names)
@@ -257,17 +255,10 @@ def check_unmixed(directory: Path, name: str) -> None:
 StoreAt = Callable[[Path], LocalStore]
 
 
-def _is_there(place: Path) -> bool:
-    try:
-        return place.exists()
-    except OSError as cause:
-        raise refused(cause, f"cannot look at {str(place)!r}") from cause
-
-
-def _open_file(place: Path, store_at: StoreAt) -> Stored:
+def _open_file(place: Path, version: int | None, store_at: StoreAt) -> Stored:
     store = store_at(place.parent)
     if place.name == snapshot.MANIFEST:
-        return snapshot.open_snapshot(store)
+        return snapshot.open_snapshot(store, version=version)
     if place.name == huggingface.INDEX:
         return huggingface.open_index(store)
     if place.name == torch_dcp.METADATA:
@@ -277,12 +268,7 @@ def _open_file(place: Path, store_at: StoreAt) -> Stored:
     head = store.read(place.name, 0, min(store.size(place.name), 9))
     if safetensors.looks_like_safetensors(head):
         return safetensors.open_files(store, [place.name])
-    if pdparams.looks_like_pickle(head):
-        return pdparams.open_pdparams(store, [place.name])
-    raise FormatError(
-        f"{str(place)!r} has {store.size(place.name)} bytes and starts with {head!r}: neither "
-        f"safetensors nor a pickle"
-    )
+    return pdparams.open_pdparams(store, [place.name])
 
 
 def _open_run(place: Path, version: int | None, store_at: StoreAt) -> Stored:
@@ -332,7 +318,7 @@ def _open_legacy(place: Path, shared: Path, names: legacy.LegacyNames, store_at:
 
 
 def _not_found(place: Path, names: Sequence[str]) -> SnapshotNotFound | SnapshotIncomplete:
-    if not _is_there(place):
+    if not os.path.exists(place):
         return SnapshotNotFound(f"{str(place)!r} is not there")
     drafts = [name for name in names if name.startswith(".draft-")]
     if drafts:
