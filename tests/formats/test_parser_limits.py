@@ -67,7 +67,7 @@ def test_the_head_of_a_safetensors_file(tmp_path, monkeypatch):
     opens(tmp_path / "model.safetensors")
     lower(monkeypatch, nbytes - 1, "formats.safetensors.MAX_HEAD_BYTES")
     refused(tmp_path, f"claims a head of {nbytes} bytes; .*, a head at most {nbytes - 1}")
-    refused(tmp_path / "model.safetensors", "neither safetensors nor a pickle")
+    refused(tmp_path / "model.safetensors", "neither a pickle nor safetensors")
 
 
 def test_the_head_of_a_safetensors_file_that_is_written(tmp_path, monkeypatch):

@@ -39,8 +39,6 @@ WORKING_TIMES = 10
 """How many timeouts long `Group.working` vouches for a rank."""
 _LINGER_SECONDS = 2.0
 _NOTICE_SECONDS = 1.0
-_CHECK, _STOP = b"?", b"."
-"""What wakes the listening thread: to check whether the group is closed, or to end."""
 
 
 class Group:
@@ -74,13 +72,9 @@ class Group:
         self._step = "join"
         self._last_tick = monotonic()
         self._listener: threading.Thread | None = None
+        for each in self._connections.values():
+            each.socket.setblocking(False)
         if self._connections:
-            self._selector = selectors.DefaultSelector()
-            self._wake, self._woken = socket.socketpair()
-            self._selector.register(self._woken, selectors.EVENT_READ)
-            for each in self._connections.values():
-                each.socket.setblocking(False)
-                self._selector.register(each.socket, selectors.EVENT_READ, each)
             self._listener = threading.Thread(
                 target=self._listen, name="flyweight-group", daemon=True
             )
@@ -193,21 +187,19 @@ class Group:
 
     def _receive(self) -> dict[int, Json]:
         """Return one message from each connection, once all have arrived."""
-        started, has_grace = monotonic(), True
-        found: dict[int, tuple[str, Json]] = {}
-        while len(found) < len(self._connections):
+        started, was_overdue = monotonic(), False
+        while True:
             with self._changed:
                 self._raise_fault()
-                waiting = [each for peer, each in self._connections.items() if peer not in found]
-                for each in waiting:
-                    if each.inbox:
-                        found[each.rank] = each.inbox.popleft()
-                waiting = [each for each in waiting if each.rank not in found]
+                waiting = [each for each in self._connections.values() if not each.inbox]
+                if not waiting:
+                    found = {peer: each.inbox.popleft() for peer, each in self._connections.items()}
+                    break
                 oldest = monotonic() - self._timeout_seconds
                 overdue = [each for each in waiting if max(started, each.heard) < oldest]
-                if waiting and (has_grace or not overdue):
+                if not (overdue and was_overdue):
                     # If this process was stopped, frames that came meanwhile are still unread.
-                    has_grace = has_grace and not overdue
+                    was_overdue = bool(overdue)
                     self._changed.wait(self._timeout_seconds / 20)
                     overdue = []
             if overdue:
@@ -261,29 +253,30 @@ class Group:
     # The listening thread.
 
     def _listen(self) -> None:
-        num_open = len(self._connections)
-        while num_open or not self._is_closed:
-            for key, _ in self._selector.select():
-                connection: Connection | None = key.data
-                if connection is None:
-                    if self._woken.recv(1) == _STOP:
-                        return
-                    continue
-                try:
-                    messages, is_open = connection.receive()
-                    for message in messages:
-                        self._handle(connection, message)
-                    if is_open:
-                        continue
-                    fault = None if connection.is_done else self._lost(connection)
-                except OSError as cause:
-                    fault = self._lost(connection, cause)
-                except FlyweightError as error:
-                    fault = PeerLost(f"{self._name(connection)} sent no message: {error}")
-                self._selector.unregister(connection.socket)
-                num_open -= 1
-                if fault is not None and not self._is_closed:
-                    self._fail(fault)
+        """Handle what arrives, until every connection is closed."""
+        with selectors.DefaultSelector() as selector:
+            for each in self._connections.values():
+                selector.register(each.socket, selectors.EVENT_READ, each)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    if not self._is_open_after_read(key.data):
+                        selector.unregister(key.fileobj)
+
+    def _is_open_after_read(self, connection: Connection) -> bool:
+        try:
+            messages, is_open = connection.receive()
+            for message in messages:
+                self._handle(connection, message)
+            if is_open:
+                return True
+            fault = None if connection.is_done else self._lost(connection)
+        except OSError as cause:
+            fault = self._lost(connection, cause)
+        except FlyweightError as error:
+            fault = PeerLost(f"{self._name(connection)} sent no message: {error}")
+        if fault is not None and not self._is_closed:
+            self._fail(fault)
+        return False
 
     def _handle(self, connection: Connection, message: Json) -> None:
         match message:
@@ -338,27 +331,23 @@ class Group:
         finally:
             if error is None:
                 self.leave()
-            self.close()
+            else:
+                self.close()
 
     def close(self) -> None:
         """Close every connection. Safe to repeat."""
         if self._listener is None:
             return
         self._is_closed = True
-        for each in self._connections.values():
-            with suppress(OSError):
-                each.socket.shutdown(socket.SHUT_WR)
         # Closing a socket with unread bytes discards what was sent through it: listen until the
         # others have closed too, but not for ever.
-        self._wake.send(_CHECK)
-        self._listener.join(_LINGER_SECONDS)
-        if self._listener.is_alive():
-            self._wake.send(_STOP)
+        for how in (socket.SHUT_WR, socket.SHUT_RDWR):
+            for each in self._connections.values():
+                with suppress(OSError):
+                    each.socket.shutdown(how)
             self._listener.join(_LINGER_SECONDS)
         self._listener = None
         self._close_sockets()
-        for each_end in (self._wake, self._woken, self._selector):
-            each_end.close()
 
     def _close_sockets(self) -> None:
         for each in self._connections.values():

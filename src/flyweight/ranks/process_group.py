@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from time import monotonic
 from typing import Any
 
@@ -33,28 +35,25 @@ class _TorchStore:
         return bytes(data).decode() if data else None
 
     def _call(self, call: Callable[[], Any], deadline: float) -> Any:
-        found: list[Any] = []
-        errors: list[Exception] = []
+        answer: Future[Any] = Future()
 
         def work() -> None:
             try:
                 with _store_lock:
-                    found.append(call())
-            except (RuntimeError, ValueError, OSError) as error:  # what both frameworks raise
-                errors.append(error)
+                    answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
 
-        thread = threading.Thread(target=work, name="flyweight-store", daemon=True)
-        thread.start()
-        deadline = max(deadline, monotonic() + _ANSWER_SECONDS)  # a live store has time to answer
-        while thread.is_alive() and monotonic() < deadline:
-            thread.join(0.2)  # in slices, so that Ctrl-C is handled between them
-        if errors:
-            raise PeerLost(f"the process group's store is gone: {errors[0]}") from errors[0]
-        if not found:
+        threading.Thread(target=work, name="flyweight-store", daemon=True).start()
+        # A live store has time to answer, however late it is.
+        if not futures.wait([answer], max(deadline - monotonic(), _ANSWER_SECONDS)).done:
             raise TransferTimeout(
                 "the process group's store, usually on rank 0, did not answer before the deadline"
             )
-        return found[0]
+        try:
+            return answer.result()
+        except (RuntimeError, ValueError, OSError) as cause:  # what both frameworks raise
+            raise PeerLost(f"the process group's store is gone: {cause}") from cause
 
 
 class _PaddleStore(_TorchStore):

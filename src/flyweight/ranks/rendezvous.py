@@ -151,8 +151,6 @@ class _Coordinator:
             for connection in self._connections.values():
                 connection.close()
             raise
-        for connection in self._connections.values():
-            connection.setblocking(True)
         return self._connections
 
     def _missing(self, found: Container[int]) -> list[int]:
