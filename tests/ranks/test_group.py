@@ -91,6 +91,15 @@ def test_no_thread_and_no_socket_is_left_behind():
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
+def test_a_rank_that_never_closes_keeps_no_thread():
+    ours, theirs = socket.socketpair()
+    before = threading.active_count()
+    with theirs:
+        Group(0, 2, connections={1: ours}, timeout_seconds=TIMEOUT).close()
+        assert threading.active_count() == before
+    assert ours.fileno() == -1
+
+
 def test_a_rank_that_fails_says_why_to_all():
     def part(group):
         if group.rank == 1:

@@ -1,6 +1,7 @@
 """What the ranks of a save send each other is checked like a file."""
 
 import json
+import re
 import socket
 import threading
 
@@ -9,7 +10,7 @@ import pytest
 
 import flyweight as fw
 from flyweight.adapters.model import adapt
-from flyweight.errors import FormatError, SpecError
+from flyweight.errors import FormatError, PlanError, SpecError
 from flyweight.ranks.group import Group
 from flyweight.verbs.agree import begin_version
 from flyweight.verbs.commit import SaveOptions, write_and_commit
@@ -31,7 +32,7 @@ def half(rank=0):
     return adapt({"w": tensor, "step": 3})
 
 
-def save_as_two(root, liar, lies, source=half):
+def save_as_two(root, liar, lies, source=half, **options):
     """Save by two ranks, one of which lies; return what the other one raises."""
     sockets = socket.socketpair()
     kinds = [Liar if rank == liar else Group for rank in range(2)]
@@ -40,13 +41,13 @@ def save_as_two(root, liar, lies, source=half):
         for rank, kind in enumerate(kinds)
     ]
     groups[liar].lies = lies
-    errors = [None, None]
+    errors, asked = [None, None], SaveOptions(**options)
 
     def save(rank):
         try:
             with groups[rank] as group:
                 model = source(rank)
-                write_and_commit(model, begin_version(model, root, SaveOptions(), group))
+                write_and_commit(model, begin_version(model, root, asked, group))
         except fw.FlyweightError as error:
             errors[rank] = error
 
@@ -140,6 +141,18 @@ def test_a_rank_that_sends_more_digests_than_asked_for_is_named(tmp_path):
     )
     assert isinstance(error, FormatError)
     assert "rank 1 sent 2 digests of 1 boxes" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["digest", "sampled"])
+@pytest.mark.parametrize("num_elements", [1, 4, 100_000])
+def test_ranks_whose_replicas_differ_are_refused(tmp_path, how, num_elements):
+    def source(rank):
+        return adapt({"v": np.arange(num_elements, dtype="f4") + rank})
+
+    error = save_as_two(tmp_path, 1, {}, source, check_replicas=how)
+    assert isinstance(error, PlanError)
+    assert re.search("'v' .* has digest .* on rank 0 and .* on rank 1", str(error))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,9 +1,12 @@
+import struct
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import flyweight as fw
 from conftest import flip, odd_arrays, random_bytes
+from flyweight.errors import VersionError
 from flyweight.spec.dtype import BY_NUMPY
 from flyweight.verbs.compare import numbers
 
@@ -92,3 +95,19 @@ def test_wide_complex_numbers_differ_by_their_distance(tmp_path):
     fw.save({"w": np.array([1 + 1j, 2 + 3j])}, tmp_path / "b")
     (changed,) = fw.diff(tmp_path / "a", tmp_path / "b").changed
     assert (changed.num_different, changed.max_distance) == (1, 3.0)
+
+
+def test_weights_that_are_open_are_not_taken_for_another_version(run):
+    with fw.open(run, version=2) as stored:
+        assert fw.verify(stored, version=2).version == 2
+        with pytest.raises(VersionError, match="holds version 2, not 5"):
+            fw.verify(stored, version=5)
+
+
+def test_packed_elements_differ_without_a_distance(tmp_path):
+    head = b'{"w":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+    for name, data in (("a", b"\x12\x34"), ("b", b"\x12\x35")):
+        (tmp_path / name).write_bytes(struct.pack("<Q", len(head)) + head + data)
+    (changed,) = fw.diff(tmp_path / "a", tmp_path / "b").changed
+    assert (changed.num_elements, changed.num_different) == (2, 1)
+    assert (changed.max_distance, changed.mean_distance) == (None, None)

@@ -83,32 +83,21 @@ def _digest_of(checksums: Sequence[int]) -> int:
     return checksum(np.array(checksums, "<u8").view(np.uint8))
 
 
-Digests = dict[tuple[str, Box], tuple[int, int]]
-"""Of each box: the first rank with a digest of it, and that digest."""
-
-
-def written_digests(written: Sequence[Manifest]) -> Digests:
-    """Return the digests of all boxes in the files, which are given by rank."""
-    digests: Digests = {}
-    for rank, manifest in enumerate(written):
-        for extent in manifest.extents:
-            if extent.checksums is None:
-                raise FormatError(f"rank {rank} wrote {extent.name!r} and sent no checksums of it")
-            digests[extent.name, extent.box] = rank, _digest_of(extent.checksums)
-    return digests
-
-
 def check_same(
     tensor_boxes: Sequence[Sequence[TensorBox]],
     digests: Sequence[Sequence[int]],
-    written: Digests,
+    written: Sequence[Manifest],
 ) -> None:
     """Raise PlanError unless all ranks have the same digest of each box.
 
-    `tensor_boxes` and `digests` are what each rank compared, by rank. `written` has the digests in
-    the files, for boxes of which only the ranks that did not write them sent one.
+    `tensor_boxes` and `digests` are what each rank compared, by rank. `written` has the files of
+    each rank with their checksums, for boxes of which only ranks that did not write them sent one.
     """
-    first = dict(written)
+    first: dict[tuple[str, Box], tuple[int, int]] = {}  # a rank with the box, and its digest
+    for rank, manifest in enumerate(written):
+        for extent in manifest.extents:
+            assert extent.checksums is not None  # those of a snapshot are never left out
+            first[extent.name, extent.box] = rank, _digest_of(extent.checksums)
     for rank, (boxes, values) in enumerate(zip(tensor_boxes, digests, strict=True)):
         if len(values) != len(boxes):
             raise FormatError(f"rank {rank} sent {len(values)} digests of {len(boxes)} boxes")

@@ -49,9 +49,8 @@ from flyweight.verbs.check_replicas import (
     CheckReplicas,
     ReplicaDigests,
     check_same,
-    written_digests,
 )
-from flyweight.verbs.find import check_no_version, versions
+from flyweight.verbs.find import check_no_version, numbered, versions
 from flyweight.worker_threads import default_threads
 
 
@@ -238,11 +237,8 @@ class PendingCommit:
         """Check what all ranks wrote, and write the manifest of all of it."""
         shares = [decode_share(each.written.encode()) for each in messages]
         is_sampled = self.options.check_replicas == "sampled"
-        check_same(
-            self.compared,
-            [each.replicas for each in messages],
-            {} if is_sampled else written_digests(shares),
-        )
+        replicas = [each.replicas for each in messages]
+        check_same(self.compared, replicas, () if is_sampled else shares)
         whole = replace(
             self.manifest,
             files=[part for share in shares for part in share.files],
@@ -269,7 +265,7 @@ def begin_draft(root: Path, version: int | None, manifest: Manifest) -> tuple[Lo
     check_no_version(root)
     committed = versions(root)
     newest = committed[-1] if committed else None
-    version = _next_version(root) if version is None else version
+    version = max(numbered(root), default=-1) + 1 if version is None else version
     directory = root / snapshot.directory_name(version)
     if newest is not None and version <= newest:
         how = "is there already" if version in committed else f"is older than the newest, {newest}"
@@ -296,10 +292,3 @@ def begin_draft(root: Path, version: int | None, manifest: Manifest) -> tuple[Lo
         extents=(),
         chunk_bytes=CHUNK_BYTES,
     )
-
-
-def _next_version(root: Path) -> int:
-    """Return the number after all version directories, committed or not."""
-    names = os.listdir(root) if root.is_dir() else []
-    taken = [found for name in names if (found := snapshot.version_of(name)) is not None]
-    return max(taken, default=-1) + 1

@@ -212,10 +212,8 @@ def numbers(data: Bytes, dtype: DType) -> NDArray[Any] | None:
     return None
 
 
-def _float8(
-    exponent_bits: int, bias: int, *, has_infinity: bool, is_fnuz: bool
-) -> NDArray[np.float64]:
-    """Return the value of each of the 256 codes of an 8-bit float."""
+def _float8(exponent_bits: int, bias: int, nan_codes: list[int]) -> NDArray[np.float64]:
+    """Return the value of each of the 256 codes of an 8-bit float without infinities."""
     codes = np.arange(256)
     mantissa_bits = 7 - exponent_bits
     exponent = (codes & 0x7F) >> mantissa_bits
@@ -223,20 +221,14 @@ def _float8(
     value = np.where(
         exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias)
     )
-    if is_fnuz:
-        value[0x80] = np.nan
-    elif has_infinity:
-        top = exponent == (1 << exponent_bits) - 1
-        value[top] = np.where(fraction[top] == 0, np.inf, np.nan)
-    else:
-        value[[0x7F, 0xFF]] = np.nan
+    value[nan_codes] = np.nan
     return np.where(codes >= 0x80, -value, value)
 
 
 _FLOAT8 = {
-    "f8_e4m3": _float8(4, 7, has_infinity=False, is_fnuz=False),
-    "f8_e5m2": _float8(5, 15, has_infinity=True, is_fnuz=False),
-    "f8_e4m3fnuz": _float8(4, 8, has_infinity=False, is_fnuz=True),
-    "f8_e5m2fnuz": _float8(5, 16, has_infinity=False, is_fnuz=True),
+    "f8_e4m3": _float8(4, 7, [0x7F, 0xFF]),
+    "f8_e5m2": (np.arange(256, dtype="<u2") << 8).view("<f2").astype(np.float64),
+    "f8_e4m3fnuz": _float8(4, 8, [0x80]),
+    "f8_e5m2fnuz": _float8(5, 16, [0x80]),
     "f8_e8m0": np.append(2.0 ** (np.arange(255.0) - 127), np.nan),
 }

@@ -8,6 +8,7 @@ import platform
 import shutil
 import tempfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 from flyweight import __version__
@@ -129,10 +130,7 @@ def _disk(place: Path) -> dict[str, Json]:
             draft.reserve("probe", 1 << 20)
             can_write_unbuffered = draft.can_go_direct("probe")
             draft.commit()
-        store = LocalStore(directory)
-        try:
+        with closing(LocalStore(directory)) as store:
             store.read("probe", 0, 4096)
             ways = store.ways("probe")
-        finally:
-            store.close()
     return {"unbuffered_writes": can_write_unbuffered, **ways}

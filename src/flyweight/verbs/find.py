@@ -49,17 +49,19 @@ def versions(path: PathLike) -> list[int]:
     Args:
         path: The directory of the run. If there is none, it has no versions.
     """
-    root, found = as_path(path), dict[str, int]()
+    root, found = as_path(path), list[int]()
     for _ in range(_MAX_LISTINGS):
-        names = {
-            name: version
-            for name in _listing(root)
-            if (version := snapshot.version_of(name)) is not None
-        }
-        found = {name: names[name] for name in names if _is_committed(root / name)}
-        if found or all(os.path.lexists(root / name) for name in names):
+        places = {version: root / snapshot.directory_name(version) for version in numbered(root)}
+        found = [version for version, place in places.items() if _is_committed(place)]
+        if found or all(os.path.lexists(place) for place in places.values()):
             break
-    return sorted(found.values())
+    return sorted(found)
+
+
+def numbered(root: Path) -> list[int]:
+    """Return the versions that have a directory in a run, committed or not, in no order."""
+    found = (snapshot.version_of(name) for name in _listing(root))
+    return [version for version in found if version is not None]
 
 
 def _is_committed(directory: Path) -> bool:
@@ -181,13 +183,22 @@ def open_source(
 
 
 @contextmanager
-def opened(source: PathLike | Stored, *, version: int | None = None) -> Iterator[Stored]:
+def opened(
+    source: PathLike | Stored,
+    *,
+    version: int | None = None,
+    open_path: Callable[..., Stored] = open_source,
+) -> Iterator[Stored]:
     """Open a path for a `with` block. Weights that are open already stay open after it."""
-    if isinstance(source, Stored):
-        yield source
-    else:
-        with open_source(source, version=version) as stored:
+    if not isinstance(source, Stored):
+        with open_path(source, version=version) as stored:
             yield stored
+        return
+    if version not in (None, source.manifest.version):
+        raise VersionError(
+            f"{source.store.place!r} holds version {source.manifest.version}, not {version}"
+        )
+    yield source
 
 
 def _warn_newer_legacy_files(place: Path, stored: Stored, names: legacy.LegacyNames) -> None:

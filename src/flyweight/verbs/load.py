@@ -31,7 +31,7 @@ from flyweight.ranks.rendezvous import Rendezvous, join_group, location
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Json, Leaf
 from flyweight.spec.model_layout import ModelLayout
-from flyweight.verbs.find import PathLike, open_source
+from flyweight.verbs.find import PathLike, open_source, opened
 from flyweight.verbs.match import Matches, check_names, match
 from flyweight.worker_threads import default_threads
 
@@ -127,7 +127,7 @@ def load(
             raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
         if rank is not None and layout is None and legacy_id is None:
             raise SpecError(f"rank is {rank}, and neither a layout nor a legacy_id says what of")
-        open_files = partial(
+        open_path = partial(
             open_source,
             rank=None if legacy_id is None else rank,
             legacy_id=legacy_id,
@@ -135,7 +135,7 @@ def load(
             unbuffered=unbuffered,
         )
         with group.working():
-            stored = _open_together(source, version, open_files, group, stack)
+            stored = _open_together(source, version, open_path, group, stack)
             if group.num_ranks > 1 and legacy_id is None:  # legacy files differ by rank
                 _check_same_files(stored, group)
             with collector_paused():
@@ -197,7 +197,7 @@ def load_state_dict(
 def _open_together(
     source: PathLike | Stored,
     version: int | None,
-    open_files: Callable[..., Stored],
+    open_path: Callable[..., Stored],
     group: Group,
     stack: ExitStack,
 ) -> Stored:
@@ -211,14 +211,7 @@ def _open_together(
     if not group.is_coordinator:
         found = group.broadcast("open", None)
         version = found if isinstance(found, int) else version
-    if isinstance(source, Stored):
-        stored = source
-        if version is not None and stored.manifest.version != version:
-            raise VersionError(
-                f"{stored.store.place!r} holds version {stored.manifest.version}, not {version}"
-            )
-    else:
-        stored = stack.enter_context(open_files(source, version=version))
+    stored = stack.enter_context(opened(source, version=version, open_path=open_path))
     if group.is_coordinator:
         group.broadcast("open", stored.manifest.version)
     return stored
@@ -226,14 +219,13 @@ def _open_together(
 
 def _check_same_files(stored: Stored, group: Group) -> None:
     """Raise unless all ranks opened the same weights. Their paths may differ."""
-    opened: list[Json] = [stored.store.place, f"{stored.fingerprint():016x}"]
-    for rank, each in enumerate(group.gather("opened", opened)):
+    ours: list[Json] = [stored.store.place, f"{stored.fingerprint():016x}"]
+    for rank, each in enumerate(group.gather("opened", ours)):
         match each:
-            case [str(), found] if found == opened[1]:
+            case [str(), found] if found == ours[1]:
                 continue
         raise PlanError(
-            f"rank {rank} opened {str(each)[:200]}, rank {group.rank} {opened}: not the same "
-            f"weights"
+            f"rank {rank} opened {str(each)[:200]}, rank {group.rank} {ours}: not the same weights"
         )
 
 

@@ -28,7 +28,7 @@ from flyweight.verbs.background import (
 )
 from flyweight.verbs.check_replicas import CheckReplicas
 from flyweight.verbs.commit import PendingCommit, SaveOptions, SaveReport, write_and_commit
-from flyweight.verbs.find import PathLike, check_no_version, open_source
+from flyweight.verbs.find import PathLike, check_no_version, opened
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -190,8 +190,7 @@ def _adapted(
             raise SpecError(
                 f"the layout is for {layout.num_ranks} ranks, the group has {group.num_ranks}"
             )
-        with ExitStack() as stack:
-            stored = like if isinstance(like, Stored) else stack.enter_context(open_source(like))
+        with opened(like) as stored:
             tensors = stored.manifest.untied().tensors
         source = adapt(model, lambda: layout.locals(tensors, group.rank))
     source.settle()  # kernels that this thread queued on a GPU may still write the weights
