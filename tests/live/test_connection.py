@@ -14,7 +14,7 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.live import messages
-from flyweight.live.catch_up import CatchUpRounds
+from flyweight.live.rounds import Rounds
 from live_models import holds, until, weights
 from live_rounds import welcomed
 from peers import FakeReplica
@@ -49,7 +49,7 @@ def test_an_error_of_ours_in_the_connection_is_told_and_leaves_nobody_waiting(
         raise RuntimeError("an error of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(CatchUpRounds, "serve", fault)  # called by the connection's thread
+        patch.setattr(Rounds, "serve", fault)  # called by the connection's thread
         publisher = fw.Publisher(model, address)
     with publisher, fw.Replica(engine, address) as replica:
         future = threads.submit(replica.update, timeout_seconds=3)

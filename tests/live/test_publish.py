@@ -12,7 +12,7 @@ from flyweight.errors import (
     SpecError,
     VersionError,
 )
-from flyweight.live.catch_up import CatchUpRounds
+from flyweight.live.rounds import Rounds
 from flyweight.live.source import PublishedSource
 from live_models import assign, holds, until, weights
 from live_rounds import call_before, updated
@@ -252,7 +252,7 @@ def test_a_publish_that_cannot_give_its_replicas_back_is_over_all_the_same(addre
 
     with fw.Publisher(weights(1), address) as publisher:
         with monkeypatch.context() as patch:
-            patch.setattr(CatchUpRounds, "release_members", failing)
+            patch.setattr(Rounds, "release_members", failing)
             with pytest.raises(RuntimeError, match="an error of ours"):
                 publisher.publish(1)
         assert publisher.publish(2, timeout_seconds=1).version == 2

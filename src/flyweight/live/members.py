@@ -25,9 +25,8 @@ from flyweight.host import birth_of
 from flyweight.live import messages
 from flyweight.live.address import Claim
 from flyweight.live.connection import HEARTBEATS, Connection
-from flyweight.live.member import Agreement, Member
 from flyweight.live.published_model import PublishedModel
-from flyweight.live.round import MemberRound, Round
+from flyweight.live.round import Agreement, Member, MemberRound, Round
 from flyweight.transports.fd_passing import FdServer
 
 _MAX_AGREEMENTS = 15
@@ -135,22 +134,22 @@ class Members:
         assert member.request is not None
         member.is_busy, member.request_in_round = True, member.request.ask
 
-    def join_round(self, members: Sequence[Member], round_: Round) -> None:
-        """Pass the messages of members to a round, until `leave_round`."""
+    def join_round(self, round_: Round) -> None:
+        """Pass the messages of a round's members to it, until `leave_round`."""
         with self.changed:
-            for member, progress in zip(members, round_.members, strict=True):
-                member.round, member.state = (round_, progress), "updating"
-                if member.id not in self.by_id:
-                    round_.lose(progress, PeerLost(f"replica {member.name!r} is gone"))
+            for progress in round_.members:
+                progress.member.round, progress.member.state = progress, "updating"
+                if progress.member.id not in self.by_id:
+                    progress.lose(PeerLost(f"replica {progress.name!r} is gone"))
 
     def leave_round(self, member: Member) -> None:
         """Let a member request versions again, after its round, or if there was none."""
         with self.changed:
-            progress = None if member.round is None else member.round[1]
+            progress = member.round
             if progress is not None and progress.has_begun:
                 member.state = "ready" if progress.is_committed else "failed"
                 member.error = "" if progress.error is None else str(progress.error)
-                member.nbytes, member.seconds = progress.nbytes, progress.seconds
+                member.nbytes, member.seconds = progress.agreement.nbytes, progress.seconds
                 if progress.is_committed:
                     member.version = progress.begin.version
                 if member.request is not None and member.request.ask == progress.begin.ask:
@@ -169,7 +168,7 @@ class Members:
         seconds: float,
     ) -> None:
         """Tell watchers what the publisher does."""
-        nbytes = sum(each.nbytes for each in progress)
+        nbytes = sum(each.agreement.nbytes for each in progress)
         lanes = "+".join(sorted({each.begin.strategy for each in progress}))
         self._news = messages.News(version, round_, state, nbytes, seconds, lanes, ())
         self._send_news()
@@ -257,8 +256,7 @@ class Members:
                     member.state = "joined" if member.version is None else "ready"
             case messages.Emptied() | messages.Copied() | messages.Done() | messages.Fault():
                 if member.round is not None:
-                    round_, progress = member.round
-                    round_.receive(progress, message)
+                    member.round.receive(message)
             case messages.Bye(text=text):
                 self._lose(member.id, PeerLost(f"replica {member.name!r} disconnected: {text}"))
             case _:
@@ -310,8 +308,7 @@ class Members:
                 return
             member.request = None
             if member.round is not None:
-                round_, progress = member.round
-                round_.lose(progress, error)
+                member.round.lose(error)
             pid = member.hello.pid
             self.announce("replica.lost", name=member.name, pid=pid, error=str(error))
             self._send_news()
@@ -336,7 +333,19 @@ class Members:
         if not self._watchers:
             return
         with self.changed:
-            replicas = tuple(each.news for each in self.by_id.values() if each.agreement)
+            replicas = tuple(_news_of(each) for each in self.by_id.values() if each.agreement)
             news = msgspec.structs.replace(self._news, replicas=replicas)
             for id in list(self._watchers):  # a watcher that is unreachable is removed meanwhile
                 self.connection.send(news, id)
+
+
+def _news_of(member: Member) -> messages.ReplicaNews:
+    return messages.ReplicaNews(
+        member.name,
+        member.hello.pid,
+        member.state,
+        member.version,
+        member.nbytes,
+        member.seconds,
+        member.error,
+    )

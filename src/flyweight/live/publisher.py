@@ -25,9 +25,7 @@ from flyweight.errors import (
 )
 from flyweight.events import emit
 from flyweight.live.address import Address, Claim
-from flyweight.live.catch_up import CatchUpRounds
 from flyweight.live.lanes import BucketSlots, TransportChoice, Transports
-from flyweight.live.member import Member
 from flyweight.live.members import Members
 from flyweight.live.published_model import PublishedModel, PublishedVersion
 from flyweight.live.report import (
@@ -35,7 +33,7 @@ from flyweight.live.report import (
     Lease,
     PublishReport,
 )
-from flyweight.live.round import Round
+from flyweight.live.round import Member, Round
 from flyweight.live.rounds import PublisherOptions, Rounds
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.fd_passing import FdServer
@@ -126,13 +124,12 @@ class Publisher:
         model.open(transports)
         self._slots = BucketSlots(transports, options.bucket_bytes, options.depth)
         stack.callback(self._slots.close)
-        self._rounds = Rounds(members, options)
-        self._catch_up = CatchUpRounds(members, self._rounds, options, transports, model)
+        self._rounds = Rounds(members, options, transports, model)
         if model.stored is not None:
             deadline = monotonic() + options.timeout_seconds
             available = model.snapshot(version, hold=options.hold, deadline=deadline)
-            self._catch_up.available, members.version = available, available.version
-        members.start(files, self._catch_up.serve)
+            self._rounds.available, members.version = available, available.version
+        members.start(files, self._rounds.serve)
 
     @property
     def version(self) -> int | None:
@@ -221,7 +218,7 @@ class Publisher:
                 ).start()
                 return lease
         except BaseException:
-            self._catch_up.release_members(members)
+            self._rounds.release_members(members)
             self._publishing.release()
             raise
         self._publish(lease, members, timeout)
@@ -289,7 +286,7 @@ class Publisher:
             lease.run(lambda: self._run_rounds(lease, members, timeout_seconds))
         finally:
             try:
-                self._catch_up.release_members(members)
+                self._rounds.release_members(members)
             finally:
                 self._publishing.release()
 
@@ -308,9 +305,7 @@ class Publisher:
             if source is not None and some:
                 release = lease.release if source is live else lambda: None
                 rounds.append(
-                    self._rounds.prepare(
-                        source, some, self._slots, timeout_seconds, on_release=release
-                    )
+                    self._rounds.prepare(source, some, self._slots, timeout_seconds, release)
                 )
                 self._run_round(rounds[-1], parent, is_held=held is not None)
         self._members.version = version
@@ -351,12 +346,12 @@ class Publisher:
             parent,
             should_verify=self._options.should_verify,
             deadline=monotonic() + timeout_seconds,
-            before_copy=lambda: self._catch_up.retire_available(version, timeout_seconds),
+            before_copy=lambda: self._rounds.retire_available(version, timeout_seconds),
         )
         with self._members.changed:
-            self._catch_up.available, self._members.version = held, version
+            self._rounds.available, self._members.version = held, version
             # Serve the requests that came meanwhile now, not after the rounds of this publish.
-            self._catch_up.release_members(())
+            self._rounds.release_members(())
         return held
 
     def close(self) -> None:
@@ -367,21 +362,20 @@ class Publisher:
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
-        self._catch_up.close()
         self._rounds.close()
         with self._members.changed:
             self._members.changed.notify_all()  # ends a publish that waits for replicas
         deadline = monotonic() + self._options.timeout_seconds
         is_over = self._publishing.acquire(timeout=self._options.timeout_seconds)
-        if not self._catch_up.join(deadline) or not is_over:
+        if not self._rounds.join(deadline) or not is_over:
             self._rounds.abort(PeerLost("the publisher was closed"))
             if not is_over:
                 self._publishing.acquire(timeout=_CLOSE_SECONDS)
-            self._catch_up.join(monotonic() + _CLOSE_SECONDS)
+            self._rounds.join(monotonic() + _CLOSE_SECONDS)
         self._members.close()
         self._model.close()
         self._closing.close()
-        self._catch_up.available = None  # its buffers would keep their memory
+        self._rounds.available = None  # its buffers would keep their memory
 
     def __enter__(self) -> Publisher:
         return self

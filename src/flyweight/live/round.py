@@ -1,8 +1,8 @@
 """One round: a version goes from a source to the members that take part.
 
-Each member ends on its own: it commits, reports a fault, is lost, or is given up at its
-deadline. No member delays the others for longer than that, and the bucket slots that a lost
-member had not emptied are free again.
+A member is a connected replica. Each one ends on its own: it commits, reports a fault, is lost,
+or is given up at its deadline. No member delays the others for longer than that, and the bucket
+slots that a lost member had not emptied are free again.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from time import monotonic, perf_counter
 
+from flyweight.digest import DigestKind
 from flyweight.errors import (
     DigestMismatch,
     FlyweightError,
@@ -22,24 +23,98 @@ from flyweight.errors import (
     listed,
 )
 from flyweight.live import messages
+from flyweight.live.connection import Connection, spin_seconds
+from flyweight.live.lanes import HOST, Offers
+from flyweight.live.published_model import PublishedVersion
 from flyweight.live.report import ReplicaReport
 from flyweight.live.source import BucketFill, PublishedSource, Region
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """The copies that a replica gets, and the blocks that they go to."""
+
+    copies: tuple[messages.Copy, ...]
+    sinks: Sequence[messages.Block]
+    nbytes: int
+    devices: frozenset[str]
+    """The GPUs that the replica's process sees."""
+    _regions: dict[DigestKind, tuple[Region, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def is_on_host(self) -> bool:
+        """True if the replica receives everything in host memory."""
+        return all(sink.place == HOST for sink in self.sinks)
+
+    def digest_kind(self, source: PublishedSource) -> DigestKind:
+        """Return 'xxh3' if both sides are on the host, else 'words', which a GPU can compute.
+
+        Files have digests of kind 'words', which need not be computed from their bytes.
+        """
+        return "xxh3" if source.is_on_host and self.is_on_host else "words"
+
+    def regions(self, kind: DigestKind) -> tuple[Region, ...]:
+        """Return the region that each copy reads, with this kind of digest."""
+        if kind not in self._regions:
+            self._regions[kind] = tuple(
+                Region(copy.source, copy.source_offset, copy.shape, kind) for copy in self.copies
+            )
+        return self._regions[kind]
+
+
+@dataclass(eq=False)
+class Member:
+    """A connected replica."""
+
+    id: bytes
+    hello: messages.Hello
+    last_seen: float
+    """When its last message arrived."""
+    agreement: Agreement | None = None
+    request: messages.Ask | None = None
+    """The version that it waits for."""
+    round: MemberRound | None = None
+    """Its progress in the round that it is in."""
+    searched_request: int = 0
+    """The number of the last request for which the store was searched."""
+    is_busy: bool = False
+    """True while it is in a round, or about to be."""
+    request_in_round: int = 0
+    """The number of the request that the round answers, even if it was withdrawn since."""
+    lanes: tuple[Offers, dict[int, str]] | None = None
+    lists_number: int = 0
+    """The number of the lists of places, slots and buckets that it was sent last."""
+    lists_sent: object = None
+    """The lists that it was sent last, so that they are not sent again."""
+    version: int | None = None
+    state: str = "joined"
+    error: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    def forget_lists(self) -> None:
+        """Choose lanes and send lists again in the next round."""
+        self.lanes = self.lists_sent = None
 
 
 @dataclass(eq=False)
 class MemberRound:
     """The progress of one member in a round."""
 
-    name: str
-    pid: int
-    copies: Sequence[messages.Copy]
-    regions: Sequence[Region]
-    """The region that each copy reads."""
+    changed: threading.Condition
+    """The lock of the round: the round itself would be a cycle, and keep tensors alive."""
+    connection: Connection
+    member: Member
+    agreement: Agreement
+    begin: messages.Begin
     buckets: frozenset[int]
     """The buckets that it needs."""
-    nbytes: int
-    begin: messages.Begin
-    send: Callable[[messages.Message], None]
+    is_mapped: bool
+    """True if it reads the source's own memory."""
     last_progress: float = 0.0
     """When it last sent something, or got something to do."""
     has_begun: bool = False
@@ -52,16 +127,25 @@ class MemberRound:
     seconds: float = 0.0
 
     @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
     def is_running(self) -> bool:
         return self.error is None and not self.is_committed
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The region that each copy reads."""
+        return self.agreement.regions(self.begin.digest_kind)
 
     @property
     def report(self) -> ReplicaReport:
         done = self.done
         return ReplicaReport(
             self.name,
-            self.pid,
-            self.nbytes if self.is_committed else 0,
+            self.member.hello.pid,
+            self.agreement.nbytes if self.is_committed else 0,
             self.seconds,
             0.0 if done is None else done.copy_seconds,
             0.0 if done is None else done.verify_seconds,
@@ -70,82 +154,77 @@ class MemberRound:
             self.error is not None and self.is_touched,
         )
 
+    def has_emptied(self, bucket: int) -> bool:
+        return bucket not in self.buckets or bucket in self.emptied
 
-class Round:
-    """Runs in the thread that publishes; the connection's thread calls `receive` and `lose`."""
-
-    def __init__(
-        self,
-        number: int,
-        source: PublishedSource,
-        members: Sequence[MemberRound],
-        *,
-        fills: Sequence[BucketFill],
-        should_verify: bool,
-        digests: Mapping[Region, int] | None,
-        has_mapped: bool,
-        start: Callable[[Round], bool],
-        on_release: Callable[[], None],
-        spin: Callable[[Callable[[], bool]], object],
-        timeout_seconds: float,
-    ) -> None:
-        """Prepare a round; `run` runs it.
-
-        digests: the digests of the source, if they are known; else the round computes them first.
-            Digests come before the copies, so that a write between them is detected.
-        has_mapped: True if some member reads the source's own memory.
-        start: calls `begin`, or returns False if the round must not start.
-        on_release: called once nothing reads the source's memory, maybe more than once.
-        spin: busy-waits for a condition for a short time, before the thread sleeps.
-        timeout_seconds: a member without progress for this long is given up.
-        """
-        self.number, self.source, self.members = number, source, list(members)
-        self._fills, self._should_verify, self._start = fills, should_verify, start
-        self._known, self._timeout_seconds = digests, timeout_seconds
-        self._has_mapped = has_mapped
-        self._changed = threading.Condition()
-        self._on_release, self._spin = on_release, spin
-        self._expected: Mapping[Region, int] | None = None
-        self._started, self._last_going = perf_counter(), 0.0
-        self.digest_seconds = 0.0
+    def send(self, message: messages.Message) -> None:
+        self.connection.send(message, self.member.id)
 
     # Called by the connection's thread.
 
     def receive(
-        self,
-        member: MemberRound,
-        message: messages.Emptied | messages.Copied | messages.Done | messages.Fault,
+        self, message: messages.Emptied | messages.Copied | messages.Done | messages.Fault
     ) -> None:
-        """Record what a member says, unless it is of another round or over for the member."""
-        with self._changed:
-            if not member.is_running or message.round != self.number:
+        """Record what the member says, unless it is of another round or over for the member."""
+        with self.changed:
+            if not self.is_running or message.round != self.begin.round:
                 return
-            member.last_progress = monotonic()
+            self.last_progress = monotonic()
             match message:
                 case messages.Emptied(bucket=bucket):
-                    member.emptied.add(bucket)
+                    self.emptied.add(bucket)
                 case messages.Copied():
-                    member.is_copied = True
+                    self.is_copied = True
                 case messages.Done():
-                    member.is_copied, member.done = True, message
+                    self.is_copied, self.done = True, message
                 case messages.Fault(kind=kind, text=text, is_touched=is_touched):
-                    member.is_touched = is_touched
-                    member.error = error_named(kind, text)
-            self._changed.notify_all()
+                    self.is_touched = is_touched
+                    self.error = error_named(kind, text)
+            self.changed.notify_all()
 
-    def lose(self, member: MemberRound, error: FlyweightError) -> None:
+    def lose(self, error: FlyweightError) -> None:
         """End the round for a member that is gone."""
-        with self._changed:
-            if member.is_running:
-                member.error, member.is_touched = error, True
-                self._changed.notify_all()
+        with self.changed:
+            if self.is_running:
+                self.error, self.is_touched = error, True
+                self.changed.notify_all()
+
+
+class Round:
+    """Runs in the thread that publishes."""
+
+    def __init__(
+        self,
+        number: int,
+        version: PublishedVersion,
+        connection: Connection,
+        *,
+        fills: Sequence[BucketFill],
+        should_verify: bool,
+        start: Callable[[Round], bool],
+        on_release: Callable[[], None],
+        timeout_seconds: float,
+    ) -> None:
+        """Prepare a round; add its `members`, then `run` it.
+
+        start: calls `begin`, or returns False if the round must not start.
+        on_release: called once nothing reads the source's memory, maybe more than once.
+        timeout_seconds: a member without progress for this long is given up.
+        """
+        self.number, self.version, self.connection = number, version, connection
+        self._fills, self._should_verify, self._start = fills, should_verify, start
+        self._on_release, self._timeout_seconds = on_release, timeout_seconds
+        self._spin_seconds = spin_seconds(bool(version.source.devices))
+        self.members: list[MemberRound] = []
+        self.changed = threading.Condition()
+        self._expected: Mapping[Region, int] | None = None
+        self._started, self._last_going = perf_counter(), 0.0
+        self.digest_seconds = 0.0
 
     def abort(self, error: FlyweightError) -> None:
         """End the round for all members that are still running."""
         for member in self._running():
             self._give_up(member, error)
-
-    # Called by the thread that publishes.
 
     def run(self) -> None:
         """Run the round until every member has committed or failed."""
@@ -155,7 +234,7 @@ class Round:
             if not self._start(self):
                 return
             self._fill_buckets()
-            if not self._has_mapped:
+            if not any(member.is_mapped for member in self.members):
                 self._on_release()
             self._wait(lambda member: member.is_copied, "copied the weights")
             self._on_release()
@@ -193,7 +272,9 @@ class Round:
                 self._finish(started)
                 started = None
             if before is not None:
-                self._wait(partial(_has_emptied, bucket=before), f"emptied bucket {before}")
+                self._wait(
+                    partial(MemberRound.has_emptied, bucket=before), f"emptied bucket {before}"
+                )
             if not any(bucket.number in member.buckets for member in self._running()):
                 continue
             in_slot[bucket.slot] = bucket.number
@@ -214,16 +295,20 @@ class Round:
                 member.send(messages.Filled(self.number, number))
 
     def _is_empty(self, bucket: int | None) -> bool:
-        return bucket is None or all(_has_emptied(each, bucket) for each in self._running())
+        return bucket is None or all(each.has_emptied(bucket) for each in self._running())
 
     def _digests(self) -> Mapping[Region, int]:
+        """Return the digests of the source.
+
+        They come before the copies, so that a write between them is detected.
+        """
         if not self._should_verify:
             return {}
-        if self._known is not None:
-            return self._known
+        if self.version.digests is not None:
+            return self.version.digests
         started = perf_counter()
         regions = dict.fromkeys(region for each in self._running() for region in each.regions)
-        found = self.source.digests(list(regions), monotonic() + self._timeout_seconds)
+        found = self.version.source.digests(list(regions), monotonic() + self._timeout_seconds)
         self.digest_seconds = perf_counter() - started
         return found
 
@@ -237,10 +322,10 @@ class Round:
             self._commit_done()
             return all(map(is_reached, self._running()))
 
-        self._spin(is_over)
+        self.connection.spin(is_over, self._spin_seconds)
         while True:
             self._commit_done()
-            with self._changed:
+            with self.changed:
                 waiting = [member for member in self._running() if not is_reached(member)]
                 if not waiting:
                     return
@@ -248,7 +333,7 @@ class Round:
                 overdue = [m for m in waiting if now - m.last_progress > self._timeout_seconds]
                 if not overdue and not self._has_done():
                     first = min(each.last_progress for each in waiting) + self._timeout_seconds
-                    self._changed.wait(max(min(first - now, self._going_seconds), 0.001))
+                    self.changed.wait(max(min(first - now, self._going_seconds), 0.001))
             for member in overdue:
                 member.is_touched = True
                 text = f"replica {member.name!r} has not {step} in {self._timeout_seconds:g} s"
@@ -263,11 +348,11 @@ class Round:
         return min(self._timeout_seconds / 8, 1.0)
 
     def _give_up(self, member: MemberRound, error: FlyweightError) -> None:
-        with self._changed:
+        with self.changed:
             if not member.is_running:
                 return
             member.error = error
-            self._changed.notify_all()
+            self.changed.notify_all()
         if member.has_begun:
             member.send(messages.Abort(self.number, type(error).__name__, str(error)))
 
@@ -297,7 +382,7 @@ class Round:
                     ),
                 )
                 continue
-            with self._changed:  # a member that is lost at the same time is not committed
+            with self.changed:  # a member that is lost at the same time is not committed
                 if not member.is_running:
                     continue
                 member.is_committed = True
@@ -309,9 +394,5 @@ class Round:
     ) -> list[str]:
         if len(found) != len(expected):
             return [f"{len(found)} digests, {len(expected)} expected"]
-        pairs = zip(member.copies, found, expected, strict=True)
-        return sorted({self.source.blocks[c.source].name for c, a, b in pairs if a != b})
-
-
-def _has_emptied(member: MemberRound, bucket: int) -> bool:
-    return bucket not in member.buckets or bucket in member.emptied
+        pairs = zip(member.agreement.copies, found, expected, strict=True)
+        return sorted({self.version.source.blocks[c.source].name for c, a, b in pairs if a != b})

@@ -1,35 +1,38 @@
 """Rounds: makes a round of a published version and the members that take it, and runs it.
 
 A member that was told of lanes, slots and buckets in its last round, and still holds those
-lists, is not told again. Rounds of a publish and catch-up rounds run beside each other, each in
-the thread that wants it.
+lists, is not told again. The rounds of a publish run in the thread that publishes. A replica
+that asks between two publishes is served by a catch-up round, from memory or from a snapshot: it
+has one member, a thread and bucket slots of its own, so that the next publish need not wait.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from logging import getLogger
 from time import monotonic, perf_counter
 
 from flyweight.checks import check_seconds
-from flyweight.errors import FlyweightError, PeerLost, SpecError
-from flyweight.live.connection import spin_seconds
+from flyweight.errors import FlyweightError, PeerFailed, PeerLost, SpecError, TransferTimeout
 from flyweight.live.lanes import (
     MAPPED,
     TRANSPORTS,
     BucketSlots,
+    Offers,
     TransportChoice,
+    Transports,
     bucketed_blocks,
     lane_names,
 )
-from flyweight.live.member import Agreement, Member
 from flyweight.live.members import Members
 from flyweight.live.messages import Begin
-from flyweight.live.published_model import PublishedVersion
+from flyweight.live.published_model import PublishedModel, PublishedVersion
 from flyweight.live.report import ReplicaReport
-from flyweight.live.round import MemberRound, Round
-from flyweight.verbs.find import PathLike
+from flyweight.live.round import Agreement, Member, MemberRound, Round
+from flyweight.verbs.find import PathLike, open_source, versions
 
 _log = getLogger("flyweight.live")
 
@@ -63,13 +66,24 @@ class PublisherOptions:
 class Rounds:
     """Makes and runs the rounds of one publisher."""
 
-    def __init__(self, members: Members, options: PublisherOptions) -> None:
+    def __init__(
+        self,
+        members: Members,
+        options: PublisherOptions,
+        transports: Transports,
+        model: PublishedModel,
+    ) -> None:
         self._members, self._options = members, options
+        self._transports, self._model = transports, model
         self._running: set[Round] = set()
+        self._threads: set[threading.Thread] = set()
+        """The threads of catch-up rounds."""
         self._is_open = True
         self._has_warned = False
         self.last_number = 0
         """The number of the last round."""
+        self.available: PublishedVersion | None = None
+        """The version that replicas can take at once, between two publishes."""
 
     def lanes(self, version: PublishedVersion, member: Member) -> dict[int, str]:
         """Return the lane of each block for a member; raise if the transport is impossible."""
@@ -117,33 +131,29 @@ class Rounds:
         members: Sequence[Member],
         slots: BucketSlots,
         timeout_seconds: float,
-        *,
-        start: Callable[[Round], bool] | None = None,
         on_release: Callable[[], None] = lambda: None,
     ) -> Round:
-        """Return a round that `run` runs; `Round` explains `start` and `on_release`."""
-        all_lanes = [self.lanes(version, member) for member in members]
-        slots.lay_out(version.source, bucketed_blocks(all_lanes))
+        """Return a round that `run` runs; `Round` explains `on_release`."""
+        slots.lay_out(
+            version.source, bucketed_blocks([self.lanes(version, member) for member in members])
+        )
         digest_seconds = self._add_digests(version, members, timeout_seconds)
         with self._members.changed:
             self.last_number += 1
             number = self.last_number
-        spin = spin_seconds(bool(version.source.devices))
         round_ = Round(
             number,
-            version.source,
-            [self._member_round(version, member, slots, number) for member in members],
+            version,
+            self._members.connection,
             fills=slots.fills,
             should_verify=self._options.should_verify,
-            digests=version.digests,
-            has_mapped=any(MAPPED in lanes.values() for lanes in all_lanes),
-            start=_begin_at_once if start is None else start,
+            start=self._start,
             on_release=on_release,
-            spin=lambda is_done: self._members.connection.spin(is_done, spin),
             timeout_seconds=timeout_seconds,
         )
         round_.digest_seconds = digest_seconds
-        self._members.join_round(members, round_)
+        round_.members += [self._member_round(round_, member, slots) for member in members]
+        self._members.join_round(round_)
         return round_
 
     def _add_digests(
@@ -159,25 +169,21 @@ class Rounds:
         version.digests.update(version.source.digests(new, monotonic() + timeout_seconds))
         return perf_counter() - started
 
-    def _member_round(
-        self, version: PublishedVersion, member: Member, slots: BucketSlots, number: int
-    ) -> MemberRound:
-        lanes, agreed = self.lanes(version, member), _agreement(member)
+    def _member_round(self, round_: Round, member: Member, slots: BucketSlots) -> MemberRound:
+        version, agreed = round_.version, _agreement(member)
+        lanes = self.lanes(version, member)
         buckets = slots.buckets_for(lanes)
         lists = version.offers, slots, slots.generation, tuple(each.number for each in buckets)
         has_lists = member.lists_sent == lists
         if not has_lists:
             member.lists_sent = lists
             member.lists_number += 1
-        kind = agreed.digest_kind(version.source)
-        regions, digests = agreed.regions(kind), None
+        kind, digests = agreed.digest_kind(version.source), None
         if version.digests is not None and self._options.should_verify:
-            digests = tuple(version.digests[region] for region in regions)
-        places = None
-        if not has_lists:
-            places = version.offers.places([n for n, lane in lanes.items() if lane == MAPPED])
+            digests = tuple(version.digests[region] for region in agreed.regions(kind))
+        mapped = [number for number, lane in lanes.items() if lane == MAPPED]
         begin = Begin(
-            round=number,
+            round=round_.number,
             ask=member.request_in_round,
             version=version.version,
             parent=version.parent,
@@ -187,31 +193,43 @@ class Rounds:
             digest_kind=kind,
             digests=digests,
             lists=member.lists_number,
-            places=places,
+            places=None if has_lists else version.offers.places(mapped),
             slots=None if has_lists else {each.slot: slots.handles[each.slot] for each in buckets},
             buckets=None if has_lists else buckets,
             values=dict(version.values),
         )
+        numbers = frozenset(each.number for each in buckets)
         return MemberRound(
-            member.name,
-            member.hello.pid,
-            agreed.copies,
-            regions,
-            frozenset(each.number for each in buckets),
-            agreed.nbytes,
-            begin,
-            lambda message: self._members.connection.send(message, member.id),
+            round_.changed, round_.connection, member, agreed, begin, numbers, bool(mapped)
         )
+
+    def _start(self, round_: Round) -> bool:
+        """Begin a round, unless the version that it reads is about to be overwritten."""
+        with self._members.changed:
+            is_replaced = round_.version.is_replaced
+            if not is_replaced:
+                round_.begin()
+            return not is_replaced
 
     def run(self, round_: Round) -> None:
         """Run a round; `abort` ends it early."""
-        self._running.add(round_)
+        with self._members.changed:
+            self._running.add(round_)
         try:
             if not self._is_open:
                 round_.abort(PeerLost("the publisher was closed"))
             round_.run()
         finally:
-            self._running.discard(round_)
+            with self._members.changed:
+                self._running.discard(round_)
+
+    def release_members(self, members: Sequence[Member]) -> None:
+        """Take members out of their rounds, and serve those that have sent requests meanwhile."""
+        with self._members.changed:
+            for member in members:
+                self._members.leave_round(member)
+            for member in self._members.waiting():
+                self.serve(member)
 
     def close(self) -> None:
         """Start no more rounds; those that run go on."""
@@ -219,13 +237,150 @@ class Rounds:
 
     def abort(self, error: FlyweightError) -> None:
         """End the rounds that still run."""
-        for round_ in list(self._running):
+        with self._members.changed:
+            rounds = list(self._running)
+        for round_ in rounds:
             round_.abort(error)
 
+    # Between two publishes.
 
-def _begin_at_once(round_: Round) -> bool:
-    round_.begin()
-    return True
+    def serve(self, member: Member) -> None:
+        """Serve a member's request now if possible; otherwise it waits for a publish."""
+        request, available = member.request, self.available
+        if request is None or not self._is_open:
+            return
+        last = self._members.version
+        has_store = self._options.store is not None and member.searched_request != request.ask
+        newest = last if request.version is None else request.version
+        may_be_newer = has_store and available is None and request.version is None
+        is_newest = request.have is not None and request.have == newest and not may_be_newer
+        if request.may_keep and is_newest:
+            self._members.confirm(member, request)
+        elif available is not None and request.version in (None, available.version):
+            if available.version != request.have:
+                self._start_thread(member, available)
+        elif has_store:
+            member.searched_request = request.ask  # once: later versions come by a publish
+            self._start_thread(member, None)
+        elif request.version is not None and last is not None and request.version <= last:
+            self._members.deny(member, last)
+
+    def retire_available(self, version: int, timeout_seconds: float) -> None:
+        """Withdraw the available version, so that `version` can overwrite its memory.
+
+        A replica that still reads it after half of the time is given up: the bytes that it copies
+        from then on are of no version, and its digests will show that.
+        """
+        with self._members.changed:
+            old = self.available
+            # Other members may still begin: a reader may be a rank that waits for another rank.
+            self._members.changed.wait_for(lambda: not self._readers(old), timeout_seconds / 2)
+            self.available = None
+            if old is not None:
+                old.is_replaced = True  # nobody begins to read it from now on
+            readers = self._readers(old)
+        for round_ in readers:
+            round_.abort(TransferTimeout(f"version {version} overwrites the version that it reads"))
+
+    def _readers(self, version: PublishedVersion | None) -> list[Round]:
+        """Return the rounds that have begun to read a version."""
+        return [
+            each
+            for each in self._running
+            if each.version is version and any(member.has_begun for member in each.members)
+        ]
+
+    def _start_thread(self, member: Member, version: PublishedVersion | None) -> None:
+        self._members.reserve(member)
+        thread = threading.Thread(
+            target=self._catch_up, args=(member, version), name="flyweight-catch-up", daemon=True
+        )
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError as cause:  # the system's limit of threads is reached
+            self._threads.discard(thread)
+            text = f"the publisher cannot start a thread: {cause}; raise the limit, ulimit -u"
+            self._members.fail(member, PeerFailed(text))
+            self._members.leave_round(member)
+
+    def _catch_up(self, member: Member, version: PublishedVersion | None) -> None:
+        """Run a round for one member, from the available version or from the store."""
+        started = perf_counter()
+        slots = BucketSlots(self._transports, self._options.bucket_bytes, self._options.depth)
+        try:
+            with ExitStack() as stack:
+                stack.callback(slots.close)
+                if version is None:
+                    version = self._from_store(member, stack)
+                if version is not None:
+                    self._run_catch_up(member, version, slots, started)
+        except FlyweightError as error:
+            self._members.fail(member, error)
+        except BaseException as error:
+            self._members.fail(member, PeerFailed(f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            with self._members.changed:
+                member.forget_lists()  # the slots are closed
+                self._threads.discard(threading.current_thread())
+                self.release_members([member])
+
+    def _run_catch_up(
+        self, member: Member, version: PublishedVersion, slots: BucketSlots, started: float
+    ) -> None:
+        members = self._members
+        round_ = self.prepare(version, [member], slots, self._options.timeout_seconds)
+        members.set_state(round_.number, version.version, "serving", round_.members, 0.0)
+        self.run(round_)
+        seconds = perf_counter() - started
+        members.set_state(round_.number, members.version, "idle", round_.members, seconds)
+        (progress,) = round_.members
+        if progress.has_begun:
+            members.announce(
+                "serve.done",
+                name=member.name,
+                pid=member.hello.pid,
+                version=version.version,
+                origin=version.origin,
+                nbytes=progress.agreement.nbytes,
+                seconds=seconds,
+                error=None if progress.error is None else str(progress.error),
+            )
+
+    def _from_store(self, member: Member, stack: ExitStack) -> PublishedVersion | None:
+        """Open the requested snapshot, or the newest if it is newer than what the replica has."""
+        store, request = self._options.store, member.request
+        assert store is not None
+        if request is None:
+            return None
+        found = versions(store)
+        if request.version is not None:
+            if request.version not in found:
+                return None
+        elif not found or (request.held is not None and request.held >= found[-1]):
+            last = self._members.version
+            newest = max([*found[-1:], -1 if last is None else last])
+            if request.may_keep and request.have == newest:
+                self._members.confirm(member, request)
+            return None
+        stored = stack.enter_context(open_source(store, version=request.version))
+        source = self._model.source.read_from(stored)
+        offers = Offers(source, self._transports)
+        stack.callback(offers.close)
+        manifest = stored.manifest
+        assert manifest.version is not None
+        return PublishedVersion(
+            manifest.version, manifest.parent, source, offers, "snapshot", manifest.values
+        )
+
+    def join(self, deadline: float) -> bool:
+        """Wait for the catch-up rounds that run; return whether all are over."""
+        with self._members.changed:  # a thread that is not started yet cannot be joined
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(deadline - monotonic(), 0))
+        return not self._threads
 
 
 def _agreement(member: Member) -> Agreement:
