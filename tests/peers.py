@@ -124,11 +124,18 @@ class FakePublisher:
         copy = messages.Copy(0, 0, (0,), (0,), shape)
         self.say(messages.Agreed((messages.Block(0, (0,), shape),), (copy,)))
 
-    def begin(self, *, number=1, version=5, digests=None, **handle):
-        """Wait until a replica asks, and begin a round in which it reads the file."""
+    def begin(
+        self, *, number=1, version=5, digests=None, num_buckets=0, should_verify=True, **handle
+    ):
+        """Wait until a replica asks, and begin a round in which it reads the file.
+
+        It maps the file, or with `num_buckets` reads as many buckets that lie in it.
+        """
         ask = self.hear_of(messages.Ask)
         said = {"session": SESSION, "key": self.key, "offset": 0, "nbytes": len(self.content)}
-        place = messages.Place(0, SharedMemoryHandle(**{**said, **handle}), 0, (1,))
+        shown = SharedMemoryHandle(**{**said, **handle})
+        size = len(self.content) // max(num_buckets, 1)
+        pieces = [messages.Piece(0, (n * size,), (size,), n * size) for n in range(num_buckets)]
         self.say(
             messages.Begin(
                 round=number,
@@ -137,13 +144,13 @@ class FakePublisher:
                 parent=None,
                 origin="published",
                 strategy="mapped",
-                should_verify=True,
+                should_verify=should_verify,
                 digest_kind="xxh3",
                 digests=digests,
                 lists=number,
-                places=(place,),
-                slots={},
-                buckets=(),
+                places=() if num_buckets else (messages.Place(0, shown, 0, (1,)),),
+                slots={0: shown} if num_buckets else {},
+                buckets=tuple(messages.Bucket(n, 0, (each,)) for n, each in enumerate(pieces)),
                 values={},
             )
         )

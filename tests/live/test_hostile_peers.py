@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from flyweight.errors import (
-    DigestMismatch,
-)
+from flyweight.errors import DigestMismatch, TransportError
 from flyweight.live import messages
 from live_models import Child, holds, weights
 from live_rounds import (
@@ -153,6 +151,26 @@ def test_a_commit_of_another_round_is_not_counted(lying, number):
     with pytest.raises(fw.FlyweightError, match="on purpose"):
         update.result(10)
     assert is_failed(replica)
+
+
+@pytest.mark.parametrize("is_loader", [False, True], ids=["memory", "loader"])
+def test_a_bucket_that_comes_twice_instead_of_another_fails_the_round(address, threads, is_loader):
+    """Without digests nothing else would show that the other bytes never came."""
+    model = {"w": np.zeros_like(CONTENT)}
+    target, options = (model.update, {"framework": "numpy"}) if is_loader else (model, {})
+    with FakePublisher(address, CONTENT.tobytes()) as publisher:
+        joining = threads.submit(fw.Replica, target, address, **options)
+        publisher.welcome()
+        publisher.agree()
+        with joining.result(10) as replica:
+            update = threads.submit(replica.update, timeout_seconds=10)
+            publisher.begin(num_buckets=2, should_verify=False)
+            publisher.say(messages.Filled(1, 0))
+            assert publisher.hear_of(messages.Emptied).bucket == 0
+            publisher.say(messages.Filled(1, 0))
+            with pytest.raises(TransportError, match="bucket 0 was not announced, or came twice"):
+                update.result(10)
+            assert is_failed(replica)
 
 
 def test_the_end_of_another_round_does_not_end_this_one(lying, engine):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from time import monotonic, perf_counter
@@ -134,12 +134,12 @@ class PreparedCopies:
                 on_devices.append((each.sink, each.source))
         self._on_devices = copiers.prepare(on_devices, is_bucket=is_bucket)
         self._is_started = False
-        self._kept = copies  # chunks do not own their memory, buffers do
+        self._kept: Sequence[BufferCopy] = copies  # chunks do not own their memory, buffers do
 
     @property
     def is_ordered(self) -> bool:
         """True if work queued on a device's default stream later runs after all copies."""
-        return not any(each.has_strided for each in self._on_devices)
+        return not any(each.strided for each in self._on_devices)
 
     def start(self) -> None:
         """Queue the copies of devices without waiting; `run` does so if it was not called."""
@@ -181,8 +181,10 @@ class PreparedCopies:
         return sum(spent) / (_num_threads(self._chunks) if spent else 1)
 
     def close(self) -> None:
+        """Free what was prepared; an error's traceback that still has it keeps no memory alive."""
         for each in self._on_devices:
             each.close()
+        self._chunks, self._on_devices, self._kept = [], [], ()
 
 
 class PreparedDeviceCopies:
@@ -197,25 +199,21 @@ class PreparedDeviceCopies:
         is_bucket: bool,
     ) -> None:
         self._device, self._copier = device, copier
-        self._strided = [each for each in pairs if _is_strided(*each)]
+        self.strided = [each for each in pairs if _is_strided(*each)]
         plain = [each for each in pairs if not _is_strided(*each)]
         # A bucket is small: to queue each of its copies takes longer than to run one kernel.
         self._table = (
             copier.table(plain, launch_bytes=1 << 62) if is_bucket else copier.table(plain)
         )
 
-    @property
-    def has_strided(self) -> bool:
-        return bool(self._strided)
-
     def start(self) -> None:
         self._copier.run(self._table)
-        for sink, source in self._strided:
+        for sink, source in self.strided:
             copy_strided(sink, source)
 
     def wait(self, deadline: float) -> None:
         self._copier.wait(max(deadline - monotonic(), 0.001))
-        if self._strided:  # they run on the framework's own stream
+        if self.strided:  # they run on the framework's own stream
             driver.synchronize(self._device, max(deadline - monotonic(), 0.001))
 
     def close(self) -> None:
@@ -267,16 +265,20 @@ class Copiers:
         self._copiers.clear()
 
 
+def is_small(buffer: Buffer) -> bool:
+    """True if a buffer is better digested together with others, after everything is copied."""
+    return buffer.nbytes <= SMALL_BYTES
+
+
 class PreparedDigests:
     """Digests of buffers that are computed again in every round."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._nbytes = [buffer.nbytes for buffer in buffers]
         self._kept = buffers
-        self._small = SmallDigests(
-            {n: b for n, b in enumerate(buffers) if b.device is None and is_small(b)}
-        )
-        self._on_host = [n for n, b in enumerate(buffers) if b.device is None and not is_small(b)]
+        on_host = [n for n, buffer in enumerate(buffers) if buffer.device is None]
+        self._small = {n: buffers[n].items() for n in on_host if is_small(buffers[n])}
+        self._on_host = [n for n in on_host if n not in self._small]
         self._chunks = [chunk for n in self._on_host for chunk in _chunks(n, 0, buffers[n], None)]
         self._on_devices: list[tuple[list[int], DeviceDigests]] = []
         for device in sorted({b.device for b in buffers if b.device is not None}):
@@ -304,26 +306,11 @@ class PreparedDigests:
             )
         for number, each in running.items():
             found[number] = each.value()
-        for number, value in self._small.digests(kind):
+        small = small_digests(list(map(_bytes, self._small.values())), kind)
+        for number, value in zip(self._small, small, strict=True):
             found[number] = value
         for numbers, on_device in self._on_devices:
             values = on_device.values(max(deadline - monotonic(), 0.001))
             for number, value in zip(numbers, values, strict=True):
                 found[number] = value
         return found
-
-
-def is_small(buffer: Buffer) -> bool:
-    """True if a buffer is better digested together with others, after everything is copied."""
-    return buffer.nbytes <= SMALL_BYTES
-
-
-class SmallDigests:
-    """Digests of many small buffers on the host, computed in one call."""
-
-    def __init__(self, buffers: Mapping[int, Buffer]) -> None:
-        self._numbers = list(buffers)
-        self._items = [buffer.items() for buffer in buffers.values()]
-
-    def digests(self, kind: DigestKind) -> Iterator[tuple[int, int]]:
-        return zip(self._numbers, small_digests(list(map(_bytes, self._items)), kind), strict=True)

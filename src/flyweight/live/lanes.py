@@ -148,6 +148,11 @@ class Offers:
         self._places.clear()
 
 
+def visible_devices() -> tuple[str, ...]:
+    """Return the uuids of the GPUs that this process sees."""
+    return tuple(map(driver.uuid, range(driver.num_devices())))
+
+
 def _can_read(device: int, target: str) -> bool:
     """True if a process with memory on `target` can read memory of `device`."""
     if target == HOST:

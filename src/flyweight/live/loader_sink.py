@@ -12,9 +12,9 @@ from typing import Any
 from flyweight.adapters.loader import Loader
 from flyweight.errors import TransportError, listed
 from flyweight.live.copies import BufferCopy, Copiers, PreparedCopies, PreparedDigests
-from flyweight.live.lanes import HOST
+from flyweight.live.lanes import HOST, visible_devices
 from flyweight.live.messages import Block, Tensor, Want
-from flyweight.live.sink import SinkResult, SinkRound, checked_kind, visible_devices
+from flyweight.live.replica_round import ReplicaRound, SinkResult
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Leaf, TensorSpec
@@ -46,10 +46,10 @@ class LoaderSink:
                 for n, spec in enumerate(tensors.values())
             ),
             False,
-            visible_devices([0] if self.has_devices else []),
+            visible_devices() if self.has_devices else (),
         )
 
-    def receive(self, round_: SinkRound) -> SinkResult:
+    def receive(self, round_: ReplicaRound) -> SinkResult:
         started = perf_counter()
         loading = _Loading(self, round_)
         round_.touch()
@@ -58,11 +58,11 @@ class LoaderSink:
             self.loader.load(weights)
         finally:
             weights.close()  # a loader that keeps it must not read messages of later rounds
-        if loading.left:
-            total = len(self.specs)
+        left = list(self.specs)[loading.num_taken :]
+        if left:
             raise TransportError(
-                f"the loader took {total - len(loading.left)} of {total} tensors; it left "
-                f"{listed(loading.left)}"
+                f"the loader took {loading.num_taken} of {len(self.specs)} tensors; it left "
+                f"{listed(left)}"
             )
         seconds = perf_counter() - started - loading.verify_seconds
         digests = tuple(loading.digests) if round_.begin.should_verify else ()
@@ -84,13 +84,12 @@ class LoaderSink:
 class _Loading:
     """One round through a loader, which makes each tensor when the loader asks for it."""
 
-    def __init__(self, sink: LoaderSink, round_: SinkRound) -> None:
+    def __init__(self, sink: LoaderSink, round_: ReplicaRound) -> None:
         self._sink, self._round, self._source = sink, round_, round_.source
-        self._kind = checked_kind(sink, round_.begin)
         self._specs = list(sink.specs.values())
         self.digests = [0] * len(self._source.copies)
         self.verify_seconds = 0.0
-        self.left = list(sink.specs)
+        self.num_taken = 0
         self._fresh: dict[int, tuple[Any, Buffer]] = {}
         wholes = [Box.whole(spec.shape) for spec in self._specs]
         pairs = list(zip(self._specs, wholes, strict=True))
@@ -119,7 +118,7 @@ class _Loading:
             if self._round.begin.should_verify:
                 self._digest(sink)
             tensor, _ = self._fresh.pop(sink)
-            self.left.remove(name)
+            self.num_taken += 1
             yield name, tensor
 
     def _buffer(self, sink: int) -> Buffer:
@@ -142,7 +141,9 @@ class _Loading:
         copies = [self._source.copies[n] for n in numbers]
         buffer = self._buffer(sink)
         targets = [buffer.block(Box(copy.sink_offset, copy.shape)) for copy in copies]
-        found = PreparedDigests(targets).digests(self._kind, self._round.deadline)
+        found = PreparedDigests(targets).digests(
+            self._round.begin.digest_kind, self._round.deadline
+        )
         for number, value in zip(numbers, found, strict=True):
             self.digests[number] = value
         self.verify_seconds += perf_counter() - started

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from time import monotonic, perf_counter
 
 from flyweight.adapters.identity import Identity
-from flyweight.adapters.model import Model, ModelBlock, adapt
+from flyweight.adapters.model import Model, adapt
 from flyweight.cuda import driver
 from flyweight.digest import Digest
 from flyweight.errors import PlanError, SpecError, TransportError
-from flyweight.live.copies import (
-    BufferCopy,
-    Copiers,
-    PreparedCopies,
-    PreparedDigests,
-    SmallDigests,
-    is_small,
-)
-from flyweight.live.lanes import HOST
-from flyweight.live.messages import Block, Copy, Tensor, Want
+from flyweight.live.copies import BufferCopy, Copiers, PreparedCopies, PreparedDigests, is_small
+from flyweight.live.lanes import HOST, visible_devices
+from flyweight.live.messages import Block, Tensor, Want
 from flyweight.live.remote_source import RemoteSource
-from flyweight.live.sink import SinkResult, SinkRound, checked_kind, visible_devices
+from flyweight.live.replica_round import ReplicaRound, SinkResult
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Leaf, Manifest, TensorSpec
@@ -56,20 +50,11 @@ class MemorySink:
             )
         self._copiers = Copiers()
         self._model: Model | None = None
-        self._blocks: list[ModelBlock] = []
+        self._buffers: list[Buffer] = []
+        """The memory of each wanted block."""
         self._identity: Identity | None = None
-        self._prepared: tuple[RemoteSource, int] | None = None
-        self._mapped = PreparedCopies((), self._copiers)
-        self._buckets: dict[int, PreparedCopies] = {}
-        self._last: list[int] = []
-        """The copies that are digested after everything is copied."""
-        self._has_doubles = False
-        """True if two tensors of the publisher go to the same memory: they must be equal."""
-        self._small = SmallDigests({})
-        self._added: list[int] = []
-        """The bytes of each copy that is digested chunk by chunk as it arrives, else 0."""
+        self._prepared: _PreparedRound | None = None
         self._devices: list[int] = []
-        self._digests: PreparedDigests | None = None
         if layout is None:
             adapt(thing).check_writable()  # raise now rather than at the first update
 
@@ -92,20 +77,21 @@ class MemorySink:
         model.check_writable()
         specs: list[Tensor] = []
         blocks: list[Block] = []
-        self._blocks = []
+        buffers: list[Buffer] = []
         for name in _wanted_names(model.manifest, tensors, tied):
             for block in model.blocks(name):
-                if block.buffer is None:
+                buffer, box = block.buffer, block.box
+                if buffer is None:
                     raise PlanError(f"{name!r} is on a device that cannot be written in place")
-                self._blocks.append(block)
-                blocks.append(
-                    Block(len(specs), block.box.offset, block.box.shape, _place(block.buffer))
-                )
+                place = HOST if buffer.device is None else driver.uuid(buffer.device)
+                buffers.append(buffer)
+                blocks.append(Block(len(specs), box.offset, box.shape, place))
             specs.append(Tensor.of(name, model.manifest.spec(name)))
-        self._model, self._identity, self._prepared = model, found, None
-        devices = (block.buffer.device for block in self._blocks if block.buffer is not None)
-        self._devices = sorted({each for each in devices if each is not None})
-        return Want(tuple(specs), tuple(blocks), self._may_leave, visible_devices(self._devices))
+        self._forget()
+        self._model, self._identity, self._buffers = model, found, buffers
+        self._devices = sorted({each.device for each in buffers if each.device is not None})
+        visible = visible_devices() if self._devices else ()
+        return Want(tuple(specs), tuple(blocks), self._may_leave, visible)
 
     def synchronize(self, deadline: float) -> None:
         assert self._model is not None
@@ -117,128 +103,53 @@ class MemorySink:
         assert self._model is not None
         self._model.touched()
 
-    def receive(self, round_: SinkRound) -> SinkResult:
-        source, begin = round_.source, round_.begin
-        self._prepare(source)
-        kind = checked_kind(self, begin)
-        if self._has_doubles and not begin.should_verify:
+    def receive(self, round_: ReplicaRound) -> SinkResult:
+        begin, prepared = round_.begin, self._prepare(round_.source)
+        if prepared.has_doubles and not begin.should_verify:
             raise PlanError(
                 "tensors that are one here are several at the publisher, and nothing is verified, "
                 "so they may differ; publish with should_verify=True, or tie them there too"
             )
+        kind = begin.digest_kind
         digests = [
             Digest(nbytes, kind) if nbytes and begin.should_verify else None
-            for nbytes in self._added
+            for nbytes in prepared.added
         ]
-        started, spent = perf_counter(), 0.0
+        started = perf_counter()
         round_.touch()
-        last = self._last_digests(source) if begin.should_verify else None
-        self._mapped.start()
-        if last is not None and not self._buckets and self._mapped.is_ordered:
+        last = prepared.last_digests if begin.should_verify else None
+        prepared.mapped.start()
+        if last is not None and not prepared.buckets and prepared.mapped.is_ordered:
             last.start()  # the device digests as soon as it has copied
-        spent += self._mapped.run(digests, round_.deadline, round_.on_progress)
-        missing = set(self._buckets)
-        while missing:
+        spent = prepared.mapped.run(digests, round_.deadline, round_.on_progress)
+        for _ in prepared.buckets:
             number = round_.next_bucket()
-            if number not in missing:
-                raise TransportError(f"bucket {number} was not announced, or came twice")
-            missing.remove(number)
-            spent += self._buckets[number].run(digests, round_.deadline, round_.on_progress)
+            spent += prepared.buckets[number].run(digests, round_.deadline, round_.on_progress)
             round_.bucket_emptied(number)
         copied = perf_counter()
-        if not begin.should_verify:
+        if last is None:
             return SinkResult((), copied - started, 0.0)
         if self._devices:
             round_.copied()
         found = [0 if each is None else each.value() for each in digests]
-        for number, value in self._small.digests(kind):
+        values = last.digests(kind, round_.deadline)
+        for number, value in zip(prepared.last, values, strict=True):
             found[number] = value
-        if last is not None:
-            values = last.digests(kind, round_.deadline)
-            for number, value in zip(self._last, values, strict=True):
-                found[number] = value
         verified = perf_counter() - copied + spent
         return SinkResult(tuple(found), copied - started - spent, verified)
 
-    def _last_digests(self, source: RemoteSource) -> PreparedDigests | None:
-        """Return the digests that are computed after everything is copied."""
-        if self._digests is None and self._last:
-            self._digests = PreparedDigests([self._target(source.copies[n]) for n in self._last])
-        return self._digests
-
-    def _buffer(self, sink: int) -> Buffer:
-        buffer = self._blocks[sink].buffer
-        assert buffer is not None
-        return buffer
-
-    def _target(self, copy: Copy) -> Buffer:
-        return self._buffer(copy.sink).block(Box(copy.sink_offset, copy.shape))
-
-    def _prepare(self, source: RemoteSource) -> None:
+    def _prepare(self, source: RemoteSource) -> _PreparedRound:
         """Prepare the copies, unless they are those of the last round."""
-        key = source, source.generation
-        if self._prepared is not None and self._prepared == key:
-            return
-        buffers = [self._buffer(number) for number in range(len(self._blocks))]
-        source.check_targets([(Box.whole(each.shape), each.item_bytes) for each in buffers])
-        mapped = [
-            copy for block in source.mapped for copy in source.mapped_copies(block, self._buffer)
-        ]
-        by_bucket = {
-            number: list(source.bucket_copies(number, self._buffer))
-            for number in source.bucket_numbers
-        }
-        self._check_whole(source, [*mapped, *chain.from_iterable(by_bucket.values())])
-        self._forget()
-        self._mapped = PreparedCopies(mapped, self._copiers)
-        self._buckets = {
-            n: PreparedCopies(each, self._copiers, is_bucket=True) for n, each in by_bucket.items()
-        }
-        targets = [self._target(copy) for copy in source.copies]
-        times = Counter(map(id, self._blocks))
-        doubles = [times[id(self._blocks[copy.sink])] > 1 for copy in source.copies]
-        self._has_doubles = any(doubles)
-        # Memory that another copy writes too is digested after both.
-        is_last = [
-            each.device is not None or (is_double and not is_small(each))
-            for each, is_double in zip(targets, doubles, strict=True)
-        ]
-        self._last = [n for n, each in enumerate(is_last) if each]
-        self._small = SmallDigests(
-            {n: each for n, each in enumerate(targets) if not is_last[n] and is_small(each)}
-        )
-        self._added = [
-            0 if is_last[n] or is_small(each) else each.nbytes for n, each in enumerate(targets)
-        ]
-        self._prepared = key
+        last = self._prepared
+        if last is None or (last.source, last.generation) != (source, source.generation):
+            self._forget()
+            last = self._prepared = _PreparedRound(source, self._buffers, self._copiers)
+        return last
 
     def _forget(self) -> None:
-        for each in (self._mapped, *self._buckets.values()):
-            each.close()
-        self._mapped, self._buckets, self._digests = PreparedCopies((), self._copiers), {}, None
-
-    def _check_whole(self, source: RemoteSource, copies: Sequence[BufferCopy]) -> None:
-        """Raise unless every wanted byte comes exactly as often as it is wanted."""
-        found: list[list[tuple[int, int]]] = [[] for _ in source.copies]
-        for each in copies:
-            found[each.region].append((each.offset, each.sink.nbytes))
-        filled = [0] * len(self._blocks)
-        for copy, pieces in zip(source.copies, found, strict=True):
-            at = 0
-            for offset, nbytes in sorted(pieces):  # each is contiguous in the copy's own bytes
-                if offset != at:
-                    raise TransportError(f"byte {min(at, offset)} of a copy comes twice, or never")
-                at += nbytes
-            if at != source.nbytes_of(copy):
-                raise TransportError(
-                    f"only {at} of the {source.nbytes_of(copy)} bytes of a copy come"
-                )
-            filled[copy.sink] += at
-        for number, nbytes in enumerate(filled):
-            if nbytes != self._buffer(number).nbytes:
-                raise TransportError(
-                    f"{nbytes} bytes come for a wanted block of {self._buffer(number).nbytes}"
-                )
+        if self._prepared is not None:
+            self._prepared.close()
+        self._prepared = None
 
     def finish(self, values: Mapping[str, Leaf]) -> None:
         assert self._model is not None
@@ -249,13 +160,72 @@ class MemorySink:
             self._identity = after if after.has_tensors_of(before) else before
 
     def close(self) -> None:
-        self._prepared = None
         self._forget()
         self._copiers.close()
 
 
-def _place(buffer: Buffer) -> str:
-    return HOST if buffer.device is None else driver.uuid(buffer.device)
+class _PreparedRound:
+    """The copies and digests of a round, for the same memory on both sides."""
+
+    def __init__(self, source: RemoteSource, buffers: Sequence[Buffer], copiers: Copiers) -> None:
+        self.source, self.generation = source, source.generation
+        source.check_targets([(Box.whole(each.shape), each.item_bytes) for each in buffers])
+        sink = buffers.__getitem__
+        mapped = [copy for block in source.mapped for copy in source.mapped_copies(block, sink)]
+        by_bucket = {n: list(source.bucket_copies(n, sink)) for n in source.bucket_numbers}
+        _check_whole(source, buffers, [*mapped, *chain.from_iterable(by_bucket.values())])
+        self.mapped = PreparedCopies(mapped, copiers)
+        self.buckets = {
+            n: PreparedCopies(each, copiers, is_bucket=True) for n, each in by_bucket.items()
+        }
+        self._targets = [
+            sink(copy.sink).block(Box(copy.sink_offset, copy.shape)) for copy in source.copies
+        ]
+        times = Counter(map(id, buffers))
+        doubles = [times[id(sink(copy.sink))] > 1 for copy in source.copies]
+        self.has_doubles = any(doubles)
+        """True if two tensors of the publisher go to the same memory: they must be equal."""
+        # Memory that another copy writes too is digested after both.
+        self.last = [
+            n
+            for n, (each, is_double) in enumerate(zip(self._targets, doubles, strict=True))
+            if each.device is not None or is_double or is_small(each)
+        ]
+        """The copies that are digested after everything is copied."""
+        self.added = [each.nbytes for each in self._targets]
+        """The bytes of each copy that is digested chunk by chunk as it arrives, else 0."""
+        for n in self.last:
+            self.added[n] = 0
+
+    @cached_property
+    def last_digests(self) -> PreparedDigests:
+        return PreparedDigests([self._targets[n] for n in self.last])
+
+    def close(self) -> None:
+        for each in (self.mapped, *self.buckets.values()):
+            each.close()
+
+
+def _check_whole(
+    source: RemoteSource, buffers: Sequence[Buffer], copies: Sequence[BufferCopy]
+) -> None:
+    """Raise unless every wanted byte comes exactly as often as it is wanted."""
+    found: list[list[tuple[int, int]]] = [[] for _ in source.copies]
+    for each in copies:
+        found[each.region].append((each.offset, each.sink.nbytes))
+    filled = [0] * len(buffers)
+    for copy, pieces in zip(source.copies, found, strict=True):
+        at = 0
+        for offset, nbytes in sorted(pieces):  # each is contiguous in the copy's own bytes
+            if offset != at:
+                raise TransportError(f"byte {min(at, offset)} of a copy comes twice, or never")
+            at += nbytes
+        if at != source.nbytes_of(copy):
+            raise TransportError(f"only {at} of the {source.nbytes_of(copy)} bytes of a copy come")
+        filled[copy.sink] += at
+    for nbytes, buffer in zip(filled, buffers, strict=True):
+        if nbytes != buffer.nbytes:
+            raise TransportError(f"{nbytes} bytes come for a wanted block of {buffer.nbytes}")
 
 
 def _wanted_names(

@@ -28,17 +28,15 @@ from flyweight.errors import (
 )
 from flyweight.events import emit
 from flyweight.live.address import Address
-from flyweight.live.connection import spin_seconds
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
 from flyweight.live.messages import Ask, Want
 from flyweight.live.replica_connection import Reconnect
-from flyweight.live.replica_round import ReplicaRound, UpdateOptions
+from flyweight.live.replica_round import ReplicaRound, UpdateOptions, UpdateSink
 from flyweight.live.report import (
     TIMEOUT_SECONDS,
     check_verified,
 )
-from flyweight.live.sink import UpdateSink
 from flyweight.ports import UpdateReport, Weights
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import ModelLayout
@@ -106,10 +104,12 @@ class Replica:
         self._num_requests = 0
         self._state: State = "empty"
         self._failure: FlyweightError | None = None
-        self._report: UpdateReport | None = None
+        self.report: UpdateReport | None = None
+        """The report of the last update that succeeded."""
         self.last_version: int | None = None
         """The version of the last update that succeeded, even if it was lost since."""
-        self._unused: tuple[str, ...] = ()
+        self.unused: tuple[str, ...] = ()
+        """The tensors that the publisher of the last update has and the model lacks."""
         self._round: ReplicaRound | None = None
         self._is_open, self._pid = True, os.getpid()
         with suppress(PeerLost, TransferTimeout):  # the publisher may start later
@@ -139,16 +139,6 @@ class Replica:
     def _has_moved(self) -> bool:
         """True if the tensors that hold the version are no longer those of the model."""
         return self._version is not None and not self._sink.is_current()
-
-    @property
-    def report(self) -> UpdateReport | None:
-        """The report of the last update that succeeded."""
-        return self._report
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The tensors that the publisher of the last update has and the model lacks."""
-        return self._unused
 
     @property
     def is_connected(self) -> bool:
@@ -284,15 +274,15 @@ class Replica:
                 continue
             if begin is None:
                 self._forget_if_moved()  # tensors may have been replaced meanwhile
-                if self._version is not None and self._report is not None:
-                    check_verified(self._report, options.must_verify)
-                    return self._report
+                if self._version is not None and self.report is not None:
+                    check_verified(self.report, options.must_verify)
+                    return self.report
                 continue
             round_ = self._round = ReplicaRound(
                 connection,
                 begin,
                 timeout_seconds=max(options.timeout_seconds, MIN_PROGRESS_SECONDS),
-                spin_seconds=spin_seconds(self._sink.has_devices),
+                has_devices=self._sink.has_devices,
                 waited_seconds=perf_counter() - started,
                 touch=self._touch,
             )
@@ -325,8 +315,8 @@ class Replica:
             self._fail(round_, error)
             raise
         self._version, self._state, self._failure = version, "ready", None
-        self._session, self._unused = round_.connection.session, round_.connection.unused
-        report = self._report = round_.report(result, self._sink.verified)
+        self._session, self.unused = round_.connection.session, round_.connection.unused
+        report = self.report = round_.report(result, self._sink.verified)
         last, self.last_version = self.last_version, version
         if last is not None and version < last:  # a trainer that was restarted may do so
             emit("update.went_back", version=version, before=last, name=self.name)

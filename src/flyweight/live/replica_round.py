@@ -1,20 +1,25 @@
-"""A replica's side of one round: the messages to and from the publisher.
+"""A replica's side of one round: the messages to and from the publisher, and the sink.
 
-Each wait has the same deadline anew, so a round that makes progress is never given up.
+An `UpdateSink` says which tensors it wants. In a round it receives them, from memory that is
+mapped and from buckets, and returns the digest of what it holds for each copy of the plan.
+`MemorySink` and `LoaderSink` implement it. Each wait has the same deadline anew, so a round that
+makes progress is never given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic, perf_counter
+from typing import Protocol
 
 from flyweight.errors import DigestMismatch, FlyweightError, TransportError, error_named
 from flyweight.live import messages
+from flyweight.live.connection import spin_seconds
 from flyweight.live.replica_connection import ReplicaConnection
 from flyweight.live.report import unverified
-from flyweight.live.sink import SinkResult
 from flyweight.ports import UpdateReport
+from flyweight.spec.manifest import Leaf, TensorSpec
 
 _REASON_SECONDS = 1.0
 
@@ -31,8 +36,18 @@ class UpdateOptions:
     must_verify: bool
 
 
+@dataclass(frozen=True)
+class SinkResult:
+    """What a sink received in a round, before the round is committed."""
+
+    digests: tuple[int, ...]
+    """The digest of each copy; empty if the round does not verify."""
+    copy_seconds: float
+    verify_seconds: float
+
+
 class ReplicaRound:
-    """A round that a replica takes part in; sinks see it as a `SinkRound`."""
+    """A round that a replica takes part in."""
 
     def __init__(
         self,
@@ -40,12 +55,20 @@ class ReplicaRound:
         begin: messages.Begin,
         *,
         timeout_seconds: float,
-        spin_seconds: float,
+        has_devices: bool,
         waited_seconds: float,
         touch: Callable[[], None],
     ) -> None:
+        """Prepare a round.
+
+        timeout_seconds: the time for each step of it.
+        has_devices: True if the sink writes to device memory.
+        waited_seconds: how long the round was waited for.
+        touch: the sink calls it before it overwrites the old version.
+        """
         self.connection, self.begin, self.source = connection, begin, connection.source
-        self._timeout_seconds, self._spin_seconds = timeout_seconds, spin_seconds
+        self._timeout_seconds, self._has_devices = timeout_seconds, has_devices
+        self._missing_buckets: set[int] = set()
         self._is_aborted = False
         self.touch = touch
         self.nbytes = self._copied_bytes = 0
@@ -53,6 +76,7 @@ class ReplicaRound:
 
     @property
     def deadline(self) -> float:
+        """The time, by the monotonic clock, by which the next step must be done."""
         return monotonic() + self._timeout_seconds
 
     @property
@@ -61,6 +85,7 @@ class ReplicaRound:
         return min(self._copied_bytes / self.nbytes, 1.0) if self.nbytes else 0.0
 
     def on_progress(self, nbytes: int) -> None:
+        """Count bytes that were copied."""
         self._copied_bytes += nbytes  # a count that threads lose only shows in `progress`
 
     def open(self, *, must_verify: bool) -> None:
@@ -70,23 +95,34 @@ class ReplicaRound:
             raise TransportError(f"version {begin.version} is less than 0")
         if must_verify and not begin.should_verify:
             raise unverified(begin.version, begin.origin)
+        if self._has_devices and begin.digest_kind != "words":
+            raise TransportError(
+                f"the publisher wants {begin.digest_kind} digests; device memory has 'words' only"
+            )
         self.source.open(begin)
         self.nbytes = self.source.nbytes
+        self._missing_buckets = set(self.source.bucket_numbers)
 
     def check_running(self) -> None:
         """Raise if the publisher is gone or has aborted the round."""
         self.connection.check_open(self.begin.round)
 
     def next_bucket(self) -> int:
+        """Wait for the next bucket and return its number."""
         message = self._next("a bucket")
         if not isinstance(message, messages.Filled):
             raise TransportError("the publisher commits the round before its last bucket")
+        if message.bucket not in self._missing_buckets:
+            raise TransportError(f"bucket {message.bucket} was not announced, or came twice")
+        self._missing_buckets.remove(message.bucket)
         return message.bucket
 
     def bucket_emptied(self, bucket: int) -> None:
+        """Free the slot of a bucket, whose bytes are copied."""
         self.connection.send(messages.Emptied(self.begin.round, bucket))
 
     def copied(self) -> None:
+        """Say that no memory of the publisher is read any more; digests may follow."""
         self.connection.send(messages.Copied(self.begin.round))
 
     def done(self, result: SinkResult) -> None:
@@ -149,9 +185,9 @@ class ReplicaRound:
 
     def _next(self, what: str) -> messages.Filled | messages.Commit:
         """Return the next message of this round; raise the error that aborts it."""
-        deadline, this = self.deadline, self.begin.round
+        deadline, this, spin = self.deadline, self.begin.round, spin_seconds(self._has_devices)
         while True:
-            message = self.connection.next(deadline, what, spin_seconds=self._spin_seconds)
+            message = self.connection.next(deadline, what, spin_seconds=spin)
             match message:
                 case messages.Filled(round=number) | messages.Commit(round=number) if (
                     number == this
@@ -164,3 +200,38 @@ class ReplicaRound:
                     deadline = self.deadline
                 case _:
                     continue
+
+
+class UpdateSink(Protocol):
+    """What an update writes to."""
+
+    verified: str
+    """What its digests are computed from, for reports: 'live' or 'received'."""
+
+    @property
+    def has_devices(self) -> bool:
+        """True if some of it is in device memory."""
+
+    def is_current(self) -> bool:
+        """True while the tensors are those that `want` returned."""
+
+    def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> messages.Want:
+        """Return which boxes of the publisher's tensors it wants.
+
+        Raises PlanError or SpecError if its own tensors cannot be written.
+        """
+
+    def synchronize(self, deadline: float) -> None:
+        """Wait for work of devices that still reads the old weights."""
+
+    def receive(self, round_: ReplicaRound) -> SinkResult:
+        """Call `round_.touch`, then write all tensors; return their digests."""
+
+    def touched(self) -> None:
+        """Tell the framework that tensors were written, successfully or not."""
+
+    def finish(self, values: Mapping[str, Leaf]) -> None:
+        """Set the values that are not tensors, once the version is committed."""
+
+    def close(self) -> None:
+        """Free what was prepared. Safe to repeat."""
