@@ -9,7 +9,7 @@ import pytest
 from flyweight.errors import HandleGone, TransportError
 from flyweight.transports import offer_register
 from flyweight.transports.fd_passing import FdConnection, FdServer
-from flyweight.transports.offer_register import OfferRegister, map_register
+from flyweight.transports.offer_register import OfferRegister, read_register
 
 SESSION = "00000000000000ab"
 
@@ -26,18 +26,10 @@ def connection(server, tmp_path):
         yield connection
 
 
-def read(connection, register):
-    fd = connection.fetch(register.key)
-    try:
-        return map_register(fd, mmap.PROT_READ)
-    finally:
-        os.close(fd)
-
-
 def test_a_reader_sees_offers_come_and_go(server, connection):
     register = OfferRegister(SESSION, server)
     first, second = register.enter(7), register.enter(8)
-    seen = read(connection, register)
+    seen = read_register(connection, register.key)
     assert (seen[0], seen[first], seen[second]) == (0xAB, 7, 8)
     register.remove(first)
     assert (seen[first], seen[second]) == (0, 8)
@@ -56,14 +48,14 @@ def test_a_closed_register_is_no_longer_passed_on_and_a_new_one_begins(server, c
     with pytest.raises(HandleGone):
         connection.fetch(key)
     slot = register.enter(8)
-    assert read(connection, register)[slot] == 8
+    assert read_register(connection, register.key)[slot] == 8
 
 
 def test_a_reader_cannot_write(server, connection):
     register = OfferRegister(SESSION, server)
     slot = register.enter(7)
     with pytest.raises(ValueError, match="read-only"):
-        read(connection, register)[slot] = 8
+        read_register(connection, register.key)[slot] = 8
     fd = connection.fetch(register.key)
     with pytest.raises(OSError, match="Permission denied"):
         mmap.mmap(fd, 8)

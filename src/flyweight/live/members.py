@@ -38,12 +38,7 @@ _LISTENER_SECONDS = 2.0
 class Members:
     """Handles the messages of replicas. `changed` guards all state."""
 
-    def __init__(
-        self,
-        claim: Claim,
-        model: PublishedModel,
-        silence_seconds: float,
-    ) -> None:
+    def __init__(self, claim: Claim, model: PublishedModel, silence_seconds: float) -> None:
         self._claim, self._model = claim, model
         self._silence_seconds = silence_seconds
         self._session = secrets.token_hex(8)

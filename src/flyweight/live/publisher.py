@@ -16,23 +16,13 @@ from typing import Literal, overload
 from warnings import warn
 
 from flyweight.checks import check_seconds, check_version
-from flyweight.errors import (
-    PeerLost,
-    SpecError,
-    TransferTimeout,
-    TransportError,
-    VersionError,
-)
+from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError, VersionError
 from flyweight.events import emit
 from flyweight.live.address import Address, Claim
 from flyweight.live.lanes import BucketSlots, TransportChoice, Transports
 from flyweight.live.members import Members
 from flyweight.live.published_model import PublishedModel, PublishedVersion
-from flyweight.live.report import (
-    TIMEOUT_SECONDS,
-    Lease,
-    PublishReport,
-)
+from flyweight.live.report import TIMEOUT_SECONDS, Lease, PublishReport
 from flyweight.live.round import Member, Round
 from flyweight.live.rounds import PublisherOptions, Rounds
 from flyweight.transports.cuda_ipc import CudaIpcTransport

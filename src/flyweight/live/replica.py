@@ -33,10 +33,7 @@ from flyweight.live.memory_sink import MemorySink
 from flyweight.live.messages import Ask, Want
 from flyweight.live.replica_connection import Reconnect
 from flyweight.live.replica_round import ReplicaRound, UpdateOptions, UpdateSink
-from flyweight.live.report import (
-    TIMEOUT_SECONDS,
-    check_verified,
-)
+from flyweight.live.report import TIMEOUT_SECONDS, check_verified
 from flyweight.ports import UpdateReport, Weights
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import ModelLayout

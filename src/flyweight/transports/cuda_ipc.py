@@ -8,12 +8,12 @@ see a release or a death at once; without it, they see them when the driver does
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import secrets
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
@@ -25,9 +25,8 @@ from flyweight.digest import Words
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer
 from flyweight.transports.fd_passing import FdConnection, FdServer
-from flyweight.transports.offer_register import MAX_OFFERS, OfferRegister, map_register
+from flyweight.transports.offer_register import MAX_OFFERS, OfferRegister, read_register
 
-FETCH_SECONDS = 5.0
 _MAX_NUMBER = 2**63 - 1
 _MAX_TEXT = 64
 
@@ -94,20 +93,6 @@ class CudaIpcHandle(
 
 
 @dataclass(eq=False)
-class _Export:
-    """A file of ours at the FdServer, and how many offers need it."""
-
-    file: ExportedFile
-    num_offers: int = 0
-
-
-@dataclass(eq=False)
-class _Offer:
-    buffer: Buffer
-    exports: list[int]
-
-
-@dataclass(eq=False)
 class _Mapping:
     """Memory of another process that is mapped here, and the open handles in it."""
 
@@ -135,12 +120,14 @@ class CudaIpcTransport:
     ) -> None:
         self._fd_server, self._fd_connection = fd_server, fd_connection
         self._session = secrets.token_hex(8)
-        self._offers: dict[int, _Offer] = {}
+        self._offers: dict[int, tuple[Buffer, list[int]]] = {}
+        """Each offered buffer, and the allocations that are exported as files for it."""
         self._number = 0
-        self._exports: dict[int, _Export] = {}
+        self._exports: dict[int, ExportedFile] = {}
+        self._num_uses: Counter[int] = Counter()
+        """How many offers need each exported file."""
         self._register = OfferRegister(self._session, fd_server)
         self._mappings: dict[tuple[object, ...], _Mapping] = {}
-        self._opened: dict[CudaIpcHandle, Buffer] = {}
         self._registers: dict[str, Words] = {}
         self._lock = threading.RLock()
         _transports[self._session] = self
@@ -152,27 +139,20 @@ class CudaIpcTransport:
             raise TransportError(
                 f"buffer of {buffer.nbytes} bytes is the host's memory; CUDA IPC shows a device's"
             )
-        device = buffer.device
         with self._lock:
-            if not buffer.nbytes:
-                return self._entered(buffer, None, [], 0)
-            found = []
+            found: list[driver.Allocation] = []
+            exports: list[int] = []
             for each in _allocations(buffer):
                 if why := self._refusal(each):
                     raise TransportError(why)
                 found.append(each)
-            first = found[0]
-            if first.can_ipc:
-                ipc = driver.ipc_handle(device, first.start)
-                return self._entered(buffer, first, [], first.nbytes, ipc=ipc)
-            exports: list[int] = []
             try:
-                files = tuple(self._export(device, each, exports) for each in found)
-                total = sum(file.nbytes for file in files)
-                return self._entered(buffer, first, exports, total, pieces=files)
+                handle = self._handle(buffer, buffer.device, found, exports)
             except TransportError:
                 self._unexport(exports)
                 raise
+            self._offers[handle.number] = buffer, exports
+            return handle
 
     def refusal(self, buffer: Buffer) -> str:
         """Return why other processes cannot map a buffer, with the remedy; "" if they can."""
@@ -204,37 +184,40 @@ class CudaIpcTransport:
             )
         return ""
 
-    def _entered(
+    def _handle(
         self,
         buffer: Buffer,
-        first: driver.Allocation | None,
+        device: int,
+        found: Sequence[driver.Allocation],
         exports: list[int],
-        allocation_bytes: int,
-        *,
-        ipc: bytes = b"",
-        pieces: tuple[ExportedFile, ...] = (),
     ) -> CudaIpcHandle:
-        """Enter an offer into the register and return its handle."""
-        assert buffer.device is not None
+        """Export the allocations of a buffer, and enter the offer into the register.
+
+        exports: takes the allocations for which files are used.
+        """
+        ipc = b""
+        files: tuple[ExportedFile, ...] = ()
+        if found and found[0].can_ipc:
+            ipc = driver.ipc_handle(device, found[0].start)
+        else:
+            files = tuple(self._export(device, each, exports) for each in found)
         low, high = buffer.span if buffer.nbytes else (0, 0)
         self._number += 1
         slot = self._register.enter(self._number)
-        handle = CudaIpcHandle(
+        return CudaIpcHandle(
             session=self._session,
             pid=os.getpid(),
             slot=slot,
             number=self._number,
             register=self._register.key,
-            device=driver.uuid(buffer.device),
-            allocation=0 if first is None else first.number,
-            offset=0 if first is None else low - first.start,
+            device=driver.uuid(device),
+            allocation=found[0].number if found else 0,
+            offset=low - found[0].start if found else 0,
             nbytes=high - low,
-            allocation_bytes=allocation_bytes,
+            allocation_bytes=sum(each.nbytes for each in found),
             ipc=ipc,
-            pieces=pieces,
+            pieces=files,
         )
-        self._offers[handle.number] = _Offer(buffer, exports)
-        return handle
 
     def _export(self, device: int, found: driver.Allocation, exports: list[int]) -> ExportedFile:
         """Offer a file for mapped memory, unless it is offered already, and count its use."""
@@ -245,25 +228,25 @@ class CudaIpcTransport:
             except TransportError as error:
                 error.note(f"{len(self._exports)} files are exported already; see ulimit -n")
                 raise
-            file = ExportedFile(self._fd_server.offer(fd), found.nbytes)
-            self._exports[found.number] = _Export(file)
-        self._exports[found.number].num_offers += 1
+            self._exports[found.number] = ExportedFile(self._fd_server.offer(fd), found.nbytes)
+        self._num_uses[found.number] += 1
         exports.append(found.number)
-        return self._exports[found.number].file
+        return self._exports[found.number]
 
-    def _unexport(self, exports: list[int]) -> None:
-        assert self._fd_server is not None or not exports
+    def _unexport(self, exports: Sequence[int]) -> None:
         for number in exports:
-            self._exports[number].num_offers -= 1
-            if not self._exports[number].num_offers and self._fd_server is not None:
-                self._fd_server.release(self._exports.pop(number).file.key)
+            assert self._fd_server is not None
+            self._num_uses[number] -= 1
+            if not self._num_uses[number]:
+                del self._num_uses[number]
+                self._fd_server.release(self._exports.pop(number).key)
 
     def release(self, handle: CudaIpcHandle) -> None:
         with self._lock:
             if handle.session != self._session or handle.number not in self._offers:
                 return
             self._register.remove(handle.slot)
-            self._unexport(self._offers.pop(handle.number).exports)
+            self._unexport(self._offers.pop(handle.number)[1])
 
     # The side that reads.
 
@@ -273,32 +256,26 @@ class CudaIpcTransport:
             return owner._own(handle)
         with self._lock:
             self._check_offered(handle)
-            if handle not in self._opened:
-                self._opened[handle] = self._opened_buffer(handle)
-            return self._opened[handle]
-
-    def _opened_buffer(self, handle: CudaIpcHandle) -> Buffer:
-        device = driver.device_named(handle.device)
-        if device is None:
-            raise TransportError(
-                f"handle is of device {handle.device!r}, which is none of the "
-                f"{driver.num_devices()} that this process sees; see CUDA_VISIBLE_DEVICES"
-            )
-        if not handle.nbytes:
-            return _read_only(0, 0, None, device)
-        mapping = self._mappings.get(handle.place)
-        if mapping is None:
-            mapping = self._mappings[handle.place] = self._mapped(device, handle)
-        mapping.users.add(handle)
-        return _read_only(mapping.start + handle.offset, handle.nbytes, mapping, device)
+            device = driver.device_named(handle.device)
+            if device is None:
+                raise TransportError(
+                    f"handle is of device {handle.device!r}, which is none of the "
+                    f"{driver.num_devices()} that this process sees; see CUDA_VISIBLE_DEVICES"
+                )
+            if not handle.nbytes:
+                return _read_only(0, 0, None, device)
+            if handle.place not in self._mappings:
+                self._mappings[handle.place] = self._mapped(device, handle)
+            mapping = self._mappings[handle.place]
+            mapping.users.add(handle)
+            return _read_only(mapping.start + handle.offset, handle.nbytes, mapping, device)
 
     def _own(self, handle: CudaIpcHandle) -> Buffer:
         with self._lock:
-            offer = self._offers.get(handle.number)
-        if offer is None:
+            buffer, _ = self._offers.get(handle.number, (None, ()))
+        if buffer is None:
             raise HandleGone(f"offer {handle.number} of this process was released")
-        low = offer.buffer.span[0]
-        return _read_only(low, handle.nbytes, offer.buffer.owner, offer.buffer.device)
+        return _read_only(buffer.span[0], handle.nbytes, buffer.owner, buffer.device)
 
     def _check_offered(self, handle: CudaIpcHandle) -> None:
         """Raise HandleGone if the offering process is gone, or its register lacks the offer.
@@ -310,23 +287,14 @@ class CudaIpcTransport:
         what = f"offer {handle.number} of process {handle.pid}"
         if not self._fd_connection.is_open:
             raise HandleGone(f"{what} is gone with that process")
-        register = self._registers.get(handle.session)
-        if register is None:
-            register = self._registers[handle.session] = self._read_register(handle.register)
+        if handle.session not in self._registers:
+            register = read_register(self._fd_connection, handle.register)
+            self._registers[handle.session] = register
+        register = self._registers[handle.session]
         if register[0] != int(handle.session, 16):
             raise HandleGone(f"{what} is of session {handle.session!r}, which is over")
         if register[handle.slot] != handle.number:
             raise HandleGone(f"{what} was released")
-
-    def _read_register(self, key: str) -> Words:
-        assert self._fd_connection is not None
-        fd = self._fd_connection.fetch(key, timeout_seconds=FETCH_SECONDS)
-        try:
-            return map_register(fd, mmap.PROT_READ)
-        except (OSError, ValueError) as cause:
-            raise TransportError(f"cannot map register {key!r}: {cause}") from cause
-        finally:
-            os.close(fd)
 
     def _mapped(self, device: int, handle: CudaIpcHandle) -> _Mapping:
         try:
@@ -346,7 +314,7 @@ class CudaIpcTransport:
         files: list[tuple[int, int]] = []
         try:
             for file in handle.pieces:
-                fd = self._fd_connection.fetch(file.key, timeout_seconds=FETCH_SECONDS)
+                fd = self._fd_connection.fetch(file.key)
                 files.append((fd, file.nbytes))
             return driver.map_fds(device, files)
         finally:
@@ -356,7 +324,7 @@ class CudaIpcTransport:
     def close_handle(self, handle: CudaIpcHandle) -> None:
         with self._lock:
             mapping = self._mappings.get(handle.place)
-            if self._opened.pop(handle, None) is not None and mapping is not None:
+            if mapping is not None:
                 mapping.users.discard(handle)
                 if not mapping.users:
                     del self._mappings[handle.place]
@@ -364,8 +332,8 @@ class CudaIpcTransport:
 
     def close(self) -> None:
         with self._lock:
-            for offer in self._offers.values():
-                self._unexport(offer.exports)
+            for _, exports in self._offers.values():
+                self._unexport(exports)
             self._offers.clear()
             self._register.close()
             self._registers.clear()
@@ -373,7 +341,6 @@ class CudaIpcTransport:
                 with suppress(TransportError):  # a broken context cannot unmap, and need not
                     mapping.close()
             self._mappings.clear()
-            self._opened.clear()
 
 
 def _allocations(buffer: Buffer) -> Iterator[driver.Allocation]:

@@ -15,7 +15,7 @@ import numpy as np
 from flyweight.digest import Words
 from flyweight.errors import TransportError
 from flyweight.memory import bytes_of, without_fork
-from flyweight.transports.fd_passing import FdServer
+from flyweight.transports.fd_passing import FdConnection, FdServer
 
 MAX_OFFERS = 1 << 20
 _REGISTER_BYTES = 8 * (MAX_OFFERS + 1)  # mostly never touched, so the system provides no memory
@@ -54,7 +54,7 @@ class OfferRegister:
         try:
             fd = os.memfd_create("flyweight-offers", os.MFD_CLOEXEC)
             os.ftruncate(fd, _REGISTER_BYTES)
-            words = map_register(fd)
+            words = _mapped(fd, mmap.PROT_READ | mmap.PROT_WRITE)
             readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as cause:
             raise TransportError(f"no register of offers: {cause.strerror}") from cause
@@ -73,8 +73,18 @@ class OfferRegister:
         self._free_slots, self._num_slots = [], 0
 
 
-def map_register(fd: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> Words:
-    """Map a register; raise OSError or ValueError if the file is none."""
+def read_register(connection: FdConnection, key: str) -> Words:
+    """Map the register that another process offers under a key."""
+    fd = connection.fetch(key)
+    try:
+        return _mapped(fd, mmap.PROT_READ)
+    except (OSError, ValueError) as cause:
+        raise TransportError(f"cannot map register {key!r}: {cause}") from cause
+    finally:
+        os.close(fd)
+
+
+def _mapped(fd: int, prot: int) -> Words:
     data = bytes_of(mmap.mmap(fd, _REGISTER_BYTES, prot=prot))
     without_fork(data)
     return data.view(np.uint64)

@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 import threading
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -83,8 +83,8 @@ class SharedMemoryTransport:
         self._session = secrets.token_hex(8)
         self._segments: list[_Segment] = []
         self._offers: dict[SharedMemoryHandle, tuple[_Segment, object]] = {}
-        self._opened: dict[tuple[str, str], Bytes] = {}
-        self._users: dict[tuple[str, str], set[SharedMemoryHandle]] = {}
+        self._mappings: dict[tuple[str, str], tuple[Bytes, set[SharedMemoryHandle]]] = {}
+        """The segments of others that are mapped here, and the open handles in each."""
         self._lock = threading.RLock()
 
     # The side that offers.
@@ -209,8 +209,7 @@ class SharedMemoryTransport:
         found = files.mapping_at(low, high)  # shared by another library of this process
         if found is None:
             return None
-        self._add(files.fd(found), found.start, found.end - found.start, found.offset)
-        return self._known(low, high)
+        return self._add(files.fd(found), found.start, found.end - found.start, found.offset)
 
     def _known(self, low: int, high: int) -> _Segment | None:
         index = bisect_right(self._segments, low, key=lambda each: each.start) - 1
@@ -221,7 +220,7 @@ class SharedMemoryTransport:
 
     def _add(
         self, fd: int, start: int, nbytes: int, file_offset: int, *, is_kept: bool = False
-    ) -> None:
+    ) -> _Segment:
         """Offer a file to readers, by a description of it that cannot be written through."""
         try:
             readable = opened(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -230,9 +229,10 @@ class SharedMemoryTransport:
         if self._fd_server is None:
             os.close(readable)
         key = self._fd_server.offer(readable) if self._fd_server else ""
+        segment = _Segment(key, start, nbytes, file_offset, is_kept=is_kept)
         with self._lock:
-            self._segments.append(_Segment(key, start, nbytes, file_offset, is_kept=is_kept))
-            self._segments.sort(key=lambda each: each.start)
+            insort(self._segments, segment, key=lambda each: each.start)
+        return segment
 
     def _remove(self, segment: _Segment) -> None:
         self._segments.remove(segment)
@@ -246,15 +246,15 @@ class SharedMemoryTransport:
             return self._own(handle)
         at = handle.session, handle.key
         with self._lock:
-            if at not in self._opened:
-                self._opened[at] = self._mapped(handle)
-            data = self._opened[at]
+            if at not in self._mappings:
+                self._mappings[at] = self._mapped(handle), set()
+            data, users = self._mappings[at]
             if handle.offset + handle.nbytes > len(data):
                 raise TransportError(
                     f"handle speaks of bytes {handle.offset}..{handle.offset + handle.nbytes}, "
                     f"its segment has {len(data)}"
                 )
-            self._users.setdefault(at, set()).add(handle)
+            users.add(handle)
         return Buffer.of(data[handle.offset : handle.offset + handle.nbytes])
 
     def _own(self, handle: SharedMemoryHandle) -> Buffer:
@@ -287,19 +287,17 @@ class SharedMemoryTransport:
     def close_handle(self, handle: SharedMemoryHandle) -> None:
         at = handle.session, handle.key
         with self._lock:
-            users = self._users.get(at)
-            if users is not None:
-                users.discard(handle)
-                if not users:
-                    del self._users[at], self._opened[at]
+            _, users = self._mappings.get(at, (None, set()))
+            users.discard(handle)
+            if not users:
+                self._mappings.pop(at, None)
 
     def close(self) -> None:
         with self._lock:
             self._offers.clear()
             for segment in list(self._segments):
                 self._remove(segment)
-            self._opened.clear()
-            self._users.clear()
+            self._mappings.clear()
 
 
 def _span(buffer: Buffer) -> tuple[int, int]:
