@@ -48,17 +48,9 @@ class Transports:
             next(on_host) if each.device is None else self.device.offer(each) for each in buffers
         ]
 
-    def _of(self, handle: Handle) -> Transport[Any]:
+    def of(self, handle: Handle) -> Transport[Any]:
+        """Return the transport that a handle belongs to."""
         return self.device if isinstance(handle, CudaIpcHandle) else self.host
-
-    def release(self, handle: Handle) -> None:
-        self._of(handle).release(handle)
-
-    def open(self, handle: Handle) -> Buffer:
-        return self._of(handle).open(handle)
-
-    def close_handle(self, handle: Handle) -> None:
-        self._of(handle).close_handle(handle)
 
     def close(self) -> None:
         self.device.close()
@@ -144,7 +136,7 @@ class Offers:
 
     def close(self) -> None:
         for place in self._places.values():
-            self._transports.release(place.handle)
+            self._transports.of(place.handle).release(place.handle)
         self._places.clear()
 
 
@@ -243,7 +235,7 @@ class BucketSlots:
         for fill in self.fills:
             fill.close()
         for handle in self.handles.values():
-            self._transports.release(handle)
+            self._transports.of(handle).release(handle)
         for slot in self.slots.values():
             if slot.device is None:
                 self._transports.host.free(slot)

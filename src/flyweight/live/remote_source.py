@@ -36,7 +36,7 @@ class RemoteSource:
         self._blocks = [spec.stored(block.box()) for spec, block in pairs]
         """The publisher's blocks, in items."""
         self._item_bytes = [spec.item_bytes for spec in specs]
-        self.copies, self.transports = agreed.copies, transports
+        self.copies, self._transports = agreed.copies, transports
         self._by_block: dict[int, list[int]] = {}
         for number, copy in enumerate(self.copies):
             _check_index(copy.source, self._blocks, "block")
@@ -77,25 +77,25 @@ class RemoteSource:
         mapped = {}
         for place in begin.places:
             _check_index(place.source, self._blocks, "block")
-            span, box = self.transports.open(place.handle), self._blocks[place.source]
+            span = self._transports.of(place.handle).open(place.handle)
             buffer = replace(
                 span,
                 address=span.address + place.start,
-                shape=box.shape,
+                shape=self._blocks[place.source].shape,
                 strides=place.strides,
                 item_bytes=self._item_bytes[place.source],
                 is_writable=False,
             )
             _check_inside(span, buffer)
             mapped[place.source] = buffer
-        slots = {n: self.transports.open(handle) for n, handle in begin.slots.items()}
+        slots = {n: self._transports.of(handle).open(handle) for n, handle in begin.slots.items()}
         for bucket in begin.buckets:
             if bucket.slot not in slots:
                 raise TransportError(f"bucket {bucket.number} uses slot {bucket.slot}, never sent")
             for piece in bucket.pieces:
                 _check_index(piece.source, self._blocks, "block")
         for handle in known - handles:
-            self.transports.close_handle(handle)
+            self._transports.of(handle).close_handle(handle)
         self._handles, self.mapped, self._slots = handles, mapped, slots
         self._lists, self._buckets = begin.lists, {each.number: each for each in begin.buckets}
         self.generation += 1
@@ -152,10 +152,10 @@ class RemoteSource:
     def close(self) -> None:
         """Unmap all memory, and close the transports."""
         for handle in self._handles:
-            self.transports.close_handle(handle)
+            self._transports.of(handle).close_handle(handle)
         self._handles = set()
         self.mapped, self._slots = {}, {}
-        self.transports.close()
+        self._transports.close()
 
 
 def _check_index(index: int, things: Sequence[object], what: str) -> None:

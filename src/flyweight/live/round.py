@@ -201,18 +201,19 @@ class Round:
         *,
         fills: Sequence[BucketFill],
         should_verify: bool,
-        start: Callable[[Round], bool],
+        beginning: threading.Condition,
         on_release: Callable[[], None],
         timeout_seconds: float,
     ) -> None:
         """Prepare a round; add its `members`, then `run` it.
 
-        start: calls `begin`, or returns False if the round must not start.
+        beginning: a lock that is held while the round begins; a version is marked as replaced only
+            under it, and a round whose version is replaced does not begin.
         on_release: called once nothing reads the source's memory, maybe more than once.
         timeout_seconds: a member without progress for this long is given up.
         """
         self.number, self.version, self.connection = number, version, connection
-        self._fills, self._should_verify, self._start = fills, should_verify, start
+        self._fills, self._should_verify, self._beginning = fills, should_verify, beginning
         self._on_release, self._timeout_seconds = on_release, timeout_seconds
         self._spin_seconds = spin_seconds(bool(version.source.devices))
         self.members: list[MemberRound] = []
@@ -231,8 +232,10 @@ class Round:
         self._started = perf_counter()
         try:
             self._expected = self._digests()
-            if not self._start(self):
-                return
+            with self._beginning:
+                if self.version.is_replaced:
+                    return
+                self.begin()
             self._fill_buckets()
             if not any(member.is_mapped for member in self.members):
                 self._on_release()

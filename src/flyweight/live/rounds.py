@@ -147,7 +147,7 @@ class Rounds:
             self._members.connection,
             fills=slots.fills,
             should_verify=self._options.should_verify,
-            start=self._start,
+            beginning=self._members.changed,
             on_release=on_release,
             timeout_seconds=timeout_seconds,
         )
@@ -202,14 +202,6 @@ class Rounds:
         return MemberRound(
             round_.changed, round_.connection, member, agreed, begin, numbers, bool(mapped)
         )
-
-    def _start(self, round_: Round) -> bool:
-        """Begin a round, unless the version that it reads is about to be overwritten."""
-        with self._members.changed:
-            is_replaced = round_.version.is_replaced
-            if not is_replaced:
-                round_.begin()
-            return not is_replaced
 
     def run(self, round_: Round) -> None:
         """Run a round; `abort` ends it early."""
