@@ -243,12 +243,8 @@ class Round:
             self._on_release()
             self._wait(lambda member: not member.is_running, "sent its digests")
         except BaseException as error:
-            kind = type(error).__name__
-            self.abort(
-                error
-                if isinstance(error, FlyweightError)
-                else PeerFailed(f"the publisher stopped: {kind}: {error}")
-            )
+            stopped = PeerFailed(f"the publisher stopped: {type(error).__name__}: {error}")
+            self.abort(error if isinstance(error, FlyweightError) else stopped)
             raise
         finally:
             self._on_release()
@@ -365,9 +361,8 @@ class Round:
 
     def _commit_done(self) -> None:
         """Commit the members that hold the right bytes, and fail those that do not."""
-        if not self._has_done():
+        if self._expected is None:
             return
-        assert self._expected is not None
         for member in self._running():
             if member.done is None:
                 continue
