@@ -8,11 +8,12 @@ import threading
 from contextlib import contextmanager, suppress
 
 import flyweight as fw
+from child_processes import Child, until
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.worker import Worker
 from flyweight.server.fleet import Fleet
 from flyweight.server.http import HttpServer, Listener
-from live_models import Child, assign, until, weights
+from versioned_models import assign, weights
 
 VERSIONS = (1, 2, 3)
 NBYTES = 1 << 14

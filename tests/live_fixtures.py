@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from live_models import Child, until, weights
+from child_processes import Child, until
 from live_rounds import CONTENT, counting_publisher
 from peers import FakeReplica, shared
+from versioned_models import weights
 
 
 @pytest.fixture

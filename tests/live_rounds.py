@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import until
 from flyweight.errors import (
     VersionError,
 )
 from flyweight.events import listening
 from flyweight.live import messages
 from flyweight.live.connection import Connection
-from live_models import until, weights
 from peers import digest_of
+from versioned_models import weights
 
 
 def asking(publisher, number=1):

@@ -2,11 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from child_processes import run_python
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -25,10 +26,7 @@ def test_the_examples_of_a_page_run(page, tmp_path):
         else:
             program.append(f"subprocess.run(['bash', '-e', '-c', {text!r}], check=True)")
     env = {**os.environ, "PATH": f"{bin_directory}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(program)],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
+    done = run_python("\n".join(program), cwd=tmp_path, env=env, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

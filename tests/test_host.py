@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 
+from child_processes import Child
 from flyweight.host import boot_id, exposure, has_room, is_running, opened, raise_file_limit
-from live_models import Child
 
 
 def found(mode, user):
@@ -17,29 +17,18 @@ def found(mode, user):
 def test_a_boot_has_one_name_for_all_processes_of_a_machine():
     name = boot_id()
     assert str(uuid.UUID(name)) == name
-    read, write = os.pipe()
-    if os.fork() == 0:
-        os.write(write, boot_id().encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as file:
-        assert file.read() == name
-    os.wait()
+    with Child(lambda pipe: boot_id()) as child:
+        assert child.result() == name
 
 
 def test_a_process_runs_until_it_has_ended_whether_anybody_asked_how_or_not():
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(write)
-        os.read(read, 1)
-        os._exit(0)
-    assert is_running(pid)
-    os.close(write)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert not is_running(pid), "it is a zombie"
-    os.waitpid(pid, 0)
-    assert not is_running(pid)
+    with Child(lambda pipe: pipe.recv()) as child:
+        assert is_running(child.pid)
+        child.send("end")
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_running(child.pid), "it is a zombie"
+        assert child.join() == 0
+        assert not is_running(child.pid)
 
 
 @pytest.mark.parametrize("bits", [0o077, 0o022])

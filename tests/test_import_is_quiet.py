@@ -1,15 +1,13 @@
 import json
-import subprocess
-import sys
 
 import pytest
+
+from child_processes import run_python
 
 
 def modules_after(code):
     script = f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60
-    )
+    done = run_python(script, flags=("-W", "error"))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return set(json.loads(done.stdout))
@@ -53,7 +51,6 @@ print(count, "saves")
 
 @pytest.mark.parametrize("framework", ["torch.distributed.tensor", "paddle"])
 def test_saves_go_on_while_another_thread_imports(framework, tmp_path):
-    words = [sys.executable, "-c", WHILE_IMPORTING, framework, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = run_python(WHILE_IMPORTING, framework, tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 0

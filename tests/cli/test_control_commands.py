@@ -2,20 +2,17 @@
 
 import json
 import os
-import pty
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
-from commands import COMMAND, Running, flyweight, run
+from child_processes import Terminal, run_python, until
+from commands import flyweight, run, start
 from controlled import Engine, Site, Stranger, Trainer, frozen, told_json
 from flyweight.proofs import proof
-from live_models import until
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +28,7 @@ def running(place):
     with (
         Trainer(address, place / "versions"),
         Engine(address, cell, should_follow=False) as engine,
-        Running(*words, "--store", place / "versions", "--json") as served,
+        start(*words, "--store", place / "versions", "--json") as served,
     ):
         told = json.loads(served.line())
         with open(told["token_file"]) as file:
@@ -39,8 +36,7 @@ def running(place):
         site.told, site.engine, site.run, site.cell = told, engine, place / "run", cell
         site.good("POST", "/v1/update_weights")
         yield site
-        served.process.send_signal(signal.SIGINT)
-        assert served.process.communicate(timeout=20) == ("", "")
+        assert served.end() == ("", "")
         assert served.process.returncode == 0
 
 
@@ -193,18 +189,13 @@ def test_a_missing_progress_report_does_not_end_the_command():
         ended = {"replica": "e", "state": "PAUSED", "version": 3, "operation": "pause-1"}
         return told_json({"result": {"replicas": [{**ended, "seconds": 0.1}]}})
 
-    ours, theirs = pty.openpty()
-    with Stranger(answer) as stranger:
-        words = [*COMMAND, "pause", f"http://127.0.0.1:{stranger.port}", "--json"]
-        done = subprocess.run(
-            words, stdout=subprocess.PIPE, stderr=theirs, timeout=60,
-            env={**os.environ, "FLYWEIGHT_TOKEN": "any", "TERM": "xterm"},
-        )  # fmt: skip
-    os.close(theirs)
-    os.close(ours)
+    with Stranger(answer) as stranger, Terminal() as terminal:
+        words = ["pause", f"http://127.0.0.1:{stranger.port}", "--json"]
+        with start(*words, stderr=terminal.file, FLYWEIGHT_TOKEN="any", TERM="xterm") as pause:
+            out, _ = pause.output(60)
     assert has_missed.is_set()
-    assert done.returncode == 0
-    assert json.loads(done.stdout)["replicas"][0]["state"] == "PAUSED"
+    assert pause.process.returncode == 0
+    assert json.loads(out)["replicas"][0]["state"] == "PAUSED"
 
 
 def test_a_server_whose_thread_ends_is_exit_code_6(tmp_path, monkeypatch):
@@ -222,7 +213,7 @@ def test_top_once_shows_the_status(site):
 
 
 def test_top_prints_a_line_for_each_change_until_the_server_ends(site):
-    with Running("top", site.address, "--run", site.run, "--json") as top:
+    with start("top", site.address, "--run", site.run, "--json") as top:
         assert json.loads(top.line())["replicas"][0]["state"] == "SERVING"
         site.good("POST", "/v1/pause")
         while json.loads(top.line())["replicas"][0]["state"] != "PAUSED":
@@ -232,17 +223,13 @@ def test_top_prints_a_line_for_each_change_until_the_server_ends(site):
 def test_a_terminal_shows_the_progress_of_an_operation(site):
     """Only a terminal shows the progress bar."""
     site.engine.tell("request")
-    ours, theirs = pty.openpty()
-    words = [*COMMAND, "pause", site.address, "--run", str(site.run)]
-    with subprocess.Popen(words, stderr=theirs, stdout=subprocess.PIPE, text=True) as process:
-        os.close(theirs)
-        shown, deadline = b"", time.monotonic() + 20
-        while b"PAUSING" not in shown and time.monotonic() < deadline:
-            shown += os.read(ours, 4096)
+    with (
+        Terminal() as terminal,
+        start("pause", site.address, "--run", site.run, stderr=terminal.file) as pause,
+    ):
+        terminal.read_until(b"PAUSING")
         site.engine.tell("finish")
-        out, _ = process.communicate(timeout=20)
-    os.close(ours)
-    assert b"PAUSING" in shown
+        out, _ = pause.output()
     assert "engine: PAUSED" in out
 
 
@@ -283,15 +270,14 @@ def test_serve_refuses_bad_options(tmp_path, words, code, says):
 def test_serve_ends_cleanly_on_a_signal(tmp_path, number):
     cell = tmp_path / "e.cell"
     words = ["serve", "--replica", f"e={cell}:2", "--port", 0, "--run", tmp_path / "run"]
-    with Running(*words) as served:
+    with start(*words) as served:
         assert served.line().startswith("controlling e at http://127.0.0.1:")
         assert "/#token=" in served.line()
         path = served.line().removeprefix("token: in ")
         with open(path) as file:
             token = file.read()
-        served.process.send_signal(number)
-        out, err = served.process.communicate(timeout=20)
-        assert (served.process.returncode, out, err) == (0, "", "")
+        assert served.end(number) == ("", "")
+        assert served.process.returncode == 0
     assert token.isalnum()
 
 
@@ -300,5 +286,5 @@ def test_other_commands_do_not_import_the_server_extra():
         "import sys, flyweight.cli\n"
         "print([m for m in ('starlette', 'uvicorn', 'prometheus_client') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python(code)
     assert done.stdout == "[]\n", done.stderr

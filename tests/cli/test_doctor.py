@@ -2,11 +2,10 @@
 
 import json
 import platform
-import subprocess
-import sys
 
 import pytest
 
+from child_processes import run_python
 from conftest import in_own_mounts
 
 # Both outputs by one process: each would import torch again, to ask it for GPUs.
@@ -98,9 +97,7 @@ def test_a_kernel_that_refuses_to_map_files_is_told_of_and_works(tmp_path):
     """What is in the page cache is read like everything else."""
     number = {"x86_64": 9, "aarch64": 222}[platform.machine()]
     script = FILTER.replace("NUMBER", str(number)) + RUN + MOVE
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=200
-    )
+    done = run_python(script, tmp_path, timeout=200)
     if "takes no filter" in done.stderr:
         pytest.skip(done.stderr.strip())
     text, data, is_whole = told(done)

@@ -2,11 +2,8 @@
 
 import json
 import os
-import pty
-import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 import flyweight as fw
-from commands import COMMAND
+from child_processes import Terminal, until
+from commands import COMMAND, start
 from commands import run as process
 from conftest import flip, odd_arrays, random_bytes
 from flyweight.cli import Size, exit_code, human, main
@@ -231,36 +229,20 @@ def test_no_bar_and_no_colour_where_there_is_no_terminal(run, tmp_path):
 
 def test_a_bar_on_a_terminal(tmp_path):
     fw.save({f"w{i}": random_bytes(30 << 20, i) for i in range(4)}, tmp_path)
-    ours, theirs = pty.openpty()
-    child = subprocess.Popen(
-        [*COMMAND, "verify", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=theirs,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
-    )  # fmt: skip
-    os.close(theirs)
-    shown = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            shown += chunk
-    except OSError:  # the other side closed: how a terminal ends
-        pass
-    assert child.wait(timeout=30) == 0
-    os.close(ours)
-    assert b"verify" in shown
+    with (
+        Terminal() as terminal,
+        start("verify", tmp_path, stderr=terminal.file, TERM="xterm", COLUMNS="100") as verify,
+    ):
+        terminal.read_until(b"verify")
+        assert verify.join() == 0
 
 
 def test_ctrl_c_stops_cleanly(tmp_path):
     fw.save({f"w{i}": random_bytes(40 << 20, i) for i in range(8)}, tmp_path / "run")
-    child = subprocess.Popen(
-        [*COMMAND, "convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "hf"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 30
-    while not any(name.startswith(".draft") for name in os.listdir(tmp_path)):
-        assert child.poll() is None
-        assert time.monotonic() < deadline
-    child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=30)
-    assert child.returncode == 130
+    with start("convert", tmp_path / "run", tmp_path / "out", "--to", "hf") as convert:
+        until(lambda: any(name.startswith(".draft") for name in os.listdir(tmp_path)), 30)
+        _, said = convert.end()
+    assert convert.process.returncode == 130
     assert "Interrupted: stopped" in said
     assert "Traceback" not in said
     assert os.listdir(tmp_path) == ["run"]

@@ -1,19 +1,18 @@
 """`flyweight publish` and `flyweight watch` as a user types them."""
 
 import json
-import os
-import pty
 import signal
-import subprocess
 import time
 
 import pytest
 
 import flyweight as fw
-from commands import COMMAND, Running, flyweight
+from child_processes import Child, Terminal, until
+from commands import flyweight, start
+from commands import run as run_command
 from flyweight.live import messages
-from live_models import Child, assign, holds, until, weights
 from peers import FakePublisher
+from versioned_models import assign, holds, weights
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def run(tmp_path):
 @pytest.mark.parametrize("options", [(), ("--hold",), ("--version", 3)], ids=str)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_publish_serves_a_snapshot_until_it_is_told_to_end(run, address, tmp_path, options, number):
-    with Running("publish", run, "--on", address, *options) as served:
+    with start("publish", run, "--on", address, *options) as served:
         version = 3 if 3 in options else 4
         assert served.line().startswith(
             f"serving version {version} of {run} at {address}: 7 tensors"
@@ -36,7 +35,7 @@ def test_publish_serves_a_snapshot_until_it_is_told_to_end(run, address, tmp_pat
             report = replica.update(timeout_seconds=10)
             assert (report.version, report.verified) == (version, "live")
             assert holds(engine, version)
-        out, errors = served.stop(number)
+        out, errors = served.end(number)
         assert served.process.returncode == 0, errors
         assert "replica.joined: name engine" in out
         assert "serve.done: name engine" in out
@@ -45,12 +44,12 @@ def test_publish_serves_a_snapshot_until_it_is_told_to_end(run, address, tmp_pat
 
 
 def test_publish_tells_machines_in_lines_of_json(run, address):
-    with Running("publish", run, "--on", address, "--as-version", 77, "--json") as served:
+    with start("publish", run, "--on", address, "--as-version", 77, "--json") as served:
         told = json.loads(served.line())
         assert (told["event"], told["version"]) == ("serving", 77)
         with fw.Replica(weights(50), address) as replica:
             assert replica.update(77, timeout_seconds=10).version == 77
-        out, _ = served.stop()
+        out, _ = served.end()
         events = [json.loads(line)["event"] for line in out.splitlines()]
         assert events[0] == "replica.joined"
         assert {"serve.done", "replica.joined"} <= set(events)  # its leave may come before or after
@@ -58,10 +57,7 @@ def test_publish_tells_machines_in_lines_of_json(run, address):
 
 def test_publish_says_what_is_wrong_by_exit_code(run, address, tmp_path):
     with fw.Publisher(weights(1), address):
-        done = subprocess.run(
-            [*COMMAND, "publish", run, "--on", address, "--json"],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        done = run_command("publish", run, "--on", address, "--json")
         assert done.returncode == 7
         assert "another publisher is at" in json.loads(done.stderr)["message"]
     for words, code in [
@@ -71,19 +67,16 @@ def test_publish_says_what_is_wrong_by_exit_code(run, address, tmp_path):
         (("watch", address, "--timeout", "0.2"), 7),
         (("watch", "tcp:1"), 5),
     ]:
-        done = subprocess.run([*COMMAND, *map(str, words)], capture_output=True, timeout=60)
+        done = run_command(*words)
         assert done.returncode == code, (words, done.stderr)
 
 
 def test_publish_and_watch_take_a_token_from_a_private_file(run, address, tmp_path):
     secret = tmp_path / "secret" / "token"
-    with Running("publish", run, "--on", address, "--token-file", secret) as served:
+    with start("publish", run, "--on", address, "--token-file", secret) as served:
         served.line()
         assert secret.stat().st_mode & 0o777 == 0o600
-        seen = subprocess.run(
-            [*COMMAND, "watch", address, "--once", "--json", "--token-file", secret],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        seen = run_command("watch", address, "--once", "--json", "--token-file", secret)
         assert json.loads(seen.stdout)["version"] == 4, seen.stderr
         other = tmp_path / "other"
         other.write_text("wrong")
@@ -92,8 +85,7 @@ def test_publish_and_watch_take_a_token_from_a_private_file(run, address, tmp_pa
         loose.write_text(secret.read_text())
         loose.chmod(0o644)
         for path in (other, loose, tmp_path / "none"):
-            words = ["watch", address, "--once", "--timeout", "1", "--token-file", path]
-            done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60)
+            done = run_command("watch", address, "--once", "--timeout", 1, "--token-file", path)
             assert done.returncode == 7, done.stderr
             assert "token" in done.stderr
         with fw.Replica(weights(50), address, token=secret.read_text()) as replica:
@@ -104,10 +96,9 @@ def test_watch_says_how_a_command_is_given_the_token(address, tmp_path):
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong")
     wrong.chmod(0o600)
-    watch = [*COMMAND, "watch", address, "--once", "--timeout", "1"]
     with fw.Publisher(weights(1), address, token="right"):
-        for words in (watch, [*watch, "--token-file", str(wrong)]):
-            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        for options in ((), ("--token-file", wrong)):
+            done = run_command("watch", address, "--once", "--timeout", 1, *options)
             assert done.returncode == 7
             assert "--token-file" in done.stderr
 
@@ -132,16 +123,16 @@ def test_watch_gives_a_publisher_up_in_time_whose_door_answers_and_who_tells_not
     """C24: --timeout is the time to the first news."""
     with (
         FakePublisher(address, b"w") as publisher,
-        Running("watch", address, "--once", "--timeout", 2) as watching,
+        start("watch", address, "--once", "--timeout", 2) as watching,
     ):
         publisher.hear_of(messages.Hello, timeout=30)
-        assert watching.process.wait(20) == 7
+        assert watching.join() == 7
 
 
 def test_watch_tells_of_versions_and_replicas_as_they_happen(address):
     model, engine = weights(1), weights(50)
     with fw.Publisher(model, address) as publisher:
-        with Running("watch", address, "--json") as watching:
+        with start("watch", address, "--json") as watching:
             first = json.loads(watching.line())
             assert (first["version"], first["replicas"]) == (None, [])
             with fw.Replica(engine, address, name="engine") as replica:
@@ -165,41 +156,28 @@ def test_watch_tells_of_versions_and_replicas_as_they_happen(address):
                 (engine_news,) = seen[-1]["replicas"]
                 assert (engine_news["name"], engine_news["state"]) == ("engine", "ready")
                 assert any(each["state"] == "publishing" for each in seen)
-        once = subprocess.run(
-            [*COMMAND, "watch", address, "--once"], capture_output=True, text=True, timeout=60
-        )
+        once = run_command("watch", address, "--once")
         assert once.returncode == 0
         assert once.stdout.startswith("version 3")
 
 
 def test_watch_ends_with_its_publisher(address):
     publisher = fw.Publisher(weights(1), address)
-    with Running("watch", address, "--json") as watching:
+    with start("watch", address, "--json") as watching:
         watching.line()
         publisher.close()
-        assert watching.process.wait(20) == 0
+        assert watching.join() == 0
 
 
 def test_watch_shows_a_table_on_a_terminal(address):
-    ours, theirs = pty.openpty()
     with (
         fw.Publisher(weights(1), address) as publisher,
         fw.Replica(weights(2), address, name="one"),
+        Terminal() as terminal,
+        start("watch", address, stdout=terminal.file, stderr=terminal.file, TERM="xterm") as watch,
     ):
-        process = subprocess.Popen(
-            [*COMMAND, "watch", address],
-            stdout=theirs,
-            stderr=theirs,
-            env={**os.environ, "TERM": "xterm"},
-        )
-        os.close(theirs)
-        text = b""
-        deadline = time.monotonic() + 20
-        while b"one" not in text and time.monotonic() < deadline:
-            text += os.read(ours, 4096)
-        assert b"no version yet" in text
-        assert b"one" in text
+        terminal.read_until(b"one")
+        assert b"no version yet" in terminal.text
         until(lambda: publisher.replicas == ["one"])
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-    os.close(ours)
+        watch.kill(signal.SIGINT)
+        assert watch.join() == 130

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from child_processes import FORK, SPAWN, Child, resources, settled
 from fakes import FileHandle, FileTransport
 from flyweight.cuda import driver
 from flyweight.cuda.copies import Copier
@@ -18,7 +19,6 @@ from flyweight.memory import Buffer
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
 from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.shared_memory import SharedMemoryHandle, SharedMemoryTransport
-from live_models import FORK, SPAWN, Child, resources, settled
 
 BUCKET = np.frombuffer(bytes(range(256)) * 4096, np.uint8)
 TOKEN = "secret"

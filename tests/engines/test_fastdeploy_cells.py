@@ -15,6 +15,7 @@ from fastdeploy_nets import (
 )
 
 import flyweight as fw
+from child_processes import until
 from flyweight.engines.fastdeploy import DynamicWeightManager
 from flyweight.engines.legacy_cells import KV_CACHE, LegacyCell
 from flyweight.errors import (
@@ -26,7 +27,6 @@ from flyweight.errors import (
 from flyweight.lifecycle.cell import Cell
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State, Tag
-from live_models import until
 
 pytest_plugins = ["fastdeploy_fixtures"]
 

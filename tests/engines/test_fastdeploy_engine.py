@@ -11,12 +11,12 @@ import pytest
 from fastdeploy_nets import CLEARED, CLEARING, NORMAL, UPDATING, Hooks, Net, config, holds
 
 import flyweight as fw
+from child_processes import until
 from flyweight.engines.fastdeploy_engine import FastDeployHooks
 from flyweight.errors import (
     LifecycleError,
 )
 from flyweight.events import listening
-from live_models import until
 
 pytest_plugins = ["fastdeploy_fixtures"]
 

@@ -16,6 +16,7 @@ from fastdeploy_nets import (
 )
 
 import flyweight as fw
+from child_processes import SPAWN, Child
 from flyweight.engines.fastdeploy import DynamicWeightManager
 from flyweight.engines.fastdeploy_models import Models
 from flyweight.errors import (
@@ -23,7 +24,6 @@ from flyweight.errors import (
     PlanError,
     SpecError,
 )
-from live_models import SPAWN, Child
 
 pytest_plugins = ["fastdeploy_fixtures"]
 

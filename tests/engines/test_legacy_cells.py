@@ -3,7 +3,6 @@
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 from itertools import product
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from child_processes import Child, Command
 from flyweight.engines.legacy_cells import (
     KV_CACHE,
     MODEL_WEIGHTS,
@@ -23,7 +23,6 @@ from flyweight.engines.legacy_cells import (
 )
 from flyweight.engines.worker_loop import check_model_weights_status
 from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
-from live_models import Child
 
 NORMAL, UPDATING, CLEARING, CLEARED = LegacyStatus
 REQUESTS = (UPDATING, CLEARING)
@@ -52,31 +51,15 @@ for line in sys.stdin:
 """
 
 
-class Foreign:
+class Foreign(Command):
     """A process of the old kind."""
 
     def __init__(self):
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", FOREIGN],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        super().__init__(sys.executable, "-c", FOREIGN)
 
     def ask(self, *words):
-        """Have it do something, and return what its cell then says to it."""
-        self._process.stdin.write(" ".join(map(str, words)) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *raised):
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(20)
+        """Send a command and return the status that the process then reads in its cell."""
+        return int(super().ask(" ".join(map(str, words))))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from fastdeploy_nets import (
 )
 
 import flyweight as fw
+from child_processes import SPAWN, Child
 from conftest import flip
 from flyweight.engines.fastdeploy import DynamicWeightManager
 from flyweight.engines.fastdeploy_config import FastDeployOptions
@@ -34,7 +35,6 @@ from flyweight.errors import (
     TransferTimeout,
 )
 from flyweight.events import listening
-from live_models import SPAWN, Child
 
 pytest_plugins = ["fastdeploy_fixtures"]
 

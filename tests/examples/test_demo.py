@@ -1,9 +1,7 @@
 """The demo ends well, says so only if it did, and leaves nothing behind."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,17 +16,14 @@ from settings import SIZES  # noqa: E402
 from story import Options, differing  # noqa: E402
 from supervisor import write_opener  # noqa: E402
 
+from child_processes import Command, run_python, until  # noqa: E402
+from commands import run  # noqa: E402
 from flyweight.errors import PeerRefused  # noqa: E402
-from live_models import until  # noqa: E402
 
 
 def demo(*words, scratch, **options):
     """Start the demo with its temporary files in a directory."""
-    return subprocess.Popen(
-        [sys.executable, DEMO, *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "TMPDIR": str(scratch), **options},
-    )  # fmt: skip
+    return Command(sys.executable, DEMO, *words, TMPDIR=str(scratch), **options)
 
 
 @pytest.fixture
@@ -53,8 +48,8 @@ def processes_at(directory):
 
 def test_the_demo_survives_its_kills_and_every_engine_ends_with_the_trainers_bits(scratch):
     with demo("--fast", "--json", scratch=scratch) as running:
-        out, errors = running.communicate(timeout=110)
-    assert running.returncode == 0, out + errors
+        out, errors = running.output(110)
+    assert running.process.returncode == 0, out + errors
     told = [json.loads(line) for line in out.splitlines()]
 
     def all_of(event):
@@ -100,35 +95,28 @@ def test_ctrl_c_leaves_no_process_and_no_directory_and_the_browser_gets_no_token
         with demo(
             "--fast", "--json", "--open", scratch=scratch, BROWSER=f"{browser} %s"
         ) as running:
-            assert json.loads(running.stdout.readline())["event"] == "began"
+            assert json.loads(running.line())["event"] == "began"
             until(lambda: len(processes_at(scratch)) == 4, 60)  # the control server, too
-            told = [json.loads(line) for line in iter_until_page(running)]
+            told = json.loads(running.line())
+            while told["event"] != "page":
+                told = json.loads(running.line())
             until(opened.exists, 60)
             deadline = time.monotonic() + 30
-            while running.poll() is None and time.monotonic() < deadline:  # an impatient user
-                running.send_signal(signal.SIGINT)
+            while running.process.poll() is None and time.monotonic() < deadline:  # impatient user
+                running.kill(signal.SIGINT)
                 time.sleep(0.005)
-            _, errors = running.communicate(timeout=30)
-        assert opened.read_text().strip() == f"file://{told[-1]['opener']}"
-    assert running.returncode == 130
+            _, errors = running.output()
+        assert opened.read_text().strip() == f"file://{told['opener']}"
+    assert running.process.returncode == 130
     assert json.loads(errors)["error"] == "Interrupted"
     assert list(scratch.iterdir()) == []
     assert processes_at(scratch) == []
 
 
-def iter_until_page(running):
-    for line in running.stdout:
-        yield line
-        if '"event": "page"' in line:
-            return
-
-
 def test_processes_end_with_a_demo_that_is_killed(scratch):
     with demo("--fast", "--json", scratch=scratch) as running:
-        assert json.loads(running.stdout.readline())["event"] == "began"
+        assert json.loads(running.line())["event"] == "began"
         until(lambda: len(processes_at(scratch)) == 3, 60)
-        running.kill()
-        running.communicate(timeout=30)
     until(lambda: processes_at(scratch) == [], 60)
 
 
@@ -168,8 +156,8 @@ def test_the_file_that_leads_a_browser_to_the_page_is_private(scratch):
 def test_a_directory_with_something_in_it_is_not_written_into(scratch):
     (scratch / "mine").touch()
     with demo("--run", str(scratch), scratch="/tmp") as running:
-        _, errors = running.communicate(timeout=60)
-    assert running.returncode == 5
+        _, errors = running.output(60)
+    assert running.process.returncode == 5
     assert "is not empty" in errors
     assert [path.name for path in scratch.iterdir()] == ["mine"]
 
@@ -179,15 +167,12 @@ def test_without_torch_the_demo_says_what_to_install():
         "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['demo']; "
         f"runpy.run_path({str(DEMO)!r}, run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python(code)
     assert done.returncode == 5
     assert "pip install 'flyweight[torch]'" in done.stderr
 
 
 def test_the_command_flyweight_demo_names_its_successor():
-    done = subprocess.run(
-        [sys.executable, "-m", "flyweight.cli", "demo", "--fast"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run("demo", "--fast")
     assert done.returncode == 2
     assert "python examples/demo" in done.stderr

@@ -1,10 +1,8 @@
 """A disk that fills up, at the start of a save or in the middle: told with numbers, nothing lost."""
 
-import subprocess
-import sys
-
 import pytest
 
+from child_processes import run_python
 from conftest import in_own_mounts
 
 SCRIPT = """
@@ -55,9 +53,7 @@ def test_a_write_that_fails_half_way_is_told_and_leaves_nothing(tmp_path, limit_
     code = limit + SCRIPT.replace("try:\n", "tighten()\ntry:\n").replace(
         "assert fw.versions(run) == [1]", "loosen()\nassert fw.versions(run) == [1]"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
-    )
+    done = run_python(code, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "File too large" in done.stdout
     assert done.stdout.endswith("went on\n")

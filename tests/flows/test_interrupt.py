@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import threading
-import traceback
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,8 @@ from rank_processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 import syscalls
+
+from child_processes import exit_code
 
 COMMANDS = {
     "hf": ["convert", "run", "out", "--to", "hf"],
@@ -96,19 +97,13 @@ def command(words, arm, number):
 
 
 def attempt(words, arm, number):
-    """Do what `command` does in a fork; returns its exit code, None if it was over before."""
-    fork = os.fork()
-    if fork == 0:
-        result = 99
-        try:
-            code, was_interrupted = command(words, arm, number)
-            result = code if was_interrupted else 98
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(result)
-    code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+    """Do what `command` does in a fork; return its exit code, None if it ended before that."""
+
+    def work():
+        code, was_interrupted = command(words, arm, number)
+        return code if was_interrupted else 98
+
+    code = exit_code(work)
     return None if code == 98 else code
 
 

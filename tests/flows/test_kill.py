@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
 
 import flyweight as fw
+from child_processes import exit_code, run_python
 from conftest import same, zeros_like
 from rank_processes import run_ranks
 
@@ -32,29 +32,13 @@ def loaded(run):
     return version
 
 
-def forked(*words):
-    """Do what `child` does, in a fork of this process: there are many; returns the exit code."""
-    fork = os.fork()
-    if fork == 0:
-        code = 1
-        try:
-            syscalls.main(*map(str, words))
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-
-
 def rounds(root, way):
     """Kill a save at the first call, the second, and so on, until one gets through to its end."""
     outcomes = []
     for number in range(200):
         run = Path(root) / str(number)
         fw.save(syscalls.weights(1), run, version=1)
-        code = forked("kill", f"{number},{way}", run, 2)
+        code = exit_code(syscalls.main, "kill", f"{number},{way}", str(run), 2)
         if code == 0:
             assert loaded(run) == 2
             break
@@ -106,7 +90,7 @@ def test_a_prune_that_dies_leaves_every_version_whole_or_gone(tmp_path):
         run = tmp_path / str(number)
         for version in (1, 2, 3):
             fw.save(syscalls.weights(version), run, version=version)
-        died = subprocess.run([sys.executable, "-c", code, str(run), str(number)], timeout=60)
+        died = run_python(code, run, number)
         assert died.returncode in (-signal.SIGKILL, 0)
         for version in fw.versions(run):
             assert fw.verify(run, version=version).is_whole

@@ -1,13 +1,12 @@
 """Who may read what was written: the umask says, as for every other writer of checkpoints."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import flyweight as fw
+from child_processes import run_python
 from rank_processes import run_ranks
 
 SCRIPT = """
@@ -41,9 +40,7 @@ def modes(root):
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
 def test_every_writer_follows_the_umask(tmp_path, umask):
-    subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], check=True, timeout=120, umask=umask
-    )
+    run_python(SCRIPT, tmp_path, check=True, timeout=120, umask=umask)
     assert modes(tmp_path) == ({0o666 & ~umask}, {0o777 & ~umask})
 
 

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import run_python
 from conftest import drop_cache, random_bytes
 from flyweight.errors import FormatError, StoreError
 
@@ -50,10 +49,7 @@ def test_parts_load_within_the_memory_that_is_set_whatever_their_number(
     assert len(files) == NUM_PARTS
     for file in files if is_cold else ():
         drop_cache(file)
-    words = [str(tmp_path), str(PART_BYTES), str(NUM_PARTS), str(MEMORY_BYTES)]
-    done = subprocess.run(
-        [sys.executable, "-c", LOADER, *words], capture_output=True, text=True, timeout=120
-    )
+    done = run_python(LOADER, tmp_path, PART_BYTES, NUM_PARTS, MEMORY_BYTES, timeout=120)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["first"] == list(range(NUM_PARTS))

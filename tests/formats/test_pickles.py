@@ -4,13 +4,12 @@ import itertools
 import json
 import pickle
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import run_python
 from fakes import MemoryStore
 from flyweight.errors import FormatError
 from flyweight.formats import budget
@@ -220,11 +219,8 @@ def measured(place):
             if (data[0] == "_") == file.startswith("."):
                 (paths[name] / data).write_bytes(b"\x80\x04}.")
         sizes[name] = len(content)
-    words = [str(MIN_BUDGET_BYTES), place / "empty.pdparams", place / "empty", *paths.values()]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *words],
-        capture_output=True, text=True, timeout=600, check=True,
-    )  # fmt: skip
+    words = [MIN_BUDGET_BYTES, place / "empty.pdparams", place / "empty", *paths.values()]
+    done = run_python(MEASURE, *words, timeout=600, check=True)
     found = {path: rest for path, *rest in map(json.loads, done.stdout.splitlines())}
     killed = [20.0, 0, "killed: took 20 s"]
     return {name: (sizes[name], *found.get(str(path), killed)) for name, path in paths.items()}

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 
 import flyweight as fw
+from child_processes import run_python
 from flyweight.errors import FormatError, SnapshotIncomplete
 from flyweight.spec.dtype import BY_TORCH
 from rank_processes import run_ranks
@@ -615,8 +616,6 @@ def test_two_kinds_of_checkpoint_in_one_directory_are_told_apart_by_file_only(wr
 
 
 def test_more_files_than_a_process_may_usually_open(tmp_path):
-    import subprocess
-    import sys
 
     dcp.save(
         {f"w{n}": torch.full((2,), float(n)) for n in range(150)},
@@ -628,17 +627,7 @@ def test_more_files_than_a_process_may_usually_open(tmp_path):
         "opened = fw.open(sys.argv[1])\n"
         "print(sum(opened.read(f'w{n}').view('f4')[0] for n in range(150)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "ck", "4096"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(code, tmp_path / "ck", 4096)
     assert done.stdout == "11175.0\n", done.stderr
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "ck", "64"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(code, tmp_path / "ck", 64)
     assert "raise the limit, ulimit -n: Too many open files" in done.stderr

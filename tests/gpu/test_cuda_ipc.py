@@ -2,9 +2,6 @@
 
 import json
 import os
-import select
-import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from device_memory import used_bytes  # noqa: E402
 
+from child_processes import Command  # noqa: E402
 from flyweight.cuda import driver  # noqa: E402
 from flyweight.cuda.copies import Copier  # noqa: E402
 from flyweight.errors import HandleGone, SpecError, TransferTimeout, TransportError  # noqa: E402
@@ -90,30 +88,15 @@ def exporter(server_path):
         print(json.dumps(answer), flush=True)
 
 
-class Exporter:
+class Exporter(Command):
     def __init__(self, kind, server_path):
-        self.server_path = server_path
-        environ = os.environ | {
-            "PYTORCH_CUDA_ALLOC_CONF": KINDS[kind],
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(server_path or "")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=environ,
-        )
+        super().__init__(
+            sys.executable, __file__, server_path or "",
+            PYTORCH_CUDA_ALLOC_CONF=KINDS[kind], PYTHONPATH=os.pathsep.join(sys.path),
+        )  # fmt: skip
 
     def ask(self, *command):
-        self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        text = b""
-        while not text.endswith(b"\n"):
-            assert select.select([self.process.stdout], [], [], 60)[0], "no answer in 60 s"
-            piece = self.process.stdout.read(1 << 20)
-            assert piece, "the exporter died"
-            text += piece
-        return json.loads(text)
+        return json.loads(super().ask(json.dumps(command)))
 
     def offer(self, *sizes):
         answer = self.ask("offer", *sizes)
@@ -121,17 +104,8 @@ class Exporter:
         return [msgspec.json.decode(text, type=CudaIpcHandle) for text in answer]
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(30)
-
-    def stop(self):
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        finally:
-            self.process.kill()
-            self.process.wait(30)
-            self.process.stdout.close()
+        super().kill()
+        self.join()
 
 
 @pytest.fixture
@@ -154,7 +128,8 @@ def start(tmp_path):
     for each in (*transports, *connections):
         each.close()
     for each in running:
-        each.stop()
+        with each:
+            each.output()  # it ends with its input
 
 
 SIZES = [3_000_001, 100, 0, 8192, 64 << 20, 5]
@@ -178,7 +153,7 @@ def test_another_process_reads_what_is_offered_and_what_is_written_later(start, 
     assert [transport.open(handle).address for handle in handles] == [b.address for b in buffers]
 
 
-def test_without_a_door_plain_memory_is_read_all_the_same(start):
+def test_without_a_server_plain_memory_is_read_all_the_same(start):
     other, transport = start("plain", has_server=False)
     (handle,) = other.offer(100_000)
     assert content(transport.open(handle)).tobytes() == expected(100_000).tobytes()
@@ -246,7 +221,7 @@ def test_opening_and_shutting_over_and_over_takes_no_memory(start, kind):
                 transport.open(handle)
             for handle in handles:
                 transport.close_handle(handle)
-        return used_bytes(), used_bytes(other.process.pid)
+        return used_bytes(), used_bytes(other.pid)
 
     assert open_and_shut(10) == open_and_shut(190)
     assert len(os.listdir("/proc/self/fd")) < 200
@@ -264,7 +239,7 @@ def test_memory_that_can_be_offered_is_not_refused_before(start, kind):
     assert other.ask("refusal", *SIZES) == ""
 
 
-def test_mapped_memory_without_a_door_is_refused_with_a_remedy(start):
+def test_mapped_memory_without_a_server_is_refused_with_a_remedy(start):
     other, _ = start("expandable", has_server=False)
     assert "expandable_segments:False" in other.ask("offer", 1000)
 

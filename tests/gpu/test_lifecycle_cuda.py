@@ -1,8 +1,6 @@
 """The life cycle on a GPU: memory that is cleared is the device's again, and comes back in place."""
 
 import gc
-import multiprocessing
-import time
 
 import pytest
 
@@ -11,6 +9,7 @@ torch = pytest.importorskip("torch")
 from device_memory import used_bytes  # noqa: E402
 
 import flyweight as fw  # noqa: E402
+from child_processes import SPAWN, Child, until  # noqa: E402
 from flyweight.errors import LifecycleError  # noqa: E402
 from flyweight.lifecycle.control import Control  # noqa: E402
 from flyweight.lifecycle.operations import Operations  # noqa: E402
@@ -20,7 +19,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
 ]
-SPAWN = multiprocessing.get_context("spawn")
 WIDTH, LAYERS = 4096, 8
 NBYTES = WIDTH * WIDTH * 4 * LAYERS
 
@@ -54,19 +52,11 @@ def trainer(address, pipe):
 
 @pytest.fixture
 def training(address):
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=trainer, args=(address, theirs))
-    process.start()
-    theirs.close()  # the spawned process has its own by now
-    try:
-        assert ours.poll(120), "the trainer did not start"
-        ours.recv()
-        yield ours
-        ours.send(None)
-        process.join(30)
-    finally:
-        process.kill()
-        process.join()
+    with Child(trainer, address, context=SPAWN) as child:
+        assert child.told(120) == "ready"
+        yield child
+        child.send(None)
+        child.result()
 
 
 def looks(parameters):
@@ -83,8 +73,7 @@ def test_clear_returns_device_memory_and_an_update_brings_it_back_in_place(addre
         machine = Operations(fw.ModelEngine(model), replica)
         training.send(5)
         machine.update(timeout_seconds=60)
-        assert training.poll(60), "the publish did not return"
-        training.recv()
+        training.told(60)
         assert machine.state is State.SERVING
         assert holds(model, 5.0)
         for _ in range(3):
@@ -106,6 +95,11 @@ def test_clear_returns_device_memory_and_an_update_brings_it_back_in_place(addre
             assert abs(used_bytes() - full) <= 0.05 * NBYTES
 
 
+def serves(control, version):
+    status = control.status()
+    return status.is_serving and status.version == version
+
+
 def test_a_worker_follows_and_obeys_on_a_gpu(address, training, tmp_path):
     model = policy(0.0)
     engine = fw.ModelEngine(model)
@@ -116,12 +110,8 @@ def test_a_worker_follows_and_obeys_on_a_gpu(address, training, tmp_path):
     ):
         for version in (7, 8):
             training.send(version)
-            assert training.poll(60), "the publish did not return"
-            training.recv()
-            deadline = time.monotonic() + 30
-            while control.status().version != version or not control.status().is_serving:
-                assert time.monotonic() < deadline, control.status()
-                time.sleep(0.01)
+            training.told(60)
+            until(lambda version=version: serves(control, version), 30)
             with engine.request() as served:
                 assert served == version
                 assert holds(model, float(version))

@@ -1,10 +1,7 @@
 """Live updates on one GPU: trainer and replica are two processes, the weights never leave it."""
 
-import multiprocessing
-import os
-import signal
 import time
-import traceback
+from contextlib import ExitStack
 
 import pytest
 
@@ -13,13 +10,13 @@ torch = pytest.importorskip("torch")
 from device_memory import used_bytes  # noqa: E402
 
 import flyweight as fw  # noqa: E402
+from child_processes import SPAWN, Child  # noqa: E402
 from flyweight.errors import DigestMismatch, PeerLost, PlanError, TransferTimeout  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
 ]
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def model(seed, device="cuda"):
@@ -56,19 +53,18 @@ def holds(tensors, seed):
     return [name for name in wanted if raw(tensors[name]) != raw(wanted[name])] == []
 
 
-def engine(address, pipe, device, kind):
-    """Obey: update, check, or end; tell what came of it."""
-    try:
-        target = model(99, device)
-        if kind == "columns":
-            target = {"w": fw.Sharded(torch.zeros(64, 32, device=device), (64, 64), (0, 32))}
-        kept = {}
+def engine(address, device, kind, pipe):
+    """Obey commands until the end: update, report memory, check what the tensors hold."""
+    target = model(99, device)
+    if kind == "columns":
+        target = {"w": fw.Sharded(torch.zeros(64, 32, device=device), (64, 64), (0, 32))}
+    kept = {}
 
-        def load(named):
-            kept.clear()
-            kept.update(named)
+    def load(named):
+        kept.clear()
+        kept.update(named)
 
-        replica = fw.Replica(load if kind == "loader" else target, address, device=device)
+    with fw.Replica(load if kind == "loader" else target, address, device=device) as replica:
         while (command := pipe.recv()) != "end":
             if command == "update":
                 try:
@@ -83,51 +79,28 @@ def engine(address, pipe, device, kind):
                 pipe.send(raw(target["w"].tensor))
             else:
                 pipe.send(holds(kept if kind == "loader" else target, command))
-        replica.close()
-        pipe.send("ended")
-    except BaseException:
-        pipe.send(traceback.format_exc())
-        raise
 
 
-class Engine:
+class Engine(Child):
+    """An engine's process; without an error it must end well."""
+
     def __init__(self, address, device="cuda", kind="model"):
-        self._pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=engine, args=(address, theirs, device, kind))
-        self.process.start()
-        theirs.close()
-
-    def send(self, command):
-        self._pipe.send(command)
-
-    def told(self, timeout=60):
-        assert self._pipe.poll(timeout), "the engine told nothing"
-        return self._pipe.recv()
+        super().__init__(engine, address, device, kind, context=SPAWN)
 
     def ask(self, command):
         self.send(command)
-        return self.told()
-
-    def __enter__(self):
-        return self
+        return self.told(60)
 
     def __exit__(self, *raised):
         if self.process.exitcode is None and raised[0] is None:
-            assert self.ask("end") == "ended"
-        self.process.join(5)
-        self.process.kill()
-        self.process.join(10)
-
-
-@pytest.fixture
-def address(tmp_path):
-    return f"unix:{tmp_path}/policy"
+            assert self.ask("end") == ("result", None)
+        super().__exit__(*raised)
 
 
 def publish(publisher, engine, version, **options):
     engine.send("update")
     report = publisher.publish(version, num_replicas=1, timeout_seconds=60, **options)
-    told, state = engine.told()
+    told, state = engine.told(60)
     assert not isinstance(told, Exception), told
     assert report.failed == (), report.failed
     assert state == "ready"
@@ -244,8 +217,8 @@ def test_a_killed_replica_is_noticed_and_the_next_one_served(address):
             publish(publisher, engine, 1)
             engine.send("update")
             time.sleep(0.2)
-            os.kill(engine.process.pid, signal.SIGKILL)
-            engine.process.join(10)
+            engine.kill()
+            engine.join()
             started = time.monotonic()
             report = publisher.publish(2)
             assert time.monotonic() - started < 5
@@ -265,23 +238,19 @@ def trainer_process(address, pipe):
 
 
 def test_a_killed_trainer_leaves_the_replica_whole(address):
-    ours, theirs = SPAWN.Pipe()
-    trainer = SPAWN.Process(target=trainer_process, args=(address, theirs))
-    trainer.start()
-    try:
-        target = model(50)
-        with fw.Replica(target, address) as replica:
-            replica.update(timeout_seconds=60)
-            assert ours.poll(30)
-            os.kill(trainer.pid, signal.SIGKILL)
-            trainer.join(10)
-            with pytest.raises(TransferTimeout):
-                replica.update(timeout_seconds=0.5)
-            assert (replica.version, replica.state) == (1, "ready")
-            assert holds(target, 1)
-    finally:
+    target = model(50)
+    with (
+        Child(trainer_process, address, context=SPAWN) as trainer,
+        fw.Replica(target, address) as replica,
+    ):
+        replica.update(timeout_seconds=60)
+        assert trainer.told(30) == "published"
         trainer.kill()
-        trainer.join(10)
+        trainer.join()
+        with pytest.raises(TransferTimeout):
+            replica.update(timeout_seconds=0.5)
+        assert (replica.version, replica.state) == (1, "ready")
+        assert holds(target, 1)
 
 
 # Trainers with allocators of all kinds, each in a process of its own.
@@ -293,7 +262,7 @@ REMEDIES = {"pooled": "backend:native", "private": "expandable_segments:False"}
 
 
 def trainer_of_a_kind(address, transport, num_versions, pipe):
-    """Publish, and tell how each version went; at the end, what was said of it beside that."""
+    """Publish; send how each version went, return the allocator and why memory was not mapped."""
     import torch
 
     from flyweight.events import listening
@@ -315,55 +284,41 @@ def trainer_of_a_kind(address, transport, num_versions, pipe):
             report = publisher.publish(version, num_replicas=1, timeout_seconds=60)
             failed = [(type(each.error).__name__, str(each.error)) for each in report.failed]
             pipe.send((report.replicas[0].strategy, failed))
-    pipe.send((torch.cuda.get_allocator_backend(), unmapped))
+    return torch.cuda.get_allocator_backend(), unmapped
 
 
 @pytest.fixture
 def start_trainer(address, monkeypatch):
-    """Start a trainer of a kind; return what it tells, one thing after the other."""
-    running = []
+    """Start a trainer of a kind, with its allocator set by the environment."""
+    with ExitStack() as stack:
 
-    def start(environ, *, transport="auto", num_versions=2):
-        for name, value in environ.items():
-            monkeypatch.setenv(name, value)
-        ours, theirs = SPAWN.Pipe()
-        trainer = SPAWN.Process(
-            target=trainer_of_a_kind, args=(address, transport, num_versions, theirs)
-        )
-        trainer.start()
-        theirs.close()
-        running.append(trainer)
+        def start(environ, *, transport="auto", num_versions=2):
+            for name, value in environ.items():
+                monkeypatch.setenv(name, value)
+            words = (address, transport, num_versions)
+            return stack.enter_context(Child(trainer_of_a_kind, *words, context=SPAWN))
 
-        def told():
-            assert ours.poll(60), "the trainer told nothing"
-            return ours.recv()
-
-        return told
-
-    yield start
-    for trainer in running:
-        trainer.join(10)
-        trainer.kill()
+        yield start
 
 
 def test_expandable_segments_are_mapped_too(address, start_trainer):
-    told = start_trainer(EXPANDABLE)
+    trainer = start_trainer(EXPANDABLE)
     target = model(50)
     with fw.Replica(target, address) as replica:
         for version in (1, 2):
             assert replica.update(timeout_seconds=60).version == version
-            assert told() == ("host+mapped", [])
+            assert trainer.told(60) == ("host+mapped", [])
             assert holds(target, version)
-    assert told() == ("native", [])
+    assert trainer.result() == ("native", [])
 
 
 def test_expandable_segments_are_mapped_where_that_is_insisted_on(address, start_trainer):
-    told = start_trainer(EXPANDABLE, transport="mapped", num_versions=1)
+    trainer = start_trainer(EXPANDABLE, transport="mapped", num_versions=1)
     target = model(50)
     del target["host"]
     with fw.Replica(target, address) as replica:
         assert replica.update(timeout_seconds=60).strategy == "mapped"
-    assert told() == ("mapped", [])
+    assert trainer.told(60) == ("mapped", [])
 
 
 @pytest.mark.parametrize("kind", ["pooled", "private"])
@@ -371,15 +326,15 @@ def test_memory_that_nobody_else_can_map_goes_through_buckets_and_is_told_once(
     address, start_trainer, kind
 ):
     """The slots are plain memory of the publisher's own; what arrives is verified as ever."""
-    told = start_trainer(POOLED if kind == "pooled" else PRIVATE)
+    trainer = start_trainer(POOLED if kind == "pooled" else PRIVATE)
     target = model(50)
     with fw.Replica(target, address) as replica:
         for version in (1, 2):
             report = replica.update(timeout_seconds=60)
             assert (report.version, report.verified) == (version, "live")
-            assert told() == ("bucketed+host", [])
+            assert trainer.told(60) == ("bucketed+host", [])
             assert holds(target, version)
-    backend, unmapped = told()
+    backend, unmapped = trainer.result()
     assert backend == ("cudaMallocAsync" if kind == "pooled" else "native")
     assert len(unmapped) == 1
     assert REMEDIES[kind] in unmapped[0]
@@ -389,7 +344,7 @@ def test_memory_that_nobody_else_can_map_goes_through_buckets_and_is_told_once(
 def test_memory_that_nobody_else_can_map_is_refused_where_that_is_insisted_on(
     address, start_trainer, kind
 ):
-    told = start_trainer(
+    trainer = start_trainer(
         POOLED if kind == "pooled" else PRIVATE, transport="mapped", num_versions=1
     )
     target = model(50)
@@ -398,7 +353,7 @@ def test_memory_that_nobody_else_can_map_is_refused_where_that_is_insisted_on(
         with pytest.raises(PlanError, match=f"cannot be mapped.*{REMEDIES[kind]}.*'auto'"):
             replica.update(timeout_seconds=60)
         assert replica.state == "empty"
-    _, ((error, text),) = told()
+    _, ((error, text),) = trainer.told(60)
     assert error == "PlanError"
     assert REMEDIES[kind] in text
 
@@ -430,7 +385,7 @@ def test_a_background_publish_lets_the_trainer_step_once_copied(address):
             lease = publisher.publish(2, background=True)
             lease.wait_copied(30)
             fill(trainer, 7)
-            told, state = engine.told()
+            told, state = engine.told(60)
             assert (told.version, state) == (2, "ready")
             assert lease.wait(30).failed == ()
             assert engine.ask(1) is True
@@ -439,19 +394,16 @@ def test_a_background_publish_lets_the_trainer_step_once_copied(address):
 def test_the_digest_sees_what_a_copy_did_wrong(address):
     """One tensor here, two that differ there: the live bytes cannot be both."""
     one = torch.zeros(1 << 20, device="cuda")
-    trainer = SPAWN.Process(target=differing_trainer, args=(address,))
-    trainer.start()
-    try:
-        with fw.Replica({"a": one, "b": one}, address) as replica:
-            with pytest.raises(DigestMismatch):
-                replica.update(timeout_seconds=60)
-            assert replica.state == "failed"
-    finally:
-        trainer.join(10)
-        trainer.kill()
+    with (
+        Child(differing_trainer, address, context=SPAWN),
+        fw.Replica({"a": one, "b": one}, address) as replica,
+    ):
+        with pytest.raises(DigestMismatch):
+            replica.update(timeout_seconds=60)
+        assert replica.state == "failed"
 
 
-def differing_trainer(address):
+def differing_trainer(address, pipe):
     source = {"a": torch.ones(1 << 20, device="cuda"), "b": torch.ones(1 << 20, device="cuda")}
     source["b"][12345] = 2
     with fw.Publisher(source, address) as publisher:

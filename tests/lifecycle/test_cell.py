@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 import flyweight as fw
+from child_processes import SPAWN, Child, exit_code, resources, settled, until
 from flyweight.errors import LifecycleError, SpecError, StoreError, TransferTimeout
 from flyweight.forks import fork_lock
 from flyweight.lifecycle.cell import MAX_RANKS, Cell, RankRecord, Request
@@ -24,7 +25,7 @@ from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.lifecycle.worker import Worker
-from live_models import SPAWN, Child, resources, settled, until, weights
+from versioned_models import weights
 
 RECORD_BYTES = 2048
 FIRST_SLOT = 64 + 8 + 2 * RECORD_BYTES
@@ -414,15 +415,8 @@ def test_an_operation_ends_soon_after_its_timeout_whatever_its_ranks_do(path, nu
 
 def test_no_child_is_forked_before_a_file_that_was_opened_is_known(threads):
     """`os.open` lets other threads run when the file is open, and before it says which it is."""
-
-    def fork():
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        return os.waitpid(pid, 0)[1]
-
     with fork_lock:
-        forking = threads.submit(fork)
+        forking = threads.submit(exit_code, lambda: 0)
         assert not wait([forking], 0.2).done
     assert forking.result(10) == 0
 
@@ -430,10 +424,7 @@ def test_no_child_is_forked_before_a_file_that_was_opened_is_known(threads):
 def test_a_claim_is_not_ended_by_a_forked_child_that_ends(path):
     with Cell(path) as cell, Cell(path) as other:
         cell.claim(0)
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
+        assert exit_code(lambda: 0) == 0
         with pytest.raises(LifecycleError, match="has rank 0 already"):
             other.claim(0)
 

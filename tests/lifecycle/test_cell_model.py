@@ -8,7 +8,6 @@ writing its records byte by byte, by killing its writers, and by letting it run 
 import mmap
 import os
 import random
-import signal as signals
 import struct
 import time
 from collections import deque
@@ -17,11 +16,11 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+from child_processes import Child
 from flyweight.errors import LifecycleError
 from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State, Tag
-from live_models import Child
 
 # The explorer.
 
@@ -757,33 +756,18 @@ def test_writers_killed_two_hundred_times_leave_whole_records_and_successors_go_
         for _ in range(100):
             some = rng.sample([None, 0, 1], 2)
             before = {who: check(who) for who in some}
-            pids = [forked(write_for_ever, path, who) for who in some]
-            try:
+            first, second = (Child(write_for_ever, path, who) for who in some)
+            with first, second:  # killed at its end
                 deadline = time.monotonic() + 20
                 while any(check(who) <= before[who] for who in some):
                     assert time.monotonic() < deadline, "a successor wrote nothing"
                 assert all(cell.record(who).is_alive for who in some if who is not None)
                 for _ in range(rng.randrange(40)):
                     check(rng.choice(some))
-            finally:
-                for pid in pids:
-                    os.kill(pid, signals.SIGKILL)
-                    os.waitpid(pid, 0)
             for who in numbers:
                 check(who)
             assert not any(record is not None and record.is_alive for record in cell.records())
         assert min(numbers.values()) > 60
-
-
-def forked(function, *args):
-    """Start a function in a child that never comes back, and return its pid."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            function(*args, None)
-        finally:
-            os._exit(1)
-    return pid
 
 
 def tell_for(path, rank, seconds, pipe):

@@ -11,6 +11,7 @@ from time import monotonic
 import pytest
 
 import flyweight as fw
+from child_processes import until
 from fakes import FakeRendezvousStore
 from flyweight.errors import Busy, LifecycleError, TransferTimeout
 from flyweight.lifecycle.agreement import RankAgreement
@@ -19,7 +20,7 @@ from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.ranks.rendezvous import Rendezvous
-from live_models import until, weights
+from versioned_models import weights
 
 SECONDS, MOST_SECONDS = 3.0, 5.5
 

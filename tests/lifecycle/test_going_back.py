@@ -5,10 +5,11 @@ import logging
 import pytest
 
 import flyweight as fw
+from child_processes import until
 from controlled import serving
 from flyweight.events import listening
 from flyweight.lifecycle.control import Control
-from live_models import assign, holds, until, weights
+from versioned_models import assign, holds, weights
 
 
 @pytest.fixture

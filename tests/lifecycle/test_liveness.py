@@ -12,13 +12,14 @@ import msgspec
 import pytest
 
 import flyweight as fw
+from child_processes import Child, Command, until
 from flyweight.errors import LifecycleError, PeerLost
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.cell_file import is_life_running, locked
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.weights import StoredWeights
-from live_models import Child, until, weights
+from versioned_models import weights
 
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 SERVING = RankRecord(state=State.SERVING, absent=(), version=3)
@@ -205,33 +206,16 @@ def command(cell, _):
         tell(control.status().reason)
 
 
-class Contained:
-    """A function of this file as process 1 of a PID namespace of its own."""
+class Contained(Command):
+    """A function of this file as process 1 of its own PID namespace, which ends with it."""
 
     def __init__(self, function, *words):
         before = filter(None, [os.environ.get("PYTHONPATH")])  # flyweight itself may be there
         path = os.pathsep.join([str(Path(__file__).parents[1]), *before])
-        self.process = subprocess.Popen(
-            [*NAMESPACE, sys.executable, __file__, function, *map(str, words)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
+        super().__init__(*NAMESPACE, sys.executable, __file__, function, *words, PYTHONPATH=path)
 
     def told(self):
-        line = self.process.stdout.readline()
-        assert line, f"ended with {self.process.wait(20)}"
-        return json.loads(line)
-
-    def kill(self):
-        """End all of it at once: what is in a namespace does not outlive its process 1."""
-        self.process.kill()
-        self.process.communicate(timeout=20)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *raised):
-        self.kill()
+        return json.loads(self.line())
 
 
 @pytest.fixture

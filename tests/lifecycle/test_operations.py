@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import SPAWN, Child, resources, settled, until
 from conftest import flip
 from fakes import FakeRendezvousStore
 from flyweight.errors import (
@@ -29,7 +30,7 @@ from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.lifecycle.weights import StoredWeights
 from flyweight.lifecycle.worker import Worker
 from flyweight.ranks.rendezvous import Rendezvous
-from live_models import SPAWN, Child, assign, holds, resources, settled, until, weights
+from versioned_models import assign, holds, weights
 
 WEIGHTS, KV_CACHE = frozenset({Tag.WEIGHTS}), frozenset({Tag.KV_CACHE})
 STEPS = (

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import until
 from conftest import flip
 from flyweight.errors import FlyweightError
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.worker import Worker
-from live_models import until
 from rank_processes import run_ranks
 
 SECONDS = 20

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import Child, until
 from flyweight.errors import LifecycleError, SpecError, TransferTimeout
-from live_models import Child, assign, holds, until, weights
+from versioned_models import assign, holds, weights
 
 LATE = 30.0
 

@@ -10,7 +10,7 @@ from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
 from flyweight.ranks.rendezvous import Rendezvous
-from live_models import holds, weights
+from versioned_models import holds, weights
 
 
 def published(stack, address, version, like):

@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 import flyweight as fw
+from child_processes import Child, until
 from controlled import serving
 from fakes import FakeRendezvousStore
 from flyweight.errors import TransferTimeout, VersionError
@@ -20,7 +21,7 @@ from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.ranks.rendezvous import Rendezvous
-from live_models import Child, assign, holds, until, weights
+from versioned_models import assign, holds, weights
 
 
 class Fleet:

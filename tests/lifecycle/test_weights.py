@@ -9,6 +9,7 @@ import safetensors.numpy
 import torch
 
 import flyweight as fw
+from child_processes import until
 from conftest import flip
 from fakes import FakeRendezvousStore
 from flyweight.engines.strategies import FileWeights
@@ -26,7 +27,6 @@ from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.ranks.rendezvous import Rendezvous
-from live_models import until
 
 WAY = {"timeout_seconds": 0.6, "before": lambda version: None, "is_over": lambda: False}
 

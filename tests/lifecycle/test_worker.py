@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import Child, until
 from conftest import flip
 from flyweight.errors import Busy, LifecycleError, PeerLost, SpecError, TransferTimeout
 from flyweight.events import listening
@@ -19,7 +20,7 @@ from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.live.connection import Connection
 from flyweight.live.messages import Filled
-from live_models import Child, assign, holds, until, weights
+from versioned_models import assign, holds, weights
 
 
 @pytest.fixture
@@ -406,12 +407,8 @@ def test_a_forked_child_leaves_its_parents_worker_alone(publisher, address, cell
     ):
         publish(publisher, 1)
         until(lambda: serves(control, 1))
-        child = os.fork()
-        if child == 0:
-            worker.close()
-            control.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        with Child(lambda pipe: (worker.close(), control.close())) as child:
+            child.result()
         assert serves(control, 1)
         assert ended(control, Signal.PAUSE).ending == "done"
 

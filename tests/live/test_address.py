@@ -1,15 +1,14 @@
 """The directory of an address: a publisher removes what a publisher made, and nothing else."""
 
 import os
-import signal
 import socket
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import Command
 from flyweight.errors import (
     PeerRefused,
     SpecError,
@@ -17,8 +16,8 @@ from flyweight.errors import (
 )
 from flyweight.live import messages
 from flyweight.live.address import Address
-from live_models import holds, weights
 from peers import FakeReplica
+from versioned_models import holds, weights
 
 NAMES = ["token", "token.new", "control", "door"]
 
@@ -43,12 +42,8 @@ def killed_publisher(address):
         "print('up', flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, address], stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout.readline() == "up\n"
-        child.send_signal(signal.SIGKILL)
-        child.wait(timeout=20)
+    with Command(sys.executable, "-c", code, address) as child:
+        assert child.line() == "up"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import in_time, until
 from flyweight.errors import (
     ChecksumMismatch,
     DigestMismatch,
@@ -19,9 +20,9 @@ from flyweight.errors import (
 from flyweight.live import messages
 from flyweight.live.rounds import Rounds
 from flyweight.live.source import HeldCopy
-from live_models import assign, holds, in_time, until, weights
 from live_rounds import CONTENT, SECONDS, asking, call_before, delayed, refuse_catch_up_threads
 from peers import FakeReplica
+from versioned_models import assign, holds, weights
 
 pytestmark = pytest.mark.usefixtures("collected")
 

@@ -1,13 +1,12 @@
 """Closing either side: it ends waits, frees everything, and does not hang."""
 
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
 import flyweight as fw
+from child_processes import Child, in_time, resources, run_python, settled, until
 from flyweight.errors import (
     PeerFailed,
     PeerLost,
@@ -16,9 +15,9 @@ from flyweight.errors import (
 )
 from flyweight.events import listening
 from flyweight.live import messages
-from live_models import Child, in_time, resources, settled, until, weights
 from live_rounds import refuse_catch_up_threads, slow_loader, updated
 from peers import FakePublisher
+from versioned_models import weights
 
 
 @pytest.mark.parametrize("options", [{}, {"hold": True}], ids=str)
@@ -139,8 +138,8 @@ with listening(listener):
 
 
 def test_a_listener_that_never_returns_keeps_neither_close_nor_the_process_from_its_end(address):
-    done = subprocess.run([sys.executable, "-c", STUCK, address], timeout=30, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    done = run_python(STUCK, address, timeout=30)
+    assert done.returncode == 0, done.stderr
 
 
 def test_all_that_happened_before_close_has_been_told_after_it(address):

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import until
 from flyweight.errors import (
     TransferTimeout,
     TransportError,
 )
 from flyweight.live import messages
 from flyweight.live.rounds import Rounds
-from live_models import holds, until, weights
 from live_rounds import welcomed
 from peers import FakeReplica
+from versioned_models import holds, weights
 
 
 def test_a_publisher_that_is_gone_before_it_answers_is_lost_and_not_unwilling(address, threads):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import Child
 from flyweight.errors import DigestMismatch, TransportError
 from flyweight.live import messages
-from live_models import Child, holds, weights
 from live_rounds import (
     CONTENT,
     begun,
@@ -19,6 +19,7 @@ from live_rounds import (
     welcomed,
 )
 from peers import FakePublisher, FakeReplica, digest_of
+from versioned_models import holds, weights
 
 pytestmark = pytest.mark.usefixtures("collected")
 

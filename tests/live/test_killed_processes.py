@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import flyweight as fw
+from child_processes import Child, in_time, resources, settled, until
 from flyweight.errors import (
     HandleGone,
     PeerLost,
@@ -21,8 +22,8 @@ from flyweight.errors import (
 from flyweight.live import messages
 from flyweight.live.connection import Connection
 from flyweight.live.copies import PreparedCopies
-from live_models import Child, assign, holding, holds, in_time, resources, settled, until, weights
 from live_rounds import slow_loader
+from versioned_models import assign, holding, holds, weights
 
 
 def test_a_slow_replica_does_not_keep_a_fast_one_from_its_commit(address, threads):

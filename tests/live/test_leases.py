@@ -11,9 +11,9 @@ from flyweight.errors import (
     TransferTimeout,
 )
 from flyweight.live import messages
-from live_models import assign, holds, weights
 from live_rounds import CONTENT, asking, begun, done, is_failed
 from peers import shared
+from versioned_models import assign, holds, weights
 
 pytestmark = pytest.mark.usefixtures("collected")
 

@@ -3,10 +3,11 @@
 import time
 
 import flyweight as fw
+from child_processes import until
 from flyweight.events import listening
 from flyweight.live.watch import watch
-from live_models import holds, until, weights
 from live_rounds import updated
+from versioned_models import holds, weights
 
 
 def test_events_tell_of_each_round(address, threads):

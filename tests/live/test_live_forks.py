@@ -4,10 +4,11 @@ import os
 import threading
 
 import flyweight as fw
+from child_processes import Child
 from flyweight.errors import (
     TransportError,
 )
-from live_models import Child, assign, weights
+from versioned_models import assign, weights
 
 
 def use_inherited(publisher, replica, pipe):

@@ -8,8 +8,8 @@ from flyweight.errors import (
     PeerFailed,
     TransportError,
 )
-from live_models import assign, holds, weights
 from live_rounds import updated
+from versioned_models import assign, holds, weights
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import until
 from conftest import odd_arrays, same, zeros_like
 from flyweight.errors import (
     PlanError,
@@ -14,8 +15,8 @@ from flyweight.errors import (
 )
 from flyweight.live.rounds import Rounds
 from flyweight.live.source import PublishedSource
-from live_models import assign, holds, until, weights
 from live_rounds import call_before, updated
+from versioned_models import assign, holds, weights
 
 OPTIONS = [
     {},

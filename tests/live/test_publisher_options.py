@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import resources, settled
 from flyweight.errors import (
     SpecError,
 )
-from live_models import resources, settled, weights
 from live_rounds import (
     CONTENT,
     updated,
 )
 from peers import shared
+from versioned_models import weights
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, None, "3", True])

@@ -5,12 +5,13 @@ import signal
 import pytest
 
 import flyweight as fw
+from child_processes import Child
 from flyweight.errors import HandleGone, TransferTimeout
 from flyweight.host import birth_of
 from flyweight.live import messages
-from live_models import Child, holds, weights
 from live_rounds import CONTENT
 from peers import FakePublisher, FakeReplica
+from versioned_models import holds, weights
 
 
 def test_a_publisher_says_which_process_it_is_and_when_that_started(address):

@@ -12,8 +12,8 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.live.replica_round import ReplicaRound
-from live_models import holds, weights
 from live_rounds import asking, delayed, updated
+from versioned_models import holds, weights
 
 
 def test_a_model_whose_tensors_were_replaced_is_published_as_it_is_now(address, threads):

@@ -9,10 +9,10 @@ from collections import OrderedDict
 import pytest
 
 import flyweight as fw
+from child_processes import until
 from flyweight.errors import TransferTimeout, VersionError
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.weights import StoredWeights
-from live_models import until
 
 
 def torch_model(value):

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import Child, resources
 from conftest import in_own_mounts
 from flyweight.errors import (
     TransferTimeout,
     TransportError,
 )
-from live_models import Child, holds, resources, weights
+from versioned_models import holds, weights
 
 
 def fill_files(left, more):

@@ -7,14 +7,15 @@ from time import monotonic
 import pytest
 
 import flyweight as fw
+from child_processes import in_time
 from flyweight.errors import (
     TransferTimeout,
 )
 from flyweight.live import messages, replica
 from flyweight.live.connection import Connection
-from live_models import in_time, weights
 from live_rounds import CONTENT, SECONDS, delayed, joined
 from peers import FakePublisher, FakeReplica, shared
+from versioned_models import weights
 
 pytestmark = pytest.mark.usefixtures("collected")
 

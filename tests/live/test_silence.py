@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import Child, in_time, until
 from flyweight.errors import TransferTimeout
 from flyweight.events import listening
 from flyweight.live import messages
-from live_models import Child, holds, in_time, until, weights
 from live_rounds import CONTENT, SECONDS, counting_publisher, joined
 from peers import FakePublisher, FakeReplica, shared
+from versioned_models import holds, weights
 
 pytestmark = pytest.mark.usefixtures("collected")
 

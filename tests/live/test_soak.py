@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import flyweight as fw
-from live_models import Child, assign, holds, resources, settled, until, weights
+from child_processes import Child, resources, settled, until
+from versioned_models import assign, holds, weights
 
 NUM_ROUNDS = 1000
 

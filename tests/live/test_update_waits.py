@@ -5,13 +5,14 @@ import time
 import pytest
 
 import flyweight as fw
+from child_processes import until
 from flyweight.errors import (
     TransferTimeout,
     VersionError,
 )
 from flyweight.live.lanes import BucketSlots
-from live_models import assign, holds, until, weights
 from live_rounds import asking, delayed, updated
+from versioned_models import assign, holds, weights
 
 
 def test_who_asks_late_waits_for_the_next_publish_up_to_its_deadline(address, threads):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import Child
 from flyweight.errors import (
     DigestMismatch,
     PlanError,
@@ -14,8 +15,8 @@ from flyweight.errors import (
 from flyweight.live import messages
 from flyweight.live.connection import Connection
 from flyweight.live.round import Round
-from live_models import Child, assign, holds, weights
 from live_rounds import SIZES, call_before, publisher_that_lies, updated
+from versioned_models import assign, holds, weights
 
 
 def test_one_tensor_here_and_two_that_differ_there_are_not_served(address, threads):

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from child_processes import in_time
 from flyweight.errors import PeerFailed, PeerLost, SpecError, TransferTimeout, TransportError
 from flyweight.ranks import rendezvous
 from flyweight.ranks.group import Group
 from flyweight.ranks.rendezvous import Rendezvous, join_group
-from live_models import in_time
 
 TIMEOUT = 2.0
 LONG = 4.0

@@ -8,9 +8,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import chromium  # noqa: E402
+from child_processes import until  # noqa: E402
 from controlled import TOKEN, Engine, Trainer, serving  # noqa: E402
 from flyweight.lifecycle.control import Control  # noqa: E402
-from live_models import until  # noqa: E402
 
 NBYTES = 64 << 20
 

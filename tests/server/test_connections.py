@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 import uvicorn
 
+from child_processes import until
 from controlled import TOKEN, serving
 from flyweight.errors import StoreError
 from flyweight.lifecycle.cell import Cell, RankRecord
@@ -17,7 +18,6 @@ from flyweight.server import app as server_app
 from flyweight.server import http as server_http
 from flyweight.server import stream as server_stream
 from flyweight.server.fleet import Fleet
-from live_models import until
 
 
 @pytest.fixture

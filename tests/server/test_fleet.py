@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from child_processes import resources, settled, until
 from flyweight.errors import SpecError
 from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.control import Control
@@ -13,7 +14,6 @@ from flyweight.lifecycle.states import Signal, State
 from flyweight.server import fleet as server_fleet
 from flyweight.server.fleet import Fleet
 from flyweight.server.journal import MAX_ROUNDS
-from live_models import resources, settled, until
 
 
 class Ranks:

@@ -8,11 +8,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import flyweight as fw
+from child_processes import until
 from controlled import serving
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import State
-from live_models import until, weights
+from versioned_models import weights
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "control.md"
 

@@ -3,9 +3,9 @@
 import pytest
 
 from browser import chromium
+from child_processes import until
 from controlled import TOKEN, Engine, Trainer, serving
 from flyweight.lifecycle.control import Control
-from live_models import until
 
 
 @pytest.fixture(scope="module")

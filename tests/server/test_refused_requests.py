@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from child_processes import run_python
 from controlled import TOKEN, serving
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
@@ -204,7 +203,7 @@ def test_a_missing_extra_says_what_to_install():
         "try:\n    import flyweight.server\n"
         "except flyweight.errors.MissingDependency as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python(code)
     assert done.stdout == (
         "the control server needs starlette; pip install 'flyweight[server]'\n"
     ), done.stderr

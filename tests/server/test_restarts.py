@@ -3,15 +3,14 @@
 import http.client
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from child_processes import Child, Command, until
+from commands import COMMAND
 from controlled import TOKEN, Engine, Site, Trainer, serving
 from flyweight.lifecycle.control import Control
-from live_models import Child, until
 
 
 @pytest.fixture(scope="module")
@@ -66,27 +65,15 @@ def test_killing_an_engine_ends_its_operation(trained, threads):
         assert site.replica()["operation"] is None
 
 
-class Served:
+class Served(Command):
     """`flyweight serve` as a user runs it."""
 
     def __init__(self, place, cell, port=0):
-        words = [sys.executable, "-m", "flyweight.cli", "serve", "--json"]
-        words += ["--replica", f"engine={cell}", "--port", port, "--run", place / "tokens"]
-        self.process = subprocess.Popen(
-            list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        line = self.process.stdout.readline()
-        assert line, self.process.stderr.read()
-        self.told = json.loads(line)
-        with open(self.told["token_file"]) as file:
-            self.site = Site(self.told["address"], file.read())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *raised):
-        self.process.kill()
-        self.process.communicate(timeout=20)
+        words = ["--replica", f"engine={cell}", "--port", port, "--run", place / "tokens"]
+        super().__init__(*COMMAND, "serve", "--json", *words)
+        told = json.loads(self.line())
+        with open(told["token_file"]) as file:
+            self.site = Site(told["address"], file.read())
 
 
 def test_a_server_that_replaces_a_killed_one_reports_the_same_state(trained, threads):
@@ -98,8 +85,8 @@ def test_a_server_that_replaces_a_killed_one_reports_the_same_state(trained, thr
             engine.tell("request")
             asked = threads.submit(served.site.ask, "POST", "/v1/pause")
             until(lambda: served.site.state == "PAUSING")
-            port = served.told["address"].rpartition(":")[2]
-            served.process.kill()
+            port = served.site.address.rpartition(":")[2]
+            served.kill()
             with pytest.raises((OSError, http.client.HTTPException)):
                 asked.result(20)
         with Served(trained.place, cell, port) as served:

@@ -5,9 +5,9 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from child_processes import until
 from controlled import VERSIONS, Engine, Trainer, frozen, serving
 from flyweight.lifecycle.control import Control
-from live_models import until
 
 CONTROL_ROUTES = [
     ("POST", "/v1/pause"),

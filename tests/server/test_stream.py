@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from child_processes import until
 from controlled import TOKEN, serving
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
@@ -15,7 +16,6 @@ from flyweight.server import app as server_app
 from flyweight.server import http as server_http
 from flyweight.server import stream as server_stream
 from flyweight.server.fleet import Fleet
-from live_models import until
 
 
 @pytest.fixture

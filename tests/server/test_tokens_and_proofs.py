@@ -11,7 +11,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from commands import Running, flyweight, run
+from commands import flyweight, run, start
 from controlled import Site, Stranger, told_json
 from flyweight.cli import tokens
 from flyweight.cli.client import Client
@@ -20,7 +20,7 @@ from flyweight.proofs import proof
 
 
 def served(place, *words, port=0, cell="e.cell"):
-    return Running(
+    return start(
         "serve", "--replica", f"e={place}/{cell}", "--port", port, "--run", place / "run",
         "--json", *words,
     )  # fmt: skip
@@ -42,8 +42,8 @@ def serving(place, *words, **options):
 def left_behind(tmp_path_factory):
     """A killed server, whose token is still in its file."""
     with serving(tmp_path_factory.mktemp("killed")) as server:
-        server.process.kill()
-        server.process.wait(20)
+        server.kill()
+        server.join()
     assert server.token_file.read_text() == server.token
     return server
 
@@ -158,8 +158,8 @@ def test_each_start_makes_a_new_token_and_refuses_the_old_one(tmp_path):
     """C33: even after a kill, which leaves the token file."""
     with serving(tmp_path) as first:
         assert first.site.ask("GET", "/status")[0] == 200
-        first.process.kill()
-        first.process.wait(20)
+        first.kill()
+        first.join()
     with serving(tmp_path, port=first.port) as second:
         assert second.token_file == first.token_file
         assert second.token != first.token
@@ -173,7 +173,7 @@ def test_each_start_makes_a_new_token_and_refuses_the_old_one(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_removes_its_token_file_when_it_ends(tmp_path, number):
     with serving(tmp_path) as server:
-        assert server.stop(number) == ("", "")
+        assert server.end(number) == ("", "")
         assert os.listdir(tmp_path / "run") == []
         told = flyweight("status", server.site.address, "--run", tmp_path / "run", code=7)
         assert "no server left a token at" in told
@@ -182,7 +182,7 @@ def test_a_server_removes_its_token_file_when_it_ends(tmp_path, number):
 def test_a_server_that_cannot_start_leaves_no_token(tmp_path):
     (tmp_path / "e.cell").mkdir()
     with served(tmp_path) as server:
-        assert server.process.wait(20) == 6
+        assert server.join() == 6
     assert os.listdir(tmp_path / "run") == []
 
 
@@ -192,7 +192,7 @@ def test_servers_at_two_ports_leave_each_others_tokens_alone(tmp_path):
             assert first.token_file != second.token_file
             assert first.token != second.token
             assert second.site.ask("GET", "/status", token=first.token)[0] == 401
-            second.stop(signal.SIGTERM)
+            second.end(signal.SIGTERM)
             assert not second.token_file.exists()
         assert first.token_file.read_text() == first.token
         assert flyweight("status", first.site.address, "--run", tmp_path / "run", "--json")
@@ -236,7 +236,7 @@ def test_a_token_file_of_the_user_is_neither_changed_nor_removed(tmp_path):
         with serving(tmp_path, "--token-file", path) as server:
             assert server.token_file == path
             assert flyweight("status", server.site.address, "--token-file", path, "--json")
-            assert server.stop(signal.SIGTERM) == ("", "")
+            assert server.end(signal.SIGTERM) == ("", "")
         assert path.read_text() == "0123456789abcdef-of-my-own\n"
 
 
@@ -248,7 +248,7 @@ def test_a_missing_or_short_token_is_refused(tmp_path, text, says):
         path.write_text(text)
         path.chmod(0o600)
     with served(tmp_path, "--token-file", path) as server:
-        _, err = server.process.communicate(timeout=20)
+        _, err = server.output()
     assert server.process.returncode == 7
     assert says in json.loads(err)["message"]
     assert "openssl rand -hex 16" in json.loads(err)["message"]
@@ -258,14 +258,14 @@ def test_a_missing_or_short_token_is_refused(tmp_path, text, says):
 def test_a_call_to_a_stopped_server_ends_at_its_timeout(tmp_path):
     """C24: the user waits for `--timeout`, even if the server itself does not answer."""
     with serving(tmp_path) as server:
-        os.kill(server.process.pid, signal.SIGSTOP)
+        server.kill(signal.SIGSTOP)
         try:
             began = monotonic()
             words = ["pause", server.site.address, "--run", tmp_path / "run", "--timeout", 3]
             assert "no answer from" in flyweight(*words, code=7)
             assert 3 <= monotonic() - began < 5.5
         finally:
-            os.kill(server.process.pid, signal.SIGCONT)
+            server.kill(signal.SIGCONT)
 
 
 def test_a_call_to_a_server_that_answers_byte_by_byte_ends_at_its_timeout(left_behind):

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from child_processes import Child
 from conftest import dead_draft, random_bytes
 from flyweight.errors import StoreError
 from flyweight.memory import page_memory
@@ -85,14 +86,8 @@ def test_a_draft_that_is_left_without_commit_leaves_nothing(tmp_path):
 def test_a_forked_child_leaves_its_parents_draft_alone(tmp_path):
     with LocalDraft(tmp_path / "place") as draft:
         draft.reserve("file", 3)
-        child = os.fork()
-        if child == 0:
-            try:
-                draft.abort()  # as `with` does when the child leaves it
-                del draft
-            finally:
-                os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        with Child(lambda pipe: draft.abort()) as child:  # as `with` does when the child leaves it
+            child.result()
         draft.write("file", 0, np.frombuffer(b"abc", np.uint8))
         draft.commit()
     assert (tmp_path / "place" / "file").read_bytes() == b"abc"

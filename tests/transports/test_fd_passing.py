@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import pytest
 
+from child_processes import Child, in_time, resources, settled, until
 from flyweight.errors import HandleGone, PeerLost, PeerRefused, TransferTimeout, TransportError
 from flyweight.transports.fd_passing import FdConnection, FdServer
-from live_models import Child, in_time, resources, settled, until
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from multiprocessing import shared_memory
 import numpy as np
 import pytest
 
+from child_processes import Child, resources, settled
 from flyweight.errors import TransportError
 from flyweight.memory import Buffer
 from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.shared_memory import SharedMemoryTransport
-from live_models import Child, resources, settled
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Saves that go on while the model changes."""
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 import flyweight as fw
+from child_processes import run_python
 from flyweight.errors import SpecError, StoreError, TransferTimeout
 from flyweight.events import listening
 from rank_processes import run_ranks
@@ -147,9 +146,7 @@ def test_strided_scalar_and_empty_tensors_are_staged_too(tmp_path):
 
 def test_a_process_that_ends_at_once_saves_to_the_end(tmp_path):
     code = "import sys, numpy as np, flyweight as fw\nfw.save({'w': np.arange(3e6)}, sys.argv[1], background=True)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60
-    )
+    done = run_python(code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     assert fw.versions(tmp_path) == [0]
@@ -173,12 +170,7 @@ def test_a_child_that_is_forked_meanwhile_ends_and_saves_on_its_own(tmp_path):
         "    gate.set()\n"
         "    handle.wait(20)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(code, tmp_path, flags=("-W", "ignore"))
     assert done.returncode == 0, done.stderr
     assert fw.versions(tmp_path / "a") == fw.versions(tmp_path / "b") == [0]
 

@@ -1,12 +1,12 @@
 import errno
 import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import Command
 from conftest import dead_draft, flip, odd_arrays, same, zeros_like
 from flyweight.errors import (
     FormatError,
@@ -211,11 +211,11 @@ for version in range(1, 151):
 def test_the_newest_is_loaded_while_another_process_saves_and_prunes(tmp_path):
     fw.save({"w": np.full(5000, 0)}, tmp_path, version=0)
     target, loaded = {"w": np.zeros(5000, int)}, [0]
-    with subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)]) as saver:
-        while saver.poll() is None:
+    with Command(sys.executable, "-c", SAVER, tmp_path) as saver:
+        while saver.process.poll() is None:
             loaded.append(fw.load(tmp_path, into=target).version)
             assert (target["w"] == loaded[-1]).all()
-    assert saver.returncode == 0
+        assert saver.process.returncode == 0, saver.errors
     assert loaded == sorted(loaded)
     assert fw.load(tmp_path, into=target).version == 150
 

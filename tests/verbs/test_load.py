@@ -1,14 +1,13 @@
 import os
 import re
 import resource
-import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import run_python
 from conftest import drop_cache, flip, odd_arrays, random_bytes, same, zeros_like
 from flyweight.errors import (
     ChecksumMismatch,
@@ -157,13 +156,7 @@ def test_a_directory_without_permission_is_named(run, tmp_path):
             parent.chmod(parent.stat().st_mode | 0o005)
         if str(parent) == "/tmp":
             break
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(run)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run_python(code, run, check=True)
     run.chmod(0o700)
     assert done.stdout.startswith("StoreError cannot list"), done.stdout + done.stderr
     assert "Permission denied" in done.stdout
@@ -279,10 +272,7 @@ done.set(); watcher.join(30)
 print(peak - before)
 """
     fw.save({"w": random_bytes(4)}, tmp_path / "small")
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "small")],
-        capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
+    done = run_python(code, tmp_path, tmp_path / "small", timeout=100, check=True)
     assert int(done.stdout) < (16 << 20) + (2 << 20)
 
 

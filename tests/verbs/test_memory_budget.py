@@ -1,13 +1,12 @@
 """The memory budget holds for any number of threads: more threads, less memory for each."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import run_python
 from conftest import drop_cache, random_bytes
 
 SIDE = 6000  # a float32 matrix of 137 MiB, whose chunks are 4 MiB
@@ -42,10 +41,7 @@ def peak_of(work):
 
 def peak_bytes(code, *arguments, cores=2):
     """Run code in a process of its own, on a machine that has so many cores as far as it knows."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE + code, str(cores), *map(str, arguments)],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_python(MEASURE + code, cores, *arguments, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,10 +1,13 @@
 import os
+import sys
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import Command
 from conftest import dead_draft, odd_arrays, random_bytes, same, zeros_like
 from flyweight.errors import SpecError, StoreError, VersionError
 from flyweight.events import listening
@@ -80,27 +83,21 @@ def test_two_writers_of_one_version_one_wins_and_nothing_is_mixed(tmp_path):
     assert os.listdir(tmp_path) == ["v0000000007"]
 
 
-def test_many_processes_of_one_version_exactly_one_wins(tmp_path):
-    import subprocess
-    import sys
-
+def test_many_processes_of_one_version_exactly_one_wins(tmp_path, threads):
     code = (
         "import sys, numpy as np, flyweight as fw\n"
         "k = int(sys.argv[2])\n"
-        "sys.stdin.readline()\n"
         "weights = {f'w{i}': np.full(50_000, k, np.uint8) for i in range(10)}\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
         "try: fw.save(weights, sys.argv[1], version=3); print('won')\n"
         "except fw.FlyweightError as error: print(type(error).__name__)\n"
     )
-    children = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(k)],
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for k in range(1, 6)
-    ]  # fmt: skip
-    for child in children:
-        child.stdin.write("\n")
-        child.stdin.flush()
-    said = [child.communicate(timeout=60)[0].strip() for child in children]
+    with ExitStack() as stack:
+        savers = [Command(sys.executable, "-c", code, tmp_path, k) for k in range(1, 6)]
+        for saver in map(stack.enter_context, savers):
+            assert saver.line() == "ready"
+        said = list(threads.map(lambda saver: saver.ask("go"), savers))
     assert sorted(said) == ["VersionError"] * 4 + ["won"]
     target = {f"w{i}": np.zeros(50_000, np.uint8) for i in range(10)}
     fw.load(tmp_path, into=target)

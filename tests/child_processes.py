@@ -1,0 +1,257 @@
+"""Processes for tests: a function in a child, a program read line by line, and what they leave.
+
+Every wait has a deadline, and a process that a `with` statement started does not outlive it.
+"""
+
+import multiprocessing
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import contextmanager
+
+from flyweight.host import state_of
+
+FORK = multiprocessing.get_context("fork")
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Child:
+    """A function in its own process; `result` returns its value, or fails with its traceback.
+
+    The function gets one end of a pipe as its last argument.
+    """
+
+    def __init__(self, function, *args, context=FORK):
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_call, args=(theirs, function, args))
+        self.process.start()
+        theirs.close()
+        self.pid = self.process.pid
+
+    def send(self, message):
+        self._pipe.send(message)
+
+    def told(self, timeout=20):
+        """Return the next message of the child."""
+        assert self._pipe.poll(timeout), f"child {self.pid} sent nothing in {timeout} s"
+        return self._pipe.recv()
+
+    def result(self, timeout=30):
+        """Wait for the end of the function and return its value; skip its other messages."""
+        kind, value = self.told(timeout)
+        while kind != "result":
+            assert kind != "error", value
+            kind, value = self.told(timeout)
+        self.join()
+        return value
+
+    def join(self, timeout=20):
+        """Wait for the end of the process and return its exit code."""
+        # Not by the sentinel: the child's own children may have inherited it.
+        until(lambda: self.process.exitcode is not None, timeout)
+        return self.process.exitcode
+
+    def kill(self, number=signal.SIGKILL):
+        os.kill(self.pid, number)
+
+    def stop(self):
+        """Send SIGSTOP and wait until the process is stopped."""
+        self.kill(signal.SIGSTOP)
+        until(lambda: state_of(self.pid) == "T")
+
+    def go_on(self):
+        self.kill(signal.SIGCONT)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        if self.process.exitcode is None:
+            self.go_on()
+            self.process.kill()
+            self.join()
+        self.process.close()
+        self._pipe.close()
+
+
+def _call(pipe, function, args):
+    try:
+        value = function(*args, pipe)
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        os._exit(1)
+    pipe.send(("result", value))
+    os._exit(0)
+
+
+def exit_code(function, *args):
+    """Run a function in a fork; return its exit code: what the function returns, or 1.
+
+    Cheaper than a Child, for tests that need hundreds. pytest's own timeout is the deadline.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = function(*args) or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Command:
+    """A program in its own process: lines to its input, lines from its output.
+
+    What it writes to its error output is kept in a file, so that it never waits for a reader.
+    """
+
+    def __init__(self, *words, stdout=subprocess.PIPE, stderr=None, **environment):
+        self._unread, self._errors = b"", tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            list(map(str, words)), bufsize=0, env={**os.environ, **environment},
+            stdin=subprocess.PIPE, stdout=stdout, stderr=self._errors if stderr is None else stderr,
+        )  # fmt: skip
+        self.pid = self.process.pid
+
+    def line(self, timeout=60):
+        """Return the next line of output, without its end."""
+        deadline, output = time.monotonic() + timeout, self.process.stdout
+        while b"\n" not in self._unread:
+            left = max(deadline - time.monotonic(), 0)
+            assert select.select([output], [], [], left)[0], f"no line in {timeout} s"
+            more = os.read(output.fileno(), 1 << 20)
+            assert more, f"it ended with {self.join()}: {self.errors}"
+            self._unread += more
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode()
+
+    def ask(self, text, timeout=60):
+        """Send a line and return the next one."""
+        self.process.stdin.write(f"{text}\n".encode())
+        return self.line(timeout)
+
+    def join(self, timeout=30):
+        """Wait for the end and return the exit code."""
+        return self.process.wait(timeout)
+
+    def output(self, timeout=30):
+        """Wait for the end and return the rest of the output, and all error output."""
+        rest, _ = self.process.communicate(timeout=timeout)
+        out, self._unread = self._unread + (rest or b""), b""
+        return out.decode(), self.errors
+
+    @property
+    def errors(self):
+        """What the program has written to its error output so far."""
+        self._errors.seek(0)
+        return self._errors.read().decode()
+
+    def kill(self, number=signal.SIGKILL):
+        self.process.send_signal(number)
+
+    def end(self, number=signal.SIGINT):
+        """Send a signal, wait for the end and return what `output` returns."""
+        self.kill(number)
+        return self.output()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.kill()
+        self.process.communicate(timeout=20)
+        self._errors.close()
+
+
+def run_python(code, *words, flags=(), timeout=60, **options):
+    """Run a Python program to its end; return the completed process with its output as text."""
+    command = [sys.executable, *flags, "-c", code, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
+
+
+class Terminal:
+    """A terminal for a program to write to: its other end is `file`."""
+
+    def __init__(self):
+        self._ours, self.file = pty.openpty()
+        self.text = b""
+
+    def close_file(self):
+        """Close this process's copy of the other end, so that the text ends with the program."""
+        os.close(self.file)
+        self.file = None
+
+    def read_until(self, text, seconds=20):
+        """Collect what the program writes until it contains a text."""
+        deadline = time.monotonic() + seconds
+        while text not in self.text:
+            left = max(deadline - time.monotonic(), 0)
+            assert select.select([self._ours], [], [], left)[0], f"no {text} in {self.text}"
+            try:
+                self.text += os.read(self._ours, 1 << 16)
+            except OSError:  # the program has ended
+                raise AssertionError(f"no {text} in {self.text}") from None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        if self.file is not None:
+            self.close_file()
+        os.close(self._ours)
+
+
+def resources():
+    """Return what a process must not leak: threads, open files, mapped shared memory."""
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("flyweight")]
+    files = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            files.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    kinds = sorted(f.split(":")[0] if ":" in f else f for f in files if "/dev/pts" not in f)
+    with open("/proc/self/maps") as maps:
+        mapped = sum("memfd:flyweight" in line for line in maps)
+    return {"threads": threads, "files": kinds, "mapped": mapped}
+
+
+def settled(before, seconds=5):
+    """Wait some seconds for the resources to be as before; return them as they are then."""
+    deadline = time.monotonic() + seconds
+    while (now := resources()) != before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return now
+
+
+@contextmanager
+def in_time(seconds, *, early=0.1):
+    """Fail unless the block takes about that many seconds: not less, and not twice as long.
+
+    The allowance above is for a busy machine: a deadline in a test is some seconds long.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        spent = time.monotonic() - started
+        late = 1.8 * seconds
+        assert seconds - early <= spent < late, f"{spent:.2f} s for a wait of {seconds:g} s"
+
+
+def until(claim, seconds=10):
+    """Wait until a claim holds; fail if it does not in that time."""
+    deadline = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < deadline, f"{claim} did not come true in {seconds} s"
+        time.sleep(0.005)
