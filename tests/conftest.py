@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,10 +73,16 @@ def drop_cache(path: Path) -> None:
 
 
 def dead_draft(name, kind="draft"):
-    """The name of what a writer on this machine left when it was killed."""
-    from flyweight.stores.draft import _host
+    """Return a name that a writer on this machine leaves when it is killed.
 
-    return f".{kind}-{name}-{_host()}-0123456789abcdef"
+    It is that of a live draft with another token at its end.
+    """
+    from flyweight.stores.draft import LocalDraft
+
+    with tempfile.TemporaryDirectory() as place, LocalDraft(Path(place) / name):
+        (live,) = os.listdir(place)
+    token = "0123456789abcdef"
+    return f".{kind}-{live.removeprefix('.draft-')[: -len(token)]}{token}"
 
 
 @pytest.fixture

@@ -60,25 +60,25 @@ class Hooks(FastDeployHooks):
         self.did = []
         self.faults = {}
 
-    def _note(self, name):
+    def note(self, name):
         self.did.append(name)
         if name in self.faults:
             raise self.faults.pop(name)
 
     def clear_expert_buffer(self):
-        self._note("clear_expert_buffer")
+        self.note("clear_expert_buffer")
 
     def recreate_expert_buffer(self):
-        self._note("recreate_expert_buffer")
+        self.note("recreate_expert_buffer")
 
     def shut_groups_down(self):
-        self._note("shut_groups_down")
+        self.note("shut_groups_down")
 
     def restart_groups(self):
-        self._note("restart_groups")
+        self.note("restart_groups")
 
     def drop_cache(self):
-        self._note("drop_cache")
+        self.note("drop_cache")
 
 
 def still_hooks():

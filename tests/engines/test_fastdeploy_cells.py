@@ -198,7 +198,7 @@ def test_a_late_clear_does_not_replace_a_request_to_update(
     fw.save(Net(1), tmp_path, version=1)
     hooks = Hooks()
     manager = open_manager(config(tmp_path), Net(), hooks=hooks)
-    hooks._note = lambda name: cell.ask(UPDATING)  # the server asks while memory goes
+    hooks.note = lambda name: cell.ask(UPDATING)  # the server asks while memory goes
     cell.ask(CLEARING)
     manager.clear_parameters(pid)
     assert cell.status is UPDATING

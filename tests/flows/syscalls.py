@@ -103,7 +103,7 @@ def main(mode, how, run, version):
     num_threads = 2
     if how.endswith((",cached", ",direct")):  # the same calls in every run, so that all are tried
         how, _, way = how.partition(",")
-        draft_file._FAST_RATE = 0.0 if way == "cached" else float("inf")
+        draft_file.FAST_RATE = 0.0 if way == "cached" else float("inf")
         num_threads = 1
     kill_at(int(how)) if mode == "kill" else record_to(how)
     fw.save(

@@ -52,7 +52,7 @@ def test_odd_addresses_have_the_digest_of_the_cpu():
 
 
 def test_strided_tensors_have_the_digest_of_their_row_major_bytes(monkeypatch):
-    monkeypatch.setattr(cuda_digest, "_SCRATCH_BYTES", 3 * 8192)
+    monkeypatch.setattr(cuda_digest, "SCRATCH_BYTES", 3 * 8192)
     data = random_bytes(1 << 20)
     words = data.view(torch.int64)
     check(

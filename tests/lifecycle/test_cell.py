@@ -149,20 +149,19 @@ def test_a_cell_that_is_in_use_is_never_replaced(tmp_path, threads):
         each.result(20)
 
 
-def test_who_found_an_old_cell_does_not_replace_the_new_one_that_has_come_meanwhile(path, threads):
-    """C25: between a look at the file and its replacement an engine starts with a new one."""
+def test_an_old_cell_is_not_replaced_if_a_new_one_has_come_meanwhile(path, threads, monkeypatch):
+    """C25: an engine replaces the cell between another process's look at the file and its lock."""
     has_looked, may_go_on = threading.Event(), threading.Event()
 
-    class SlowFile(CellFile):
-        def _misfit(self, file):
-            found = super()._misfit(file)
-            if found is not None and not has_looked.is_set():
-                has_looked.set()
-                assert may_go_on.wait(20)
-            return found
+    def slowly_locked(*range_):
+        if not has_looked.is_set():
+            has_looked.set()
+            assert may_go_on.wait(20)
+        return locked(*range_)
 
     Cell(path, 1).close()
-    late = threads.submit(SlowFile(path, 3, 1 << 14).opened)
+    monkeypatch.setattr("flyweight.lifecycle.cell_file.locked", slowly_locked)
+    late = threads.submit(CellFile(path, 3, 1 << 14).opened)
     assert has_looked.wait(20)
     with Cell(path, 2) as engine:
         engine.claim(0)
@@ -172,19 +171,19 @@ def test_who_found_an_old_cell_does_not_replace_the_new_one_that_has_come_meanwh
         engine.check_current()
 
 
-def test_who_finds_a_cell_that_another_is_just_replacing_waits_for_it(path, threads):
-    """C25: who replaces a cell locks all of it; that is not taken for somebody's claim."""
+def test_a_process_waits_for_a_cell_that_another_is_replacing(path, threads, monkeypatch):
+    """C25: to replace a cell is to lock all of it; that is not taken for a claim."""
     looks = []
 
-    class WatchedFile(CellFile):
-        def _misfit(self, file):
-            looks.append(file)
-            return super()._misfit(file)
+    def watched_locked(*range_):
+        looks.append(range_)
+        return locked(*range_)
 
     Cell(path, 1).close()
+    monkeypatch.setattr("flyweight.lifecycle.cell_file.locked", watched_locked)
     with open(path, "r+b") as file:
         assert locked(file.fileno(), 0, 0)
-        attached = threads.submit(WatchedFile(path, 2, 1 << 14).opened)
+        attached = threads.submit(CellFile(path, 2, 1 << 14).opened)
         until(lambda: len(looks) > 2)
     os.close(attached.result(10))
 

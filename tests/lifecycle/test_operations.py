@@ -29,7 +29,7 @@ from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import Signal, State, Tag
 from flyweight.lifecycle.weights import StoredWeights
 from flyweight.lifecycle.worker import Worker
-from flyweight.ranks.rendezvous import Rendezvous
+from flyweight.ranks.rendezvous import Rendezvous, join_group
 from versioned_models import assign, holds, weights
 
 WEIGHTS, KV_CACHE = frozenset({Tag.WEIGHTS}), frozenset({Tag.KV_CACHE})
@@ -748,6 +748,10 @@ class Follower:
                 self.errors.append(error)
         return taken
 
+    @property
+    def is_done(self):
+        return self._future.done()
+
     def end(self, weights):
         self._is_over.set()
         weights.wake()
@@ -758,7 +762,7 @@ class Follower:
 def followed(room, threads):
     room.follower = Follower(room.operations, threads)
     yield room
-    if not room.follower._future.done():
+    if not room.follower.is_done:
         room.follower.end(room.replica)
 
 
@@ -1158,9 +1162,14 @@ def test_ranks_that_were_asked_for_different_things_stop_by_one_verdict(pair, ot
     assert pair.both(lambda operations: operations.pause(timeout_seconds=20)) == [None, None]
 
 
-def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads):
-    """Of one rank alone, some time ago; a third hears of it from the first."""
-    store = FakeRendezvousStore()
+def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads, monkeypatch):
+    """The time of rank 1 alone ran out, some time ago; rank 2 hears of it from rank 0."""
+    store, groups = FakeRendezvousStore(), {}
+
+    def joined(rendezvous, **options):
+        return groups.setdefault(rendezvous.rank, join_group(rendezvous, **options))
+
+    monkeypatch.setattr("flyweight.lifecycle.agreement.join_group", joined)
     ranks = [RankAgreement(Rendezvous(rank, 3, store, "three")) for rank in range(3)]
 
     def all_prepared():
@@ -1168,8 +1177,9 @@ def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads):
         return [future.result(30) for future in futures]
 
     assert all(verdict.is_agreed for verdict in all_prepared())
+    monkeypatch.undo()
     assert ranks[1].agreed(1, "", None, time.monotonic() + 0.1, what="resume").is_lost
-    until(lambda: all(each._group.can_rejoin for each in (ranks[0], ranks[2])))
+    until(lambda: groups[0].can_rejoin and groups[2].can_rejoin)
     assert all(verdict.is_agreed for verdict in all_prepared())
     for parting in [threads.submit(each.close) for each in ranks]:
         parting.result(10)

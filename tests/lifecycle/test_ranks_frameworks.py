@@ -19,6 +19,7 @@ from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.worker import Worker
+from flyweight.live.replica_round import ReplicaRound
 from rank_processes import run_ranks
 
 SECONDS = 20
@@ -75,16 +76,15 @@ class FaultyEngine(ModelEngine):
         self._faults("drop_cache")
 
 
-class FaultyReplica(fw.Replica):
-    """Goes wrong once some bytes have come."""
+def go_wrong_while_copying(faults):
+    """Have rounds of this process go wrong once some bytes have come."""
+    original = ReplicaRound.on_progress
 
-    def __init__(self, *args, faults, **options):
-        self._faults = faults
-        super().__init__(*args, **options)
+    def on_progress(self, nbytes):
+        original(self, nbytes)
+        faults("copy")
 
-    def _advance(self, nbytes):
-        super()._advance(nbytes)
-        self._faults("copy")
+    ReplicaRound.on_progress = on_progress
 
 
 class Rank:
@@ -146,6 +146,8 @@ def serve(rank, num_ranks, framework, directory):
     target = self.model
     if framework == "torch":
         target, way = self.load_weights, {"framework": "torch"}
+    else:
+        go_wrong_while_copying(self.faults)
 
     def told():
         try:
@@ -154,13 +156,7 @@ def serve(rank, num_ranks, framework, directory):
         except FlyweightError:
             return {"serves": None, "holds": self.holding()}
 
-    replica = FaultyReplica(
-        target,
-        f"unix:{directory}/policy",
-        name=f"rank {rank}",
-        faults=(lambda step: None) if framework == "torch" else self.faults,
-        **way,
-    )
+    replica = fw.Replica(target, f"unix:{directory}/policy", name=f"rank {rank}", **way)
     with (
         replica,
         Worker(

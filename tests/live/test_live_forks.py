@@ -8,6 +8,7 @@ from child_processes import Child
 from flyweight.errors import (
     TransportError,
 )
+from flyweight.live.members import Members
 from versioned_models import assign, weights
 
 
@@ -45,12 +46,21 @@ def use(publisher, replica, pipe):
     return publisher.replicas
 
 
-def test_a_child_that_was_forked_while_replicas_are_heard_can_look_at_them(address, threads):
-    is_held, is_forked = threading.Event(), threading.Event()
+def test_a_child_that_was_forked_while_replicas_are_heard_can_look_at_them(
+    address, threads, monkeypatch
+):
+    is_held, is_forked, made = threading.Event(), threading.Event(), []
+
+    class KnownMembers(Members):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr("flyweight.live.publisher.Members", KnownMembers)
 
     def hold():
         """Run while an update holds the lock of its connection."""
-        with publisher._members.changed:
+        with made[0].changed:
             is_held.set()
             assert is_forked.wait(10)
         return False

@@ -66,7 +66,7 @@ def test_writers_into_one_directory_take_turns(tmp_path, threads, turn):
 
 
 def test_a_turn_that_does_not_end_is_given_up_by_name(tmp_path, turn, monkeypatch):
-    monkeypatch.setattr("flyweight.stores.legacy_draft._TURN_SECONDS", 0.05)
+    monkeypatch.setattr("flyweight.stores.legacy_draft.TURN_SECONDS", 0.05)
     (tmp_path / "stale").write_bytes(b"old")
     with legacy_draft(tmp_path, stale=lambda: ["stale"]) as draft:
         draft.reserve("new", 3)

@@ -22,7 +22,7 @@ from flyweight.errors import MissingDependency, SpecError
 from flyweight.memory import Buffer
 from flyweight.spec.box import Box
 
-_SCRATCH_BYTES = 16 << 20
+SCRATCH_BYTES = 16 << 20
 _TASK_ROWS = 128  # 1 MiB: small enough to balance the load; a task reads 16 KiB of tables
 _NUM_ROWS, _NUM_WARPS = 4, 8  # of one step of a task, and of its program
 
@@ -161,7 +161,7 @@ class DeviceDigests:
                 plain.extend(_tasks(buffer.address, buffer.nbytes, 0, index))
                 continue
             if scratch is None:
-                scratch = torch.empty(_SCRATCH_BYTES + ROW_BYTES, dtype=torch.uint8, device=place)
+                scratch = torch.empty(SCRATCH_BYTES + ROW_BYTES, dtype=torch.uint8, device=place)
             held = row = done = 0
             for block in _blocks(buffer):
                 source = tensor_at(block)
@@ -196,16 +196,16 @@ def _tasks(address: int, nbytes: int, first_row: int, index: int) -> Iterator[_T
 
 def _blocks(buffer: Buffer) -> Iterator[Buffer]:
     """Split a buffer, in row-major order, into blocks that fit into scratch memory."""
-    if buffer.nbytes <= _SCRATCH_BYTES:
+    if buffer.nbytes <= SCRATCH_BYTES:
         yield buffer
         return
     size, *inner = buffer.shape
     row_bytes = buffer.nbytes // size
-    step = max(_SCRATCH_BYTES // row_bytes, 1)
+    step = max(SCRATCH_BYTES // row_bytes, 1)
     for start in range(0, size, step):
         shape = (min(step, size - start), *inner)
         block = buffer.block(Box((start, *(0 for _ in inner)), shape))
-        if row_bytes <= _SCRATCH_BYTES:
+        if row_bytes <= SCRATCH_BYTES:
             yield block
         else:
             yield from _blocks(replace(block, shape=block.shape[1:], strides=block.strides[1:]))

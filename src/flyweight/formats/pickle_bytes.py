@@ -12,7 +12,7 @@ from flyweight.ports import Store
 
 MAX_OPCODES = 50_000_000
 _BLOCK_BYTES = 64 << 10
-_MAX_LINE_CHARS = 1024
+MAX_LINE_CHARS = 1024
 
 GLOBAL, STOP = ord("c"), ord(".")
 _RECALLS = {ord("h"): 1, ord("j"): 4}
@@ -81,13 +81,13 @@ class PickleBytes:
 
     def line(self) -> str:
         """Return the text up to the end of the line, which is left behind."""
-        max_chars = _MAX_LINE_CHARS + 1
+        max_chars = MAX_LINE_CHARS + 1
         if (end := self._block.find(b"\n", self._next, self._next + max_chars)) < 0:
             self._refill(1)  # the line may go on after the block
             end = self._block.find(b"\n", 0, max_chars)
         if end < 0:
             self._check_inside(max_chars)
-            self.refuse(f"names something with more than {_MAX_LINE_CHARS} characters")
+            self.refuse(f"names something with more than {MAX_LINE_CHARS} characters")
         return self.take(end + 1 - self._next)[:-1].decode("utf-8", "replace")
 
     def find_recalled(self, recalled: bytearray) -> None:

@@ -15,7 +15,7 @@ from flyweight.formats.pickle_values import Span
 from flyweight.ports import Store
 
 MAX_ENTRIES = 4096
-_MAX_DIRECTORY_BYTES = MAX_ENTRIES << 10
+MAX_DIRECTORY_BYTES = MAX_ENTRIES << 10
 _END, _END64, _END64_AT = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _CENTRAL, _LOCAL = b"PK\1\2", b"PK\3\4"
 _LOCAL_HEAD = struct.Struct("<4s5H3I2H")
@@ -65,10 +65,8 @@ class Archive:
         return count, at, nbytes
 
     def _read_directory(self, count: int, at: int, nbytes: int) -> None:
-        if nbytes > _MAX_DIRECTORY_BYTES:
-            raise self._refused(
-                f"has a directory of {nbytes} bytes, at most {_MAX_DIRECTORY_BYTES}"
-            )
+        if nbytes > MAX_DIRECTORY_BYTES:
+            raise self._refused(f"has a directory of {nbytes} bytes, at most {MAX_DIRECTORY_BYTES}")
         if at >= self._tail_at:
             directory = self._tail[at - self._tail_at : at - self._tail_at + nbytes]
         else:

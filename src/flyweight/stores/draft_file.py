@@ -15,7 +15,7 @@ from flyweight.stores.local import PAGE
 
 _LARGE_BYTES = 1 << 20
 _PROBE_EVERY = 64
-_FAST_RATE = 1.5e9  # bytes per second and thread, about half of what pages at hand take
+FAST_RATE = 1.5e9  # bytes per second and thread, about half of what pages at hand take
 _BOUNCE_BYTES = 4 << 20
 _CACHE_PAGE = max(PAGE, mmap.PAGESIZE)
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
@@ -36,7 +36,7 @@ class CacheProbe:
     def is_slow(self) -> bool:
         with self._lock:
             self._num_asked += 1
-            return self._num_asked % _PROBE_EVERY != 1 and self._rate < _FAST_RATE
+            return self._num_asked % _PROBE_EVERY != 1 and self._rate < FAST_RATE
 
     def measured(self, nbytes: int, seconds: float) -> None:
         self._rate = nbytes / seconds

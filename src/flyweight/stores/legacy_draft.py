@@ -22,7 +22,7 @@ from flyweight.stores.draft import (
     sync_directory,
 )
 
-_TURN_SECONDS = 30.0  # a turn is some unlinks, links and a sync: milliseconds
+TURN_SECONDS = 30.0  # a turn is some unlinks, links and a sync: milliseconds
 
 
 def legacy_draft(
@@ -54,7 +54,7 @@ def legacy_draft(
 @contextmanager
 def _turn(directory: Path) -> Iterator[None]:
     """Hold the directory's lock: only one writer at a time replaces files in it."""
-    fd, deadline = open_directory(directory), time.monotonic() + _TURN_SECONDS
+    fd, deadline = open_directory(directory), time.monotonic() + TURN_SECONDS
     try:
         while True:
             try:
@@ -62,7 +62,7 @@ def _turn(directory: Path) -> Iterator[None]:
                 break
             except BlockingIOError as cause:
                 if time.monotonic() > deadline:
-                    text = f"another save has had its lock for {_TURN_SECONDS:g} s; save again"
+                    text = f"another save has had its lock for {TURN_SECONDS:g} s; save again"
                     raise TimeoutError(errno.ETIMEDOUT, text) from cause
                 time.sleep(0.01)
         yield
