@@ -7,7 +7,7 @@ FUNCTION(rank, num_ranks, *arguments). The exit code is that of the first rank t
 a rank that dies of a signal does not count, tests kill some on purpose. With 0 ranks the
 function is called once, with its arguments alone, and launches ranks itself.
 
-Importing torch takes longer than most tests do. So a nursery, `python tests/ranks.py FRAMEWORK`,
+Importing torch takes longer than most tests do. So a nursery, `python tests/rank_processes.py FRAMEWORK`,
 imports it once for all tests of a pytest worker and forks itself for every call.
 """
 

@@ -11,7 +11,7 @@ import pytest
 
 from child_processes import Terminal, run_python, until
 from commands import flyweight, run, start
-from controlled import Engine, Site, Stranger, Trainer, frozen, told_json
+from control_site import Engine, Site, Stranger, Trainer, frozen, told_json
 from flyweight.proofs import proof
 
 

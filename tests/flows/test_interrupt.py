@@ -12,12 +12,9 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from rank_processes import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
 import syscalls
-
 from child_processes import exit_code
+from rank_processes import run_ranks
 
 COMMANDS = {
     "hf": ["convert", "run", "out", "--to", "hf"],
@@ -26,11 +23,9 @@ COMMANDS = {
     "prune": ["prune", "run", "--keep", "1"],
 }
 FILES = ("stores/draft.py", "stores/legacy_draft.py", "verbs/commit.py", "verbs/convert.py")
-FUNCTIONS = {
-    "__init__", "_begin", "__enter__", "__exit__", "abort", "_in_spite_of_interrupts",
-    "legacy_draft", "_begin_files", "convert", "write_and_commit",
-}  # fmt: skip
-"""Whatever hands a draft on, from where it is made to where it is cleared away."""
+"""What hands a draft on, from where it is made to where it is removed."""
+WRITING = {"reserve", "write", "flush", "commit", "emit_done"}
+"""What they do between the two; the interrupts at calls are for that."""
 
 
 def interrupt():
@@ -62,9 +57,14 @@ def at_instructions(number):
     def is_made():
         return any(name.startswith(".draft-") for name in os.listdir())
 
+    def is_writing(frame):
+        while frame is not None and frame.f_code.co_name not in WRITING:
+            frame = frame.f_back
+        return frame is not None
+
     def trace(frame, event, argument):
         code = frame.f_code
-        if not code.co_filename.endswith(FILES) or code.co_name not in FUNCTIONS:
+        if not code.co_filename.endswith(FILES) or (event == "call" and is_writing(frame)):
             return None
         frame.f_trace_opcodes = True
         if (

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from conftest import same, zeros_like
-from rank_processes import launch, run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
 import syscalls
+from conftest import same, zeros_like
 from power_cut import Disk, durable, every_cut, put
+from rank_processes import launch, run_ranks
 
 NAMES = {"rank": 0, "legacy_id": 0}
 

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 import flyweight as fw
 from child_processes import Child, until
-from controlled import serving
+from control_site import serving
 from fakes import FakeRendezvousStore
 from flyweight.errors import TransferTimeout, VersionError
 from flyweight.lifecycle.agreement import RankAgreement

@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import chromium  # noqa: E402
 from child_processes import until  # noqa: E402
-from controlled import TOKEN, Engine, Trainer, serving  # noqa: E402
+from control_site import TOKEN, Engine, Trainer, serving  # noqa: E402
 from flyweight.lifecycle.control import Control  # noqa: E402
 
 NBYTES = 64 << 20

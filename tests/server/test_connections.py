@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from child_processes import until
-from controlled import TOKEN, serving
+from control_site import TOKEN, serving
 from flyweight.errors import StoreError
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import flyweight as fw
 from child_processes import until
-from controlled import serving
+from control_site import serving
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import State

@@ -4,7 +4,7 @@ import pytest
 
 from browser import chromium
 from child_processes import until
-from controlled import TOKEN, Engine, Trainer, serving
+from control_site import TOKEN, Engine, Trainer, serving
 from flyweight.lifecycle.control import Control
 
 

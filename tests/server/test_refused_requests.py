@@ -6,7 +6,7 @@ import os
 import pytest
 
 from child_processes import run_python
-from controlled import TOKEN, serving
+from control_site import TOKEN, serving
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import State

@@ -9,7 +9,7 @@ import pytest
 
 from child_processes import Child, Command, until
 from commands import COMMAND
-from controlled import TOKEN, Engine, Site, Trainer, serving
+from control_site import TOKEN, Engine, Site, Trainer, serving
 from flyweight.lifecycle.control import Control
 
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from child_processes import until
-from controlled import VERSIONS, Engine, Trainer, frozen, serving
+from control_site import VERSIONS, Engine, Trainer, frozen, serving
 from flyweight.lifecycle.control import Control
 
 CONTROL_ROUTES = [

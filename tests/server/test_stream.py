@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from child_processes import until
-from controlled import TOKEN, serving
+from control_site import TOKEN, serving
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import State

@@ -12,7 +12,7 @@ from time import monotonic, sleep
 import pytest
 
 from commands import flyweight, run, start
-from controlled import Site, Stranger, told_json
+from control_site import Site, Stranger, told_json
 from flyweight.cli import tokens
 from flyweight.cli.client import Client
 from flyweight.errors import PeerRefused, StoreError, TransferTimeout

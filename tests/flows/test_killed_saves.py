@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 import flyweight as fw
+import syscalls
 from child_processes import exit_code, run_python
 from conftest import same, zeros_like
 from rank_processes import run_ranks
 
-SCRIPT = Path(__file__).with_name("syscalls.py")
-sys.path.insert(0, str(SCRIPT.parent))
-import syscalls  # noqa: E402
-
 
 def child(*words):
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, words)], capture_output=True, text=True, timeout=60
+        [sys.executable, syscalls.__file__, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 

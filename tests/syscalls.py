@@ -1,12 +1,12 @@
-"""Runs a save with every system call that changes the disk counted, recorded, or cut short.
+"""Runs a save and counts, records or cuts short every system call that changes the disk.
 
     python syscalls.py kill N RUN VERSION        SIGKILL at call N, or in the middle of it;
                                                  N,cached and N,direct choose the way to write
     python syscalls.py record FILE RUN VERSION   append each call, as JSON lines, to FILE
 
-Several processes may record to one file: each call is made and written down in one turn, so that
-the lines are in the order of the calls. The calls are the functions of `os` that the store uses, wrapped; everything else is the real
-thing, and so is the signal.
+Several processes may record to one file: each makes its call and writes its line under one
+lock, so the lines are in the order of the calls. Only the functions of `os` that the store uses
+are wrapped; the calls and the signal are real.
 """
 
 import base64

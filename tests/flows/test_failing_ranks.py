@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,10 +18,8 @@ import pytest
 import torch
 
 import flyweight as fw
-from rank_processes import launch, run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
 import syscalls
+from rank_processes import launch, run_ranks
 
 TIMEOUT = 4.0
 ROWS = 6

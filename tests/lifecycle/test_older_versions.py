@@ -6,7 +6,7 @@ import pytest
 
 import flyweight as fw
 from child_processes import until
-from controlled import serving
+from control_site import serving
 from flyweight.events import listening
 from flyweight.lifecycle.control import Control
 from versioned_models import assign, holds, weights

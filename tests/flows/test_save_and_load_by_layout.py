@@ -1,18 +1,13 @@
 """Models whose tensors are fused, stacked, cut and renamed: from files into them and from them to files."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 import flyweight as fw
 from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, SpecError
+from model_layouts import LAYOUTS, MODEL, SPECS, rank_tensors
 from rank_processes import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "spec"))
-from test_model_layout import LAYOUTS, MODEL, SPECS, rank_tensors
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""An engine that answers requests in a process of its own, with its trainer, for tests of control."""
+"""For tests of control: an engine and a trainer in processes, a control server, and its client."""
 
 import http.client
 import json

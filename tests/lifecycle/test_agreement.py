@@ -1,16 +1,19 @@
-"""Ranks of one engine that hold the same version of two publishers hold two different models."""
+"""What the ranks of one engine agree on: which publisher's version they hold, and who failed."""
 
+import time
 from contextlib import ExitStack
 
 import flyweight as fw
 from fakes import FakeRendezvousStore
-from flyweight.errors import LifecycleError
+from flyweight.errors import LifecycleError, TransferTimeout
 from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
 from flyweight.ranks.rendezvous import Rendezvous
 from versioned_models import holds, weights
+
+SECONDS, LATE_SECONDS = 1.0, 0.3
 
 
 def published(stack, address, version, like):
@@ -80,3 +83,32 @@ def test_ranks_with_one_version_of_two_publishers_do_not_serve(tmp_path, threads
         assert [operations.state for operations in engine.machines] == [State.FAILED, State.FAILED]
         assert [operations.version for operations in engine.machines] == [None, None]
         assert engine.answers() == []
+
+
+def test_a_rank_that_reports_its_failure_just_after_the_deadline_is_heard(threads):
+    """Else rank 0 would take it for dead, and every rank would fail instead of going on."""
+    store = FakeRendezvousStore()
+    first, second = ranks = [RankAgreement(Rendezvous(rank, 2, store, "pair")) for rank in range(2)]
+
+    def decide(waits_seconds):
+        """Have both decide by one deadline, the second so much after it; return how late it was."""
+        deadline = time.monotonic() + SECONDS
+        early = threads.submit(first.prepared, None, deadline)
+        time.sleep(max(deadline + waits_seconds - time.monotonic(), 0))
+        late = time.monotonic() - deadline
+        nothing = TransferTimeout("no version came")
+        return late, [second.prepared(nothing, deadline), early.result(10)]
+
+    try:
+        for _ in range(5):  # again if this machine was so busy that it spoke later still
+            decide(-SECONDS)  # so that they have met
+            late, verdicts = decide(LATE_SECONDS)
+            if late < LATE_SECONDS + 0.1:
+                break
+        for verdict in verdicts:
+            assert not verdict.is_lost, verdict
+            assert verdict.is_kept
+            assert "rank 1: TransferTimeout: no version came" in verdict.text
+    finally:
+        for parting in [threads.submit(each.close) for each in ranks]:
+            parting.result(10)
