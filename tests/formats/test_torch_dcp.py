@@ -458,7 +458,7 @@ def test_a_list_of_lists_of_lists_is_neither_printed_nor_walked(tmp_path):
 
     value = read_pickle(MemoryStore({"file": b"\x80\x02" + bomb(30, 50) + b"."}), "file", ())
     with pytest.raises(FormatError, match="describes objects of more than"):
-        Records("it").leaves("v", value)
+        list(Records("it").values("v", value))
 
 
 def rewritten(broken, change):

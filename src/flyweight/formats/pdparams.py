@@ -14,44 +14,29 @@ from math import prod
 import numpy as np
 
 from flyweight.errors import FormatError, SpecError
-from flyweight.formats.budget import Budget
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickle_values import Made, MadeDict, Span
 from flyweight.formats.pickles import read_pickle
-from flyweight.formats.records import LEAF_BYTES, as_format_errors, told
+from flyweight.formats.records import Records, as_format_errors, is_leaf, told
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored, join_files
 from flyweight.memory import Bytes, bytes_of
 from flyweight.ports import Store
 from flyweight.spec.box import Box, boxes_of_range
 from flyweight.spec.dtype import DTYPES, DType
-from flyweight.spec.manifest import (
-    MAX_NAME_CHARS,
-    Extent,
-    Leaf,
-    Manifest,
-    TensorSpec,
-    check_name,
-)
+from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorSpec, check_name
 
-MAX_LEAVES = 1_000_000
-MAX_NESTING = 32
+MAX_VALUES = 1_000_000
 
-_ARRAY = {(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")}
-_FROM_BUFFER = {(f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")}
-_SCALAR = {(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")}
+_CORES = ("numpy.core", "numpy._core")  # of numpy 1 and 2
+_ARRAY = {(f"{core}.multiarray", "_reconstruct") for core in _CORES}
+_ARRAY |= {(f"{core}.numeric", "_frombuffer") for core in _CORES}
+_SCALAR = {(f"{core}.multiarray", "scalar") for core in _CORES}
 _ENCODE, _DTYPE = ("_codecs", "encode"), ("numpy", "dtype")
 _TUPLE = {("builtins", "tuple"), ("__builtin__", "tuple")}
 _BYTES = {("builtins", "bytes"), ("__builtin__", "bytes")}  # empty ones, before protocol 3
-_ORDERED = ("collections", "OrderedDict")
-ALLOWED = (
-    _ARRAY
-    | _FROM_BUFFER
-    | _SCALAR
-    | _TUPLE
-    | _BYTES
-    | {("numpy", "ndarray"), _DTYPE, _ENCODE, _ORDERED}
-)
+_NAMES = {("numpy", "ndarray"), _DTYPE, _ENCODE, ("collections", "OrderedDict")}
+_ALLOWED = _ARRAY | _SCALAR | _TUPLE | _BYTES | _NAMES
 _BY_CODE = {np.dtype(each.numpy).str[1:]: each for each in DTYPES.values() if each.numpy}
 """dtypes by the code in a pickle: "f4" is f32."""
 STRUCTURED_NAMES = "StructuredToParameterName@@"  # Paddle's own names of the same tensors
@@ -108,32 +93,34 @@ class _Pickled:
 
     def __init__(self, store: DecodedStore, file: str) -> None:
         self._store, self._file = store, file
-        self._count = 0
-        self._budget = Budget(f"pickle {file!r} in {store.place!r}", store.size(file))
-
-    def _refuse(self, why: str) -> FormatError:
-        return FormatError(f"pickle {self._file!r} in {self._store.place!r} {why}")
+        what = f"pickle {file!r} in {store.place!r}"
+        self._records = Records(what, store.size(file), max_values=MAX_VALUES)
+        self._refuse = self._records.refused
 
     def manifest(self) -> Manifest:
-        root = read_pickle(self._store, self._file, ALLOWED, budget=self._budget)
+        root = read_pickle(self._store, self._file, _ALLOWED, budget=self._records.budget)
         content = root.items if isinstance(root, MadeDict) else root
         if not isinstance(content, dict):
             raise self._refuse(f"holds a {type(root).__name__}, expected a dict of arrays")
         splits = content.pop(_SPLIT, None)
-        leaves: dict[str, _Array | Leaf] = {}
-        for name, leaf in self._leaves("", content, 0):
-            if name in leaves:
-                raise self._refuse(f"has two leaves whose joined name is {name!r}")
-            leaves[name] = leaf
-        arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
-        values = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, _Array)}
-        joined = self._joined(splits, arrays)
+        arrays: dict[str, _Array] = {}
+        values: dict[str, Leaf] = {}
+        for name, value in self._records.values("", content, skipped=STRUCTURED_NAMES):
+            if name in arrays or name in values:
+                raise self._refuse(f"has two values whose joined name is {name!r}")
+            found = self._array_or_leaf(name, value)
+            if isinstance(found, _Array):
+                arrays[name] = found
+            else:
+                values[name] = found
+        split = list(self._split_arrays(splits, arrays))
+        sliced = {each for _, _, slices in split for each in slices}
         tensors, extents = {}, []
         for name, array in arrays.items():
-            if name not in joined:
+            if name not in sliced:
                 tensors[name] = TensorSpec(array.dtype, array.shape)
                 extents.append(self._extent(name, Box.whole(array.shape), array, 0))
-        for name, shape, slices in dict.fromkeys(joined.values()):
+        for name, shape, slices in split:
             if name in tensors or name in values:
                 raise self._refuse(f"has {name!r} twice, once in slices")
             tensors[name] = TensorSpec(arrays[slices[0]].dtype, shape)
@@ -166,43 +153,17 @@ class _Pickled:
             raise self._refuse(f"has array text of {len(raw)} bytes, not {array.nbytes}")
         return bytes_of(raw)
 
-    def _leaves(self, name: str, value: object, depth: int) -> Iterator[tuple[str, _Array | Leaf]]:
-        self._check_limits(name, depth)
-        if isinstance(value, MadeDict):
-            value = value.items
-        if isinstance(value, (dict, list, tuple)):
-            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                if key != STRUCTURED_NAMES:
-                    yield from self._leaves(f"{name}.{key}" if name else str(key), each, depth + 1)
-            return
-        if isinstance(value, Made):
-            kind = (value.what.module, value.what.name)
-            if kind in _TUPLE:  # (Paddle's internal name, array), as tensors in nested dicts are
-                match value.args:
-                    case (((str() | Span()), each),):
-                        yield from self._leaves(name, each, depth + 1)
-                        return
-            if kind in _ARRAY | _FROM_BUFFER:
-                yield check_name(name), self._array(name, value)
-                return
-            if kind in _SCALAR:
-                yield check_name(name), self._scalar(name, value)
-                return
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            yield check_name(name), value
-            return
-        raise self._refuse(f"has a {getattr(value, 'what', type(value).__name__)} at {name!r}")
-
-    def _check_limits(self, name: str, depth: int) -> None:
-        self._count += 1
-        if depth > MAX_NESTING or self._count > MAX_LEAVES:
-            raise self._refuse(
-                f"nests {depth} deep, at most {MAX_NESTING}, or has {self._count} leaves, at most "
-                f"{MAX_LEAVES}"
-            )
-        if len(name) > MAX_NAME_CHARS:
-            check_name(name)
-        self._budget.take(LEAF_BYTES + len(name))
+    def _array_or_leaf(self, name: str, value: object) -> _Array | Leaf:
+        match value:  # (Paddle's internal name, array), as tensors in nested dicts are
+            case Made(args=((str() | Span(), each),)) if _name(value) in _TUPLE:
+                value = each
+        if is_leaf(value):
+            return value
+        if isinstance(value, Made) and _name(value) in _ARRAY:
+            return self._array(name, value)
+        if isinstance(value, Made) and _name(value) in _SCALAR:
+            return self._scalar(name, value)
+        raise self._refuse(f"has {told(value)} at {name!r}")
 
     def _array(self, name: str, made: Made) -> _Array:
         match made.state, made.args:
@@ -235,9 +196,10 @@ class _Pickled:
         return array
 
     def _dtype(self, name: str, made: Made) -> DType:
-        match (made.what.module, made.what.name), made.args, made.state:
-            case ("numpy", "dtype"), (str() as code, *_), (_, "<" | "|", *_) if code in _BY_CODE:
-                return _BY_CODE[code]
+        match made.args, made.state:
+            case (str() as code, *_), (_, "<" | "|", *_):
+                if _name(made) == _DTYPE and code in _BY_CODE:
+                    return _BY_CODE[code]
         raise self._refuse(
             f"has an array {name!r} of dtype {told(made.args)}, state {told(made.state)}"
         )
@@ -245,18 +207,16 @@ class _Pickled:
     def _data(self, name: str, data: object) -> Span | bytes:
         if isinstance(data, Span) and not data.is_text:
             return data
-        if isinstance(data, Made):
-            kind = (data.what.module, data.what.name)
-            if kind in _BYTES and data.args == ():
+        match data:
+            case Made(args=()) if _name(data) in _BYTES:
                 return b""
-            match kind, data.args:
-                case ("_codecs", "encode"), (Span() as span, "latin1") if span.is_text:
-                    return span
-                case ("_codecs", "encode"), (str() as text, "latin1"):
-                    try:
-                        return text.encode("latin1")
-                    except UnicodeEncodeError as cause:
-                        raise self._refuse(f"has text for {name!r} that is not latin1") from cause
+            case Made(args=(Span(is_text=True) as span, "latin1")) if _name(data) == _ENCODE:
+                return span
+            case Made(args=(str() as text, "latin1")) if _name(data) == _ENCODE:
+                try:
+                    return text.encode("latin1")
+                except UnicodeEncodeError as cause:
+                    raise self._refuse(f"has text for {name!r} that is not latin1") from cause
         raise self._refuse(f"has a {type(data).__name__} for the bytes of {name!r}")
 
     def _scalar(self, name: str, made: Made) -> Leaf:
@@ -270,11 +230,11 @@ class _Pickled:
                     return value
         raise self._refuse(f"has a scalar {name!r} that is no number")
 
-    def _joined(
+    def _split_arrays(
         self, splits: object, arrays: Mapping[str, _Array]
-    ) -> dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]]:
-        """Return (name, shape, slices) of the whole array, for each slice of a flat cut."""
-        joined = {}
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+        """Yield the name, the shape and the slices of each array that is cut into flat slices."""
+        used: set[str] = set()
         for name, entry in (splits if isinstance(splits, dict) else {}).items():
             match entry:
                 case {
@@ -285,13 +245,16 @@ class _Pickled:
                 case _:
                     raise self._refuse(f"cut {told(name)} up and does not say how")
             if not slices or any(
-                not isinstance(each, str) or each not in arrays or each in joined for each in slices
+                not isinstance(each, str) or each not in arrays or each in used for each in slices
             ):
                 raise self._refuse(f"cut {told(name)} into {told(slices)}, which are not all there")
             held = sum(prod(arrays[each].shape) for each in slices)
             sizes_ok = all(type(size) is int and size >= 0 for size in shape)
             if not sizes_ok or held != prod(shape) or len({arrays[s].dtype for s in slices}) != 1:
                 raise self._refuse(f"cut {told(name)} of {told(shape)} into {held} elements")
-            whole = (check_name(str(name)), tuple(shape), tuple(slices))
-            joined.update(dict.fromkeys(slices, whole))
-        return joined
+            used.update(slices)
+            yield check_name(str(name)), tuple(shape), tuple(slices)
+
+
+def _name(made: Made) -> tuple[str, str]:
+    return made.what.module, made.what.name

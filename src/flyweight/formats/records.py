@@ -7,8 +7,9 @@ list again and again. So nothing here walks or prints more of a value than it mu
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 from flyweight.errors import FormatError, SnapshotIncomplete, SpecError
 from flyweight.formats.budget import Budget
@@ -19,12 +20,12 @@ from flyweight.spec.box import Box
 from flyweight.spec.manifest import MAX_DIMS, Leaf, check_name
 
 MAX_METADATA_BYTES = 1 << 30
-MAX_VISITS = 2_000_000
+MAX_VALUES = 2_000_000
 MAX_NESTING = 32
 RECORD_BYTES = 200
 """Memory that a reader takes for one record: for its place, its box and its extent."""
-LEAF_BYTES = 300
-"""Memory that a reader takes for one leaf, its name aside."""
+VALUE_BYTES = 300
+"""Memory that a reader takes for one value, its name aside."""
 
 
 def place_key(name: str, *numbers: tuple[int, ...]) -> bytes:
@@ -48,7 +49,10 @@ def read_index(
     store: Store, file: str, allowed: Collection[tuple[str, str]]
 ) -> tuple[Records, dict[str, object]]:
     """Return a checkpoint's index, which is a pickled `Metadata`: its fields, and their reader."""
-    records = Records(f"{file!r} in {store.place!r}", store.size(file))
+    size = store.size(file)
+    records = Records(f"{file!r} in {store.place!r}", size)
+    if size > MAX_METADATA_BYTES:
+        raise records.refused(f"has {size} bytes, at most {MAX_METADATA_BYTES}")
     root = read_pickle(store, file, allowed, has_objects=True, budget=records.budget)
     return records, records.fields(root, "Metadata")
 
@@ -65,31 +69,26 @@ def told(value: object) -> str:
         return str(value)[:200]
     if isinstance(value, Span):
         return f"{value.nbytes} bytes of {'text' if value.is_text else 'data'}"
-    if isinstance(value, (tuple, list)) and len(value) <= 8 and all(_is_plain(v) for v in value):
+    if isinstance(value, (tuple, list)) and len(value) <= 8 and all(is_leaf(v) for v in value):
         return str(value)[:200]
     return f"a {type(value).__name__}"
 
 
-def _is_plain(value: object) -> bool:
+def is_leaf(value: object) -> TypeGuard[Leaf]:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 class Records:
     """Reads the records of one file, called `what` in errors; its size bounds their memory."""
 
-    def __init__(self, what: str, nbytes: int = 0) -> None:
+    def __init__(self, what: str, nbytes: int = 0, *, max_values: int | None = None) -> None:
         self._what = what
-        if nbytes > MAX_METADATA_BYTES:
-            raise self.refused(f"has {nbytes} bytes, at most {MAX_METADATA_BYTES}")
-        self._visits = 0
-        self.budget, self._leaves_budget = Budget(what, nbytes), Budget(what, 0)
+        self._num_values, self._max_values = 0, MAX_VALUES if max_values is None else max_values
+        self.budget = self.values_budget = Budget(what, nbytes)
+        """The memory for records, and for values, which may be in other files."""
 
     def refused(self, why: str) -> FormatError:
         return FormatError(f"{self._what} {why}")
-
-    def set_data_size(self, nbytes: int) -> None:
-        """Set the size of the files that hold its values, which bounds the memory for leaves."""
-        self._leaves_budget = Budget(f"data of {self._what}", nbytes)
 
     def fields(self, value: object, kind: str) -> dict[str, object]:
         """Return the fields of an object of a class, by name."""
@@ -121,30 +120,27 @@ class Records:
             return tuple(value)
         raise self.refused(f"has the numbers {told(value)} for {name!r}")
 
-    def leaves(self, name: str, value: object, depth: int = 0) -> list[tuple[str, Leaf]]:
-        """Return the plain values in nested dicts and lists, by their joined names."""
-        self._visits += 1
-        if depth > MAX_NESTING or self._visits > MAX_VISITS:
+    def values(
+        self, name: str, value: object, *, skipped: str | None = None, depth: int = 0
+    ) -> Iterator[tuple[str, object]]:
+        """Yield what is in nested dicts and lists by its joined name, without the key `skipped`."""
+        self._num_values += 1
+        if depth > MAX_NESTING or self._num_values > self._max_values:
             raise self.refused(
                 f"has a value {name[:80]!r} that nests too deep or is too large: depth {depth}, at "
-                f"most {MAX_NESTING}, and {self._visits} values, at most {MAX_VISITS}"
+                f"most {MAX_NESTING}, and {self._num_values} values, at most {self._max_values}"
             )
-        self._leaves_budget.take(LEAF_BYTES + len(name))
-        check_name(name)
+        self.values_budget.take(VALUE_BYTES + len(name))
         if isinstance(value, MadeDict):
             value = value.items
-        pairs: Iterable[tuple[object, object]]
-        if isinstance(value, dict):
-            pairs = value.items()
-        elif isinstance(value, (list, tuple)):
-            pairs = enumerate(value)
-        elif _is_plain(value):
-            return [(name, value)]  # type: ignore[list-item]
-        else:
-            raise self.refused(f"has a value {name!r} that is {told(value)}")
-        found: list[tuple[str, Leaf]] = []
-        for key, each in pairs:
-            if not isinstance(key, (str, int)):
+        if not isinstance(value, (dict, list, tuple)):
+            yield check_name(name), value
+            return
+        if name:  # a pickle as a whole has none
+            check_name(name)
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            if not is_leaf(key):
                 raise self.refused(f"has {told(key)} for a key in {name!r}")
-            found += self.leaves(f"{name}.{key}", each, depth + 1)
-        return found
+            if key != skipped:
+                inner = f"{name}.{key}" if name else str(key)
+                yield from self.values(inner, each, skipped=skipped, depth=depth + 1)

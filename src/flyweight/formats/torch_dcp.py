@@ -9,16 +9,17 @@ coverage; this one proves that the boxes cover every tensor before it uses them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
 import numpy as np
 
 from flyweight.errors import FormatError, SnapshotIncomplete
+from flyweight.formats.budget import Budget
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickle_values import Global, Made, Span
-from flyweight.formats.records import as_format_errors, place_key, read_index, told
+from flyweight.formats.records import as_format_errors, is_leaf, place_key, read_index, told
 from flyweight.formats.stored import Stored
 from flyweight.formats.torch_item import DTYPE_NAMES, SIZE, TorchItem, pickled_tensor
 from flyweight.memory import Buffer, Bytes, bytes_of, item_dtype
@@ -91,7 +92,9 @@ class _Reader:
         self._entries = entries
         del fields  # records made below reuse the memory of those that are dropped
         self._places = self._read_places(places)
-        self._records.set_data_size(sum(self._sizes.values()))
+        self._records.values_budget = Budget(
+            f"data of {METADATA!r} in {store.place!r}", sum(self._sizes.values())
+        )
         self._check_apart()
 
     def _read_places(self, places: dict[object, object]) -> dict[bytes, tuple[str, Span]]:
@@ -230,7 +233,7 @@ class _Reader:
 
         return Extent(name, box, self._store.add(file, decode), 0)
 
-    def _values(self, name: str) -> list[tuple[str, Leaf]]:
+    def _values(self, name: str) -> Iterator[tuple[str, Leaf]]:
         if _item(name, None) not in self._places:
             raise self._refused(f"names no file for the value {name!r}")
         file, span = self._places[_item(name, None)]
@@ -239,7 +242,10 @@ class _Reader:
         except FormatError as error:
             error.note(f"value {name!r}; only plain values, dicts and lists of them can be read")
             raise
-        return self._records.leaves(name, root)
+        for inner, value in self._records.values(name, root):
+            if not is_leaf(value):
+                raise self._refused(f"has a value {inner!r} that is {told(value)}")
+            yield inner, value
 
 
 def _item(name: str, offset: tuple[int, ...] | None) -> bytes:
