@@ -140,7 +140,7 @@ class _Reader:
                 self._replicas.setdefault(check_file_name(file), set()).add(name)
                 continue
             offset = self._numbers(fields.get("global_offset"), name)
-            place = _place(name, offset, self._flat(name, fields))
+            place = place_key(name, offset, self._flat(name, fields) or ())
             if not isinstance(file, str):
                 raise self._refused(f"has {told(file)} for the file of {name!r}")
             if places.setdefault(place, check_file_name(file)) != file:
@@ -153,13 +153,13 @@ class _Reader:
         tensors: dict[str, TensorSpec] = {}
         extents: list[Extent] = []
         raw_names = set()
-        files = {file: self._open(file) for file in sorted(set(self._places.values()))}
+        files = {file: self._open(file) for file in sorted({*self._places.values(), *data})}
         used = {file: set(self._replicas.get(file, ())) for file in files}
         for name, shards in self._shards.items():
             whole = self._whole(name, shards)
             known: dict[bytes, _Shard] = {}
             for shard in shards:
-                place = _place(name, shard.box.offset, shard.flat)
+                place = place_key(name, shard.box.offset, shard.flat or ())
                 if known.setdefault(place, shard) is not shard:
                     if known[place] != shard:
                         raise self._refused(f"has {name!r} as {known[place]} and as {shard}")
@@ -179,9 +179,9 @@ class _Reader:
             if astray := found.keys() - used[file]:
                 raise FormatError(
                     f"{file!r} in {self._store.place!r} has {len(astray)} tensors that "
-                    f"{self._file!r} does not put there: {listed(astray)}; two saves are mixed"
+                    f"{self._file!r} does not put there: {listed(astray)}; another save, finished "
+                    f"or not, is in the same directory"
                 )
-        self._check_others([file for file in data if file not in files])
         manifest = Manifest(tensors, extents=extents)
         check_coverage(manifest)
         return Stored(manifest, self._store, format="paddle", raw_names=raw_names)
@@ -194,15 +194,6 @@ class _Reader:
         for extent in manifest.extents:
             found[extent.name][1].append(extent)
         return found
-
-    def _check_others(self, others: Sequence[str]) -> None:
-        """Raise for files with tensors that the metadata does not name; empty ones are fine."""
-        for file in others:
-            if self._open(file).keys() - self._replicas.get(file, set()):
-                raise FormatError(
-                    f"{self._store.place!r} has {file!r}, which {self._file!r} does not name: "
-                    f"another save, finished or not, is in the same directory"
-                )
 
     def _whole(self, name: str, shards: Sequence[_Shard]) -> tuple[int, ...]:
         whole = next((shard.whole for shard in shards if shard.whole is not None), None)
@@ -252,10 +243,6 @@ class _Reader:
                 extents.append(Extent(name, box.moved(shard.box.offset), extent.file, at))
                 at += spec.box_bytes(Box.whole((box.num_elements,)))
         return dtype, is_raw, extents
-
-
-def _place(name: str, offset: tuple[int, ...], flat: tuple[int, int] | None) -> bytes:
-    return place_key(name, offset, flat or ())
 
 
 # Writing: one file, as a job of one rank would write it.

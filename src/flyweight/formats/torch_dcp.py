@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 
@@ -21,11 +20,11 @@ from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickle_values import Global, Made, Span
 from flyweight.formats.records import as_format_errors, is_leaf, place_key, read_index, told
 from flyweight.formats.stored import Stored
-from flyweight.formats.torch_item import DTYPE_NAMES, SIZE, TorchItem, pickled_tensor
-from flyweight.memory import Buffer, Bytes, bytes_of, item_dtype
+from flyweight.formats.torch_item import DTYPE_NAMES, SIZE, TorchItem
+from flyweight.memory import Bytes, bytes_of, item_dtype
 from flyweight.ports import Store
-from flyweight.spec.box import Box, strides_of
-from flyweight.spec.dtype import BY_TORCH, DType
+from flyweight.spec.box import Box
+from flyweight.spec.dtype import BY_TORCH
 from flyweight.spec.manifest import (
     Extent,
     Leaf,
@@ -107,7 +106,7 @@ class _Reader:
             if not isinstance(name, str):
                 raise self._refused(f"has a file for {told(name)}")
             corner = () if offset is None else self._numbers(offset, name)
-            place = _item(name, None if offset is None else corner)
+            place = place_key(name) if offset is None else place_key(name, corner)
             if info.get("transform_descriptors"):
                 raise self._refused(
                     f"has {name!r} compressed: {told(info['transform_descriptors'])}"
@@ -177,7 +176,10 @@ class _Reader:
                 raise self._refused(f"has {told(other)} for the properties of {name!r}")
         if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in BY_TORCH:
             raise self._refused(f"says that {name!r} is {told(dtype)}")
-        spec = _spec(BY_TORCH[dtype.name], self._numbers(fields.get("size"), name))
+        shape, bits = self._numbers(fields.get("size"), name), BY_TORCH[dtype.name].bits
+        if bits < 8 and shape:  # torch counts packed bytes
+            shape = (*shape[:-1], shape[-1] * 8 // bits)
+        spec = TensorSpec(BY_TORCH[dtype.name], shape)
         chunks = fields.get("chunks")
         boxes = []
         for chunk in chunks if isinstance(chunks, list) else ():
@@ -186,59 +188,42 @@ class _Reader:
             shape = self._numbers(corner.get("sizes"), name)
             if len(offset) != len(shape) or len(shape) != len(spec.shape):
                 raise self._refused(f"has {offset} and {shape} in {name!r} of {spec.shape}")
-            if spec.dtype.bits < 8:
-                offset, shape = _unpacked(spec.dtype, offset), _unpacked(spec.dtype, shape)
-            box = Box(offset, shape)
+            box = spec.elements(Box(offset, shape))
             if box.num_elements:
                 self._records.check_inside(name, box, spec.shape)
                 boxes.append(box)
         return spec, boxes
 
     def _extent(self, name: str, spec: TensorSpec, box: Box) -> Extent:
-        packed = spec.stored(box).offset if spec.dtype.bits < 8 else box.offset
-        place = self._places.get(_item(name, packed))
+        held = spec.stored(box)
+        place = self._places.get(place_key(name, held.offset))
         if place is None:
             raise self._refused(f"names no file for {name!r} from {box.offset} on")
         file, span = place
-        what = f"{name!r} in {file!r} of {self._store.place!r}"
-        item = TorchItem(self._store, file, span)
-        tensor = pickled_tensor(item.root, what)
-        start, shape, strides = tensor.start, tensor.shape, tensor.strides
-        if tensor.dtype != spec.dtype or shape != spec.stored(box).shape:
+        dtype, items = TorchItem(self._store, file, span, name).tensor()
+        if dtype != spec.dtype or items.shape != held.shape:
             raise FormatError(
-                f"{what} is {tensor.dtype}{list(shape)} there and {spec.dtype}"
-                f"{list(spec.stored(box).shape)} by {METADATA!r}"
+                f"{name!r} in {file!r} of {self._store.place!r} is {dtype}{list(items.shape)} "
+                f"there and {spec.dtype}{list(held.shape)} by {METADATA!r}"
             )
-        data, width = item.storage(tensor.storage), spec.item_bytes
-        if data is None:
-            raise FormatError(f"{what} has no storage {tensor.storage!r}")
-        steps = tuple(width * stride for stride in strides)
-        items = Buffer(start * width, shape, steps, width, None)
-        if items.span[1] > data.nbytes or tensor.storage_bytes != data.nbytes:
-            raise FormatError(
-                f"{what} needs {items.span[1]} bytes of its storage, which has {data.nbytes} of "
-                f"{tensor.storage_bytes}"
-            )
-        if items.is_folded:
-            raise FormatError(f"{what} has strides {strides}: elements would share bytes")
-        if _is_row_major(shape, strides):
-            return Extent(name, box, file, data.offset + start * width)
+        if items.is_contiguous:
+            return Extent(name, box, file, items.address)
 
         def decode() -> Bytes:
             """Return the row-major bytes of a tensor that was saved with other strides."""
             low, high = items.span
-            raw = bytes_of(self._store.read(file, data.offset + low, high - low))
-            view = np.ndarray(shape, item_dtype(width), raw, strides=steps)
+            raw = bytes_of(self._store.read(file, low, high - low))
+            view = np.ndarray(items.shape, item_dtype(items.item_bytes), raw, strides=items.strides)
             return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
 
         return Extent(name, box, self._store.add(file, decode), 0)
 
     def _values(self, name: str) -> Iterator[tuple[str, Leaf]]:
-        if _item(name, None) not in self._places:
+        place = self._places.get(place_key(name))
+        if place is None:
             raise self._refused(f"names no file for the value {name!r}")
-        file, span = self._places[_item(name, None)]
         try:
-            root = TorchItem(self._store, file, span).root
+            root = TorchItem(self._store, *place, name).root
         except FormatError as error:
             error.note(f"value {name!r}; only plain values, dicts and lists of them can be read")
             raise
@@ -246,24 +231,3 @@ class _Reader:
             if not is_leaf(value):
                 raise self._refused(f"has a value {inner!r} that is {told(value)}")
             yield inner, value
-
-
-def _item(name: str, offset: tuple[int, ...] | None) -> bytes:
-    """Return the key of a tensor's item, which starts at `offset`, or of a value's."""
-    return place_key(name) if offset is None else place_key(name, offset)
-
-
-def _spec(dtype: DType, packed: tuple[int, ...]) -> TensorSpec:
-    """Return the spec of a tensor whose shape counts, as torch does, packed bytes."""
-    return TensorSpec(dtype, _unpacked(dtype, packed) if dtype.bits < 8 else packed)
-
-
-def _unpacked(dtype: DType, numbers: tuple[int, ...]) -> tuple[int, ...]:
-    return (*numbers[:-1], numbers[-1] * 8 // dtype.bits) if numbers else numbers
-
-
-def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    wanted = strides_of(shape)
-    return not prod(shape) or all(
-        n == 1 or a == b for n, a, b in zip(shape, strides, wanted, strict=True)
-    )

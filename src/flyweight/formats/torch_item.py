@@ -7,7 +7,6 @@ known yet. `torch_dcp.py` reads the index, which says where each item is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from flyweight.errors import FormatError, SpecError
@@ -16,6 +15,7 @@ from flyweight.formats.pickle_values import Global, Made, Persistent, Span
 from flyweight.formats.pickles import read_pickle
 from flyweight.formats.records import MAX_METADATA_BYTES, Records, told
 from flyweight.formats.zips import Archive, lay_out
+from flyweight.memory import Buffer
 from flyweight.ports import Store
 from flyweight.spec.box import Box, strides_of
 from flyweight.spec.dtype import BY_TORCH, DType
@@ -38,24 +38,10 @@ _ALLOWED = {*DTYPE_NAMES, *_BY_STORAGE, _REBUILD, _REBUILD_ANY, _UNTYPED, _ORDER
 _FIXED = {"byteorder": b"little", "version": b"3\n"}
 
 
-@dataclass(frozen=True)
-class PickledTensor:
-    """What an item's pickle says of its tensor; nothing is compared with its bytes yet."""
-
-    dtype: DType
-    storage: str
-    """Under which name the archive has the bytes."""
-    storage_bytes: int
-    start: int
-    """In items, as the strides."""
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 class TorchItem:
     """An archive that is a span of a file: its pickle, and where its storages are."""
 
-    def __init__(self, store: Store, file: str, span: Span) -> None:
+    def __init__(self, store: Store, file: str, span: Span, name: str) -> None:
         self._archive = Archive(store, file, span)
         names = self._archive.names
         # Without the directory that they are in.
@@ -70,6 +56,7 @@ class TorchItem:
             text = store.read(file, order.offset, min(order.nbytes, 16))
             if text != b"little":
                 raise FormatError(f"{file!r} in {store.place!r} has byte order {text!r}")
+        self._what = f"{name!r} in {file!r} of {store.place!r}"
         pickle = self._archive.span(self._entries["data.pkl"])
         self.root = read_pickle(
             store,
@@ -80,55 +67,58 @@ class TorchItem:
             max_text_bytes=MAX_METADATA_BYTES,  # a tensor's bytes are in a storage beside it
         )
 
-    def storage(self, key: str) -> Span | None:
-        """Return where the bytes of a storage are in the file; None if it is missing."""
-        entry = self._entries.get(f"data/{key}")
-        return None if entry is None else self._archive.span(entry)
-
-
-def pickled_tensor(root: object, what: str) -> PickledTensor:
-    """Return the tensor that a pickle describes; raise if it describes anything else."""
-    match root:
-        case Made(
-            what=Global() as call,
-            args=(
-                Persistent(
-                    what=("storage", Global() as kind, str() as key, str(), int() as count, *_)
+    def tensor(self) -> tuple[DType, Buffer]:
+        """Return the tensor's dtype, and where its items are in the file; raise if it is none."""
+        match self.root:
+            case Made(
+                what=Global() as call,
+                args=(
+                    Persistent(
+                        what=("storage", Global() as kind, str() as key, str(), int() as count, *_)
+                    ),
+                    int() as start,
+                    tuple() as shape,
+                    tuple() as strides,
+                    bool(),
+                    _,
+                    *flags,
                 ),
-                int() as start,
-                tuple() as shape,
-                tuple() as strides,
-                bool(),
-                _,
-                *rest,
-            ),
-        ):
-            pass
-        case _:
-            raise FormatError(f"{what} is {told(root)}, expected a plain tensor")
-    if (call.module, call.name) == _REBUILD:
-        dtype = _BY_STORAGE.get((kind.module, kind.name))
-        flags = rest
-    else:
-        match rest:
-            case [Global(module="torch", name=name), *flags]:
-                dtype = BY_TORCH.get(name)
-            case _:
-                dtype, flags = None, []
-    if dtype is None or any(flags):
-        marks = ", ".join(str(key) for flag in flags if isinstance(flag, dict) for key in flag)
-        raise FormatError(
-            f"{what} is of {told(kind)}, marked {marks[:80]!r}: not a plain tensor; save it after "
-            f".resolve_conj().resolve_neg()"
-        )
-    records = Records(what)
-    shape, strides = records.numbers(shape, "shape"), records.numbers(strides, "strides")
-    start, count = records.numbers((start, count), "storage")
-    if len(shape) != len(strides):
-        raise FormatError(f"{what} has shape {shape} and strides {strides}")
-    is_typed = (call.module, call.name) == _REBUILD
-    count_bytes = count * max(dtype.bits // 8, 1) if is_typed else count
-    return PickledTensor(dtype, key, count_bytes, start, shape, strides)
+            ):
+                pass
+            case other:
+                raise FormatError(f"{self._what} is {told(other)}, expected a plain tensor")
+        dtype, is_typed = _BY_STORAGE.get((kind.module, kind.name)), call.name == _REBUILD[1]
+        if not is_typed:
+            match flags:
+                case [Global(module="torch", name=torch_name), *flags]:
+                    dtype = BY_TORCH.get(torch_name)
+                case _:
+                    dtype = None
+        if dtype is None or any(flags):
+            marks = ", ".join(str(key) for flag in flags if isinstance(flag, dict) for key in flag)
+            raise FormatError(
+                f"{self._what} is of {told(kind)}, marked {marks[:80]!r}: not a plain tensor; save "
+                f"it after .resolve_conj().resolve_neg()"
+            )
+        records, width = Records(self._what), max(dtype.bits // 8, 1)
+        shape, strides = records.numbers(shape, "shape"), records.numbers(strides, "strides")
+        start, count = records.numbers((start, count), "storage")
+        if len(shape) != len(strides):
+            raise FormatError(f"{self._what} has shape {shape} and strides {strides}")
+        if f"data/{key}" not in self._entries:
+            raise FormatError(f"{self._what} has no storage {key!r}")
+        data = self._archive.span(self._entries[f"data/{key}"])
+        steps = tuple(width * stride for stride in strides)
+        items = Buffer(data.offset + start * width, shape, steps, width, None)
+        needed, count_bytes = items.span[1] - data.offset, count * width if is_typed else count
+        if needed > data.nbytes or count_bytes != data.nbytes:
+            raise FormatError(
+                f"{self._what} needs {needed} bytes of its storage, which has {data.nbytes} of "
+                f"{count_bytes}"
+            )
+        if items.is_folded:
+            raise FormatError(f"{self._what} has strides {strides}: elements would share bytes")
+        return dtype, items
 
 
 def tensor_pickle(spec: TensorSpec) -> bytes:
