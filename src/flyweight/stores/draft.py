@@ -24,7 +24,7 @@ import xxhash
 from flyweight.errors import FormatError
 from flyweight.memory import Bytes
 from flyweight.stores.draft_file import CacheProbe, DraftFile
-from flyweight.stores.local import refused
+from flyweight.stores.local import refused, store_errors
 from flyweight.worker_threads import run_on_threads
 
 _HIDDEN = re.compile(r"\.(draft|trash)-.+-[0-9a-f]{8}-[0-9a-f]{16}")
@@ -125,10 +125,8 @@ class LocalDraft:
             raise refused(cause, f"{text} ({free} bytes free)") from cause
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
-        try:
+        with store_errors(f"cannot write {name!r} of {self.place!r}"):
             self._files[name].write(offset, data, self._probe)
-        except OSError as cause:
-            raise refused(cause, f"cannot write {name!r} of {self.place!r}") from cause
 
     def can_go_direct(self, name: str) -> bool:
         """Try whether this file system takes unbuffered writes, on the first page of a file."""
@@ -136,18 +134,16 @@ class LocalDraft:
 
     def flush(self) -> None:
         """Make all that was written durable, still under its hidden name."""
-        try:
-            left, stop = [file.fd for file in self._files.values()], threading.Event()
+        left, stop = [file.fd for file in self._files.values()], threading.Event()
 
-            def sync() -> None:
-                with suppress(IndexError):
-                    while not stop.is_set():
-                        os.fsync(left.pop())
+        def sync() -> None:
+            with suppress(IndexError):
+                while not stop.is_set():
+                    os.fsync(left.pop())
 
+        with store_errors(f"cannot make {self.place!r} durable"):
             run_on_threads(sync, min(4, max(1, len(left))), "flyweight-sync", stop)
             os.fsync(self._work_fd)
-        except OSError as cause:
-            raise refused(cause, f"cannot make {self.place!r} durable") from cause
 
     def commit(self) -> None:
         assert not self._is_member
@@ -270,10 +266,8 @@ def sweep(root: str | os.PathLike[str]) -> list[str]:
     another machine left is removed only after a day.
     """
     gone = []
-    try:
+    with store_errors(f"cannot list {str(root)!r}"):
         names = [name for name in os.listdir(root) if _HIDDEN.fullmatch(name)]
-    except OSError as cause:
-        raise refused(cause, f"cannot list {str(root)!r}") from cause
     for name in sorted(names):
         path = Path(root) / name
         with suppress(OSError):
@@ -298,15 +292,13 @@ def remove(path: Path) -> None:
         with suppress(FileNotFoundError):
             trash.unlink() if trash.is_symlink() else shutil.rmtree(trash)
 
-    try:
+    with store_errors(f"cannot remove {str(path)!r}"):
         try:
             with suppress(FileNotFoundError):
                 os.rename(path, trash)
                 sync_directory(path.parent)
         finally:
             _in_spite_of_interrupts(clear)
-    except OSError as cause:
-        raise refused(cause, f"cannot remove {str(path)!r}") from cause
 
 
 def _in_spite_of_interrupts(clear: Callable[[], None]) -> None:

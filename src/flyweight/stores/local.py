@@ -37,6 +37,15 @@ def refused(cause: OSError, text: str) -> StoreError:
     return error
 
 
+@contextmanager
+def store_errors(text: str) -> Iterator[None]:
+    """Raise errors of the operating system as StoreErrors that begin with `text`."""
+    try:
+        yield
+    except OSError as cause:
+        raise refused(cause, text) from cause
+
+
 def as_path(path: object) -> Path:
     """Return a path that the operating system accepts; raise SpecError for anything else."""
     if not isinstance(path, (str, os.PathLike)):
@@ -120,38 +129,32 @@ class _File:
 
     def read(self, offset: int, nbytes: int, staging: Bytes, *, unbuffered: bool = True) -> Bytes:
         """Read the window into `staging` and return the part that is the window."""
-        if self.may_direct and unbuffered:
-            below = offset % PAGE
-            reach = -(-(below + nbytes) // PAGE) * PAGE
-            fd = self._direct()
-            if fd >= 0:
+        with store_errors(f"cannot read {str(self.path)!r}"):
+            if self.may_direct and unbuffered and (fd := self._direct()) >= 0:
+                below = offset % PAGE
+                reach = -(-(below + nbytes) // PAGE) * PAGE
                 try:
                     self._fill(fd, offset - below, staging[:reach], below + nbytes)
                     return staging[below : below + nbytes]
                 except OSError as cause:
                     if cause.errno != errno.EINVAL:
-                        raise refused(cause, f"cannot read {str(self.path)!r}") from cause
+                        raise
                     self.may_direct = False
-        try:
             self._fill(self.fd, offset, staging[:nbytes], nbytes)
-        except OSError as cause:
-            raise refused(cause, f"cannot read {str(self.path)!r}") from cause
-        return staging[:nbytes]
+            return staging[:nbytes]
 
     def read_into(self, offset: int, goals: Sequence[Bytes]) -> None:
         """Read a range into several buffers, as many per call as the system allows."""
-        for start in range(0, len(goals), _MAX_BUFFERS):
-            some = goals[start : start + _MAX_BUFFERS]
-            wanted = sum(map(len, some))
-            try:
+        with store_errors(f"cannot read {str(self.path)!r}"):
+            for start in range(0, len(goals), _MAX_BUFFERS):
+                some = goals[start : start + _MAX_BUFFERS]
+                wanted = sum(map(len, some))
                 if os.preadv(self.fd, [memoryview(goal) for goal in some], offset) != wanted:
                     at = offset  # cut short by a signal or the end of the file: one by one
                     for goal in some:
                         self._fill(self.fd, at, goal, len(goal))
                         at += len(goal)
-            except OSError as cause:
-                raise refused(cause, f"cannot read {str(self.path)!r}") from cause
-            offset += wanted
+                offset += wanted
 
     def _direct(self) -> int:
         with self._lock:
@@ -196,11 +199,8 @@ class LocalStore:
         return str(self._root)
 
     def names(self) -> list[str]:
-        try:
-            with os.scandir(self._root) as entries:
-                return sorted(entry.name for entry in entries if not entry.is_dir())
-        except OSError as cause:
-            raise refused(cause, f"cannot list {self.place!r}") from cause
+        with store_errors(f"cannot list {self.place!r}"), os.scandir(self._root) as entries:
+            return sorted(entry.name for entry in entries if not entry.is_dir())
 
     def size(self, name: str) -> int:
         return self._file(name).size
