@@ -7,62 +7,20 @@ lists the directory and compares whole names, where theirs uses patterns.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from logging import getLogger
-from math import prod
-
-import numpy as np
 
 from flyweight.errors import FormatError, SnapshotIncomplete, SnapshotNotFound, SpecError
 from flyweight.events import emit
-from flyweight.formats import pickle_code as code
 from flyweight.formats.huggingface import split_parts
-from flyweight.formats.pdparams import RESERVED_NAMES
+from flyweight.formats.pdparams import pickle_plan
 from flyweight.formats.safetensors import file_plan as safetensors_plan
 from flyweight.ports import FilePlan, Format, Store
-from flyweight.spec.manifest import Extent, Manifest, TensorBox, TensorSpec
+from flyweight.spec.manifest import Manifest
 
 _log = getLogger("flyweight.formats")
 SHARED_DIRECTORY = "/shared_ipc_meta"
-_RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}  # dtypes that numpy has no name for
-
-
-def _array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
-    """Return the opcodes before an array's bytes: rebuild an empty one, then its state."""
-    if spec.dtype.numpy is None and spec.dtype.name not in _RAW:
-        raise SpecError(f"a .pdparams pickle cannot hold {spec.dtype}; write it as safetensors")
-    kind = _RAW.get(spec.dtype.name) or np.dtype(spec.dtype.numpy).str[1:]
-    order = "|" if spec.item_bytes == 1 else "<"
-    # numpy 1 and 2 both know the array builder under this name.
-    rebuild = code.named("numpy.core.multiarray", "_reconstruct")
-    ndarray = code.named("numpy", "ndarray")
-    dtype = code.called(code.named("numpy", "dtype"), code.text(kind), code.FALSE, code.TRUE)
-    fields = (code.number(3), code.text(order), code.NONE, code.NONE, code.NONE)
-    dtype += code.pack((*fields, code.number(-1), code.number(-1), code.number(0))) + b"b"
-    nbytes = struct.pack("<Q", spec.dtype.nbytes(prod(shape)))
-    array = code.called(rebuild, ndarray, code.numbers([0]), b"C\x01b")
-    return array + b"(" + code.number(1) + code.numbers(shape) + dtype + b"\x89\x8e" + nbytes
-
-
-def pickle_plan(file: str, tensor_boxes: Iterable[TensorBox], *, tail: bytes = b"") -> FilePlan:
-    """Lay out a pickle that `paddle.load` reads: a dict of arrays, protocol 4, and a last entry."""
-    literals: list[tuple[int, bytes]] = []
-    extents = []
-    pending, at = b"\x80\x04}(", 0
-    for tensor_box in tensor_boxes:
-        if tensor_box.key in RESERVED_NAMES:
-            raise SpecError(f"a tensor is called {tensor_box.key!r}, which Paddle keeps for itself")
-        pending += code.text(tensor_box.key) + _array_head(tensor_box.spec, tensor_box.box.shape)
-        literals.append((at, pending))
-        at += len(pending)
-        extents.append(Extent(tensor_box.name, tensor_box.box, file, at))
-        at += tensor_box.nbytes
-        pending = b"tb"
-    pending += tail + b"u."
-    literals.append((at, pending))
-    return FilePlan(file, at + len(pending), literals, extents)
 
 
 def legacy_format(

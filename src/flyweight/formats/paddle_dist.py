@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from flyweight.errors import FormatError, SnapshotIncomplete, SpecError, listed
 from flyweight.formats import pickle_code as code
 from flyweight.formats.decoded import DecodedStore
-from flyweight.formats.legacy import pickle_plan
-from flyweight.formats.pdparams import RAW_MEANINGS, STRUCTURED_NAMES, read_file
+from flyweight.formats.pdparams import RAW_MEANINGS, STRUCTURED_NAMES, pickle_plan, read_file
 from flyweight.formats.records import as_format_errors, place_key, read_index, told
 from flyweight.formats.stored import Stored
 from flyweight.ports import FilePlan, Format, Store

@@ -6,6 +6,7 @@ the target knows which it is. `legacy.py` has the file names that old engines lo
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from math import prod
 import numpy as np
 
 from flyweight.errors import FormatError, SpecError
+from flyweight.formats import pickle_code as code
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickle_values import Made, MadeDict, Span
 from flyweight.formats.pickles import read_pickle
@@ -21,10 +23,10 @@ from flyweight.formats.records import Records, as_format_errors, is_leaf, told
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored, join_files
 from flyweight.memory import Bytes, bytes_of
-from flyweight.ports import Store
+from flyweight.ports import FilePlan, Store
 from flyweight.spec.box import Box, boxes_of_range
 from flyweight.spec.dtype import DTYPES, DType
-from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorSpec, check_name
+from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorBox, TensorSpec, check_name
 
 MAX_VALUES = 1_000_000
 
@@ -41,7 +43,6 @@ _BY_CODE = {np.dtype(each.numpy).str[1:]: each for each in DTYPES.values() if ea
 """dtypes by the code in a pickle: "f4" is f32."""
 STRUCTURED_NAMES = "StructuredToParameterName@@"  # Paddle's own names of the same tensors
 _SPLIT = "UnpackBigParamInfor@@"  # where protocols 2 and 3 cut arrays over 1 GiB
-RESERVED_NAMES = {STRUCTURED_NAMES, _SPLIT}
 RAW_MEANINGS = {"u16": {"bf16"}, "i8": {"f8_e4m3", "f8_e5m2"}}
 """What the dtypes of a pickle may mean."""
 
@@ -197,9 +198,9 @@ class _Pickled:
 
     def _dtype(self, name: str, made: Made) -> DType:
         match made.args, made.state:
-            case (str() as code, *_), (_, "<" | "|", *_):
-                if _name(made) == _DTYPE and code in _BY_CODE:
-                    return _BY_CODE[code]
+            case (str() as kind, *_), (_, "<" | "|", *_):
+                if _name(made) == _DTYPE and kind in _BY_CODE:
+                    return _BY_CODE[kind]
         raise self._refuse(
             f"has an array {name!r} of dtype {told(made.args)}, state {told(made.state)}"
         )
@@ -258,3 +259,44 @@ class _Pickled:
 
 def _name(made: Made) -> tuple[str, str]:
     return made.what.module, made.what.name
+
+
+# Writing.
+
+_RAW = {"bf16": "u2", "f8_e4m3": "i1", "f8_e5m2": "i1"}  # dtypes that numpy has no name for
+
+
+def _array_head(spec: TensorSpec, shape: tuple[int, ...]) -> bytes:
+    """Return the opcodes before an array's bytes: rebuild an empty one, then its state."""
+    if spec.dtype.numpy is None and spec.dtype.name not in _RAW:
+        raise SpecError(f"a .pdparams pickle cannot hold {spec.dtype}; write it as safetensors")
+    kind = _RAW.get(spec.dtype.name) or np.dtype(spec.dtype.numpy).str[1:]
+    order = "|" if spec.item_bytes == 1 else "<"
+    # numpy 1 and 2 both know the array builder under this name.
+    rebuild = code.named("numpy.core.multiarray", "_reconstruct")
+    ndarray = code.named("numpy", "ndarray")
+    dtype = code.called(code.named("numpy", "dtype"), code.text(kind), code.FALSE, code.TRUE)
+    fields = (code.number(3), code.text(order), code.NONE, code.NONE, code.NONE)
+    dtype += code.pack((*fields, code.number(-1), code.number(-1), code.number(0))) + b"b"
+    nbytes = struct.pack("<Q", spec.dtype.nbytes(prod(shape)))
+    array = code.called(rebuild, ndarray, code.numbers([0]), b"C\x01b")
+    return array + b"(" + code.number(1) + code.numbers(shape) + dtype + b"\x89\x8e" + nbytes
+
+
+def pickle_plan(file: str, tensor_boxes: Iterable[TensorBox], *, tail: bytes = b"") -> FilePlan:
+    """Lay out a pickle that `paddle.load` reads: a dict of arrays, protocol 4, and a last entry."""
+    literals: list[tuple[int, bytes]] = []
+    extents = []
+    pending, at = b"\x80\x04}(", 0
+    for tensor_box in tensor_boxes:
+        if tensor_box.key in (STRUCTURED_NAMES, _SPLIT):
+            raise SpecError(f"a tensor is called {tensor_box.key!r}, which Paddle keeps for itself")
+        pending += code.text(tensor_box.key) + _array_head(tensor_box.spec, tensor_box.box.shape)
+        literals.append((at, pending))
+        at += len(pending)
+        extents.append(Extent(tensor_box.name, tensor_box.box, file, at))
+        at += tensor_box.nbytes
+        pending = b"tb"
+    pending += tail + b"u."
+    literals.append((at, pending))
+    return FilePlan(file, at + len(pending), literals, extents)

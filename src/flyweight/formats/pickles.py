@@ -216,7 +216,7 @@ class _Machine:
             self._memo[self._places[index] - 1] = value
 
     def recall(self, index: int) -> None:
-        is_found = index < len(self._places)  # else `find_recalled` has refused it
+        is_found = index < len(self._places)  # else `_find_recalled` stopped there
         value = self._memo[self._places[index] - 1] if is_found else _MARK
         if value is _MARK:
             self._refuse(f"recalls value {index} that was never kept")

@@ -10,9 +10,8 @@ from typing import Literal, get_args
 
 from flyweight.errors import SpecError, StoreError
 from flyweight.formats.huggingface import PART_BYTES, huggingface_format
-from flyweight.formats.legacy import pickle_plan
 from flyweight.formats.paddle_dist import PADDLE_FORMAT
-from flyweight.formats.pdparams import RAW_MEANINGS
+from flyweight.formats.pdparams import RAW_MEANINGS, pickle_plan
 from flyweight.formats.safetensors import file_plan
 from flyweight.formats.snapshot import directory_name
 from flyweight.formats.stored import Stored
