@@ -303,6 +303,11 @@ def test_a_foreign_class_in_a_value_is_refused_by_name_and_not_run(tmp_path):
         fw.open(tmp_path / "ck")
 
 
+def test_a_key_of_a_value_that_is_neither_text_nor_a_whole_number_is_refused(tmp_path):
+    dcp.save({"w": torch.zeros(2), "v": ({2.5: 1},)}, checkpoint_id=tmp_path / "ck")
+    refused(tmp_path / "ck", FormatError, "has 2.5 for a key in 'v.0'")
+
+
 def test_a_hole_and_a_doubled_box_are_refused(broken):
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 

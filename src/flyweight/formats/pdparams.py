@@ -39,6 +39,7 @@ _TUPLE = {("builtins", "tuple"), ("__builtin__", "tuple")}
 _BYTES = {("builtins", "bytes"), ("__builtin__", "bytes")}  # empty ones, before protocol 3
 _NAMES = {("numpy", "ndarray"), _DTYPE, _ENCODE, ("collections", "OrderedDict")}
 _ALLOWED = _ARRAY | _SCALAR | _TUPLE | _BYTES | _NAMES
+_KEYS = (str, int, float, type(None))
 _BY_CODE = {np.dtype(each.numpy).str[1:]: each for each in DTYPES.values() if each.numpy}
 """dtypes by the code in a pickle: "f4" is f32."""
 STRUCTURED_NAMES = "StructuredToParameterName@@"  # Paddle's own names of the same tensors
@@ -106,7 +107,7 @@ class _Pickled:
         splits = content.pop(_SPLIT, None)
         arrays: dict[str, _Array] = {}
         values: dict[str, Leaf] = {}
-        for name, value in self._records.values("", content, skipped=STRUCTURED_NAMES):
+        for name, value in self._records.values("", content, keys=_KEYS, skipped=STRUCTURED_NAMES):
             if name in arrays or name in values:
                 raise self._refuse(f"has two values whose joined name is {name!r}")
             found = self._array_or_leaf(name, value)

@@ -121,9 +121,18 @@ class Records:
         raise self.refused(f"has the numbers {told(value)} for {name!r}")
 
     def values(
-        self, name: str, value: object, *, skipped: str | None = None, depth: int = 0
+        self,
+        name: str,
+        value: object,
+        *,
+        keys: tuple[type, ...] = (str, int),
+        skipped: str | None = None,
+        depth: int = 0,
     ) -> Iterator[tuple[str, object]]:
-        """Yield what is in nested dicts and lists by its joined name, without the key `skipped`."""
+        """Yield what is in nested dicts and lists by its joined name, without the key `skipped`.
+
+        `keys` are the types that a dict's key may have.
+        """
         self._num_values += 1
         if depth > MAX_NESTING or self._num_values > self._max_values:
             raise self.refused(
@@ -139,8 +148,8 @@ class Records:
         if name:  # a pickle as a whole has none
             check_name(name)
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            if not is_leaf(key):
+            if not isinstance(key, keys):
                 raise self.refused(f"has {told(key)} for a key in {name!r}")
             if key != skipped:
                 inner = f"{name}.{key}" if name else str(key)
-                yield from self.values(inner, each, skipped=skipped, depth=depth + 1)
+                yield from self.values(inner, each, keys=keys, skipped=skipped, depth=depth + 1)
