@@ -1,1 +1,1 @@
-"""How bytes rest: each format's files told as a manifest with extents, and the other way round."""
+"""How bytes rest: each format's files as a manifest with extents, and the other way round."""

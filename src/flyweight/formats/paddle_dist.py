@@ -16,7 +16,7 @@ from flyweight.errors import FormatError, SnapshotIncomplete, SpecError, listed
 from flyweight.formats import pickle_code as code
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pdparams import RAW_MEANINGS, STRUCTURED_NAMES, pickle_plan, read_file
-from flyweight.formats.records import as_format_errors, place_key, read_index, told
+from flyweight.formats.records import as_format_errors, place_key, read_index, shown
 from flyweight.formats.stored import Stored
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.box import Box, boxes_of_range
@@ -93,12 +93,12 @@ class _Reader:
 
     def _read_shards(self, value: object) -> dict[str, list[_Shard]]:
         if not isinstance(value, dict):
-            raise self._refused(f"has {told(value)} for its tensors")
+            raise self._refused(f"has {shown(value)} for its tensors")
         shards: dict[str, list[_Shard]] = {}
         for name in list(value):
             entries = value.pop(name)  # what is made of it may take its memory
             if not isinstance(name, str) or not isinstance(entries, list):
-                raise self._refused(f"has {told(entries)} for the shards of {str(name)[:80]!r}")
+                raise self._refused(f"has {shown(entries)} for the shards of {str(name)[:80]!r}")
             shards[check_name(name)] = [self._read_shard(name, each) for each in entries]
         return shards
 
@@ -108,7 +108,7 @@ class _Reader:
         shape = self._numbers(fields.get("local_shape"), name)
         dtype, whole = fields.get("dtype"), fields.get("global_shape")
         if dtype is not None and (not isinstance(dtype, str) or dtype not in BY_PADDLE):
-            raise self._refused(f"says that {name!r} is {told(dtype)}")
+            raise self._refused(f"says that {name!r} is {shown(dtype)}")
         return _Shard(
             Box(offset, shape),
             None if dtype is None else BY_PADDLE[str(dtype)],
@@ -127,21 +127,21 @@ class _Reader:
     def _read_places(self, value: object) -> dict[bytes, str]:
         """Return which file has each shard; only the first replica of each is read."""
         if not isinstance(value, dict):
-            raise self._refused(f"has {told(value)} for its files")
+            raise self._refused(f"has {shown(value)} for its files")
         places: dict[bytes, str] = {}
         while value:
             key, file = value.popitem()
             fields = self._fields(key, "LocalTensorIndex")
             name = fields.get("tensor_key")
             if not isinstance(name, str):
-                raise self._refused(f"has a file for {told(name)}")
+                raise self._refused(f"has a file for {shown(name)}")
             if fields.get("replica_id") not in (None, 0):
                 self._replicas.setdefault(check_file_name(file), set()).add(name)
                 continue
             offset = self._numbers(fields.get("global_offset"), name)
             place = place_key(name, offset, self._flat(name, fields) or ())
             if not isinstance(file, str):
-                raise self._refused(f"has {told(file)} for the file of {name!r}")
+                raise self._refused(f"has {shown(file)} for the file of {name!r}")
             if places.setdefault(place, check_file_name(file)) != file:
                 raise self._refused(
                     f"has {name!r} from {offset} on in both {places[place]!r} and {file!r}"

@@ -19,7 +19,7 @@ from flyweight.formats import pickle_code as code
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickle_values import Made, MadeDict, Span
 from flyweight.formats.pickles import read_pickle
-from flyweight.formats.records import Records, as_format_errors, is_leaf, told
+from flyweight.formats.records import Records, as_format_errors, is_leaf, shown
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import Stored, join_files
 from flyweight.memory import Bytes, bytes_of
@@ -165,7 +165,7 @@ class _Pickled:
             return self._array(name, value)
         if isinstance(value, Made) and _name(value) in _SCALAR:
             return self._scalar(name, value)
-        raise self._refuse(f"has {told(value)} at {name!r}")
+        raise self._refuse(f"has {shown(value)} at {name!r}")
 
     def _array(self, name: str, made: Made) -> _Array:
         match made.state, made.args:
@@ -176,7 +176,7 @@ class _Pickled:
             case _:
                 raise self._refuse(f"has an array {name!r} without shape, dtype and bytes")
         if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
-            raise self._refuse(f"has an array {name!r} of shape {told(shape)}")
+            raise self._refuse(f"has an array {name!r} of shape {shown(shape)}")
         if is_fortran and sum(size > 1 for size in shape) > 1:
             # One flipped bit would say so too, and there is no checksum: refuse it.
             raise self._refuse(
@@ -203,7 +203,7 @@ class _Pickled:
                 if _name(made) == _DTYPE and kind in _BY_CODE:
                     return _BY_CODE[kind]
         raise self._refuse(
-            f"has an array {name!r} of dtype {told(made.args)}, state {told(made.state)}"
+            f"has an array {name!r} of dtype {shown(made.args)}, state {shown(made.state)}"
         )
 
     def _data(self, name: str, data: object) -> Span | bytes:
@@ -245,15 +245,17 @@ class _Pickled:
                 }:
                     pass
                 case _:
-                    raise self._refuse(f"cut {told(name)} up and does not say how")
+                    raise self._refuse(f"cut {shown(name)} up and does not say how")
             if not slices or any(
                 not isinstance(each, str) or each not in arrays or each in used for each in slices
             ):
-                raise self._refuse(f"cut {told(name)} into {told(slices)}, which are not all there")
+                raise self._refuse(
+                    f"cut {shown(name)} into {shown(slices)}, which are not all there"
+                )
             held = sum(prod(arrays[each].shape) for each in slices)
             sizes_ok = all(type(size) is int and size >= 0 for size in shape)
             if not sizes_ok or held != prod(shape) or len({arrays[s].dtype for s in slices}) != 1:
-                raise self._refuse(f"cut {told(name)} of {told(shape)} into {held} elements")
+                raise self._refuse(f"cut {shown(name)} of {shown(shape)} into {held} elements")
             used.update(slices)
             yield check_name(str(name)), tuple(shape), tuple(slices)
 

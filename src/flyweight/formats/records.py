@@ -57,7 +57,7 @@ def read_index(
     return records, records.fields(root, "Metadata")
 
 
-def told(value: object) -> str:
+def shown(value: object) -> str:
     """Return a few words for an error: what a value is, never all that is in it."""
     if isinstance(value, str):
         return repr(value[:80])
@@ -96,7 +96,7 @@ class Records:
         if isinstance(value, Made) and value.what.name == kind and value.names is not None:
             assert isinstance(value.state, tuple)
             return dict(zip(value.names, value.state, strict=True))
-        raise self.refused(f"has {told(value)} where a {kind} is expected")
+        raise self.refused(f"has {shown(value)} where a {kind} is expected")
 
     def check_inside(self, name: str, box: Box, whole: tuple[int, ...]) -> None:
         """Raise unless a box of a tensor lies within its shape."""
@@ -118,7 +118,7 @@ class Records:
             if isinstance(value, list):  # unlike a tuple it may be recalled, and is copied
                 self.budget.take(8 * len(value))
             return tuple(value)
-        raise self.refused(f"has the numbers {told(value)} for {name!r}")
+        raise self.refused(f"has the numbers {shown(value)} for {name!r}")
 
     def values(
         self,
@@ -149,7 +149,7 @@ class Records:
             check_name(name)
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             if not isinstance(key, keys):
-                raise self.refused(f"has {told(key)} for a key in {name!r}")
+                raise self.refused(f"has {shown(key)} for a key in {name!r}")
             if key != skipped:
                 inner = f"{name}.{key}" if name else str(key)
                 yield from self.values(inner, each, keys=keys, skipped=skipped, depth=depth + 1)

@@ -49,12 +49,12 @@ class Stored:
 
     def assuming(self, dtypes: Mapping[str, str]) -> Stored:
         """Return the same source with some dtypes read as others of the same width."""
-        told = {dtype_named(old).name: dtype_named(new) for old, new in dtypes.items()}
+        new_dtypes = {dtype_named(old).name: dtype_named(new) for old, new in dtypes.items()}
         for old, new in dtypes.items():
             if dtype_named(old).bits != dtype_named(new).bits:
                 raise SpecError(f"{old} and {new} differ in width; one cannot be read as the other")
         tensors = {
-            name: replace(spec, dtype=told.get(spec.dtype.name, spec.dtype))
+            name: replace(spec, dtype=new_dtypes.get(spec.dtype.name, spec.dtype))
             for name, spec in self._manifest.tensors.items()
         }
         manifest = replace(self._manifest, tensors=tensors)
@@ -101,7 +101,7 @@ class Stored:
         only between the samples have the same fingerprint.
         """
         running, manifest = Checksum(), self._manifest
-        told = [
+        content = [
             [(name, str(spec)) for name, spec in sorted(manifest.tensors.items())],
             sorted(manifest.tied.items()),
             sorted((name, repr(value)) for name, value in manifest.values.items()),
@@ -110,7 +110,7 @@ class Stored:
                 for e in manifest.extents
             ),
         ]
-        running.add(bytes_of(repr(told).encode()))
+        running.add(bytes_of(repr(content).encode()))
         unchecked = {e.file.partition("#")[0] for e in manifest.extents if e.checksums is None}
         for file in sorted(unchecked):
             size = self.store.size(file)

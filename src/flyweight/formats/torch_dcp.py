@@ -18,7 +18,7 @@ from flyweight.errors import FormatError, SnapshotIncomplete
 from flyweight.formats.budget import Budget
 from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickle_values import Global, Made, Span
-from flyweight.formats.records import as_format_errors, is_leaf, place_key, read_index, told
+from flyweight.formats.records import as_format_errors, is_leaf, place_key, read_index, shown
 from flyweight.formats.stored import Stored
 from flyweight.formats.torch_item import DTYPE_NAMES, SIZE, TorchItem
 from flyweight.memory import Bytes, bytes_of, item_dtype
@@ -104,12 +104,12 @@ class _Reader:
             index, info = self._fields(key, "MetadataIndex"), self._fields(value, "_StorageInfo")
             name, offset = index.get("fqn"), index.get("offset")
             if not isinstance(name, str):
-                raise self._refused(f"has a file for {told(name)}")
+                raise self._refused(f"has a file for {shown(name)}")
             corner = () if offset is None else self._numbers(offset, name)
             place = place_key(name) if offset is None else place_key(name, corner)
             if info.get("transform_descriptors"):
                 raise self._refused(
-                    f"has {name!r} compressed: {told(info['transform_descriptors'])}"
+                    f"has {name!r} compressed: {shown(info['transform_descriptors'])}"
                 )
             if place in found:
                 raise self._refused(f"has two places for {name!r} from {corner} on")
@@ -127,7 +127,7 @@ class _Reader:
         file, offset, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
             raise self._refused(
-                f"puts {name!r} into {told(file)}, which is no file of this directory"
+                f"puts {name!r} into {shown(file)}, which is no file of this directory"
             )
         if file not in self._sizes:
             self._records.check_file(file, self._names)
@@ -135,7 +135,7 @@ class _Reader:
         size = self._sizes[file]
         if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
             raise self._refused(
-                f"has {name!r} at {told(offset)}, {told(nbytes)} bytes, of {file!r}"
+                f"has {name!r} at {shown(offset)}, {shown(nbytes)} bytes, of {file!r}"
             )
         if offset + nbytes > size:
             raise SnapshotIncomplete(
@@ -151,7 +151,7 @@ class _Reader:
         for name in list(self._entries):
             entry = self._entries.pop(name)  # what is made of it may take its memory
             if not isinstance(name, str):
-                raise self._refused(f"has an entry called {told(name)}")
+                raise self._refused(f"has an entry called {shown(name)}")
             check_name(name)
             if isinstance(entry, Made) and entry.what.name == "BytesStorageMetadata":
                 for leaf, value in self._values(name):
@@ -173,9 +173,9 @@ class _Reader:
             case Made(what=Global(name="TensorProperties"), state=(dtype, *_)):
                 pass
             case other:
-                raise self._refused(f"has {told(other)} for the properties of {name!r}")
+                raise self._refused(f"has {shown(other)} for the properties of {name!r}")
         if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in BY_TORCH:
-            raise self._refused(f"says that {name!r} is {told(dtype)}")
+            raise self._refused(f"says that {name!r} is {shown(dtype)}")
         shape, bits = self._numbers(fields.get("size"), name), BY_TORCH[dtype.name].bits
         if bits < 8 and shape:  # torch counts packed bytes
             shape = (*shape[:-1], shape[-1] * 8 // bits)
@@ -229,5 +229,5 @@ class _Reader:
             raise
         for inner, value in self._records.values(name, root):
             if not is_leaf(value):
-                raise self._refused(f"has a value {inner!r} that is {told(value)}")
+                raise self._refused(f"has a value {inner!r} that is {shown(value)}")
             yield inner, value

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from flyweight.errors import FormatError, SnapshotIncomplete
-from flyweight.formats.records import Records, as_format_errors, told
+from flyweight.formats.records import Records, as_format_errors, shown
 from flyweight.formats.safetensors import read_head
 from flyweight.formats.stored import Stored
 from flyweight.ports import Store
@@ -79,7 +79,7 @@ def _sharding_offsets(notes: Mapping[str, Json], what: str) -> dict[str, tuple[i
             case {"saved_offsets": list() as numbers}:
                 offsets[name] = Records(f"{_SHARDING} of {what}").numbers(numbers, name)
             case _:
-                raise FormatError(f"{_SHARDING} of {what} has {told(entry)} for {name!r}")
+                raise FormatError(f"{_SHARDING} of {what} has {shown(entry)} for {name!r}")
     return offsets
 
 

@@ -13,7 +13,7 @@ from flyweight.errors import FormatError, SpecError
 from flyweight.formats import pickle_code as code
 from flyweight.formats.pickle_values import Global, Made, Persistent, Span
 from flyweight.formats.pickles import read_pickle
-from flyweight.formats.records import MAX_METADATA_BYTES, Records, told
+from flyweight.formats.records import MAX_METADATA_BYTES, Records, shown
 from flyweight.formats.zips import Archive, lay_out
 from flyweight.memory import Buffer
 from flyweight.ports import Store
@@ -86,7 +86,7 @@ class TorchItem:
             ):
                 pass
             case other:
-                raise FormatError(f"{self._what} is {told(other)}, expected a plain tensor")
+                raise FormatError(f"{self._what} is {shown(other)}, expected a plain tensor")
         dtype, is_typed = _BY_STORAGE.get((kind.module, kind.name)), call.name == _REBUILD[1]
         if not is_typed:
             match flags:
@@ -97,8 +97,8 @@ class TorchItem:
         if dtype is None or any(flags):
             marks = ", ".join(str(key) for flag in flags if isinstance(flag, dict) for key in flag)
             raise FormatError(
-                f"{self._what} is of {told(kind)}, marked {marks[:80]!r}: not a plain tensor; save "
-                f"it after .resolve_conj().resolve_neg()"
+                f"{self._what} is of {shown(kind)}, marked {marks[:80]!r}: not a plain tensor; "
+                f"save it after .resolve_conj().resolve_neg()"
             )
         records, width = Records(self._what), max(dtype.bits // 8, 1)
         shape, strides = records.numbers(shape, "shape"), records.numbers(strides, "strides")

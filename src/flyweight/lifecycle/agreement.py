@@ -117,8 +117,8 @@ class RankAgreement:
         try:
             group = self._connected_group(self._patience(deadline))
             said = group.gather("say", mine)
-            told: Any = group.broadcast("verdict", asdict(_verdict(said)) if said else None)
-            return Verdict(**told)
+            decided: Any = group.broadcast("verdict", asdict(_verdict(said)) if said else None)
+            return Verdict(**decided)
         except TransportError as fault:
             self._leave()
             return Verdict(is_lost=True, text=f"the ranks did not decide: {fault}")
@@ -144,7 +144,7 @@ class RankAgreement:
         return self._group
 
     def close(self) -> None:
-        """Leave the group; ranks that wait for this one are told. Safe to repeat."""
+        """Leave the group; ranks that wait for this one learn of it. Safe to repeat."""
         parting = self._leave()
         if parting is not None:
             parting.join(_PARTING_SECONDS)

@@ -162,7 +162,7 @@ class BucketSlots:
         self._transports, self._bucket_bytes, self._depth = transports, bucket_bytes, depth
         self._key: object = None
         self.generation = 0
-        """Counts the layouts of buckets; each replica is told of a layout once."""
+        """Counts the layouts of buckets; each replica gets a layout once."""
         self._lanes: list[str] = []
         self.fills: list[BucketFill] = []
         self.slots: dict[int, Buffer] = {}

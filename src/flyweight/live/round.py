@@ -314,7 +314,7 @@ class Round:
     def _wait(self, is_reached: Callable[[MemberRound], bool], step: str) -> None:
         """Return when every running member has reached a step; give up those that are overdue.
 
-        Meanwhile members that are done are committed, and the others are told to wait on.
+        Meanwhile members that are done are committed, and the others get the message to wait on.
         """
 
         def is_over() -> bool:

@@ -1,7 +1,7 @@
 """Rounds: makes a round of a published version and the members that take it, and runs it.
 
-A member that was told of lanes, slots and buckets in its last round, and still holds those
-lists, is not told again. The rounds of a publish run in the thread that publishes. A replica
+A member that got lanes, slots and buckets in its last round, and still holds those
+lists, does not get them again. The rounds of a publish run in the thread that publishes. A replica
 that asks between two publishes is served by a catch-up round, from memory or from a snapshot: it
 has one member, a thread and bucket slots of its own, so that the next publish need not wait.
 """
