@@ -1,5 +1,7 @@
 """The manager and its status cells, old ones and ours, with the worker loop (C22 to C24, C26)."""
 
+import time
+
 import pytest
 from fastdeploy_nets import (
     CLEARED,
@@ -19,6 +21,7 @@ from child_processes import until
 from flyweight.engines.fastdeploy import DynamicWeightManager
 from flyweight.engines.legacy_cells import KV_CACHE, LegacyCell
 from flyweight.errors import (
+    LifecycleError,
     ShapeMismatch,
     SpecError,
     StoreError,
@@ -178,6 +181,45 @@ def test_a_blocked_worker_loop_stays_until_our_cell_has_brought_weights(
         assert asked(control, Signal.UPDATE).ending == "done"
         loop.result(20)
     assert (manager.health, runner.num_cleared) == ("serving", 2)
+
+
+def test_the_same_request_again_right_after_the_first_is_carried_out(
+    tmp_path, open_manager, pid, threads
+):
+    """C22, C23: a request of our cell ends when the runner returns, not while it still works."""
+    fw.save(Net(1), tmp_path, version=1)
+    manager = open_manager(config(tmp_path, cell=tmp_path / "cell"), Net())
+    word, runner = manager.model_weights_status, Runner(manager)
+    runner.dynamic_weight_manager.clear_parameters = lambda *options: (
+        DynamicWeightManager.clear_parameters(manager, *options),
+        time.sleep(0.1),  # what the runner does after its manager has cleared
+    )
+    with Control(tmp_path / "cell") as control:
+        operation = control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=20)
+        until(lambda: word.value[0] == CLEARING, 20)
+        loop = threads.submit(
+            DynamicWeightManager.check_model_weights_status, word, None, runner, pid, True
+        )
+        assert control.wait(operation, 20).ending == "done"
+        assert asked(control, Signal.CLEAR, tags=(Tag.WEIGHTS,)).ending == "done"
+        assert asked(control, Signal.UPDATE).ending == "done"
+        loop.result(20)
+    assert (manager.health, runner.num_cleared) == ("serving", 3)
+
+
+def test_a_runner_that_returns_without_an_update_has_failed(tmp_path, open_manager, pid):
+    """C24: both the requester and the loop's caller hear of it."""
+    fw.save(Net(1), tmp_path, version=1)
+    manager = open_manager(config(tmp_path, cell=tmp_path / "cell"), Net())
+    word, runner = manager.model_weights_status, Runner(manager)
+    runner.clear_parameters = lambda pid: None
+    with Control(tmp_path / "cell") as control:
+        operation = control.start(Signal.CLEAR, timeout_seconds=20)
+        until(lambda: word.value[0] == CLEARING, 20)
+        with pytest.raises(LifecycleError, match="returned from CLEARING, engine is SERVING"):
+            DynamicWeightManager.check_model_weights_status(word, None, runner, pid, False)
+        ended = control.wait(operation, 20)
+    assert (ended.ending, ended.error, word.value[0]) == ("failed", "LifecycleError", NORMAL)
 
 
 def test_a_manager_without_a_cell_of_ours_has_no_word_of_it(tmp_path, open_manager):

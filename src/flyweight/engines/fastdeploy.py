@@ -18,7 +18,9 @@ from typing import Any
 
 from flyweight.engines import worker_loop
 from flyweight.engines.fastdeploy_config import (
+    Deployment,
     FastDeployOptions,
+    check_strategy,
     read,
     read_step,
     version_number,
@@ -26,13 +28,7 @@ from flyweight.engines.fastdeploy_config import (
 from flyweight.engines.fastdeploy_engine import FastDeployEngine, FastDeployHooks, beating
 from flyweight.engines.fastdeploy_models import Models
 from flyweight.engines.legacy_cells import MODEL_WEIGHTS, LegacyCell, LegacyStatus, settle
-from flyweight.engines.strategies import (
-    NO_MEMORY,
-    REPLACED,
-    Deployment,
-    check_strategy,
-    open_weights,
-)
+from flyweight.engines.strategies import REPLACED, ModelWeights
 from flyweight.engines.worker_loop import WorkerLoopCell
 from flyweight.errors import FlyweightError, LifecycleError, SpecError, StoreError
 from flyweight.events import emit
@@ -72,7 +68,8 @@ class DynamicWeightManager:
         hooks: FastDeployHooks | None = None,
     ) -> None:
         self._deployment = deployment = Deployment.of(fd_config, options)
-        self._options = deployment.options
+        options = deployment.options
+        self._seconds = options.timeout_seconds
         self.fd_config, self.local_rank = fd_config, local_rank
         self.load_config: Any = read(fd_config, "load_config")
         self.parallel_config: Any = read(fd_config, "parallel_config")
@@ -80,9 +77,9 @@ class DynamicWeightManager:
         self.meta_src_id = deployment.gpu_id
         self._hooks = FastDeployHooks(self.parallel_config) if hooks is None else hooks
         process = partial(self._hooks.process_after_loading, config=fd_config)
-        may_load = self._options.load_weights and self._options.layout is None
+        may_load = options.load_weights and options.layout is None
         filled = Models(models, process, may_load=may_load)
-        if filled.has_loaders and self._options.partial_over is not None:
+        if filled.has_loaders and options.partial_over is not None:
             raise SpecError(
                 "partial_over is for parameters that are filled by name, and a model has a "
                 "load_weights of its own; set config.flyweight = {'load_weights': False}"
@@ -92,12 +89,9 @@ class DynamicWeightManager:
         self._version_text: str | None = None
         """The version of the last `update_weights_by_rdma`."""
         self._loop_cell: WorkerLoopCell | None = None
-        num_given = named("give_memory", filled.give_memory)
         with ExitStack() as closing:
-            self._weights = open_weights(deployment, filled)
+            self._weights = ModelWeights(filled, deployment)
             closing.callback(self._weights.close)
-            if num_given:
-                self._weights.forget(NO_MEMORY)
             self._engine = FastDeployEngine(
                 self._hooks,
                 self.state_dict,
@@ -111,10 +105,10 @@ class DynamicWeightManager:
             self._closing = closing.pop_all()
 
     def _made_operations(self, closing: ExitStack) -> Operations:
-        rendezvous = self._deployment.rendezvous()
+        rendezvous, path = self._deployment.rendezvous(), self._deployment.options.cell
         self._ranks = RankAgreement(replace(rendezvous, group=f"{rendezvous.group}/calls"))
         closing.callback(self._ranks.close)
-        if self._options.cell is None:
+        if path is None:
             ranks = RankAgreement(rendezvous)
             closing.callback(ranks.close)
             return Operations(self._engine, self._weights, ranks, should_serve=False)
@@ -128,7 +122,7 @@ class DynamicWeightManager:
         worker = Worker(
             self._engine,
             self._weights,
-            self._options.cell,
+            path,
             rank=rendezvous.rank,
             num_ranks=rendezvous.num_ranks,
             process_group=self._deployment.group,
@@ -184,14 +178,14 @@ class DynamicWeightManager:
         with self._call(pid, LegacyStatus.UPDATING):
             if restart_process_group:
                 self.restart_communication_group()
-            self._operations.pause(timeout_seconds=self._options.timeout_seconds)
+            self._operations.pause(timeout_seconds=self._seconds)
             self._update(self._version_to_load())
 
     def finalize_update(self, pid: int = 0) -> None:
         """Serve, on all ranks or on none, and write NORMAL, except after the first load."""
         with self._call(pid, LegacyStatus.UPDATING, LegacyStatus.NORMAL):
             self._together("finalize", self._check_filled)
-            self._operations.resume(timeout_seconds=self._options.timeout_seconds)
+            self._operations.resume(timeout_seconds=self._seconds)
         self.first_load = False
 
     def clear_parameters(self, pid: int = 0, shutdown_process_group: bool = False) -> None:
@@ -308,8 +302,9 @@ class DynamicWeightManager:
 
     def _version_to_load(self) -> int | None:
         """Return the version of the request or of the last call; None: the strategy's newest."""
-        if self._loop_cell is not None and self._loop_cell.version is not None:
-            return self._loop_cell.version
+        request = None if self._loop_cell is None else self._loop_cell.request
+        if request is not None and request.version is not None:
+            return request.version
         if self._deployment.strategy != "rsync":
             return None
         return version_number(self._version_text or self.read_model_version_from_file())
@@ -320,12 +315,10 @@ class DynamicWeightManager:
             raise SpecError(
                 f"load_strategy was {before!r} and is {now!r}; make another manager for that"
             )
-        self._operations.update(
-            version, must_verify=must_verify, timeout_seconds=self._options.timeout_seconds
-        )
+        self._operations.update(version, must_verify=must_verify, timeout_seconds=self._seconds)
 
     def _clear(self) -> None:
-        self._operations.clear({Tag.WEIGHTS}, timeout_seconds=self._options.timeout_seconds)
+        self._operations.clear({Tag.WEIGHTS}, timeout_seconds=self._seconds)
 
     def _together(self, what: str, step: Callable[[], None]) -> None:
         """Do a step on every rank, and raise on every rank if one of them failed."""
@@ -334,7 +327,7 @@ class DynamicWeightManager:
             step()
         except FlyweightError as failure:
             error = failure
-        deadline = monotonic() + self._options.timeout_seconds
+        deadline = monotonic() + self._seconds
         verdict = self._ranks.agreed(0, "", error, deadline, what=what)
         if error is not None:
             raise error
@@ -349,14 +342,14 @@ class DynamicWeightManager:
         result: LegacyStatus | None = None,
         **clears: bool,
     ) -> Iterator[None]:
-        """Run one of FastDeploy's calls: beat meanwhile, and write the result into the cells.
+        """Run one of FastDeploy's calls: beat meanwhile, and write the result into the old cell.
 
         An old cell has no number for a failure. After a failed update it says CLEARED, and the
         engine stays paused even if it holds the old version: a caller that waits for NORMAL would
         take the old version for the new one. After any other failure, and if there is no old
         cell, the version from before is served again.
         """
-        is_from_loop = self._loop_cell is not None and self._loop_cell.has_request
+        is_from_loop = self._loop_cell is not None and self._loop_cell.request is not None
         may_be_normal = is_from_loop or request is not LegacyStatus.UPDATING
         may_resume = may_be_normal or not pid  # equal on all ranks, though only one has the cell
         was_serving = may_resume and self._operations.state is State.SERVING
@@ -367,21 +360,16 @@ class DynamicWeightManager:
         ):
             try:
                 yield
-            except BaseException as error:
-                if self._loop_cell is not None:
-                    self._loop_cell.fail(error)
+            except BaseException:
                 if was_serving and self._operations.state is State.PAUSED:
                     with suppress(FlyweightError):  # the first error is the one to raise
-                        self._operations.resume(timeout_seconds=self._options.timeout_seconds)
+                        self._operations.resume(timeout_seconds=self._seconds)
                 is_served = may_be_normal and self._operations.state is State.SERVING
                 result = LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED
                 raise
             finally:
-                loop_cell = self._loop_cell
                 if cell is not None and result is not None:
                     settle(cell, result, of=request)
-                if loop_cell is not None and loop_cell.has_request and result is not None:
-                    settle(loop_cell, result, of=request)
 
     def _legacy_cell(self, pid: int | None) -> AbstractContextManager[LegacyCell | None]:
         """Open the old cell if this rank writes results. The default pid need not have one."""

@@ -1,23 +1,39 @@
-"""What the FastDeploy drop-in reads: the old config, `config.flyweight`, and version.yaml."""
+"""What the FastDeploy drop-in reads: the old config, `config.flyweight`, and version.yaml.
+
+Every call of the manager looks its strategy up in `STRATEGIES`. `ipc` and `ipc_async` are the
+same here: the publisher chooses the transport. `rsync` has no network of its own yet; it gets a
+version from the publisher if there is one, else from snapshots.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 from flyweight.checks import check_seconds, check_version
 from flyweight.errors import MissingDependency, SpecError, VersionError, listed
 from flyweight.events import emit
 from flyweight.formats.legacy import SHARED_DIRECTORY
 from flyweight.formats.snapshot import number_in
+from flyweight.ranks.process_group import rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike
 from flyweight.verbs.load import Extra
 
+STRATEGIES: Mapping[str, Collection[str]] = {
+    "ipc_snapshot": ("files", "old files"),
+    "ipc": ("publisher",),
+    "ipc_async": ("publisher",),
+    "rsync": ("publisher", "files"),
+}
+"""The sources of each strategy, nearest first. Old files are those of FastDeploy's trainers."""
 _RSYNC_OPTIONS = ("address", "token", "store", "timeout_seconds")
 _MAX_YAML_BYTES = 1 << 16
 _log = getLogger("flyweight.fastdeploy")
@@ -90,6 +106,68 @@ class FastDeployOptions:
         return replace(self, **{name: given[name] for name in _RSYNC_OPTIONS if name in given})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What the config and the environment say about this rank of the engine."""
+
+    strategy: str
+    options: FastDeployOptions
+    directory: str
+    """The model's directory."""
+    rank: int
+    """This rank among those of tensor parallelism, which is its rank in the layout."""
+    global_rank: int
+    num_global_ranks: int
+    gpu_id: int | str
+    """The physical GPU's number or UUID, which is part of the old file names."""
+    has_experts: bool
+    """Whether expert parallelism is on."""
+    group: object
+    """The process group whose ranks must serve one version together; None: Paddle's default."""
+    num_ranks: int
+    """The number of ranks in that group."""
+
+    @classmethod
+    def of(cls, config: object, options: FastDeployOptions | None) -> Deployment:
+        """Read the config; a strategy that does not exist is refused before anything else."""
+        strategy = check_strategy(read(config, "load_config.load_strategy"))
+        parallel: Any = read(config, "parallel_config")
+        options = FastDeployOptions.of(config) if options is None else options
+        distributed = sys.modules["paddle.distributed"]
+        num_global_ranks: int = distributed.get_world_size()
+        has_experts = bool(getattr(parallel, "enable_expert_parallel", False))
+        size = "parallel_config.tensor_parallel_size"
+        return cls(
+            strategy=strategy,
+            options=options.with_rsync(config) if strategy == "rsync" else options,
+            directory=str(read(config, "model_config.model")),
+            rank=_read_number(config, "parallel_config.tensor_parallel_rank"),
+            global_rank=distributed.get_rank(),
+            num_global_ranks=num_global_ranks,
+            gpu_id=_gpu_id(),
+            has_experts=has_experts,
+            group=getattr(parallel, "ep_group" if has_experts else "tp_group", None),
+            num_ranks=num_global_ranks if has_experts else _read_number(config, size),
+        )
+
+    def rendezvous(self) -> Rendezvous:
+        """Return where this rank finds the other ranks of the group."""
+        rendezvous = Rendezvous() if self.num_ranks == 1 else rendezvous_of(self.group)
+        if self.num_ranks != 1 and rendezvous.num_ranks == 1:
+            raise SpecError(
+                f"the config has {self.num_ranks} ranks, paddle.distributed has one; call "
+                f"paddle.distributed.init_parallel_env first"
+            )
+        return rendezvous
+
+
+def check_strategy(name: object) -> str:
+    """Return the name of a strategy that exists."""
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise SpecError(f"load_strategy is {name!r}, not one of {', '.join(STRATEGIES)}")
+    return name
+
+
 def read(config: object, path: str) -> object:
     """Return the value under dotted names; raise SpecError that names what is missing."""
     value = config
@@ -100,16 +178,14 @@ def read(config: object, path: str) -> object:
     return value
 
 
-def read_number(config: object, path: str) -> int:
-    """Return a number that is zero or more."""
+def _read_number(config: object, path: str) -> int:
     found = read(config, path)
     if type(found) is not int or found < 0:
         raise SpecError(f"{path} is {found!r}, expected a whole number")
     return found
 
 
-def gpu_id() -> int | str:
-    """Return the number or the UUID of the physical GPU, which is part of the old file names."""
+def _gpu_id() -> int | str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
     selected = os.environ.get("FLAGS_selected_gpus") or "0"  # noqa: SIM112 - its name
     devices = [each.strip() for each in visible.split(",")]
@@ -134,18 +210,17 @@ def version_number(text: str) -> int:
 
 def read_step(directory: str) -> str:
     """Return the `step` of a directory's version.yaml as text; raise VersionError."""
-    path = Path(directory) / "version.yaml"
+    file = str(Path(directory) / "version.yaml")
     try:
-        return _step_in(path)
+        return _step_in(file)
     except VersionError as error:
-        error.note(f"write 'step: NUMBER' to {str(path)!r}, or pass version=")
+        error.note(f"write 'step: NUMBER' to {file!r}, or pass version=")
         raise
 
 
-def _step_in(path: Path) -> str:
-    file = str(path)
+def _step_in(file: str) -> str:
     try:
-        with open(path, "rb") as opened:
+        with open(file, "rb") as opened:
             data = opened.read(_MAX_YAML_BYTES + 1)
     except OSError as cause:
         raise VersionError(
@@ -166,10 +241,9 @@ def _step_in(path: Path) -> str:
     pairs = root.value if isinstance(found, dict) else []
     nodes = [node for key, node in pairs if key.value == "step"]
     if len(nodes) != 1:  # PyYAML would take the last of two
-        kind = type(found).__name__
         raise VersionError(
-            f"{file!r} holds a {kind} with {len(nodes)} values for 'step', expected a mapping with "
-            f"one"
+            f"{file!r} holds a {type(found).__name__} with {len(nodes)} values for 'step', "
+            f"expected a mapping with one"
         )
     step, written = found["step"], nodes[0].value
     is_readable = type(step) is str

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from queue import SimpleQueue
 from threading import Semaphore, Thread
 from typing import Any
 
@@ -188,10 +189,10 @@ class _Branch:
     def __init__(self, prefix: str, layer: Any) -> None:
         """Start the load, and return once the model asks for its first tensor."""
         self.prefix = prefix
-        self._item: tuple[str, Any] | None = None
+        self._given: SimpleQueue[tuple[str, Any] | LifecycleError | None] = SimpleQueue()
+        self._asked = Semaphore(0)
         self._error: BaseException | None = None
-        self._is_over = self._is_cancelled = False
-        self._given, self._asked = Semaphore(0), Semaphore(0)
+        self._is_over = False
         args = (layer, sys.modules["paddle"].get_device())
         self._thread = Thread(target=self._run, args=args, name="flyweight-load", daemon=True)
         self._thread.start()
@@ -203,19 +204,15 @@ class _Branch:
         Returns once the model asks for the next tensor, or has returned from its load.
         """
         if not self._is_over:
-            self._item = item
-            self._given.release()
+            self._given.put(item)
             self._asked.acquire()
-        elif item is not None and self._error is None:
-            raise LifecycleError(f"load_weights returned before it took {item[0]!r}")
         if self._error is not None:
             raise self._error
 
     def cancel(self) -> None:
         """Make the load fail if it still waits for tensors."""
         if not self._is_over:
-            self._is_cancelled = True
-            self._given.release()
+            self._given.put(LifecycleError("another model failed, so this load is cancelled"))
             self._thread.join(_CANCEL_SECONDS)
 
     def _run(self, layer: Any, device: str) -> None:
@@ -232,9 +229,9 @@ class _Branch:
     def _items(self) -> NamedTensors:
         while True:
             self._asked.release()
-            self._given.acquire()
-            if self._is_cancelled:
-                raise LifecycleError("another model failed to load, so this load is cancelled")
-            if self._item is None:
+            item = self._given.get()
+            if isinstance(item, LifecycleError):
+                raise item
+            if item is None:
                 return
-            yield self._item
+            yield item

@@ -1,113 +1,30 @@
-"""FastDeploy's load strategies: where each one gets weights from, and how the models take them.
-
-`STRATEGIES` serves every call of the manager. `ipc` and `ipc_async` are the same here: the
-publisher chooses the transport. `rsync` has no network of its own yet; it gets a version from
-the publisher if there is one, else from snapshots.
-"""
+"""FastDeploy's load strategies: the sources of weights, and how the models take them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 from flyweight.adapters.loader import Load, Loader
-from flyweight.engines.fastdeploy_config import (
-    FastDeployOptions,
-    gpu_id,
-    read,
-    read_number,
-)
+from flyweight.engines.fastdeploy_config import STRATEGIES, Deployment
 from flyweight.engines.fastdeploy_models import Models
 from flyweight.errors import FlyweightError, LifecycleError, SpecError, listed
 from flyweight.events import emit
 from flyweight.formats.stored import Stored
+from flyweight.lifecycle.engine_steps import named
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.live.replica import Replica
 from flyweight.ports import UpdateReport, Weights
-from flyweight.ranks.process_group import rendezvous_of
-from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import LoadReport, load
 
 REPLACED = "parameters were replaced after they were filled, or lost their memory; update"
-NO_MEMORY = "parameters had no memory"
-STRATEGIES: Mapping[str, Collection[str]] = {
-    "ipc_snapshot": ("files", "old files"),
-    "ipc": ("publisher",),
-    "ipc_async": ("publisher",),
-    "rsync": ("publisher", "files"),
-}
-"""The sources of each strategy, nearest first. Old files are those of FastDeploy's trainers."""
+_NO_MEMORY = "parameters had no memory"
 _STREAM_BYTES = 256 << 20
 """How many bytes are read from files at a time for a model's own loader."""
-
-
-def check_strategy(name: object) -> str:
-    """Return the name of a strategy that exists."""
-    if not isinstance(name, str) or name not in STRATEGIES:
-        raise SpecError(f"load_strategy is {name!r}, not one of {', '.join(STRATEGIES)}")
-    return name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deployment:
-    """What the config and the environment say about this rank of the engine."""
-
-    strategy: str
-    options: FastDeployOptions
-    directory: str
-    """The model's directory."""
-    rank: int
-    """This rank among those of tensor parallelism, which is its rank in the layout."""
-    global_rank: int
-    """The rank in the names of old files."""
-    num_global_ranks: int
-    gpu_id: int | str
-    """The GPU in the names of old files."""
-    has_experts: bool
-    """Whether expert parallelism is on."""
-    group: object
-    """The process group whose ranks must serve one version together; None: Paddle's default."""
-    num_ranks: int
-    """The number of ranks in that group."""
-
-    @classmethod
-    def of(cls, config: object, options: FastDeployOptions | None) -> Deployment:
-        """Read the config; a strategy that does not exist is refused before anything else."""
-        strategy = check_strategy(read(config, "load_config.load_strategy"))
-        parallel: Any = read(config, "parallel_config")
-        options = FastDeployOptions.of(config) if options is None else options
-        distributed = sys.modules["paddle.distributed"]
-        num_global_ranks: int = distributed.get_world_size()
-        has_experts = bool(getattr(parallel, "enable_expert_parallel", False))
-        size = "parallel_config.tensor_parallel_size"
-        return cls(
-            strategy=strategy,
-            options=options.with_rsync(config) if strategy == "rsync" else options,
-            directory=str(read(config, "model_config.model")),
-            rank=read_number(config, "parallel_config.tensor_parallel_rank"),
-            global_rank=distributed.get_rank(),
-            num_global_ranks=num_global_ranks,
-            gpu_id=gpu_id(),
-            has_experts=has_experts,
-            group=getattr(parallel, "ep_group" if has_experts else "tp_group", None),
-            num_ranks=num_global_ranks if has_experts else read_number(config, size),
-        )
-
-    def rendezvous(self) -> Rendezvous:
-        """Return where this rank finds the other ranks of the group."""
-        if self.num_ranks == 1:
-            return Rendezvous()
-        rendezvous = rendezvous_of(self.group)
-        if rendezvous.num_ranks == 1:
-            raise SpecError(
-                f"the config has {self.num_ranks} ranks, paddle.distributed has one; call "
-                f"paddle.distributed.init_parallel_env first"
-            )
-        return rendezvous
 
 
 class FileWeights(StoredWeights):
@@ -119,31 +36,20 @@ class FileWeights(StoredWeights):
         self,
         model: object,
         path: PathLike,
-        options: FastDeployOptions = FastDeployOptions(),  # noqa: B008 - it is frozen
         *,
-        rank: int | None = None,
         load: Load | None = None,
         legacy: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         """Fill `model` by name, or hand all tensors to `load` if that is given.
 
-        `legacy` has the options of `open_source` that name old files; None: do not read any.
+        `legacy` has the options of `open_source` that name old files; None: do not read any. The
+        other options are those of `StoredWeights`.
         """
-        super().__init__(
-            model if load is None else {},
-            path,
-            layout=options.layout,
-            rank=rank,
-            extra=options.extra,
-            partial_over=options.partial_over,
-        )
+        super().__init__(model if load is None else {}, path, **options)
         self._load, self._legacy = load, legacy
         self.unused: tuple[str, ...] = ()
         """Tensors of the last files that the model lacks."""
-
-    @property
-    def report(self) -> UpdateReport | None:
-        return self._report
 
     def _opened(self, version: int | None) -> Stored:
         return open_source(self._path, version=version, **(self._legacy or {}))
@@ -191,17 +97,22 @@ class ModelWeights(Weights):
     succeeds only if the models then still have the tensors that were filled.
     """
 
-    def __init__(self, models: Models, replica: Replica | None, files: FileWeights | None) -> None:
-        sources = [each for each in (replica, files) if each is not None]
-        self._models, self._sources = models, sources
+    def __init__(self, models: Models, deployment: Deployment) -> None:
+        """Open the sources of the strategy; a publisher beside files may be missing."""
+        self._models = models
+        num_given = named("give_memory", models.give_memory)
+        self._replica, self._files = _opened_sources(models, deployment)
+        sources = [each for each in (self._replica, self._files) if each is not None]
         self._source: Weights = sources[0]
-        if replica is not None and files is not None:
-            self._source = NearestWeights(replica, files)
+        if self._replica is not None and self._files is not None:
+            self._source = NearestWeights(self._replica, self._files)
         self._report: UpdateReport | None = None
         self.unmatched: list[str] = []
         """Tensors that the source of the last update has and the models lack."""
         self.seconds = 0.0
         """How long updates have taken, in all."""
+        if num_given:
+            self.forget(_NO_MEMORY)
 
     @property
     def version(self) -> int | None:
@@ -232,7 +143,7 @@ class ModelWeights(Weights):
                 self.forget(REPLACED)
                 models.refresh()
             if models.give_memory():
-                self.forget(NO_MEMORY)
+                self.forget(_NO_MEMORY)
             models.hold()
             report = self._source.update(version, **options)
             if models.has_loaded:
@@ -251,16 +162,12 @@ class ModelWeights(Weights):
             raise LifecycleError(REPLACED)
         if report is not self._report:  # else the version was held, and nothing was transferred
             self._report = report
-            self._tell_unmatched()
+            source = self._files if report.strategy == "files" else self._replica
+            names = models.unmatched if models.has_loaders or source is None else source.unused
+            self.unmatched = sorted(names)
+            if names:
+                emit("weights.unmatched", count=len(names), names=listed(names))
         return report
-
-    def _tell_unmatched(self) -> None:
-        names: Collection[str] = self._models.unmatched
-        if not self._models.has_loaders:
-            names = next(each.unused for each in self._sources if each.report is self._report)
-        self.unmatched = sorted(names)
-        if names:
-            emit("weights.unmatched", count=len(names), names=listed(names))
 
     def forget(self, reason: str) -> None:
         self._models.let_go()
@@ -271,16 +178,18 @@ class ModelWeights(Weights):
 
     def close(self) -> None:
         """Disconnect from the publisher, if there is one. Safe to repeat."""
-        for each in self._sources:
-            if isinstance(each, Replica):
-                each.close()
+        if self._replica is not None:
+            self._replica.close()
 
 
-def open_weights(deployment: Deployment, models: Models) -> ModelWeights:
-    """Open the sources of the deployment's strategy; a publisher beside files may be missing."""
+def _opened_sources(
+    models: Models, deployment: Deployment
+) -> tuple[Replica | None, FileWeights | None]:
     options, sources = deployment.options, STRATEGIES[deployment.strategy]
     load = models.load if models.has_loaders else None
-    rank = None if options.layout is None else deployment.rank
+    how: dict[str, Any] = {"layout": options.layout, "extra": options.extra}
+    if options.layout is not None:
+        how["rank"] = deployment.rank
     replica = files = None
     if "files" in sources:
         path = deployment.directory if options.store is None else options.store
@@ -292,7 +201,9 @@ def open_weights(deployment: Deployment, models: Models) -> ModelWeights:
                 "legacy_id": deployment.gpu_id,
                 "shared_directory": options.shared_directory,
             }
-        files = FileWeights(models.state, path, options, rank=rank, load=load, legacy=legacy)
+        files = FileWeights(
+            models.state, path, load=load, legacy=legacy, partial_over=options.partial_over, **how
+        )
     if "publisher" in sources and (files is None or options.address is not None):
         if options.address is None:
             raise SpecError(
@@ -302,11 +213,9 @@ def open_weights(deployment: Deployment, models: Models) -> ModelWeights:
             models.state if load is None else load,
             options.address,
             name=f"fastdeploy rank {deployment.global_rank}",
-            layout=options.layout,
-            rank=rank,
-            extra=options.extra,
             framework="paddle",
             device=sys.modules["paddle"].get_device(),
             token=options.token,
+            **how,
         )
-    return ModelWeights(models, replica, files)
+    return replica, files

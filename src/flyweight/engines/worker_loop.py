@@ -7,7 +7,9 @@ as the old numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -30,7 +32,7 @@ _RESULT_SECONDS = 300.0
 
 
 class WorkerLoopCell:
-    """A status cell of ours as the worker loop sees it: `value[0]` is an old number.
+    """A status cell of ours as the worker loop sees it: `value[0]` is an old number, to be read.
 
     Each rank has its own. A request that changes weights waits here for the loop, because only
     the loop can stop requests; other requests do not wait.
@@ -41,49 +43,18 @@ class WorkerLoopCell:
         self._state, self._changed = state, threading.Condition()
         self.has_loop = False
         """Whether a worker loop looks at this cell."""
-        self._request: Request | None = None
+        self.request: Request | None = None
+        """The request that waits for the loop, or that the loop carries out."""
         self._error: FlyweightError | None = None
 
     @property
-    def value(self) -> WorkerLoopCell:
-        return self
-
-    @property
-    def has_request(self) -> bool:
-        """True while a request waits for the loop, or the loop carries it out."""
-        return self._request is not None
-
-    @property
-    def version(self) -> int | None:
-        """The version that the present request names, if any."""
-        request = self._request
-        return None if request is None else request.version
-
-    def __getitem__(self, index: int) -> int:
-        request = self._request
+    def value(self) -> tuple[LegacyStatus]:
+        request = self.request
         if request is not None:
-            return _as_legacy(request)
-        return LegacyStatus.NORMAL if self._state() is State.SERVING else LegacyStatus.CLEARED
-
-    def __setitem__(self, index: int, status: int) -> None:
-        """End the request; it has failed if `status` is not the one that it requests."""
-        with self._changed:
-            if self._request is None:
-                return
-            is_update = _as_legacy(self._request) is LegacyStatus.UPDATING
-            is_done = status == (LegacyStatus.NORMAL if is_update else LegacyStatus.CLEARED)
-            if not is_done and self._error is None:
-                self._error = LifecycleError("the worker loop did not do it; see its log")
-            self._request = None
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """Keep the reason why the request is about to fail."""
-        with self._changed:
-            if self._request is not None and self._error is None:
-                if not isinstance(error, FlyweightError):
-                    error = LifecycleError(f"{type(error).__name__}: {error}")
-                self._error = error
+            is_clear = request.signal is Signal.CLEAR
+            return (LegacyStatus.CLEARING if is_clear else LegacyStatus.UPDATING,)
+        is_served = self._state() is State.SERVING
+        return (LegacyStatus.NORMAL if is_served else LegacyStatus.CLEARED,)
 
     def carry_out(self, request: Request, do: Callable[[Request], None]) -> None:
         """Let the loop, if there is one, do what changes weights; `do` the rest."""
@@ -104,10 +75,10 @@ class WorkerLoopCell:
 
     def _wait_for_loop(self, request: Request) -> None:
         with self._changed:
-            self._request, self._error = request, None
+            self.request, self._error = request, None
             seconds = max(min(request.deadline - monotonic(), request.timeout_seconds), 0.0)
-            is_done = self._changed.wait_for(lambda: self._request is not request, seconds)
-            self._request, error = None, self._error
+            is_done = self._changed.wait_for(lambda: self.request is not request, seconds)
+            self.request, error = None, self._error
         if not is_done:
             raise TransferTimeout(
                 f"the worker loop did not answer {request.signal} in check_model_weights_status "
@@ -116,10 +87,26 @@ class WorkerLoopCell:
         if error is not None:
             raise error
 
-
-def _as_legacy(request: Request) -> LegacyStatus:
-    is_clear = request.signal is Signal.CLEAR
-    return LegacyStatus.CLEARING if is_clear else LegacyStatus.UPDATING
+    @contextmanager
+    def answering(self, status: LegacyStatus) -> Iterator[None]:
+        """Carry out in the block what `status` requests, and tell the requester how it ended."""
+        request = self.request
+        error: FlyweightError | None = None
+        try:
+            yield
+            state = self._state()
+            if (state is State.SERVING) is not (status is LegacyStatus.UPDATING):
+                raise LifecycleError(f"the runner returned from {status.name}, engine is {state}")
+        except BaseException as cause:
+            error = LifecycleError(f"{type(cause).__name__}: {cause}")
+            if isinstance(cause, FlyweightError):
+                error = cause
+            raise
+        finally:
+            with self._changed:
+                if request is not None and self.request is request:  # else it was given up
+                    self.request, self._error = None, error
+                    self._changed.notify_all()
 
 
 class Runner(Protocol):
@@ -168,8 +155,12 @@ def check_model_weights_status(
         weights = model_weights_status
     seconds = check_seconds("timeout_seconds", timeout_seconds)
     while (status := status_of(weights)) is not LegacyStatus.NORMAL:
-        if status in REQUESTS:
-            _carry_out(status, weights, kv_cache_status, model_runner, pid)
+        call = partial(_call_runner, status, weights, kv_cache_status, model_runner, pid)
+        if status in REQUESTS and isinstance(weights, WorkerLoopCell):
+            with weights.answering(status):
+                call()
+        elif status in REQUESTS:
+            call()
             _wait_for_result(status, weights, seconds)
         elif block:
             wait_for(weights, lambda now: now is not LegacyStatus.CLEARED, None)
@@ -177,16 +168,20 @@ def check_model_weights_status(
             return
 
 
-def _carry_out(
+def _call_runner(
     request: LegacyStatus, weights: StatusCell, cache: StatusCell | None, runner: Runner, pid: int
 ) -> None:
     """Call the runner; if that fails, write what is true into the cells that this rank writes."""
     # Only the first rank writes an old cell: a late rank would overwrite the next request.
     is_first = getattr(getattr(runner, "parallel_config", None), "tensor_parallel_rank", 0) == 0
-    cache_before = LegacyStatus.CLEARED
-    if cache is not None and is_first:
-        found = status_of(cache)
-        cache_before = LegacyStatus.CLEARED if found in REQUESTS else found
+    after_failure = list[tuple[StatusCell, LegacyStatus]]()
+    if is_first and not isinstance(weights, WorkerLoopCell):
+        # A manager that failed has written the result already. If it was never called, the
+        # weights may be incomplete, and CLEARED says that they must not be served.
+        after_failure.append((weights, LegacyStatus.CLEARED))
+    if is_first and cache is not None:
+        before = status_of(cache)
+        after_failure.append((cache, LegacyStatus.CLEARED if before in REQUESTS else before))
         cache.value[0] = int(request)
     try:
         runner.clear_requests()
@@ -194,16 +189,10 @@ def _carry_out(
             runner.update_parameters(pid)
         else:
             runner.clear_parameters(pid)
-    except BaseException as error:
-        if isinstance(weights, WorkerLoopCell):
-            weights.fail(error)
-        # A manager that failed has written the result already. If it was never called, the
-        # weights may be incomplete, and CLEARED says that they must not be served.
-        may_write = is_first or isinstance(weights, WorkerLoopCell)
-        if may_write and status_of(weights) is request:
-            settle(weights, LegacyStatus.CLEARED, of=request)
-        if is_first and cache is not None and status_of(cache) is request:
-            settle(cache, cache_before, of=request)
+    except BaseException:
+        for cell, status in after_failure:
+            if status_of(cell) is request:
+                cell.value[0] = int(status)
         raise
 
 
