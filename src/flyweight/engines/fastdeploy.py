@@ -218,8 +218,7 @@ class DynamicWeightManager:
         Returns the version's text, this rank, and three times in seconds: `sync_cost` until the
         weights are in place, `update_cost` for the other ranks and the hooks, `total_cost`.
         """
-        text = "" if version is None else str(version)
-        text = text or self.read_model_version_from_file()
+        text = str("" if version is None else version) or self.read_model_version_from_file()
         number = version_number(text)
         started = perf_counter()
         self._weights.seconds = 0.0
@@ -262,10 +261,8 @@ class DynamicWeightManager:
     def recreate_deepep_buffer(self) -> None:
         """Allocate the buffers of expert parallelism again, on all ranks."""
         if not self.first_load:
-            self._together(
-                "recreate buffers",
-                lambda: named("recreate_expert_buffer", self._engine.recreate_experts),
-            )
+            recreate = partial(named, "recreate_expert_buffer", self._engine.recreate_experts)
+            self._together("recreate buffers", recreate)
 
     def reload_model_weights(self) -> None:
         """Load weights by the strategy, and go on as before."""
@@ -327,8 +324,7 @@ class DynamicWeightManager:
             step()
         except FlyweightError as failure:
             error = failure
-        deadline = monotonic() + self._seconds
-        verdict = self._ranks.agreed(0, "", error, deadline, what=what)
+        verdict = self._ranks.agreed(0, "", error, monotonic() + self._seconds, what=what)
         if error is not None:
             raise error
         if not verdict.is_agreed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
 from threading import Semaphore, Thread
@@ -27,6 +28,7 @@ from flyweight.errors import (
 from flyweight.lifecycle.engine_steps import named
 
 NamedTensors = Iterator[tuple[str, Any]]
+Hand = Callable[[tuple[str, Any] | None], None]
 _CANCEL_SECONDS = 10.0
 
 
@@ -115,28 +117,25 @@ class Models:
         self.has_loaded, self.unmatched = True, []
         self.let_go()
         (prefix, first), *others = self._layers
-        branches = [_Branch(*other) for other in others]
-        try:
-            _load_into(first, self._of_first(tensors, prefix, branches))
-            for branch in branches:
-                branch.hand(None)
-        finally:
-            for branch in branches:
-                branch.cancel()
+        with ExitStack() as stack:
+            hands = [(other, stack.enter_context(_loading(layer))) for other, layer in others]
+            _load_into(first, self._of_first(tensors, prefix, hands))
+            for _, hand in hands:
+                hand(None)
 
     def _of_first(
-        self, tensors: NamedTensors, prefix: str, branches: Sequence[_Branch]
+        self, tensors: NamedTensors, prefix: str, others: Sequence[tuple[str, Hand]]
     ) -> NamedTensors:
         """Yield the first model's tensors, after the other models have taken theirs."""
         for name, tensor in tensors:
             is_first = name.startswith(prefix)
-            wanting = [each for each in branches if name.startswith(each.prefix)]
+            wanting = [each for each in others if name.startswith(each[0])]
             if not is_first and not wanting:
                 self.unmatched.append(name)
-            for branch in wanting:
+            for other, hand in wanting:
                 # A model may keep its tensor or change it, so no two models get the same one.
                 own = tensor.clone() if is_first or len(wanting) > 1 else tensor
-                branch.hand((name.removeprefix(branch.prefix), own))
+                hand((name.removeprefix(other), own))
             if is_first:
                 yield name.removeprefix(prefix), tensor
 
@@ -183,55 +182,52 @@ def _fill(layer: Any, tensors: NamedTensors) -> None:
         raise PlanError(f"no tensors came for {len(missing)} parameters: {listed(missing)}")
 
 
-class _Branch:
-    """The load of one more model. Its thread and the caller's never run at the same time."""
+@contextmanager
+def _loading(layer: Any) -> Iterator[Hand]:
+    """Load one more model in a thread, which never runs at the same time as the caller's.
 
-    def __init__(self, prefix: str, layer: Any) -> None:
-        """Start the load, and return once the model asks for its first tensor."""
-        self.prefix = prefix
-        self._given: SimpleQueue[tuple[str, Any] | LifecycleError | None] = SimpleQueue()
-        self._asked = Semaphore(0)
-        self._error: BaseException | None = None
-        self._is_over = False
-        args = (layer, sys.modules["paddle"].get_device())
-        self._thread = Thread(target=self._run, args=args, name="flyweight-load", daemon=True)
-        self._thread.start()
-        self._asked.acquire()
+    Yields a function that hands over a tensor, or None at the end. It returns once the model asks
+    for the next tensor or has returned from its load, and raises what the model raised.
+    """
+    given, asked = SimpleQueue[tuple[str, Any] | LifecycleError | None](), Semaphore(0)
+    device, errors = sys.modules["paddle"].get_device(), list[BaseException]()
+    is_over = False
 
-    def hand(self, item: tuple[str, Any] | None) -> None:
-        """Hand over a tensor, or None at the end; raise what the model raises.
-
-        Returns once the model asks for the next tensor, or has returned from its load.
-        """
-        if not self._is_over:
-            self._given.put(item)
-            self._asked.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def cancel(self) -> None:
-        """Make the load fail if it still waits for tensors."""
-        if not self._is_over:
-            self._given.put(LifecycleError("another model failed, so this load is cancelled"))
-            self._thread.join(_CANCEL_SECONDS)
-
-    def _run(self, layer: Any, device: str) -> None:
-        try:
-            if device != "cpu":  # Paddle's current device is per thread
-                sys.modules["paddle"].set_device(device)
-            _load_into(layer, self._items())
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._is_over = True
-            self._asked.release()
-
-    def _items(self) -> NamedTensors:
+    def items() -> NamedTensors:
         while True:
-            self._asked.release()
-            item = self._given.get()
+            asked.release()
+            item = given.get()
             if isinstance(item, LifecycleError):
                 raise item
             if item is None:
                 return
             yield item
+
+    def run() -> None:
+        nonlocal is_over
+        try:
+            if device != "cpu":  # Paddle's current device is per thread
+                sys.modules["paddle"].set_device(device)
+            _load_into(layer, items())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            is_over = True
+            asked.release()
+
+    def hand(item: tuple[str, Any] | None) -> None:
+        if not is_over:
+            given.put(item)
+            asked.acquire()
+        if errors:
+            raise errors[0]
+
+    thread = Thread(target=run, name="flyweight-load", daemon=True)
+    thread.start()
+    asked.acquire()
+    try:
+        yield hand
+    finally:
+        if not is_over:
+            given.put(LifecycleError("another model failed to load, so this load is cancelled"))
+            thread.join(_CANCEL_SECONDS)

@@ -78,8 +78,16 @@ class LegacyCell:
                 cause.errno, f"cannot open cell {str(self.path)!r}: {cause.strerror}"
             ) from cause
         try:
-            self._stat = os.fstat(file)
-            _check_file(self.path, self._stat)
+            self._stat = found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != _NBYTES:
+                raise LifecycleError(
+                    f"{str(self.path)!r} has {found.st_size} bytes, an int32 has {_NBYTES}; it is "
+                    f"no status cell"
+                )
+            if whose := exposure(found, bits=0o022):
+                raise LifecycleError(
+                    f"cell {str(self.path)!r} {whose}; expected user {os.geteuid()} and mode 600"
+                )
             self._memory = mmap.mmap(file, _NBYTES)
         finally:
             os.close(file)
@@ -158,18 +166,6 @@ def _path(name: str, id: int | str, directory: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", whole):
         raise SpecError(f"a cell named {whole!r}; letters, digits, '_', '.' and '-' make a name")
     return Path(directory) / whole
-
-
-def _check_file(path: Path, found: os.stat_result) -> None:
-    """Raise LifecycleError unless a file is one int32 that no other user can write."""
-    if not stat.S_ISREG(found.st_mode) or found.st_size != _NBYTES:
-        raise LifecycleError(
-            f"{str(path)!r} has {found.st_size} bytes, an int32 has {_NBYTES}; it is no status cell"
-        )
-    if whose := exposure(found, bits=0o022):
-        raise LifecycleError(
-            f"cell {str(path)!r} {whose}; expected user {os.geteuid()} and mode 600"
-        )
 
 
 def status_of(cell: StatusCell) -> LegacyStatus:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -155,12 +154,11 @@ def check_model_weights_status(
         weights = model_weights_status
     seconds = check_seconds("timeout_seconds", timeout_seconds)
     while (status := status_of(weights)) is not LegacyStatus.NORMAL:
-        call = partial(_call_runner, status, weights, kv_cache_status, model_runner, pid)
         if status in REQUESTS and isinstance(weights, WorkerLoopCell):
             with weights.answering(status):
-                call()
+                _call_runner(status, weights, kv_cache_status, model_runner, pid)
         elif status in REQUESTS:
-            call()
+            _call_runner(status, weights, kv_cache_status, model_runner, pid)
             _wait_for_result(status, weights, seconds)
         elif block:
             wait_for(weights, lambda now: now is not LegacyStatus.CLEARED, None)
