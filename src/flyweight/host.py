@@ -94,8 +94,10 @@ def has_room(num_files: int) -> bool:
     return num_open + num_files <= limit
 
 
-def reason(cause: OSError) -> str:
+def reason(cause: Exception) -> str:
     """Return the operating system's text, with the remedy if the limit on files is the cause."""
+    if not isinstance(cause, OSError):
+        return str(cause)
     hint = "; raise the limit, ulimit -n" if cause.errno == errno.EMFILE else ""
     return f"{cause.strerror or cause}{hint}"
 

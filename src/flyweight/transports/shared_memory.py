@@ -9,16 +9,16 @@ it lies.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
 import secrets
 import threading
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -34,40 +34,40 @@ from flyweight.memory import (
     shared_mappings,
     without_fork,
 )
+from flyweight.spec.strict_json import Number
 from flyweight.transports.fd_passing import SPARE_FILES, FdConnection, FdServer
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1, and not in Python's list
-_MAX_NUMBER = 2**63 - 1
 
 
 class SharedMemoryHandle(
     msgspec.Struct, frozen=True, kw_only=True, tag="shared_memory", forbid_unknown_fields=True
 ):
-    """Names bytes of a segment. It arrives from another process, so it checks itself."""
+    """Names bytes of a segment."""
 
     session: str
     """The transport that offers it: keys of another one mean nothing."""
     key: str
-    offset: int
-    nbytes: int
-
-    def __post_init__(self) -> None:
-        if self.offset < 0 or self.nbytes < 0 or self.offset + self.nbytes > _MAX_NUMBER:
-            raise TransportError(f"handle of {self.nbytes} bytes at byte {self.offset}")
+    offset: Number
+    nbytes: Number
 
 
 @dataclass(eq=False)
 class _Segment:
-    """An offered file, where it is mapped here, and how many handles name it."""
+    """An offered file, where it is mapped here, and the handles that name it."""
 
     key: str
     start: int
-    nbytes: int
-    file_offset: int
-    num_handles: int = 0
-    is_kept: bool = True
+    end: int
+    offset: int
+    is_kept: bool
     """True for allocated memory, which stays until `free`; else it goes with its last handle."""
+    owners: dict[SharedMemoryHandle, object] = field(default_factory=dict)
+    """What keeps the memory of each handle alive."""
+
+
+_Span = TypeVar("_Span", _Segment, SharedMapping)
 
 
 class SharedMemoryTransport:
@@ -82,7 +82,8 @@ class SharedMemoryTransport:
         self._fd_server, self._fd_connection = fd_server, fd_connection
         self._session = secrets.token_hex(8)
         self._segments: list[_Segment] = []
-        self._offers: dict[SharedMemoryHandle, tuple[_Segment, object]] = {}
+        """Ordered by address."""
+        self._by_key: dict[str, _Segment] = {}
         self._mappings: dict[tuple[str, str], tuple[Bytes, set[SharedMemoryHandle]]] = {}
         """The segments of others that are mapped here, and the open handles in each."""
         self._lock = threading.RLock()
@@ -100,78 +101,82 @@ class SharedMemoryTransport:
             raise TransportError(
                 f"no {nbytes} bytes of shared memory: {left} bytes of memory are available"
             )
-        fd = -1
+        fd, size = -1, max(nbytes, 1)
         try:
             fd = os.memfd_create("flyweight", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.posix_fallocate(fd, 0, max(nbytes, 1))
-            data = bytes_of(mmap.mmap(fd, max(nbytes, 1)))[:nbytes]
+            os.posix_fallocate(fd, 0, size)
+            data = bytes_of(mmap.mmap(fd, size))[:nbytes]
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             without_fork(data)
-            self._add(fd, Buffer.of(data).address, max(nbytes, 1), 0, is_kept=True)
+            buffer = Buffer.of(data)
+            self._add(fd, buffer.address, buffer.address + size, 0, is_kept=True)
         except (OSError, ValueError, OverflowError) as cause:
-            why = reason(cause) if isinstance(cause, OSError) else cause
-            raise TransportError(f"no {nbytes} bytes of shared memory: {why}") from cause
+            raise TransportError(f"no {nbytes} bytes of shared memory: {reason(cause)}") from cause
         finally:
             if fd >= 0:
                 os.close(fd)
-        return Buffer.of(data)
+        return buffer
 
     def free(self, buffer: Buffer) -> None:
         """Free what `allocate` returned; readers that have it open keep it."""
         with self._lock:
-            segment = self._known(buffer.address, buffer.address + buffer.nbytes)
+            segment = _containing(self._segments, *_span(buffer))
             if segment is not None and segment.is_kept:
-                for handle in [each for each, (at, _) in self._offers.items() if at is segment]:
-                    del self._offers[handle]
                 self._remove(segment)
 
     def offer(self, buffer: Buffer) -> SharedMemoryHandle:
+        _span(buffer)
         with self._lock:
-            segment = self._segment(buffer)
-            if segment is not None:
-                return self._handle(segment, buffer)
-            # No other process can map it where it lies.
+            if self.can_offer_in_place([buffer]) == [True]:
+                return self.offer_in_place([buffer])[0]
             copy = self.allocate(buffer.nbytes)
             np.copyto(copy.items().reshape(-1), buffer.items().reshape(-1).view(np.uint8))
-            segment = self._known(*_span(copy))
-            assert segment is not None
-            segment.is_kept = False
-            return self._handle(segment, copy)
+            (handle,) = self.offer_in_place([copy])
+            self._by_key[handle.key].is_kept = False
+            return handle
 
     def offer_in_place(self, buffers: Sequence[Buffer]) -> list[SharedMemoryHandle]:
         """Offer memory where it lies; raise TransportError, and offer none, if that fails."""
-        handles: list[SharedMemoryHandle] = []
-        with self._lock, ExitStack() as stack:
-            files = _SharedFiles()
-            self._check_files(buffers, files)
-            for buffer in buffers:
-                segment = self._segment(buffer, files)
+        segments = []
+        with self._lock, ExitStack() as undo:
+            mappings, fds = _shared_files()
+            spans = [_span(buffer) for buffer in buffers]
+            self._check_files(spans, mappings)
+            for low, high in spans:
+                segment = _containing(self._segments, low, high)
                 if segment is None:
-                    raise TransportError(
-                        f"{buffer.nbytes} bytes at {_span(buffer)[0]:#x} are not, or no longer, "
-                        f"shared memory whose file this process has open"
-                    )
-                known = len(self._offers)
-                handles.append(self._handle(segment, buffer))
-                if len(self._offers) > known:
-                    stack.callback(self.release, handles[-1])
-            stack.pop_all()
-        return handles
+                    found = _containing(mappings, low, high)
+                    if found is None:
+                        raise TransportError(
+                            f"{high - low} bytes at {low:#x} are not, or no longer, shared "
+                            f"memory whose file this process has open"
+                        )
+                    segment = self._add(fds[found.file], found.start, found.end, found.offset)
+                    undo.callback(self._remove, segment)
+                segments.append(segment)
+            undo.pop_all()
+            return [
+                self._handle(segment, buffer)
+                for segment, buffer in zip(segments, buffers, strict=True)
+            ]
 
     def can_offer_in_place(self, buffers: Sequence[Buffer]) -> list[bool]:
         """Return for each buffer whether an offer of it needs no copy."""
-        files = _SharedFiles()
+        mappings, _ = _shared_files()
         return [
-            each.device is None and bool(each.nbytes) and files.mapping_at(*each.span) is not None
+            each.device is None
+            and bool(each.nbytes)
+            and _containing(mappings, *each.span) is not None
             for each in buffers
         ]
 
-    def _check_files(self, buffers: Sequence[Buffer], files: _SharedFiles) -> None:
-        """Raise TransportError if offering the buffers would use up this process's files."""
-        spans = [buffer.span for buffer in buffers if buffer.nbytes]
-        new = {files.mapping_at(*span) for span in spans if not self._known(*span)}
-        num_files = len(new - {None})
+    def _check_files(
+        self, spans: Sequence[tuple[int, int]], mappings: Sequence[SharedMapping]
+    ) -> None:
+        """Raise TransportError if offering the memory would use up this process's files."""
+        unknown = [each for each in spans if _containing(self._segments, *each) is None]
+        num_files = len({_containing(mappings, *each) for each in unknown} - {None})
         if num_files and not has_room(num_files + SPARE_FILES):
             raise TransportError(
                 f"{num_files} segments of shared memory need a file each, and {SPARE_FILES} must "
@@ -183,61 +188,40 @@ class SharedMemoryTransport:
         handle = SharedMemoryHandle(
             session=self._session,
             key=segment.key,
-            offset=segment.file_offset + low - segment.start,
+            offset=segment.offset + low - segment.start,
             nbytes=high - low,
         )
-        if handle not in self._offers:
-            segment.num_handles += 1
-            self._offers[handle] = segment, buffer.owner
+        segment.owners.setdefault(handle, buffer.owner)
         return handle
 
     def release(self, handle: SharedMemoryHandle) -> None:
         with self._lock:
-            segment, _ = self._offers.pop(handle, (None, None))
+            segment = self._by_key.get(handle.key)
             if segment is not None:
-                segment.num_handles -= 1
-                if not segment.num_handles and not segment.is_kept:
+                segment.owners.pop(handle, None)
+                if not segment.owners and not segment.is_kept:
                     self._remove(segment)
 
-    def _segment(self, buffer: Buffer, files: _SharedFiles | None = None) -> _Segment | None:
-        """Return the segment that a buffer lies in; None if no other process can map it."""
-        low, high = _span(buffer)
-        segment = self._known(low, high)
-        if segment is not None or low == high:
-            return segment
-        files = _SharedFiles() if files is None else files
-        found = files.mapping_at(low, high)  # shared by another library of this process
-        if found is None:
-            return None
-        return self._add(files.fd(found), found.start, found.end - found.start, found.offset)
-
-    def _known(self, low: int, high: int) -> _Segment | None:
-        index = bisect_right(self._segments, low, key=lambda each: each.start) - 1
-        if index < 0:
-            return None
-        segment = self._segments[index]
-        return segment if high <= segment.start + segment.nbytes else None
-
     def _add(
-        self, fd: int, start: int, nbytes: int, file_offset: int, *, is_kept: bool = False
+        self, fd: int, start: int, end: int, offset: int, *, is_kept: bool = False
     ) -> _Segment:
         """Offer a file to readers, by a description of it that cannot be written through."""
+        assert self._fd_server is not None, "a transport offers through an FdServer"
         try:
             readable = opened(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as cause:
             raise TransportError(f"cannot open a segment for readers: {reason(cause)}") from cause
-        if self._fd_server is None:
-            os.close(readable)
-        key = self._fd_server.offer(readable) if self._fd_server else ""
-        segment = _Segment(key, start, nbytes, file_offset, is_kept=is_kept)
+        segment = _Segment(self._fd_server.offer(readable), start, end, offset, is_kept)
         with self._lock:
-            insort(self._segments, segment, key=lambda each: each.start)
+            self._by_key[segment.key] = segment
+            insort(self._segments, segment, key=_start)
         return segment
 
     def _remove(self, segment: _Segment) -> None:
+        assert self._fd_server is not None
         self._segments.remove(segment)
-        if self._fd_server is not None:
-            self._fd_server.release(segment.key)
+        del self._by_key[segment.key]
+        self._fd_server.release(segment.key)
 
     # The side that reads.
 
@@ -247,38 +231,34 @@ class SharedMemoryTransport:
         at = handle.session, handle.key
         with self._lock:
             if at not in self._mappings:
-                self._mappings[at] = self._mapped(handle), set()
+                self._mappings[at] = self._mapped(handle.key), set()
             data, users = self._mappings[at]
-            if handle.offset + handle.nbytes > len(data):
+            end = handle.offset + handle.nbytes
+            if end > len(data):
                 raise TransportError(
-                    f"handle speaks of bytes {handle.offset}..{handle.offset + handle.nbytes}, "
-                    f"its segment has {len(data)}"
+                    f"handle speaks of bytes {handle.offset}..{end}, its segment has {len(data)}"
                 )
             users.add(handle)
-        return Buffer.of(data[handle.offset : handle.offset + handle.nbytes])
+        return Buffer.of(data[handle.offset : end])
 
     def _own(self, handle: SharedMemoryHandle) -> Buffer:
         with self._lock:
-            segment, owner = self._offers.get(handle, (None, None))
-        if segment is None:
-            raise HandleGone(f"segment {handle.key!r} was released")
-        address = segment.start + handle.offset - segment.file_offset
-        return Buffer.flat_at(address, handle.nbytes, owner)
+            segment = self._by_key.get(handle.key)
+            if segment is None or handle not in segment.owners:
+                raise HandleGone(f"segment {handle.key!r} was released")
+            address = segment.start + handle.offset - segment.offset
+            return Buffer.flat_at(address, handle.nbytes, segment.owners[handle])
 
-    def _mapped(self, handle: SharedMemoryHandle) -> Bytes:
+    def _mapped(self, key: str) -> Bytes:
         if self._fd_connection is None:
             raise TransportError("no connection to an FdServer: this transport opens only its own")
-        fd = self._fd_connection.fetch(handle.key)
+        fd = self._fd_connection.fetch(key)
         try:
-            size = os.fstat(fd).st_size
-            if not size:
-                raise TransportError(f"segment {handle.key!r} is an empty file")
             # Populated at once: page faults one by one cost more than the copy saves.
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            data = bytes_of(mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ))
-        except (OSError, ValueError) as cause:
-            why = reason(cause) if isinstance(cause, OSError) else cause
-            raise TransportError(f"cannot map segment {handle.key!r}: {why}") from cause
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            data = bytes_of(mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ))
+        except (OSError, ValueError) as cause:  # ValueError: the file is empty
+            raise TransportError(f"cannot map segment {key!r}: {reason(cause)}") from cause
         finally:
             os.close(fd)
         without_fork(data)
@@ -294,10 +274,18 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         with self._lock:
-            self._offers.clear()
             for segment in list(self._segments):
                 self._remove(segment)
             self._mappings.clear()
+
+
+def _start(span: _Segment | SharedMapping) -> int:
+    return span.start
+
+
+def _containing(ordered: Sequence[_Span], low: int, high: int) -> _Span | None:
+    index = bisect_right(ordered, low, key=_start) - 1
+    return ordered[index] if index >= 0 and high <= ordered[index].end else None
 
 
 def _span(buffer: Buffer) -> tuple[int, int]:
@@ -308,34 +296,15 @@ def _span(buffer: Buffer) -> tuple[int, int]:
     return buffer.span if buffer.nbytes else (buffer.address, buffer.address)
 
 
-class _SharedFiles:
-    """This process's mappings of files that it has open, at this moment."""
-
-    def __init__(self) -> None:
-        try:
-            self._fds = dict(_open_files())
-            mappings = [each for each in shared_mappings() if each.file in self._fds]
-        except OSError as cause:
-            raise TransportError(f"cannot tell what memory is shared: {reason(cause)}") from cause
-        self._mappings = sorted(mappings, key=lambda each: each.start)
-
-    def mapping_at(self, low: int, high: int) -> SharedMapping | None:
-        index = bisect_right(self._mappings, low, key=lambda each: each.start) - 1
-        if index < 0 or high > self._mappings[index].end:
-            return None
-        return self._mappings[index]
-
-    def fd(self, mapping: SharedMapping) -> int:
-        return self._fds[mapping.file]
-
-
-def _open_files() -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield the device and inode of each file that this process has open, and its number."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            status = os.fstat(int(name))
-        except OSError as cause:
-            if cause.errno != errno.EBADF:  # the listing itself is closed by now
-                raise
-            continue
-        yield (status.st_dev, status.st_ino), int(name)
+def _shared_files() -> tuple[list[SharedMapping], dict[tuple[int, int], int]]:
+    """Return this process's mappings of files that it has open, by address, and those files."""
+    fds: dict[tuple[int, int], int] = {}
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the listing itself is closed by now
+                status = os.fstat(int(name))
+                fds[status.st_dev, status.st_ino] = int(name)
+        found = [each for each in shared_mappings() if each.file in fds]
+    except OSError as cause:
+        raise TransportError(f"cannot tell what memory is shared: {reason(cause)}") from cause
+    return sorted(found, key=_start), fds
