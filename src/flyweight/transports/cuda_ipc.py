@@ -9,13 +9,13 @@ see a release or a death at once; without it, they see them when the driver does
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -24,18 +24,18 @@ from flyweight.cuda import driver
 from flyweight.digest import Words
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer
+from flyweight.spec.strict_json import MAX_NUMBER, Number
 from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.offer_register import MAX_OFFERS, OfferRegister, read_register
 
-_MAX_NUMBER = 2**63 - 1
-_MAX_TEXT = 64
+_Text = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class ExportedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file that stands for mapped memory: its key at the FdServer, and the memory's size."""
 
     key: str
-    nbytes: int
+    nbytes: Annotated[int, msgspec.Meta(gt=0, le=MAX_NUMBER)]
 
 
 class CudaIpcHandle(
@@ -43,47 +43,34 @@ class CudaIpcHandle(
 ):
     """Names bytes of an allocation. It arrives from another process, so it checks itself."""
 
-    session: str
+    session: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     """The transport that offers it: numbers and keys of another one mean nothing."""
-    pid: int
-    slot: int
-    number: int
+    pid: Number
+    slot: Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFERS)]
+    number: Number
     """The register has this number in this slot until the offer is released."""
-    register: str
+    register: _Text
     """The register's key at the FdServer, or ""."""
-    device: str
+    device: _Text
     allocation: int
     """Unique in its process, also among allocations at the same address at different times."""
-    offset: int
-    nbytes: int
-    allocation_bytes: int
+    offset: Number
+    nbytes: Number
+    allocation_bytes: Number
     ipc: bytes = b""
     pieces: tuple[ExportedFile, ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = (self.pid, self.slot, self.number, self.offset, self.nbytes)
-        if not all(0 <= each <= _MAX_NUMBER for each in numbers) or self.slot > MAX_OFFERS:
-            raise TransportError(f"handle with numbers {numbers}")
-        if not re.fullmatch("[0-9a-f]{16}", self.session):
-            raise TransportError(f"handle of session {self.session[:_MAX_TEXT]!r}, not 16 digits")
-        if max(map(len, (self.register, self.device))) > _MAX_TEXT:
-            raise TransportError(f"handle with a name longer than {_MAX_TEXT} characters")
-        if not self.offset + self.nbytes <= self.allocation_bytes <= _MAX_NUMBER:
+        end, total = self.offset + self.nbytes, sum(piece.nbytes for piece in self.pieces)
+        if end > self.allocation_bytes or (self.pieces and total != self.allocation_bytes):
             raise TransportError(
-                f"handle speaks of bytes {self.offset}..{self.offset + self.nbytes}, "
+                f"handle speaks of bytes {self.offset}..{end} and pieces of {total} bytes, "
                 f"its allocation has {self.allocation_bytes}"
             )
         if self.nbytes and (len(self.ipc) == driver.IPC_BYTES) == bool(self.pieces):
             raise TransportError(
                 f"handle with {len(self.ipc)} bytes for the driver and {len(self.pieces)} pieces; "
                 f"it has {driver.IPC_BYTES} bytes or some pieces"
-            )
-        total = sum(piece.nbytes for piece in self.pieces)
-        if self.pieces and (
-            total != self.allocation_bytes or min(p.nbytes for p in self.pieces) <= 0
-        ):
-            raise TransportError(
-                f"handle with pieces of {total} bytes, its allocation has {self.allocation_bytes}"
             )
 
     @property
@@ -162,27 +149,23 @@ class CudaIpcTransport:
             return str(error)
 
     def _refusal(self, found: driver.Allocation) -> str:
-        text = f"{found.nbytes} bytes at {found.start:#x} cannot be shown to other processes: "
+        setting = "PYTORCH_CUDA_ALLOC_CONF"
         if found.can_ipc:
             return ""
         if found.is_managed:
-            return f"{text}managed memory; allocate it with cudaMalloc"
-        if found.is_pooled:
-            return (
-                f"{text}they are of a stream-ordered pool (cudaMallocAsync); "
-                f"PYTORCH_CUDA_ALLOC_CONF=backend:native"
+            why = "managed memory; allocate it with cudaMalloc"
+        elif found.is_pooled:
+            why = f"a stream-ordered pool (cudaMallocAsync) has them; {setting}=backend:native"
+        elif not found.can_export:
+            why = f"mapped without a file to export; {setting}=expandable_segments:False"
+        elif self._fd_server is None:
+            why = (
+                f"mapped (expandable segments), which takes an FdServer, and there is none; "
+                f"{setting}=expandable_segments:False"
             )
-        if not found.can_export:
-            return (
-                f"{text}they were mapped without a handle type of POSIX files; "
-                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
-            )
-        if self._fd_server is None:
-            return (
-                f"{text}they are mapped (expandable segments), which takes an FdServer, and there "
-                f"is none; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
-            )
-        return ""
+        else:
+            return ""
+        return f"{found.nbytes} bytes at {found.start:#x} cannot be shown to other processes: {why}"
 
     def _handle(
         self,
@@ -297,28 +280,25 @@ class CudaIpcTransport:
             raise HandleGone(f"{what} was released")
 
     def _mapped(self, device: int, handle: CudaIpcHandle) -> _Mapping:
+        fds: list[int] = []
         try:
             if not handle.pieces:
                 return _Mapping(device, driver.open_ipc(device, handle.ipc), ())
-            return _Mapping(device, self._map_pieces(device, handle), handle.pieces)
+            if self._fd_connection is None:
+                raise TransportError(
+                    f"handle of {len(handle.pieces)} files, and no connection to fetch them"
+                )
+            for piece in handle.pieces:
+                fds.append(self._fd_connection.fetch(piece.key))
+            sizes = [piece.nbytes for piece in handle.pieces]
+            start = driver.map_fds(device, list(zip(fds, sizes, strict=True)))
+            return _Mapping(device, start, handle.pieces)
         except TransportError as error:
             self._check_offered(handle)
             error.note(f"offer {handle.number} of process {handle.pid}, {handle.nbytes} bytes")
             raise
-
-    def _map_pieces(self, device: int, handle: CudaIpcHandle) -> int:
-        if self._fd_connection is None:
-            raise TransportError(
-                f"handle of {len(handle.pieces)} files, and no connection to fetch them"
-            )
-        files: list[tuple[int, int]] = []
-        try:
-            for file in handle.pieces:
-                fd = self._fd_connection.fetch(file.key)
-                files.append((fd, file.nbytes))
-            return driver.map_fds(device, files)
         finally:
-            for fd, _ in files:
+            for fd in fds:
                 os.close(fd)
 
     def close_handle(self, handle: CudaIpcHandle) -> None:

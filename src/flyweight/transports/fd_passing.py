@@ -52,6 +52,10 @@ class Wanted(msgspec.Struct, frozen=True, tag="wanted", forbid_unknown_fields=Tr
 
 
 _DECODER = msgspec.json.Decoder(Greeting | Wanted)
+_REFUSALS: dict[bytes, tuple[type[TransportError], str]] = {
+    b"": (PeerLost, "closed the connection"),
+    b"full": (PeerLost, "has no files left for us; raise its limit, ulimit -n"),
+}
 
 
 def check_socket_path(path: Path) -> Path:
@@ -259,15 +263,9 @@ class FdConnection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             answer = self._greet(token, timeout_seconds, is_over)
-            if not answer:
-                raise PeerLost(f"the process at {str(path)!r} closed the connection")
-            if answer == b"full":
-                raise PeerLost(
-                    f"the process at {str(path)!r} has no files left for us; raise its limit, "
-                    f"ulimit -n"
-                )
             if answer != b"welcome":
-                raise PeerRefused(f"the process at {str(path)!r} does not know our token")
+                kind, what = _REFUSALS.get(answer, (PeerRefused, "does not know our token"))
+                raise kind(f"the process at {str(path)!r} {what}")
             self.pid, _ = _peer_ids(self._socket)
             """The server's process id; 0 if it is not visible from here."""
         except BaseException:
@@ -276,7 +274,6 @@ class FdConnection:
         call_in_child(self._close_in_child)
 
     def _greet(self, token: str, timeout_seconds: float, is_over: Callable[[], bool]) -> bytes:
-        """Send the greeting and return the answer."""
         started, where = monotonic(), str(self._path)
         self._socket.setblocking(False)
         readable = select.poll()
@@ -322,15 +319,14 @@ class FdConnection:
                 raise TransferTimeout(
                     f"the process at {where!r} did not answer in {timeout_seconds:g} s"
                 ) from cause
-            except OSError as cause:
-                raise HandleGone(f"file {key!r} is gone with the process at {where!r}") from cause
+            except OSError:
+                answer, fds, flags = b"", [], 0
         if len(fds) == 1 and answer == b"file":
             return int(fds[0])
         if flags & socket.MSG_CTRUNC:
             raise TransportError("no file is left for memory of another process; see ulimit -n")
-        if answer:
-            raise HandleGone(f"file {key!r} is no longer offered at {where!r}")
-        raise HandleGone(f"file {key!r} is gone with the process at {where!r}")
+        what = "no longer offered" if answer else "gone with the process"
+        raise HandleGone(f"file {key!r} is {what} at {where!r}")
 
     def close(self) -> None:
         self._socket.close()
