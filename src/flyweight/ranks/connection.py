@@ -50,7 +50,8 @@ def fault_named(kind: str, text: str) -> TransportError:
 class Connection:
     """A connection to one rank, and the messages that arrived and were not read yet."""
 
-    rank: int
+    name: str
+    """How messages name the rank."""
     socket: socket.socket
     inbox: deque[tuple[str, Json]] = field(default_factory=deque)
     heard: float = 0.0

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -64,7 +64,8 @@ class Group:
         self.rank, self.num_ranks, self.coordinator = rank, num_ranks, coordinator
         self.set_timeout(timeout_seconds)
         self._connections = {
-            peer: Connection(peer, each) for peer, each in (connections or {}).items()
+            peer: Connection(f"{'coordinator ' * (peer == coordinator)}rank {peer}", each)
+            for peer, each in (connections or {}).items()
         }
         self._changed = threading.Condition()
         self._fault: TransportError | None = None
@@ -162,13 +163,15 @@ class Group:
         self._step = step
         self._raise_fault()
 
-    def _raise_fault(self, wait_seconds: float = 0) -> None:
-        """Raise the group's fault, if there is one or another thread sets one in time."""
-        if wait_seconds:
-            with self._changed:
-                self._changed.wait_for(lambda: self._fault is not None, wait_seconds)
+    def _raise_fault(self) -> None:
         if self._fault is not None:
             raise self._fault
+
+    def _wait_for_fault(self, seconds: float) -> None:
+        """Raise the group's fault, if there is one or another thread sets one in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fault is not None, seconds)
+        self._raise_fault()
 
     # Messages.
 
@@ -176,37 +179,37 @@ class Group:
         try:
             connection.send(frame_of("step", step=self._step, body=body), self._timeout_seconds)
         except TimeoutError:
-            self._fail(self._silent(connection))
-            self._raise_fault(self._timeout_seconds)
+            self._give_up(self._silent(connection))
         except OSError as cause:
             # The reason why the peer closed may have arrived before: the listener knows it.
-            self._raise_fault(_LINGER_SECONDS)
-            self._fail(self._lost(connection, cause))
-            self._raise_fault(self._timeout_seconds)
+            self._wait_for_fault(_LINGER_SECONDS)
+            self._give_up(self._lost(connection, cause))
         self._raise_fault()
 
     def _receive(self) -> dict[int, Json]:
         """Return one message from each connection, once all have arrived."""
         started, was_overdue = monotonic(), False
+
+        def awaited() -> list[Connection]:
+            return [each for each in self._connections.values() if not each.inbox]
+
         while True:
             with self._changed:
-                self._raise_fault()
-                waiting = [each for each in self._connections.values() if not each.inbox]
-                if not waiting:
-                    found = {peer: each.inbox.popleft() for peer, each in self._connections.items()}
-                    break
-                oldest = monotonic() - self._timeout_seconds
-                overdue = [each for each in waiting if max(started, each.heard) < oldest]
-                if not (overdue and was_overdue):
-                    # If this process was stopped, frames that came meanwhile are still unread.
-                    was_overdue = bool(overdue)
-                    self._changed.wait(self._timeout_seconds / 20)
-                    overdue = []
-            if overdue:
-                self._fail(self._silent(overdue[0]))
-                self._raise_fault(self._timeout_seconds)
+                self._changed.wait_for(
+                    lambda: self._fault or not awaited(), self._timeout_seconds / 20
+                )
+            self._raise_fault()
+            oldest = monotonic() - self._timeout_seconds
+            if not (waiting := awaited()):
+                break
+            overdue = [each for each in waiting if max(started, each.heard) < oldest]
+            if overdue and was_overdue:
+                self._give_up(self._silent(overdue[0]))
+            # If this process was stopped, frames that came meanwhile are still unread.
+            was_overdue = bool(overdue)
             if self.is_coordinator:
                 self._send_tick()  # ranks that wait for us wait for those that we wait for
+        found = {peer: each.inbox.popleft() for peer, each in self._connections.items()}
         for peer, (step, _) in found.items():
             if step != self._step:
                 raise TransportError(
@@ -219,19 +222,20 @@ class Group:
 
     def _silent(self, connection: Connection) -> TransferTimeout:
         return TransferTimeout(
-            f"{self._name(connection)} was silent for {self._timeout_seconds:g} s in step "
-            f"{self._step!r}"
+            f"{connection.name} was silent for {self._timeout_seconds:g} s in step {self._step!r}"
         )
 
     def _lost(self, connection: Connection, cause: OSError | None = None) -> PeerLost:
         why = f": {cause}" if cause else ", as a process that dies does"
-        name = self._name(connection)
-        return PeerLost(f"{name} closed its connection in step {self._step!r}{why}")
+        return PeerLost(f"{connection.name} closed its connection in step {self._step!r}{why}")
 
-    def _name(self, connection: Connection) -> str:
-        return f"{'coordinator ' * (connection.rank == self.coordinator)}rank {connection.rank}"
+    def _give_up(self, fault: TransportError) -> NoReturn:
+        """Raise the group's fault: this one, unless another came first."""
+        self._fail(fault)
+        self._wait_for_fault(self._timeout_seconds)
+        raise fault
 
-    def _fail(self, fault: TransportError, *, except_for: int | None = None) -> None:
+    def _fail(self, fault: TransportError, *, except_for: Connection | None = None) -> None:
         """Keep the first fault, after telling the connected ranks of it."""
         with self._changed:
             if self._is_failing:
@@ -243,10 +247,10 @@ class Group:
             self._fault = fault
             self._changed.notify_all()
 
-    def _send_all(self, frame: bytes, *, except_for: int | None = None) -> None:
+    def _send_all(self, frame: bytes, *, except_for: Connection | None = None) -> None:
         seconds = min(self._timeout_seconds, _NOTICE_SECONDS)
-        for peer, connection in self._connections.items():
-            if peer != except_for:
+        for connection in self._connections.values():
+            if connection is not except_for:
                 with suppress(OSError):  # the listener notices a rank that is gone
                     connection.send(frame, seconds)
 
@@ -273,7 +277,7 @@ class Group:
         except OSError as cause:
             fault = self._lost(connection, cause)
         except FlyweightError as error:
-            fault = PeerLost(f"{self._name(connection)} sent no message: {error}")
+            fault = PeerLost(f"{connection.name} sent no message: {error}")
         if fault is not None and not self._is_closed:
             self._fail(fault)
         return False
@@ -281,21 +285,17 @@ class Group:
     def _handle(self, connection: Connection, message: Json) -> None:
         match message:
             case {"kind": "tick"}:
-                self._note(connection, None)
+                pass
             case {"kind": "step", "step": str() as step, "body": body}:
-                self._note(connection, (step, body))
+                connection.inbox.append((step, body))
             case {"kind": "done"}:
                 connection.is_done = True
             case {"kind": "fault", "body": {"type": str() as kind, "text": str() as text}}:
-                self._fail(fault_named(kind, text), except_for=connection.rank)
+                self._fail(fault_named(kind, text), except_for=connection)
             case _:
-                self._fail(PeerLost(f"{self._name(connection)} sent {str(message)[:80]}"))
-
-    def _note(self, connection: Connection, message: tuple[str, Json] | None) -> None:
+                self._fail(PeerLost(f"{connection.name} sent {str(message)[:80]}"))
         with self._changed:
             connection.heard = monotonic()
-            if message is not None:
-                connection.inbox.append(message)
             self._changed.notify_all()
 
     # The end.
@@ -322,7 +322,7 @@ class Group:
         try:
             if self._connections and isinstance(error, StoreError) and error.errno == errno.ENOENT:
                 try:
-                    self._raise_fault(_LINGER_SECONDS)
+                    self._wait_for_fault(_LINGER_SECONDS)
                 except TransportError as fault:
                     raise fault from error
             if error is not None and error is not self._fault:
