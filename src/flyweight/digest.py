@@ -42,17 +42,8 @@ def checksum(data: Bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(data))
 
 
-class Checksum:
-    """The same checksum, of bytes that are added in order."""
-
-    def __init__(self) -> None:
-        self._running = xxhash.xxh3_64()
-
-    def add(self, data: Bytes) -> None:
-        self._running.update(data)
-
-    def value(self) -> int:
-        return int(self._running.intdigest())
+Checksum = xxhash.xxh3_64
+"""The same checksum, of bytes that are added in order."""
 
 
 def splitmix(index: Words) -> Words:

@@ -33,6 +33,7 @@ from flyweight.cuda.driver import (
 from flyweight.errors import MissingDependency, SpecError, TransportError
 from flyweight.memory import Buffer
 
+_NUM_STREAMS = 8
 _PIECE_BYTES = 256 << 20  # small enough that one huge tensor keeps all streams busy
 _TABLE_BYTES = 32 << 20  # larger copies are as fast by the driver
 _MAX_COPIES = 1 << 16
@@ -211,19 +212,17 @@ class Copier:
     waits for the copy. For work on other streams, the caller must `synchronize`.
     """
 
-    def __init__(
-        self, device: int, *, num_streams: int = 8, piece_bytes: int = _PIECE_BYTES
-    ) -> None:
-        self._device, self._piece_bytes = device, piece_bytes
+    def __init__(self, device: int) -> None:
+        self._device = device
         self._context, self._popped = primary_context(device), byref(c_void_p())
         self._push, self._pop = function("cuCtxPushCurrent_v2"), function("cuCtxPopCurrent_v2")
         self._copy_1d, self._query = function("cuMemcpyAsync"), function("cuStreamQuery")
-        self._queued_bytes = [0] * num_streams
+        self._queued_bytes = [0] * _NUM_STREAMS
         self._held: list[object] = []
         self._tables: list[Buffer] = []
         self._streams: list[c_void_p] = []
         with current_context(device):
-            for _ in range(num_streams):
+            for _ in range(_NUM_STREAMS):
                 self._streams.append(c_void_p())
                 call("cuStreamCreate", byref(self._streams[-1]), 0)
 
@@ -341,8 +340,8 @@ class Copier:
         return self._streams[index]
 
     def _queue_flat(self, sink: int, source: int, nbytes: int) -> None:
-        for start in range(0, nbytes, self._piece_bytes):
-            piece = min(self._piece_bytes, nbytes - start)
+        for start in range(0, nbytes, _PIECE_BYTES):
+            piece = min(_PIECE_BYTES, nbytes - start)
             stream = self._stream(piece)
             check("cuMemcpyAsync", self._copy_1d(sink + start, source + start, piece, stream))
 

@@ -204,43 +204,40 @@ def synchronize(device: int, timeout_seconds: float) -> None:
 
     Raises TransferTimeout; the thread that waits for the driver is then abandoned.
     """
-    waiter = _waiters.pop() if _waiters else _Waiter()
-    answer = waiter.ask(device, timeout_seconds)
-    if answer is None:
-        raise TransferTimeout(f"device {device} was not done in {timeout_seconds:g} s")
+    waiter = _waiters.pop() if _waiters else _new_waiter()
+    devices, answers = waiter
+    devices.put(device)
+    try:
+        error = answers.get(timeout=max(timeout_seconds, 0))
+    except Empty:
+        raise TransferTimeout(f"device {device} was not done in {timeout_seconds:g} s") from None
     _waiters.append(waiter)
-    check("cuCtxSynchronize", answer)
+    if error is not None:
+        raise error
 
 
-class _Waiter:
-    """A thread that waits for a device: the driver's own wait has no deadline."""
+_Waiter = tuple["SimpleQueue[int]", "SimpleQueue[TransportError | None]"]
+"""A thread that waits for devices: those to wait for, and for each the error or None."""
+_waiters: list[_Waiter] = []
 
-    def __init__(self) -> None:
-        self._devices: SimpleQueue[int] = SimpleQueue()
-        self._answers: SimpleQueue[int | TransportError] = SimpleQueue()
-        threading.Thread(target=self._wait, name="cuda-wait", daemon=True).start()
 
-    def ask(self, device: int, timeout_seconds: float) -> int | None:
-        self._devices.put(device)
-        try:
-            answer = self._answers.get(timeout=max(timeout_seconds, 0))
-        except Empty:
-            return None
-        if isinstance(answer, TransportError):
-            raise answer
-        return answer
+def _new_waiter() -> _Waiter:
+    """Start a thread that waits for devices: the driver's own wait has no deadline."""
+    devices: SimpleQueue[int] = SimpleQueue()
+    answers: SimpleQueue[TransportError | None] = SimpleQueue()
 
-    def _wait(self) -> None:
+    def wait() -> None:
         while True:
-            device = self._devices.get()
+            device = devices.get()
             try:
                 with current_context(device):
-                    self._answers.put(function("cuCtxSynchronize")())
+                    call("cuCtxSynchronize")
+                answers.put(None)
             except TransportError as error:
-                self._answers.put(error)
+                answers.put(error)
 
-
-_waiters: list[_Waiter] = []
+    threading.Thread(target=wait, name="cuda-wait", daemon=True).start()
+    return devices, answers
 
 
 # Memory of this process.

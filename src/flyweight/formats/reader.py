@@ -294,8 +294,8 @@ class Reader:
                 for at in range(0, chunk.nbytes, _HOT_BYTES):
                     some = chunk.goal[at : at + _HOT_BYTES]
                     self._store.read_into(file, chunk.offset + at, [some])
-                    running.add(some)
-                self._is_right(chunk, running.value())
+                    running.update(some)
+                self._is_right(chunk, running.intdigest())
             else:
                 batch.append((chunk, chunk.goal))
                 held_bytes += chunk.nbytes

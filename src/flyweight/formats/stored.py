@@ -10,7 +10,7 @@ import numpy as np
 from flyweight.digest import Checksum
 from flyweight.errors import FormatError, PlanError, SpecError, listed
 from flyweight.formats.reader import Reader, Target
-from flyweight.memory import STAGING, Bytes, bytes_for, bytes_of, items_of
+from flyweight.memory import STAGING, Bytes, bytes_for, items_of
 from flyweight.plans.reshard import reshard
 from flyweight.ports import Store
 from flyweight.spec.box import Box
@@ -110,14 +110,14 @@ class Stored:
                 for e in manifest.extents
             ),
         ]
-        running.add(bytes_of(repr(content).encode()))
+        running.update(repr(content).encode())
         unchecked = {e.file.partition("#")[0] for e in manifest.extents if e.checksums is None}
         for file in sorted(unchecked):
             size = self.store.size(file)
             for at in range(0, size, max(size // _SAMPLES, _SAMPLE_BYTES)):
                 sample = self.store.read(file, at, min(_SAMPLE_BYTES, size - at))
-                running.add(bytes_of(sample))
-        return running.value()
+                running.update(sample)
+        return running.intdigest()
 
     def close(self) -> None:
         self.store.close()
