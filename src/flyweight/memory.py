@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,11 @@ Items = NDArray[Any]
 
 _LIBC = ctypes.CDLL(None)
 
-_ITEM: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-    8: np.dtype("<u8"),
-}
 
-
+@cache
 def item_dtype(item_bytes: int) -> np.dtype[Any]:
     """Return a numpy dtype of that width, which numpy copies without interpreting the bytes."""
-    return _ITEM[item_bytes] if item_bytes in _ITEM else np.dtype(f"V{item_bytes}")
+    return np.dtype(f"<u{item_bytes}" if item_bytes in (1, 2, 4, 8) else f"V{item_bytes}")
 
 
 def items_of(data: Bytes, item_bytes: int, shape: tuple[int, ...]) -> Items:

@@ -1,4 +1,4 @@
-"""Worker threads: run one function on several threads, or work through a list of jobs.
+"""Worker threads: several threads work through a list of jobs.
 
 The first error stops the other threads after the job they are in, and so does Ctrl-C.
 """
@@ -6,7 +6,7 @@ The first error stops the other threads after the job they are in, and so does C
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Event, Lock
 from time import monotonic, sleep
@@ -39,17 +39,12 @@ def run_jobs(
     `block` is the thread's own `staging_bytes` of memory, lent by `staging`; `work` returns how
     many bytes it moved. With a `verb`, a "progress" event follows each job.
     """
-    queue, lock, stop = iter(jobs), Lock(), Event()
-    started, done_bytes = monotonic(), 0
+    lock, started, done_bytes = Lock(), monotonic(), 0
 
-    def take() -> Job | None:
-        with lock:
-            return next(queue, None)
-
-    def run() -> None:
+    def run(queue: Iterator[Job]) -> None:
         nonlocal done_bytes
         with staging.lend(staging_bytes) as block:
-            while not stop.is_set() and (job := take()) is not None:
+            for job in queue:
                 nbytes = work(job, block)
                 with lock:
                     done_bytes += nbytes
@@ -63,21 +58,31 @@ def run_jobs(
                         seconds=monotonic() - started,
                     )
 
-    num_threads = min(num_threads, len(jobs))
-    if num_threads <= 1:
-        run()
-        return
-    run_on_threads(run, num_threads, "flyweight", stop)
+    run_on_threads(jobs, run, num_threads, "flyweight")
 
 
-def run_on_threads(work: Callable[[], None], num_threads: int, name: str, stop: Event) -> None:
-    """Call `work` on each of `num_threads` threads and raise the first error.
+def run_on_threads(
+    jobs: Sequence[Job], work: Callable[[Iterator[Job]], None], num_threads: int, name: str
+) -> None:
+    """Call `work` on up to `num_threads` threads and raise the first error.
 
-    `stop` is set when all calls have returned, or one has failed; `work` is expected to look at it.
+    Each call gets an iterator: it takes the next job, until there are none or a call has failed.
     No call is running when this returns or raises, however often Ctrl-C is pressed meanwhile,
     because the caller goes on to close or reuse the memory that the threads work on.
     """
-    lock, num_running = Lock(), 0
+    queue, num_threads = iter(jobs), min(num_threads, len(jobs))
+    if num_threads <= 1:
+        work(queue)
+        return
+    lock, stop, num_running = Lock(), Event(), 0
+
+    def taken() -> Iterator[Job]:
+        while not stop.is_set():
+            with lock:
+                job = next(queue, None)
+            if job is None:
+                return
+            yield job
 
     def counted() -> None:
         nonlocal num_running
@@ -86,7 +91,7 @@ def run_on_threads(work: Callable[[], None], num_threads: int, name: str, stop: 
                 return
             num_running += 1
         try:
-            work()
+            work(taken())
         finally:
             with lock:
                 num_running -= 1

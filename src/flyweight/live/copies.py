@@ -7,10 +7,9 @@ cache. On a device everything is copied over a few streams, then digested by one
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from time import monotonic, perf_counter
 
 import numpy as np
@@ -99,24 +98,16 @@ def _num_threads(chunks: Sequence[_Chunk]) -> int:
 
 def _run_chunks(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadline: float) -> None:
     """Call `work` for each chunk, in several threads if there are many bytes."""
-    queue, lock, stop = iter(chunks), threading.Lock(), threading.Event()
 
-    def run() -> None:
-        while not stop.is_set():
+    def run(batches: Iterator[Sequence[_Chunk]]) -> None:
+        for batch in batches:
             if monotonic() > deadline:
                 raise TransferTimeout(f"{len(chunks)} chunks of memory were not done in time")
-            with lock:
-                some = list(islice(queue, 4))
-            if not some:
-                return
-            for chunk in some:
+            for chunk in batch:
                 work(chunk)
 
-    num_threads = _num_threads(chunks)
-    if num_threads == 1:
-        run()
-        return
-    run_on_threads(run, num_threads, "flyweight-copies", stop)
+    batches = [chunks[at : at + 4] for at in range(0, len(chunks), 4)]
+    run_on_threads(batches, run, _num_threads(chunks), "flyweight-copies")
 
 
 class PreparedCopies:

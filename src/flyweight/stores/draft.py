@@ -13,9 +13,8 @@ import platform
 import re
 import secrets
 import shutil
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -134,15 +133,13 @@ class LocalDraft:
 
     def flush(self) -> None:
         """Make all that was written durable, still under its hidden name."""
-        left, stop = [file.fd for file in self._files.values()], threading.Event()
 
-        def sync() -> None:
-            with suppress(IndexError):
-                while not stop.is_set():
-                    os.fsync(left.pop())
+        def sync(fds: Iterator[int]) -> None:
+            for fd in fds:
+                os.fsync(fd)
 
         with store_errors(f"cannot make {self.place!r} durable"):
-            run_on_threads(sync, min(4, max(1, len(left))), "flyweight-sync", stop)
+            run_on_threads([file.fd for file in self._files.values()], sync, 4, "flyweight-sync")
             os.fsync(self._work_fd)
 
     def commit(self) -> None:
