@@ -16,8 +16,6 @@ import time
 import traceback
 from contextlib import contextmanager
 
-from flyweight.host import state_of
-
 FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -64,7 +62,7 @@ class Child:
     def stop(self):
         """Send SIGSTOP and wait until the process is stopped."""
         self.kill(signal.SIGSTOP)
-        until(lambda: state_of(self.pid) == "T")
+        until(lambda: _state_of(self.pid) == "T")
 
     def go_on(self):
         self.kill(signal.SIGCONT)
@@ -79,6 +77,12 @@ class Child:
             self.join()
         self.process.close()
         self._pipe.close()
+
+
+def _state_of(pid):
+    """Return the kernel's letter for a process's state."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
 
 
 def _call(pipe, function, args):

@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from child_processes import Child
-from flyweight.host import boot_id, exposure, has_room, is_running, opened, raise_file_limit
+from flyweight.host import boot_id, exposure, has_room, opened, raise_file_limit
 
 
 def found(mode, user):
@@ -19,16 +19,6 @@ def test_a_boot_has_one_name_for_all_processes_of_a_machine():
     assert str(uuid.UUID(name)) == name
     with Child(lambda pipe: boot_id()) as child:
         assert child.result() == name
-
-
-def test_a_process_runs_until_it_has_ended_whether_anybody_asked_how_or_not():
-    with Child(lambda pipe: pipe.recv()) as child:
-        assert is_running(child.pid)
-        child.send("end")
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert not is_running(child.pid), "it is a zombie"
-        assert child.join() == 0
-        assert not is_running(child.pid)
 
 
 @pytest.mark.parametrize("bits", [0o077, 0o022])

@@ -24,15 +24,6 @@ def boot_id() -> str:
         return ""
 
 
-def state_of(pid: int) -> str:
-    """Return the kernel's letter for a process's state, or "" if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
 def birth_of(pid: int | None = None) -> tuple[int, int] | None:
     """Return a process's id and its start in clock ticks since boot, or None if it is not visible.
 
@@ -48,11 +39,6 @@ def birth_of(pid: int | None = None) -> tuple[int, int] | None:
         return int(numbers[0]), started
     except (OSError, IndexError, ValueError):
         return None
-
-
-def is_running(pid: int) -> bool:
-    """True if a process with this id exists and has not ended."""
-    return state_of(pid) not in ("", "Z", "X")
 
 
 def opened(path: str | os.PathLike[str], flags: int) -> int:

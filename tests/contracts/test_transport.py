@@ -98,7 +98,7 @@ TRANSPORTS = {
     ),
     "a third party's": Kind(by_file, by_file, FileHandle),
 }
-no_gpu = pytest.mark.skipif(not driver.is_available(), reason="the CUDA driver is not here")
+no_gpu = pytest.mark.skipif(not driver.num_devices(), reason="the CUDA driver is not here")
 MARKS = {"cuda-ipc": [pytest.mark.gpu, no_gpu]}
 
 

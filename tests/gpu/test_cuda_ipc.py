@@ -450,7 +450,6 @@ def test_broadcast_sources_are_copied():
 
 
 def test_a_device_has_the_name_that_torch_gives_it():
-    assert driver.is_available()
     assert driver.num_devices() == torch.cuda.device_count()
     assert driver.uuid(0) == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     assert driver.device_named(driver.uuid(0)) == 0

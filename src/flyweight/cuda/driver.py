@@ -2,7 +2,7 @@
 
 Every call uses a device's primary context, the one that frameworks use. The context is pushed
 for the call and popped again, so any thread may call and no thread's current device changes.
-Importing this needs no driver: `is_available` says whether there is one.
+Importing this needs no driver: without one, `num_devices` is 0.
 """
 
 from __future__ import annotations
@@ -159,11 +159,6 @@ def wait_until(is_done: Callable[[], bool], timeout_seconds: float, what: str) -
 
 
 # Devices.
-
-
-def is_available() -> bool:
-    """True if there is a driver and at least one device; makes no context."""
-    return num_devices() > 0
 
 
 def num_devices() -> int:
