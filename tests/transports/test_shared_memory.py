@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from child_processes import Child, resources, settled
-from flyweight.errors import TransportError
+from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer
 from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -72,6 +72,21 @@ def test_what_cannot_be_shown_as_a_whole_is_not_shown_in_part(offering):
         offering.offer_in_place([*buffers, Buffer.of(np.zeros(1000, np.uint8))])
     assert resources() == before
     assert offering.open(known).address == buffers[0].address
+
+
+def test_what_reaches_beyond_its_segment_is_not_shown(offering):
+    buffer = offering.allocate(4096)
+    beyond = Buffer.flat_at(buffer.address + 4000, 97, buffer.owner)
+    assert offering.can_offer_in_place([beyond]) == [False]
+    with pytest.raises(TransportError, match="97 bytes at"):
+        offering.offer_in_place([beyond])
+
+
+def test_a_released_handle_of_memory_that_stays_is_gone(offering):
+    handle = offering.offer(offering.allocate(10))
+    offering.release(handle)
+    with pytest.raises(HandleGone, match="was released"):
+        offering.open(handle)
 
 
 def without_files(offering, pipe):

@@ -38,7 +38,8 @@ PATIENCE = 0.75
 WORKING_TIMES = 10
 """How many timeouts long `Group.working` vouches for a rank."""
 _LINGER_SECONDS = 2.0
-_NOTICE_SECONDS = 1.0
+NOTICE_SECONDS = 1.0
+"""How long a rank tries to tell another that the work has ended."""
 
 
 class Group:
@@ -235,24 +236,23 @@ class Group:
         self._wait_for_fault(self._timeout_seconds)
         raise fault
 
-    def _fail(self, fault: TransportError, *, except_for: Connection | None = None) -> None:
+    def _fail(self, fault: TransportError) -> None:
         """Keep the first fault, after telling the connected ranks of it."""
         with self._changed:
             if self._is_failing:
                 return
             self._is_failing = True
         # A rank tells the coordinator why it gives up, the coordinator tells all others.
-        self._send_all(fault_frame(fault), except_for=except_for)
+        self._send_all(fault_frame(fault))
         with self._changed:  # a thread that waits may close connections as soon as it knows
             self._fault = fault
             self._changed.notify_all()
 
-    def _send_all(self, frame: bytes, *, except_for: Connection | None = None) -> None:
-        seconds = min(self._timeout_seconds, _NOTICE_SECONDS)
+    def _send_all(self, frame: bytes) -> None:
+        seconds = min(self._timeout_seconds, NOTICE_SECONDS)
         for connection in self._connections.values():
-            if connection is not except_for:
-                with suppress(OSError):  # the listener notices a rank that is gone
-                    connection.send(frame, seconds)
+            with suppress(OSError):  # the listener notices a rank that is gone
+                connection.send(frame, seconds)
 
     # The listening thread.
 
@@ -291,7 +291,7 @@ class Group:
             case {"kind": "done"}:
                 connection.is_done = True
             case {"kind": "fault", "body": {"type": str() as kind, "text": str() as text}}:
-                self._fail(fault_named(kind, text), except_for=connection)
+                self._fail(fault_named(kind, text))
             case _:
                 self._fail(PeerLost(f"{connection.name} sent {str(message)[:80]}"))
         with self._changed:

@@ -26,12 +26,11 @@ from typing import Protocol
 from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError
 from flyweight.host import boot_id
 from flyweight.ranks.connection import fault_frame
-from flyweight.ranks.group import PATIENCE, TIMEOUT_SECONDS, Group
+from flyweight.ranks.group import NOTICE_SECONDS, PATIENCE, TIMEOUT_SECONDS, Group
 
 _CALLED_OFF = "called off: "
 _HELLO_BYTES = 72  # 64 digits of token, 8 of rank
 _POLL_SECONDS = 0.01
-_NOTICE_SECONDS = 1.0
 
 _locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
 """One rendezvous at a time for each rank of a group: a rank has one key in the store."""
@@ -234,25 +233,21 @@ class _Coordinator:
         if more and len(hello) < _HELLO_BYTES:
             return
         selector.unregister(connection)
-        rank = self._rank_in(bytes(hello))
+        has_token = hmac.compare_digest(hello[:64], self._token.encode())
+        rank = int(hello[64:]) if has_token and hello[64:].isdigit() else -1
         if rank in self._peers and rank not in self._connections:
             self._connections[rank] = connection
         else:
             connection.close()
 
-    def _rank_in(self, hello: bytes) -> int:
-        """Return the rank that a hello names; -1 if it does not have the token."""
-        is_right = hmac.compare_digest(hello[:64], self._token.encode())
-        return int(hello[64:]) if is_right and hello[64:].isdigit() else -1
-
     def _call_off(self, error: TransportError) -> None:
         """Tell the ranks that are there why the group is not formed."""
         for connection in self._connections.values():
             with suppress(OSError):
-                connection.settimeout(_NOTICE_SECONDS)
+                connection.settimeout(NOTICE_SECONDS)
                 connection.sendall(fault_frame(error))
         with suppress(TransportError):
-            self._deadline = monotonic() + _NOTICE_SECONDS
+            self._deadline = monotonic() + NOTICE_SECONDS
             waiting = [rank for rank in self._arrivals if rank not in self._connections]
             self._answer(waiting, f"{_CALLED_OFF}{error}")
             for rank in waiting:  # the store may be in this process, and end with it
