@@ -24,7 +24,7 @@ COMMANDS = {
 }
 FILES = ("stores/draft.py", "stores/legacy_draft.py", "verbs/commit.py", "verbs/convert.py")
 """What hands a draft on, from where it is made to where it is removed."""
-WRITING = {"reserve", "write", "flush", "commit", "emit_done"}
+WRITING = {"reserve", "write", "flush", "commit", "emit"}
 """What they do between the two; the interrupts at calls are for that."""
 
 

@@ -47,7 +47,7 @@ def save_as_two(root, liar, lies, source=half, **options):
         try:
             with groups[rank] as group:
                 model = source(rank)
-                write_and_commit(model, begin_version(model, root, asked, group))
+                write_and_commit(begin_version(model, root, asked, group))
         except fw.FlyweightError as error:
             errors[rank] = error
 

@@ -23,19 +23,12 @@ from flyweight.ports import Source
 from flyweight.ranks.group import Group
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
-from flyweight.spec.manifest import (
-    CHUNK_BYTES,
-    Manifest,
-    Numbers,
-    TensorBox,
-    TensorSpec,
-    check_name,
-)
+from flyweight.spec.manifest import Manifest, Numbers, TensorBox, TensorSpec, check_name
 from flyweight.spec.manifest_json import decode_leaf, encode_leaf
 from flyweight.spec.strict_json import convert
 from flyweight.stores.draft import LocalDraft, check_hidden_name
 from flyweight.stores.local import as_path
-from flyweight.verbs.check_replicas import ReplicaDigests
+from flyweight.verbs.check_replicas import checksum_jobs
 from flyweight.verbs.commit import PendingCommit, SaveOptions, begin_draft
 from flyweight.verbs.find import PathLike
 
@@ -59,6 +52,9 @@ class SaveRequest:
     tensors: dict[str, HeldTensor]
     tied: dict[str, str]
     values: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"saves to {self.run!r}, version {self.version}, check_replicas={self.check!r}"
 
     @property
     def is_whole(self) -> bool:
@@ -108,11 +104,11 @@ def begin_version(
         if group.num_ranks == 1 and request.is_whole:
             draft, manifest = begin_draft(root, options.version, source.manifest)
             format, share = snapshot_format(options.part_bytes), manifest.tensor_boxes()
-            pending = PendingCommit(options, draft, manifest, format, group, share)
+            pending = PendingCommit(source, options, draft, manifest, format, group, share)
         else:
             requests = group.gather_typed("agree", request)
             if group.is_coordinator:
-                pending = _share_draft(requests, root, options, group)
+                pending = _share_draft(source, root, options, group, requests)
             else:
                 pending = _join_draft(source, root, options, group)
     pending.started = started
@@ -132,10 +128,21 @@ def _request(source: Source, root: Path, options: SaveOptions) -> SaveRequest:
 
 
 def _share_draft(
-    requests: Sequence[SaveRequest], root: Path, options: SaveOptions, group: Group
+    source: Source,
+    root: Path,
+    options: SaveOptions,
+    group: Group,
+    requests: Sequence[SaveRequest],
 ) -> PendingCommit:
     """As coordinator, decide what each rank writes, make the draft and tell all ranks of both."""
-    _check_requests(requests, root, options, group)
+    ours = requests[group.rank]
+    for rank, each in enumerate(requests):
+        if str(each) != str(ours):
+            kind = SpecError if each.version == ours.version else VersionError
+            raise kind(
+                f"rank {rank} {each}; rank {group.rank} {ours}; all ranks must be asked for the "
+                f"same"
+            )
     try:
         sharing = share_out([each.holding() for each in requests])
     except PlanError as error:
@@ -148,22 +155,22 @@ def _share_draft(
             [tensor_box for tensor_box in replicas if tensor_box not in own]
             for replicas, own in zip(compared, map(set, sharing.shares), strict=True)
         ]
+    share = sharing.shares[group.rank]
+    format = share_format(group.rank, share, options.part_bytes)
+    jobs = checksum_jobs(source, compared[group.rank], options.check_replicas)
     together = Manifest(sharing.tensors, tied=sharing.tied, values=sharing.values)
     draft, manifest = begin_draft(root, options.version, together)
     assert manifest.version is not None
     try:
         messages = [
-            ShareMessage(manifest.version, draft.name, _named_boxes(own), _named_boxes(same))
+            ShareMessage(manifest.version, draft.name, _named(own), _named(same))
             for own, same in zip(sharing.shares, compared, strict=True)
         ]
         group.scatter("begin", msgspec.to_builtins(messages))
-        share = sharing.shares[group.rank]
-        format = share_format(group.rank, share, options.part_bytes)
-        digests = ReplicaDigests(compared[group.rank], options.check_replicas)
-        return PendingCommit(options, draft, manifest, format, group, share, digests, compared)
     except BaseException:
         draft.abort()
         raise
+    return PendingCommit(source, options, draft, manifest, format, group, share, *jobs, compared)
 
 
 def _join_draft(source: Source, root: Path, options: SaveOptions, group: Group) -> PendingCommit:
@@ -171,31 +178,15 @@ def _join_draft(source: Source, root: Path, options: SaveOptions, group: Group) 
     message = convert(group.scatter("begin", ()), ShareMessage, "the message of the coordinator")
     tensors = source.manifest.untied().tensors
     share = _tensor_boxes(message.share, tensors)
-    digests = ReplicaDigests(_tensor_boxes(message.same, tensors), options.check_replicas)
-    directory = root / directory_name(message.version)
-    draft = LocalDraft(directory, member_of=check_hidden_name(message.draft))
-    manifest = Manifest(tensors, version=message.version, chunk_bytes=CHUNK_BYTES)
     format = share_format(group.rank, share, options.part_bytes)
-    return PendingCommit(options, draft, manifest, format, group, share, digests)
+    jobs = checksum_jobs(source, _tensor_boxes(message.same, tensors), options.check_replicas)
+    manifest = Manifest(tensors, message.version)
+    place = root / directory_name(message.version)
+    draft = LocalDraft(place, member_of=check_hidden_name(message.draft))
+    return PendingCommit(source, options, draft, manifest, format, group, share, *jobs)
 
 
-def _check_requests(
-    requests: Sequence[SaveRequest], root: Path, options: SaveOptions, group: Group
-) -> None:
-    """Raise unless all ranks save the same version to the same place in the same way."""
-    ours = root.name, options.version, options.check_replicas
-    for rank, each in enumerate(requests):
-        theirs = each.run, each.version, each.check
-        if theirs != ours:
-            kind = VersionError if theirs[1] != ours[1] else SpecError
-            asked = "saves to {!r}, version {}, check_replicas={!r}"
-            raise kind(
-                f"rank {rank} {asked.format(*theirs)}; rank {group.rank} {asked.format(*ours)}; "
-                f"all ranks must be asked for the same"
-            )
-
-
-def _named_boxes(tensor_boxes: Sequence[TensorBox]) -> tuple[tuple[str, Box], ...]:
+def _named(tensor_boxes: Sequence[TensorBox]) -> tuple[tuple[str, Box], ...]:
     return tuple((each.name, each.box) for each in tensor_boxes)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import lru_cache
 from time import perf_counter
 from typing import Literal
 
@@ -23,11 +24,10 @@ from flyweight.errors import StoreError, TransferTimeout
 from flyweight.events import emit
 from flyweight.formats.writer import Beside
 from flyweight.memory import STAGING, Bytes, Staging
-from flyweight.ports import Source
 from flyweight.ranks.group import TIMEOUT_SECONDS
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import CHUNK_BYTES, Manifest, TensorBox
-from flyweight.verbs.commit import PendingCommit, SaveReport
+from flyweight.verbs.commit import PendingCommit, SaveReport, write_and_commit
 from flyweight.worker_threads import run_jobs
 
 WhenBusy = Literal["wait", "refuse"]
@@ -36,7 +36,6 @@ _ALIGN_BYTES = 4096
 _STALLED_TIMES = 10
 
 _running: BackgroundSave | None = None
-_kept_staging: Staging | None = None
 
 
 class BackgroundSave:
@@ -69,12 +68,11 @@ class BackgroundSave:
         with self._count:
             self.done_bytes += nbytes
 
-    def _run(self, source: Source, pending: PendingCommit, held: ExitStack) -> None:
+    def _run(self, pending: PendingCommit, held: ExitStack) -> None:
         """Write and commit, in the thread of this save; then close all that `held` holds."""
         try:
             with held:
-                report = pending.write(source, progress=self._progress)
-            report.emit_done(pending.options.verb)
+                report = write_and_commit(pending, self._progress)
         except BaseException as error:
             try:
                 emit("save.failed", version=self.version, error=f"{type(error).__name__}: {error}")
@@ -122,15 +120,13 @@ def start_background(source: Model, pending: PendingCommit, stack: ExitStack) ->
     global _running  # noqa: PLW0603
     pending.started = perf_counter()
     handle = BackgroundSave(pending.manifest.version, sum(each.nbytes for each in pending.share))
-    memory = stack.enter_context(
-        _staging_for(source).lend(sum(_aligned_bytes(each) for each in pending.share))
-    )
+    staging = _kept_staging(source.staging.allocate)
+    memory = stack.enter_context(staging.lend(sum(map(_aligned_bytes, pending.share))))
     staged = StagedSource(source.manifest, pending.share, memory)
     _copy(source, staged, pending)
+    pending.source, pending.beside = staged, ()
     held = stack.pop_all()
-    thread = threading.Thread(
-        target=handle._run, args=(staged, pending, held), name="flyweight-save"
-    )
+    thread = threading.Thread(target=handle._run, args=(pending, held), name="flyweight-save")
     try:
         thread.start()
     except BaseException:
@@ -140,23 +136,20 @@ def start_background(source: Model, pending: PendingCommit, stack: ExitStack) ->
     return handle
 
 
+@lru_cache(maxsize=1)
+def _kept_staging(allocate: Callable[[int], Bytes]) -> Staging:
+    """Return the staging that is kept between saves, of the same kind as the source's own."""
+    return Staging(shelf_bytes=1 << 62, allocate=allocate, max_blocks=1)
+
+
 def _reset_in_child() -> None:
     """Forget the parent's save after a fork: its thread does not exist in the child."""
-    global _running, _kept_staging
-    _running, _kept_staging = None, None
+    global _running  # noqa: PLW0603
+    _running = None
+    _kept_staging.cache_clear()
 
 
 os.register_at_fork(after_in_child=_reset_in_child)
-
-
-def _staging_for(source: Source) -> Staging:
-    """Return the staging that is kept between saves, of the same kind as the source's own."""
-    global _kept_staging  # noqa: PLW0603
-    allocate = source.staging.allocate
-    kept = _kept_staging
-    if kept is None or kept.allocate is not allocate:
-        kept = _kept_staging = Staging(shelf_bytes=1 << 62, allocate=allocate, max_blocks=1)
-    return kept
 
 
 class StagedSource:
@@ -196,38 +189,36 @@ def _aligned_bytes(tensor_box: TensorBox) -> int:
 
 def _copy(source: Model, staged: StagedSource, pending: PendingCommit) -> None:
     """Fill the staging. Threads copy host tensors; copies from a device are queued in order."""
-    copies: list[tuple[str, Box] | Beside] = []
+    jobs: list[tuple[str, Box] | Beside] = []
     for each in pending.share:
         name, spec, whole = each.name, each.spec, each.box
         if source.is_on_host(name):
             corner = spec.stored(whole).offset
-            copies += [
+            jobs += [
                 (name, spec.elements(items.moved(corner)))
                 for items in spec.chunks(whole, _COPY_BYTES)
             ]
         else:
             source.read(name, whole, into=staged.read(name, whole), should_wait=False)
             pending.group.tick()
-    digests = pending.digest_jobs(source)
 
     def work(job: tuple[str, Box] | Beside, staging: Bytes) -> int:
         pending.group.tick()
         if callable(job):
             job(staging)
             return 0
-        name, box = job
-        goal = staged.read(name, box)
-        found = source.read(name, box, into=goal)
+        goal = staged.read(*job)
+        found = source.read(*job, into=goal)
         if not np.may_share_memory(found, goal):
             np.copyto(goal, found)
         return len(goal)
 
     run_jobs(
-        [*copies, *digests],
+        [*jobs, *pending.beside],
         work,
         num_threads=pending.options.threads,
-        staging=source.staging if digests else STAGING,
-        staging_bytes=CHUNK_BYTES if digests else 0,
+        staging=source.staging if pending.beside else STAGING,
+        staging_bytes=CHUNK_BYTES if pending.beside else 0,
         verb="stage",
         total_bytes=sum(each.nbytes for each in pending.share),
     )

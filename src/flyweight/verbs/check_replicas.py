@@ -6,7 +6,7 @@ files. The digest of a box is the checksum of its chunks' checksums, which the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Literal
@@ -15,6 +15,7 @@ import numpy as np
 
 from flyweight.digest import checksum
 from flyweight.errors import FormatError, PlanError
+from flyweight.formats.writer import Beside
 from flyweight.memory import Bytes
 from flyweight.ports import Source
 from flyweight.spec.box import Box, boxes_of_range
@@ -22,40 +23,35 @@ from flyweight.spec.manifest import CHUNK_BYTES, Manifest, TensorBox
 
 CheckReplicas = Literal["digest", "sampled"]
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
+_Read = tuple[str, Box, int, list[int], int]
+"""A box of a tensor and its bytes; the list that its checksum goes to, and where in it."""
 
 
-class ReplicaDigests:
-    """The digests of boxes that other ranks hold too, complete once all `jobs` have run.
+def checksum_jobs(
+    source: Source, tensor_boxes: Sequence[TensorBox], check_replicas: CheckReplicas
+) -> tuple[list[Beside], list[list[int]]]:
+    """Return jobs for any threads, and the checksums of each box, complete once all jobs have run.
 
-    With `"digest"` every byte of a box is read, with `"sampled"` a few kilobytes of it.
+    With "digest" every byte of a box is read, with "sampled" a few kilobytes of it. Each job reads
+    at most a chunk, into the staging that it gets.
     """
-
-    def __init__(self, tensor_boxes: Sequence[TensorBox], check_replicas: CheckReplicas) -> None:
-        cut = _samples if check_replicas == "sampled" else _chunks
-        self._reads = [(each, list(cut(each))) for each in tensor_boxes]
-        self._checksums = [[0] * len(boxes) for _, boxes in self._reads]
-
-    def jobs(self, source: Source) -> list[Callable[[Bytes], None]]:
-        """Return work for any threads; each job reads at most a chunk, into the staging it gets."""
-        batches: list[list[tuple[TensorBox, Box, list[int], int]]] = [[]]
-        batch_bytes = 0
-        for (tensor_box, boxes), checksums in zip(self._reads, self._checksums, strict=True):
-            for index, box in enumerate(boxes):
-                nbytes = prod(box.shape) * tensor_box.spec.item_bytes
-                if batch_bytes + nbytes > CHUNK_BYTES:
-                    batches.append([])
-                    batch_bytes = 0
-                batches[-1].append((tensor_box, box, checksums, index))
-                batch_bytes += nbytes
-        return [partial(_checksum_boxes, source, batch) for batch in batches if batch]
-
-    def values(self) -> tuple[int, ...]:
-        return tuple(map(_digest_of, self._checksums))
-
-
-def _chunks(tensor_box: TensorBox) -> Iterator[Box]:
-    """Yield the chunks of a box, in items counted from its corner."""
-    return tensor_box.spec.chunks(tensor_box.box, CHUNK_BYTES)
+    checksums: list[list[int]] = []
+    batches: list[list[_Read]] = []
+    left_bytes = -1
+    for each in tensor_boxes:
+        spec, corner = each.spec, each.spec.stored(each.box).offset
+        is_sampled = check_replicas == "sampled"
+        cut = list(_samples(each) if is_sampled else spec.chunks(each.box, CHUNK_BYTES))
+        checksums.append([0] * len(cut))
+        for index, items in enumerate(cut):
+            nbytes = prod(items.shape) * spec.item_bytes
+            if nbytes > left_bytes:
+                batches.append([])
+                left_bytes = CHUNK_BYTES
+            box = spec.elements(items.moved(corner))
+            batches[-1].append((each.name, box, nbytes, checksums[-1], index))
+            left_bytes -= nbytes
+    return [partial(_run, source, batch) for batch in batches], checksums
 
 
 def _samples(tensor_box: TensorBox) -> Iterator[Box]:
@@ -69,17 +65,13 @@ def _samples(tensor_box: TensorBox) -> Iterator[Box]:
         yield from boxes_of_range(items.shape, start, length)
 
 
-def _checksum_boxes(
-    source: Source, batch: Sequence[tuple[TensorBox, Box, list[int], int]], staging: Bytes
-) -> None:
-    for tensor_box, box, checksums, index in batch:
-        spec = tensor_box.spec
-        items = box.moved(spec.stored(tensor_box.box).offset)
-        into = staging[: prod(box.shape) * spec.item_bytes]
-        checksums[index] = checksum(source.read(tensor_box.name, spec.elements(items), into=into))
+def _run(source: Source, batch: Sequence[_Read], staging: Bytes) -> None:
+    for name, box, nbytes, checksums, index in batch:
+        checksums[index] = checksum(source.read(name, box, into=staging[:nbytes]))
 
 
-def _digest_of(checksums: Sequence[int]) -> int:
+def digest_of(checksums: Sequence[int]) -> int:
+    """Return the digest of a box from the checksums of its chunks or samples."""
     return checksum(np.array(checksums, "<u8").view(np.uint8))
 
 
@@ -97,7 +89,7 @@ def check_same(
     for rank, manifest in enumerate(written):
         for extent in manifest.extents:
             assert extent.checksums is not None  # those of a snapshot are never left out
-            first[extent.name, extent.box] = rank, _digest_of(extent.checksums)
+            first[extent.name, extent.box] = rank, digest_of(extent.checksums)
     for rank, (boxes, values) in enumerate(zip(tensor_boxes, digests, strict=True)):
         if len(values) != len(boxes):
             raise FormatError(f"rank {rank} sent {len(values)} digests of {len(boxes)} boxes")

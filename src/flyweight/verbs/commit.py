@@ -1,6 +1,6 @@
 """Commit: the one path by which every writer puts files in place, all of them or none.
 
-A `PendingCommit` has a hidden draft. `write` fills it, makes it durable and commits it by a rename.
+A `PendingCommit` has a hidden draft, which is filled, made durable and committed by a rename.
 Ranks that save together commit in two phases: every rank writes and flushes its own files; the
 coordinator waits for all of them, writes the manifest and commits. Until that rename
 nothing is visible, whichever process dies.
@@ -20,22 +20,15 @@ from typing import get_args
 
 from flyweight import __version__
 from flyweight.checks import check_memory_bytes, check_version
-from flyweight.errors import (
-    PeerLost,
-    SpecError,
-    StoreError,
-    TransferTimeout,
-    VersionError,
-)
+from flyweight.errors import PeerLost, SpecError, StoreError, TransferTimeout, VersionError
 from flyweight.events import emit
 from flyweight.formats import snapshot
 from flyweight.formats.huggingface import PART_BYTES
 from flyweight.formats.writer import Beside, seal, write
 from flyweight.memory import MEMORY_BYTES
-from flyweight.ports import FilePlan, Format, Source
+from flyweight.ports import Format, Source
 from flyweight.ranks.group import Group
 from flyweight.spec.manifest import (
-    CHUNK_BYTES,
     Manifest,
     TensorBox,
     check_coverage,
@@ -45,11 +38,7 @@ from flyweight.spec.manifest import (
 )
 from flyweight.spec.manifest_json import decode_share, encode_manifest
 from flyweight.stores.draft import LocalDraft
-from flyweight.verbs.check_replicas import (
-    CheckReplicas,
-    ReplicaDigests,
-    check_same,
-)
+from flyweight.verbs.check_replicas import CheckReplicas, check_same, digest_of
 from flyweight.verbs.find import check_no_version, numbered, versions
 from flyweight.worker_threads import default_threads
 
@@ -102,16 +91,6 @@ class SaveReport:
     def gb_per_second(self) -> float:
         return self.nbytes / 1e9 / max(self.seconds, 1e-9)
 
-    def emit_done(self, verb: str) -> None:
-        """Emit the event that ends a save or a conversion."""
-        emit(
-            f"{verb}.done",
-            place=self.place,
-            version=self.version,
-            nbytes=self.nbytes,
-            seconds=self.seconds,
-        )
-
 
 @dataclass(frozen=True)
 class WrittenMessage:
@@ -123,17 +102,11 @@ class WrittenMessage:
     """The digests of the boxes in `ShareMessage.same`."""
 
 
-def _encode_written(manifest: Manifest) -> str:
-    """Return what a rank wrote, as JSON: files, and extents with their checksums and digests."""
-    names = {extent.name for extent in manifest.extents}
-    tensors = {name: spec for name, spec in manifest.tensors.items() if name in names}
-    return encode_manifest(replace(manifest, tensors=tensors, tied={}, values={})).decode()
-
-
 @dataclass
 class PendingCommit:
-    """Files that are planned and not committed yet. Leaving the `with` block removes the draft."""
+    """Files that are planned and not committed yet; `write_and_commit` ends it."""
 
+    source: Source
     options: SaveOptions
     draft: LocalDraft
     manifest: Manifest
@@ -142,43 +115,24 @@ class PendingCommit:
     group: Group = field(default_factory=Group)
     share: Sequence[TensorBox] = ()
     """What this rank writes of a version."""
-    digests: ReplicaDigests | None = None
+    beside: Sequence[Beside] = ()
+    """Jobs that compute `checksums`, done while some threads wait for the disk."""
+    checksums: Sequence[Sequence[int]] | None = None
     """Of this rank's boxes that other ranks hold too. None if one process writes everything."""
     compared: Sequence[Sequence[TensorBox]] = ()
     """At the coordinator: the boxes that each rank sends a digest of."""
     started: float = field(default_factory=perf_counter)
 
-    def __enter__(self) -> PendingCommit:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.draft.abort()
-
-    def digest_jobs(self, source: Source) -> list[Beside]:
-        """Return the work that computes `digests`."""
-        return [] if self.digests is None else self.digests.jobs(source)
-
-    def write(
-        self,
-        source: Source,
-        *,
-        progress: Callable[[int], None] | None = None,
-        beside: Sequence[Beside] = (),
-    ) -> SaveReport:
-        """Write this rank's files and return once they are committed.
-
-        `progress` is called with the bytes of each write. `beside` is other work for the same
-        threads, done while some of them wait for the disk.
-        """
+    def write(self, progress: Callable[[int], None]) -> SaveReport:
+        """Write this rank's files and return once they are committed."""
         draft, options = self.draft, self.options
 
         def tick(nbytes: int) -> None:
             self.group.tick()
-            if progress is not None:
-                progress(nbytes)
+            progress(nbytes)
 
         written, plans = write(
-            source,
+            self.source,
             self.manifest,
             self.format,
             draft,
@@ -186,15 +140,15 @@ class PendingCommit:
             memory_bytes=options.memory_bytes,
             verb=options.verb,
             tick=tick,
-            beside=beside,
+            beside=self.beside,
         )
         try:
-            if self.digests is None:
+            if self.checksums is None:
                 seal(written, plans, self.format, draft)
                 draft.commit()
             else:
                 with self.group.working():
-                    written = self._commit_together(written, plans, self.digests)
+                    self._commit_together(replace(written, files=snapshot.files_of(plans)))
         except StoreError as error:
             if error.errno != errno.EEXIST or self.manifest.version is None:
                 raise
@@ -206,20 +160,20 @@ class PendingCommit:
             draft.place,
             self.manifest.version,
             len({extent.name for extent in written.extents}),
-            len({extent.file for extent in written.extents}),
+            len(plans),
             sum(written.tensors[e.name].box_bytes(e.box) for e in written.extents),
             perf_counter() - self.started,
             [] if self.format.has_values else sorted(self.manifest.values),
         )
 
-    def _commit_together(
-        self, written: Manifest, plans: Sequence[FilePlan], digests: ReplicaDigests
-    ) -> Manifest:
-        """Commit once every rank's files are durable; return the manifest of this rank's files."""
+    def _commit_together(self, written: Manifest) -> None:
+        """Tell the coordinator what this rank wrote; commit once every rank's files are durable."""
         group, draft = self.group, self.draft
-        written = replace(written, files=snapshot.files_of(plans))
+        names = {extent.name for extent in written.extents}
+        tensors = {name: spec for name, spec in written.tensors.items() if name in names}
+        text = encode_manifest(replace(written, tensors=tensors, tied={}, values={}))
+        message = WrittenMessage(text.decode(), tuple(map(digest_of, self.checksums or ())))
         draft.flush()
-        message = WrittenMessage(_encode_written(written), digests.values())
         draft.is_handed_over = True  # from here on the coordinator may commit at any moment
         messages = group.gather_typed("written", message)
         if group.is_coordinator:
@@ -231,7 +185,6 @@ class PendingCommit:
             state = "committed all the same" if draft.has_appeared() else "not committed yet"
             error.note(f"version {self.manifest.version} in {draft.place!r} is {state}")
             raise
-        return written
 
     def _seal_together(self, messages: Sequence[WrittenMessage]) -> None:
         """Check what all ranks wrote, and write the manifest of all of it."""
@@ -249,11 +202,22 @@ class PendingCommit:
         seal(whole, (), self.format, self.draft)
 
 
-def write_and_commit(source: Source, pending: PendingCommit) -> SaveReport:
-    """Write and commit while the caller waits, and emit the event that says so."""
-    with pending:
-        report = pending.write(source, beside=pending.digest_jobs(source))
-    report.emit_done(pending.options.verb)
+def write_and_commit(
+    pending: PendingCommit, progress: Callable[[int], None] = lambda nbytes: None
+) -> SaveReport:
+    """Write and commit, then emit the event that says so; remove the draft if that fails.
+
+    `progress` is called with the bytes of each write.
+    """
+    with pending.draft:
+        report = pending.write(progress)
+    emit(
+        f"{pending.options.verb}.done",
+        place=report.place,
+        version=report.version,
+        nbytes=report.nbytes,
+        seconds=report.seconds,
+    )
     return report
 
 
@@ -272,7 +236,7 @@ def begin_draft(root: Path, version: int | None, manifest: Manifest) -> tuple[Lo
         raise VersionError(
             f"version {version} of {str(root)!r} {how}; versions only grow, none is overwritten"
         )
-    if os.path.lexists(directory) and version not in committed:
+    if os.path.lexists(directory):
         raise VersionError(
             f"{str(directory)!r} is there without a {snapshot.MANIFEST!r}, so it is no version; "
             f"remove it, or save another version"
@@ -283,12 +247,6 @@ def begin_draft(root: Path, version: int | None, manifest: Manifest) -> tuple[Lo
         "pid": str(os.getpid()),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    return LocalDraft(directory), replace(
-        manifest,
-        version=version,
-        parent=newest,
-        writer=writer,
-        files=(),
-        extents=(),
-        chunk_bytes=CHUNK_BYTES,
-    )
+    # A manifest of its own: that of an opened checkpoint has the files of another version.
+    tensors, tied, values = manifest.tensors, manifest.tied, manifest.values
+    return LocalDraft(directory), Manifest(tensors, version, newest, tied, values, writer)

@@ -19,7 +19,6 @@ from flyweight.formats.torch_dcp_writer import DCP_FORMAT
 from flyweight.memory import MEMORY_BYTES
 from flyweight.ports import Format
 from flyweight.ranks.group import Group
-from flyweight.spec.manifest import Manifest
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.legacy_draft import legacy_draft
 from flyweight.stores.local import as_path
@@ -69,9 +68,9 @@ def convert(
             check_no_version(place)
             if not versions(place):
                 check_unmixed(place, directory_name(0))
-            report = write_and_commit(stored, begin_version(stored, place, options, Group()))
+            report = write_and_commit(begin_version(stored, place, options, Group()))
         else:
-            report = write_and_commit(stored, _begin_files(stored.manifest, place, to, options))
+            report = write_and_commit(_begin_files(stored, place, to, options))
             report = replace(report, place=str(place))
         specs = {name: stored.manifest.spec(name) for name in stored.raw_names}
     if to == "pdparams":  # a pickle has the same integers, and its readers know what they mean
@@ -80,9 +79,7 @@ def convert(
     return replace(report, told_as_integers=unclear)
 
 
-def _begin_files(
-    manifest: Manifest, place: Path, to: Writable, options: SaveOptions
-) -> PendingCommit:
+def _begin_files(stored: Stored, place: Path, to: Writable, options: SaveOptions) -> PendingCommit:
     """Make the draft of a format without versions."""
     if options.version is not None:
         raise SpecError(f"version {options.version} for {to}, which has no versions")
@@ -93,9 +90,9 @@ def _begin_files(
         "dcp": DCP_FORMAT,
         "paddle": PADDLE_FORMAT,
     }
-    manifest = replace(manifest.untied(), version=None, files=(), extents=())
+    manifest = replace(stored.manifest.untied(), version=None, files=(), extents=())
     if to in directories:
-        return PendingCommit(options, LocalDraft(place), manifest, directories[to])
+        return PendingCommit(stored, options, LocalDraft(place), manifest, directories[to])
     check_unmixed(place.parent, place.name)
     plan = file_plan if to == "safetensors" else pickle_plan
     format = Format(
@@ -103,4 +100,4 @@ def _begin_files(
         lambda manifest: [plan(place.name, manifest.tensor_boxes())],
         lambda manifest, plans: {},
     )
-    return PendingCommit(options, legacy_draft(place.parent), manifest, format)
+    return PendingCommit(stored, options, legacy_draft(place.parent), manifest, format)

@@ -136,8 +136,9 @@ def save(
             source = _adapted(model, layout, like, group)
         pending = begin_version(source, path, options, group)
         if not background:
-            return write_and_commit(source, pending)
-        return start_background(source, stack.enter_context(pending), stack)
+            return write_and_commit(pending)
+        stack.enter_context(pending.draft)
+        return start_background(source, pending, stack)
 
 
 def save_state_dict(
@@ -249,4 +250,4 @@ def save_legacy(
         yield from (*names.parts(present).values(), *({names.single} & set(present)))
 
     draft = legacy_draft(directory, stale=earlier_files)
-    return write_and_commit(source, PendingCommit(options, draft, manifest, format))
+    return write_and_commit(PendingCommit(source, options, draft, manifest, format))
