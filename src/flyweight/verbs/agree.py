@@ -56,14 +56,6 @@ class SaveRequest:
     def __str__(self) -> str:
         return f"saves to {self.run!r}, version {self.version}, check_replicas={self.check!r}"
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the rank holds every tensor in one box."""
-        return all(
-            len(each.boxes) == 1 and each.boxes[0].shape == each.shape
-            for each in self.tensors.values()
-        )
-
     def holding(self) -> Holding:
         """Return what the rank holds; raise FormatError if that describes nothing."""
         specs: dict[str, TensorSpec] = {}
@@ -99,13 +91,13 @@ def begin_version(
     """
     started, root = perf_counter(), as_path(path)
     with group.working():
-        with collector_paused():
-            request = _request(source, root, options)
-        if group.num_ranks == 1 and request.is_whole:
+        if group.num_ranks == 1 and _is_whole(source):
             draft, manifest = begin_draft(root, options.version, source.manifest)
             format, share = snapshot_format(options.part_bytes), manifest.tensor_boxes()
             pending = PendingCommit(source, options, draft, manifest, format, group, share)
         else:
+            with collector_paused():
+                request = _request(source, root, options)
             requests = group.gather_typed("agree", request)
             if group.is_coordinator:
                 pending = _share_draft(source, root, options, group, requests)
@@ -113,6 +105,15 @@ def begin_version(
                 pending = _join_draft(source, root, options, group)
     pending.started = started
     return pending
+
+
+def _is_whole(source: Source) -> bool:
+    """True if every tensor is here in one box."""
+    manifest = source.manifest
+    return all(
+        [box.shape for box in source.boxes(name)] == [manifest.spec(name).shape]
+        for name in manifest.names
+    )
 
 
 def _request(source: Source, root: Path, options: SaveOptions) -> SaveRequest:

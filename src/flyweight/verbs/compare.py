@@ -148,26 +148,24 @@ def diff(a: PathLike | Stored, b: PathLike | Stored) -> DiffReport:
     """
     with opened(a) as left, opened(b) as right:
         names_a, names_b = set(left.manifest.names), set(right.manifest.names)
-        other_spec, changed, num_same = {}, [], 0
-        for name in sorted(names_a & names_b):
+        both, other_spec, changed = names_a & names_b, {}, []
+        for name in sorted(both):
             spec, other = left.manifest.spec(name), right.manifest.spec(name)
+            digests = {whole_digest(left, name), whole_digest(right, name)}
             if spec != other:
                 other_spec[name] = str(spec), str(other)
-                continue
-            digests = whole_digest(left, name), whole_digest(right, name)
-            if None not in digests and digests[0] == digests[1]:
-                num_same += 1
-                continue
-            found = _tensor_diff(left, right, name, spec)
-            if found.num_different:
-                changed.append(found)
-            else:
-                num_same += 1
+            elif None in digests or len(digests) > 1:
+                found = _tensor_diff(left, right, name, spec)
+                if found.num_different:
+                    changed.append(found)
         x, y = left.manifest.values, right.manifest.values
-    both = sorted(x.keys() & y.keys())
-    values = {name: (x[name], y[name]) for name in both if not is_same_leaf(x[name], y[name])}
     return DiffReport(
-        sorted(names_a - names_b), sorted(names_b - names_a), other_spec, changed, values, num_same
+        sorted(names_a - names_b),
+        sorted(names_b - names_a),
+        other_spec,
+        changed,
+        {n: (x[n], y[n]) for n in sorted(x.keys() & y.keys()) if not is_same_leaf(x[n], y[n])},
+        len(both) - len(other_spec) - len(changed),
     )
 
 

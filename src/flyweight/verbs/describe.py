@@ -21,16 +21,7 @@ from flyweight.stores.local import LocalStore, as_path, refused
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.worker_threads import default_threads
 
-_PACKAGES = [
-    "numpy",
-    "xxhash",
-    "click",
-    "rich",
-    "torch",
-    "paddlepaddle",
-    "safetensors",
-    "ml_dtypes",
-]
+_PACKAGES = "numpy xxhash click rich torch paddlepaddle safetensors ml_dtypes"
 
 
 def inspect(path: PathLike, *, version: int | None = None) -> dict[str, Json]:
@@ -73,25 +64,25 @@ def inspect(path: PathLike, *, version: int | None = None) -> dict[str, Json]:
 
 def inspect_versions(path: PathLike) -> list[dict[str, Json]]:
     """Return a record of each version of a run; one that does not open has the error instead."""
-    lines: list[dict[str, Json]] = []
+    records: list[dict[str, Json]] = []
     for version in versions(path):
-        place = Path(path) / directory_name(version)
         try:
-            with open_source(place) as stored:
+            with open_source(Path(path) / directory_name(version)) as stored:
                 manifest = stored.manifest
-                lines.append(
-                    {
-                        "version": version,
-                        "parent": manifest.parent,
-                        "num_tensors": len(manifest.tensors),
-                        "nbytes": manifest.nbytes,
-                        "time": manifest.writer.get("time"),
-                        "error": None,
-                    }
-                )
         except FlyweightError as error:
-            lines.append({"version": version, "error": str(error)})
-    return lines
+            records.append({"version": version, "error": str(error)})
+            continue
+        records.append(
+            {
+                "version": version,
+                "parent": manifest.parent,
+                "num_tensors": len(manifest.tensors),
+                "nbytes": manifest.nbytes,
+                "time": manifest.writer.get("time"),
+                "error": None,
+            }
+        )
+    return records
 
 
 def doctor(path: PathLike | None = None) -> dict[str, Json]:
@@ -102,7 +93,7 @@ def doctor(path: PathLike | None = None) -> dict[str, Json]:
     except OSError as cause:
         raise refused(cause, f"cannot try out {str(place)!r}") from cause
     packages: dict[str, Json] = {}
-    for package in _PACKAGES:
+    for package in _PACKAGES.split():
         try:
             packages[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 from flyweight.checks import check_version
 from flyweight.errors import (
@@ -141,11 +142,10 @@ def open_source(
     """
     if (rank is None) != (legacy_id is None):
         raise SpecError(f"rank is {rank} and legacy_id {legacy_id}; legacy names need both")
-    place = as_path(path)
+    place, version = as_path(path), None if version is None else check_version(version)
     legacy_names = None
     if rank is not None and legacy_id is not None:
         legacy_names = legacy.LegacyNames(rank, legacy_id)
-    version = None if version is None else check_version(version)
     with ExitStack() as on_failure:
 
         def store_at(directory: Path) -> LocalStore:
@@ -156,18 +156,14 @@ def open_source(
         try:
             if os.path.exists(place) and not os.path.isdir(place):
                 stored = _open_file(place, version, store_at)
+            elif snapshot.MANIFEST in _listing(place):
+                stored = snapshot.open_snapshot(store_at(place), version=version)
+            elif version is not None or versions(place):
+                stored = _open_run(place, version, store_at)
+            elif legacy_names is not None:
+                stored = _open_legacy(place, as_path(shared_directory), legacy_names, store_at)
             else:
-                names = _listing(place)
-                if snapshot.MANIFEST in names:
-                    stored = snapshot.open_snapshot(store_at(place), version=version)
-                elif version is not None or versions(place):
-                    stored = _open_run(place, version, store_at)
-                elif legacy_names is not None:
-                    stored = _open_legacy(place, as_path(shared_directory), legacy_names, store_at)
-                elif (opener := _opener(place, names)) is not None:
-                    stored = opener(store_at(place))
-                else:
-                    raise _not_found(place, names)
+                stored = _opener(place)(store_at(place))
         except FormatError as error:
             if str(place) not in str(error):
                 error.note(f"in {str(place)!r}")
@@ -182,23 +178,20 @@ def open_source(
         return stored
 
 
-@contextmanager
 def opened(
-    source: PathLike | Stored,
-    *,
-    version: int | None = None,
-    open_path: Callable[..., Stored] = open_source,
-) -> Iterator[Stored]:
-    """Open a path for a `with` block. Weights that are open already stay open after it."""
+    source: PathLike | Stored, *, version: int | None = None, **options: Any
+) -> AbstractContextManager[Stored]:
+    """Open a path for a `with` block. Weights that are open already stay open after it.
+
+    `options` are those of `open_source`.
+    """
     if not isinstance(source, Stored):
-        with open_path(source, version=version) as stored:
-            yield stored
-        return
+        return open_source(source, version=version, **options)
     if version not in (None, source.manifest.version):
         raise VersionError(
             f"{source.store.place!r} holds version {source.manifest.version}, not {version}"
         )
-    yield source
+    return nullcontext(source)
 
 
 def _warn_newer_legacy_files(place: Path, stored: Stored, names: legacy.LegacyNames) -> None:
@@ -212,13 +205,8 @@ def _warn_newer_legacy_files(place: Path, stored: Stored, names: legacy.LegacyNa
     if newer:
         version, text = stored.manifest.version, listed(newer)
         emit("legacy.hidden", place=str(place), version=version, files=text, num_files=len(newer))
-        _log.warning(
-            "%r: opened version %s, not the %d legacy files that are newer: %s",
-            str(place),
-            version,
-            len(newer),
-            text,
-        )
+        line = "%r: opened version %s, not the %d legacy files that are newer: %s"
+        _log.warning(line, str(place), version, len(newer), text)
 
 
 _KINDS: dict[str, tuple[Callable[[Sequence[str]], bool], Callable[[Store], Stored]]] = {
@@ -232,15 +220,18 @@ _KINDS: dict[str, tuple[Callable[[Sequence[str]], bool], Callable[[Store], Store
 }
 
 
-def _opener(place: Path, names: Sequence[str]) -> Callable[[Store], Stored] | None:
+def _opener(place: Path) -> Callable[[Store], Stored]:
     """Return the function that opens a directory of another framework, by its files' names."""
+    names = _listing(place)
     fitting = {name: opener for name, (is_there, opener) in _KINDS.items() if is_there(names)}
+    if not fitting:
+        raise _not_found(place)
     if len(fitting) > 1:
         raise FormatError(
             f"{str(place)!r} has checkpoints of {len(fitting)} kinds: {listed(fitting)}; open one "
             f"by its file: '.metadata', '0.metadata', {huggingface.INDEX!r}, {huggingface.SINGLE!r}"
         )
-    return next(iter(fitting.values()), None)
+    return next(iter(fitting.values()))
 
 
 def check_no_version(directory: Path) -> None:
@@ -287,7 +278,7 @@ def _open_run(place: Path, version: int | None, store_at: StoreAt) -> Stored:
     for tries_left in reversed(range(_MAX_LISTINGS)):
         committed = versions(place)
         if version is None and not committed:
-            raise _not_found(place, _listing(place))
+            break
         wanted = committed[-1] if version is None else version
         directory = place / snapshot.directory_name(wanted)
         if wanted not in committed:
@@ -307,7 +298,7 @@ def _open_run(place: Path, version: int | None, store_at: StoreAt) -> Stored:
             if older and isinstance(error, FormatError):
                 error.note(f"the version before it is {older[-1]}: ask for version={older[-1]}")
             raise
-    raise AssertionError("unreachable")
+    raise _not_found(place)
 
 
 def _open_legacy(place: Path, shared: Path, names: legacy.LegacyNames, store_at: StoreAt) -> Stored:
@@ -328,9 +319,10 @@ def _open_legacy(place: Path, shared: Path, names: legacy.LegacyNames, store_at:
     return stored
 
 
-def _not_found(place: Path, names: Sequence[str]) -> SnapshotNotFound | SnapshotIncomplete:
+def _not_found(place: Path) -> SnapshotNotFound | SnapshotIncomplete:
     if not os.path.exists(place):
         return SnapshotNotFound(f"{str(place)!r} is not there")
+    names = _listing(place)
     drafts = [name for name in names if name.startswith(".draft-")]
     if drafts:
         return SnapshotIncomplete(

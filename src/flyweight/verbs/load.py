@@ -7,17 +7,15 @@ touched before all ranks have planned.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from logging import getLogger
 from time import perf_counter
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from flyweight.adapters.model import adapt
 from flyweight.checks import check_memory_bytes, check_version
-from flyweight.errors import PlanError, SpecError, TransportError, VersionError, listed
+from flyweight.errors import PlanError, SpecError, TransportError, VersionError
 from flyweight.events import emit
 from flyweight.formats import legacy
 from flyweight.formats.reader import Reader, Target
@@ -31,11 +29,10 @@ from flyweight.ranks.rendezvous import Rendezvous, join_group, location
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Json, Leaf
 from flyweight.spec.model_layout import ModelLayout
-from flyweight.verbs.find import PathLike, open_source, opened
+from flyweight.verbs.find import PathLike, opened
 from flyweight.verbs.match import Matches, check_names, match
 from flyweight.worker_threads import default_threads
 
-_log = getLogger("flyweight.verbs")
 Extra = Literal["refuse", "report"]
 _SHARED_TIMES = 1.25
 """Ranks of one machine share their reads if together they want more than this times the bytes."""
@@ -127,17 +124,17 @@ def load(
             raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
         if rank is not None and layout is None and legacy_id is None:
             raise SpecError(f"rank is {rank}, and neither a layout nor a legacy_id says what of")
-        open_path = partial(
-            open_source,
-            rank=None if legacy_id is None else rank,
-            legacy_id=legacy_id,
-            shared_directory=shared_directory,
-            unbuffered=unbuffered,
-        )
         with group.working():
-            stored = _open_together(source, version, open_path, group, stack)
-            if group.num_ranks > 1 and legacy_id is None:  # legacy files differ by rank
-                _check_same_files(stored, group)
+            stored = _open_together(
+                source,
+                version,
+                group,
+                stack,
+                rank=None if legacy_id is None else rank,
+                legacy_id=legacy_id,
+                shared_directory=shared_directory,
+                unbuffered=unbuffered,
+            )
             with collector_paused():
                 sink = _adapted(into, stored, layout, rank, group)
                 sink.check_writable()
@@ -145,15 +142,13 @@ def load(
             # A layout covers every tensor; those of other ranks are theirs.
             may_leave = extra == "report" or layout is not None
             may_miss = partial_over is not None
-            unused = check_names(stored, matches, group, may_miss=may_miss, may_leave=may_leave)
+            check_names(stored, matches, group, may_miss=may_miss, may_leave=may_leave)
             with collector_paused():
                 reader = _reader(stored, sink, matches, should_verify=should_verify)
             start = _share_reads(stored, reader, group)
         num_threads = default_threads() if num_threads is None else num_threads
         _fill(sink, reader, group, num_threads=num_threads, memory_bytes=memory_bytes, start=start)
         sink.finish(stored.manifest)
-        if unused:
-            _warn_unused(stored.store.place, unused)
     return _report(
         stored, sink, reader, matches, partial_over=partial_over, seconds=perf_counter() - started
     )
@@ -197,11 +192,16 @@ def load_state_dict(
 def _open_together(
     source: PathLike | Stored,
     version: int | None,
-    open_path: Callable[..., Stored],
     group: Group,
     stack: ExitStack,
+    *,
+    legacy_id: int | str | None,
+    **options: Any,
 ) -> Stored:
-    """Open the source on every rank, in the version that the coordinator finds."""
+    """Open the source on every rank, in the version that the coordinator finds.
+
+    Raises unless all ranks opened the same weights. Their paths may differ, and legacy files do.
+    """
     version = None if version is None else check_version(version)
     for rank, wanted in enumerate(group.gather("version", version)):
         if wanted != version:
@@ -211,22 +211,18 @@ def _open_together(
     if not group.is_coordinator:
         found = group.broadcast("open", None)
         version = found if isinstance(found, int) else version
-    stored = stack.enter_context(opened(source, version=version, open_path=open_path))
+    stored = stack.enter_context(opened(source, version=version, legacy_id=legacy_id, **options))
     if group.is_coordinator:
         group.broadcast("open", stored.manifest.version)
+    if group.num_ranks > 1 and legacy_id is None:
+        ours: list[Json] = [stored.store.place, f"{stored.fingerprint():016x}"]
+        for rank, theirs in enumerate(group.gather("opened", ours)):
+            if not isinstance(theirs, list) or theirs[1:] != ours[1:]:
+                raise PlanError(
+                    f"rank {rank} opened {str(theirs)[:200]}, rank {group.rank} {ours}: not the "
+                    f"same weights"
+                )
     return stored
-
-
-def _check_same_files(stored: Stored, group: Group) -> None:
-    """Raise unless all ranks opened the same weights. Their paths may differ."""
-    ours: list[Json] = [stored.store.place, f"{stored.fingerprint():016x}"]
-    for rank, each in enumerate(group.gather("opened", ours)):
-        match each:
-            case [str(), found] if found == ours[1]:
-                continue
-        raise PlanError(
-            f"rank {rank} opened {str(each)[:200]}, rank {group.rank} {ours}: not the same weights"
-        )
 
 
 def _adapted(
@@ -322,12 +318,6 @@ def _fill(
     except TransportError as error:
         error.note("this rank was filled, another was not: the model is not whole")
         raise
-
-
-def _warn_unused(place: str, names: list[str]) -> None:
-    text = listed(names)
-    emit("load.unused", place=place, num_tensors=len(names), names=text)
-    _log.warning("%r has %d tensors that the target lacks: %s", place, len(names), text)
 
 
 def _report(

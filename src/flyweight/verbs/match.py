@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from logging import getLogger
 
 from flyweight.errors import PlanError, listed
+from flyweight.events import emit
 from flyweight.formats import pdparams
 from flyweight.formats.stored import Stored, same_bytes
 from flyweight.plans.fit import check_fit
@@ -17,6 +19,8 @@ from flyweight.ports import Sink
 from flyweight.ranks.group import Group
 from flyweight.spec.dtype import DType
 from flyweight.spec.manifest import TensorSpec
+
+_log = getLogger("flyweight.verbs")
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,16 @@ def _check_tied(stored: Stored, names: list[str]) -> None:
 
 def check_names(
     stored: Stored, matches: Matches, group: Group, *, may_miss: bool, may_leave: bool
-) -> list[str]:
+) -> None:
     """Raise for tensors that the source lacks on this rank, and for those that no rank uses.
 
-    Every rank must call this. `may_miss` allows the former. `may_leave` allows the latter, and the
-    coordinator returns their names; every other rank returns an empty list.
+    Every rank must call this. `may_miss` allows the former. `may_leave` allows the latter, of which
+    the coordinator warns.
     """
+    place = stored.store.place
     if matches.missing and not may_miss:
         raise PlanError(
-            f"target wants {len(matches.missing)} tensors that {stored.store.place!r} lacks: "
+            f"target wants {len(matches.missing)} tensors that {place!r} lacks: "
             f"{listed(matches.missing)}"
         )
     # Each rank sends one letter per name: x if it uses the tensor.
@@ -98,15 +103,18 @@ def check_names(
     for rank, each in enumerate(answers):
         if len(each) != len(names):
             raise PlanError(
-                f"rank {rank} sees {len(each)} tensors in {stored.store.place!r}, rank "
-                f"{group.rank} {len(names)}: not the same files"
+                f"rank {rank} sees {len(each)} tensors in {place!r}, rank {group.rank} "
+                f"{len(names)}: not the same files"
             )
     left = [
         name for n, name in enumerate(names) if answers and all(each[n] == "-" for each in answers)
     ]
-    if left and not may_leave:
+    if not left:
+        return
+    if not may_leave:
         raise PlanError(
-            f"{stored.store.place!r} has {len(left)} tensors that the target lacks: "
-            f"{listed(left)}; load with extra='report' to leave them out"
+            f"{place!r} has {len(left)} tensors that the target lacks: {listed(left)}; load with "
+            f"extra='report' to leave them out"
         )
-    return left
+    emit("load.unused", place=place, num_tensors=len(left), names=listed(left))
+    _log.warning("%r has %d tensors that the target lacks: %s", place, len(left), listed(left))
