@@ -6,7 +6,7 @@ touched before all ranks have planned.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -279,17 +279,15 @@ def _share_reads(stored: Stored, reader: Reader, group: Group) -> float:
     Ranks of one machine that want much the same bytes leave them in the page cache for each other,
     and start at different places, so that each byte is read from the disk once.
     """
-    wanted: Counter[str] = Counter()
-    neighbours: defaultdict[str, list[int]] = defaultdict(list)
+    machines: defaultdict[str, dict[int, int]] = defaultdict(dict)  # bytes wanted, by rank
     message = PlannedMessage(location(), reader.wanted_bytes)
     for rank, each in enumerate(group.gather_typed("planned", message)):
-        wanted[each.where] += each.bytes
-        neighbours[each.where].append(rank)
+        machines[each.where][rank] = each.bytes
     starts: list[Json] = [None] * group.num_ranks
-    for machine, ranks in neighbours.items():
-        if len(ranks) > 1 and wanted[machine] > _SHARED_TIMES * stored.manifest.nbytes:
-            for index, rank in enumerate(ranks):
-                starts[rank] = index / len(ranks)
+    for wanted in machines.values():
+        if len(wanted) > 1 and sum(wanted.values()) > _SHARED_TIMES * stored.manifest.nbytes:
+            for index, rank in enumerate(wanted):
+                starts[rank] = index / len(wanted)
     start = group.scatter("go", starts)
     if not isinstance(start, (int, float)):
         return 0.0
