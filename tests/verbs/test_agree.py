@@ -59,6 +59,13 @@ def save_as_two(root, liar, lies, source=half, **options):
     return errors[1 - liar]
 
 
+def test_one_rank_of_several_is_refused_alone_also_if_it_holds_a_whole_tensor(tmp_path):
+    half = fw.Sharded(np.zeros((2, 3), "f4"), shape=(4, 3), offset=(0, 0))
+    with pytest.raises(PlanError, match="hold 6 of the 12 elements of 'w'"):
+        fw.save({"v": np.ones(5), "w": half}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_ranks_that_do_not_lie_save_together(tmp_path):
     assert save_as_two(tmp_path, 1, {}) is None
     assert fw.versions(tmp_path) == [0]

@@ -1,6 +1,7 @@
 import os
 import re
 import resource
+import shutil
 import threading
 
 import numpy as np
@@ -36,6 +37,10 @@ def test_an_opened_source_loads_too(run):
         fw.load(source, into=target)
         with pytest.raises(VersionError, match="holds version 1, not 2"):
             fw.load(source, into=target, version=2)
+        assert same(target, odd_arrays(1))
+        shutil.rmtree(run)  # its files stay open between loads
+        target = zeros_like(odd_arrays())
+        fw.load(source, into=target)
     assert same(target, odd_arrays(1))
 
 
