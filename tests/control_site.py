@@ -5,6 +5,7 @@ import json
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import flyweight as fw
@@ -12,12 +13,22 @@ from child_processes import Child, until
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.worker import Worker
 from flyweight.server.fleet import Fleet
-from flyweight.server.http import HttpServer, Listener
+from flyweight.server.http import HttpServer, listen
 from versioned_models import assign, weights
 
 VERSIONS = (1, 2, 3)
 NBYTES = 1 << 14
 TOKEN = "0123456789abcdef0123456789abcdef"
+CONTROL_ROUTES = [
+    ("POST", "/v1/pause"),
+    ("POST", "/v1/resume"),
+    ("POST", "/v1/sleep"),
+    ("POST", "/v1/wakeup"),
+    ("POST", "/v1/update_weights"),
+    ("POST", "/v1/abort_requests"),
+    ("GET", "/clear_load_weight"),
+    ("GET", "/update_model_weight"),
+]
 
 
 class AbortableEngine(ModelEngine):
@@ -91,6 +102,7 @@ class Trainer(Child):
         for version in VERSIONS:
             fw.save(weights(version, nbytes), store, version=version)
         super().__init__(trainer, address, str(store), nbytes)
+        self.address, self.place = address, store.parent
         assert self.told() == ("ready", None)
         self.publish(VERSIONS[-1])
 
@@ -174,18 +186,21 @@ def frozen(site):
 
 @contextmanager
 def serving(controls, store=None, port=0):
-    """A control server in this process."""
-    fleet = Fleet(controls)
-    try:
-        with (
-            Listener(port=port) as listener,
-            HttpServer(fleet, listener, token=TOKEN, store=store) as server,
-        ):
-            site = Site(server.address, TOKEN)
-            site.fleet = fleet
+    """A control server in a thread of this process."""
+    fleet, is_over = Fleet(controls), threading.Event()
+    with listen(port=port) as listener, ThreadPoolExecutor(1) as thread:
+        server = HttpServer(fleet, listener, is_over, host="127.0.0.1", token=TOKEN, store=store)
+        site = Site(server.address, TOKEN)
+        site.fleet, site.listener = fleet, listener
+        ended = thread.submit(server.serve_until_over)
+        try:
             yield site
-    finally:
-        fleet.close()
+        finally:
+            is_over.set()
+            try:
+                ended.result(20)
+            finally:
+                fleet.close()
 
 
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"

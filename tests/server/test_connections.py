@@ -9,7 +9,6 @@ from contextlib import ExitStack
 import pytest
 import uvicorn
 
-from child_processes import until
 from control_site import TOKEN, serving
 from flyweight.errors import StoreError
 from flyweight.lifecycle.cell import Cell, RankRecord
@@ -25,13 +24,6 @@ def site(tmp_path):
     """A server whose engine has not started."""
     with serving([Control(tmp_path / "engine.cell", 1, name="engine")]) as site:
         yield site
-
-
-@pytest.fixture
-def fleet(tmp_path):
-    fleet = Fleet([Control(tmp_path / "engine.cell", 1)])
-    yield fleet
-    fleet.close()
 
 
 def connected(site):
@@ -129,35 +121,37 @@ def test_a_client_that_reads_no_answer_does_not_keep_a_connection_for_ever(site,
 # The server's own end.
 
 
-def test_a_server_that_does_not_start_raises(fleet):
-    listener = server_http.Listener()
-    listener.close()
+@pytest.fixture
+def server(tmp_path):
+    fleet = Fleet([Control(tmp_path / "engine.cell", 1)])
+    with server_http.listen() as listener:
+        server = server_http.HttpServer(
+            fleet, listener, threading.Event(), host="127.0.0.1", token=TOKEN
+        )
+        server.listener = listener
+        yield server
+    fleet.close()
+
+
+def test_a_server_that_does_not_start_raises(server):
+    server.listener.close()
     with pytest.raises(StoreError, match="ended by itself: "):
-        server_http.HttpServer(fleet, listener, token=TOKEN)
+        server.serve_until_over()
 
 
-def test_a_server_that_ends_by_itself_is_noticed(fleet, monkeypatch):
-    may_end = threading.Event()
+def test_a_server_whose_routes_do_not_start_raises(server):
+    async def app(scope, receive, send):
+        raise RuntimeError("no threads")
 
+    server.config.app = app
+    with pytest.raises(StoreError, match="ended by itself"):
+        server.serve_until_over()
+
+
+def test_a_server_that_ends_by_itself_is_noticed(server, monkeypatch):
     async def main_loop(self):
-        while not may_end.wait(0.01):
-            pass
+        pass
 
     monkeypatch.setattr(uvicorn.Server, "main_loop", main_loop)
-
-    def has_ended():
-        try:
-            server.check()
-        except StoreError:
-            return True
-        return False
-
-    with (
-        server_http.Listener() as listener,
-        server_http.HttpServer(fleet, listener, token=TOKEN) as server,
-    ):
-        assert not has_ended()
-        may_end.set()
-        until(has_ended)
-        with pytest.raises(StoreError, match="ended by itself"):
-            server.check()
+    with pytest.raises(StoreError, match="ended by itself"):
+        server.serve_until_over()

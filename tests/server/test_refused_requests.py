@@ -6,22 +6,10 @@ import os
 import pytest
 
 from child_processes import run_python
-from control_site import TOKEN, serving
+from control_site import CONTROL_ROUTES, TOKEN, serving
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import State
-
-CONTROL_ROUTES = [
-    ("POST", "/v1/pause"),
-    ("POST", "/v1/resume"),
-    ("POST", "/v1/sleep"),
-    ("POST", "/v1/wakeup"),
-    ("POST", "/v1/update_weights"),
-    ("POST", "/v1/abort_requests"),
-    ("GET", "/clear_load_weight"),
-    ("GET", "/update_model_weight"),
-]
-
 
 READ_ROUTES = [
     ("GET", each) for each in ("/status", "/versions", "/metrics", "/events", "/v1/is_paused")

@@ -17,9 +17,7 @@ from flyweight.lifecycle.control import Control
 def trained(tmp_path_factory):
     """A trainer that has published its versions, with its directory and address."""
     place = tmp_path_factory.mktemp("control")
-    address = f"unix:{place}/policy"
-    with Trainer(address, place / "run") as trainer:
-        trainer.place, trainer.address = place, address
+    with Trainer(f"unix:{place}/policy", place / "run") as trainer:
         yield trainer
 
 

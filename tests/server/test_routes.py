@@ -6,28 +6,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from child_processes import until
-from control_site import VERSIONS, Engine, Trainer, frozen, serving
+from control_site import CONTROL_ROUTES, VERSIONS, Engine, Trainer, frozen, serving
 from flyweight.lifecycle.control import Control
-
-CONTROL_ROUTES = [
-    ("POST", "/v1/pause"),
-    ("POST", "/v1/resume"),
-    ("POST", "/v1/sleep"),
-    ("POST", "/v1/wakeup"),
-    ("POST", "/v1/update_weights"),
-    ("POST", "/v1/abort_requests"),
-    ("GET", "/clear_load_weight"),
-    ("GET", "/update_model_weight"),
-]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A trainer that has published its versions, with its directory and address."""
     place = tmp_path_factory.mktemp("control")
-    address = f"unix:{place}/policy"
-    with Trainer(address, place / "run") as trainer:
-        trainer.place, trainer.address = place, address
+    with Trainer(f"unix:{place}/policy", place / "run") as trainer:
         yield trainer
 
 

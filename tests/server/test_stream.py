@@ -15,7 +15,6 @@ from flyweight.lifecycle.states import State
 from flyweight.server import app as server_app
 from flyweight.server import http as server_http
 from flyweight.server import stream as server_stream
-from flyweight.server.fleet import Fleet
 
 
 @pytest.fixture
@@ -76,28 +75,20 @@ def test_the_number_of_listeners_is_limited(site, monkeypatch):
 def test_a_client_that_does_not_read_is_dropped(control, change, monkeypatch):
     monkeypatch.setattr(server_http, "REQUEST_SECONDS", 0.2)
     monkeypatch.setattr(server_stream, "INTERVAL_SECONDS", 0.0)
-    fleet = Fleet([control])
-    try:
-        with (
-            server_http.Listener() as listener,
-            server_http.HttpServer(fleet, listener, token=TOKEN),
-            socket.socket() as client,
-        ):
-            listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect(("127.0.0.1", listener.port))
-            head = f"GET /events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
-            client.sendall(f"{head}\r\n".encode())
-            until(lambda: fleet.num_listeners == 1)
-            numbers = count()
+    with serving([control]) as site, socket.socket() as client:
+        site.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(site.listener.getsockname())
+        head = f"GET /events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+        client.sendall(f"{head}\r\n".encode())
+        until(lambda: site.fleet.num_listeners == 1)
+        numbers = count()
 
-            def is_dropped():
-                change(num_running=next(numbers), reason=700 * "x")
-                return fleet.num_listeners == 0
+        def is_dropped():
+            change(num_running=next(numbers), reason=700 * "x")
+            return site.fleet.num_listeners == 0
 
-            until(is_dropped)
-    finally:
-        fleet.close()
+        until(is_dropped)
 
 
 def test_a_head_request_for_events_ends(site):

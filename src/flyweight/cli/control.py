@@ -23,7 +23,6 @@ from flyweight.cli.status_table import status_table
 from flyweight.errors import FlyweightError, PeerRefused
 from flyweight.lifecycle.control import ANSWER_SECONDS, Control
 
-_CHECK_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = ANSWER_SECONDS + 0.3
 """What the server gets beyond the engine's own timeout, to answer how it ended."""
@@ -68,13 +67,13 @@ def serve(
     """Control engines over HTTP, with a page, until interrupted."""
     # Imported here: the other commands work without what a server needs.
     from flyweight.server.fleet import Fleet  # noqa: PLC0415
-    from flyweight.server.http import HttpServer, Listener  # noqa: PLC0415
+    from flyweight.server.http import HttpServer, listen  # noqa: PLC0415
 
     parsed = [_replica(text) for text in replicas]
     with until_signal() as is_over, ExitStack() as stack:
-        listener = stack.enter_context(Listener(host, port, may_be_remote=allow_remote))
+        listener = stack.enter_context(listen(host, port, may_be_remote=allow_remote))
         if token_file is None:
-            path = tokens.path_for(directory, listener.port)
+            path = tokens.path_for(directory, listener.getsockname()[1])
             token = stack.enter_context(tokens.server_token(path))
         else:
             path, token = token_file, tokens.read_strong(token_file)
@@ -86,7 +85,7 @@ def serve(
             fleet = Fleet(controls)
             on_failure.pop_all()  # the fleet closes them from here on
         stack.callback(fleet.close)
-        server = stack.enter_context(HttpServer(fleet, listener, token=token, store=store))
+        server = HttpServer(fleet, listener, is_over, host=host, token=token, store=store)
         page = f"{server.address}/#token={token}"
         data = {"event": "serving", "address": server.address, "page": page}
         show(
@@ -96,8 +95,7 @@ def serve(
                 f"\npage: {page}\ntoken: in {escape(str(path))}"
             ),
         )
-        while not is_over.wait(_CHECK_SECONDS):  # without a deadline, on purpose: it is a server
-            server.check()
+        server.serve_until_over()
 
 
 def _replica(text: str) -> tuple[str, str, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import secrets
 import socket
+from collections.abc import Mapping
 from http import HTTPStatus
 from ipaddress import ip_address
 
@@ -42,17 +43,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def json_response(code: int, body: object, **headers: str) -> Response:
+def json_response(code: int, body: object, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), code, headers, "application/json")
 
 
-def error_response(code: int, error: str, text: str, **headers: str) -> Response:
-    return json_response(code, {"status": "error", "error": error, "result": text}, **headers)
-
-
-def status_name(code: int) -> str:
-    """Return the error name for an HTTP code, such as MethodNotAllowed."""
-    return HTTPStatus(code).phrase.title().replace(" ", "")
+def error_response(
+    code: int, text: str, *, error: str = "", headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return an error, named after the HTTP code (MethodNotAllowed) if it has no other name."""
+    name = error or HTTPStatus(code).phrase.title().replace(" ", "")
+    return json_response(code, {"status": "error", "error": name, "result": text}, headers)
 
 
 class AccessMiddleware:
@@ -84,16 +84,12 @@ class AccessMiddleware:
 
     def _answer(self, scope: Scope, headers: Headers) -> Response | None:
         """Return a refusal or a proof, or None to pass the request on to the app."""
-        host = headers.get("host", "")
+        host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_our_host(host):
-            return error_response(
-                403, "Forbidden", f"host {host!r} is not a name of this server; use its address"
-            )
-        origin = headers.get("origin")
-        if origin is not None and origin != f"http://{host}":
-            return error_response(
-                403, "Forbidden", f"origin {origin!r} is another site than 'http://{host}'"
-            )
+            text = f"host {host!r} is not a name of this server; use its address"
+            return error_response(403, text)
+        if origin not in (None, f"http://{host}"):
+            return error_response(403, f"origin {origin!r} is another site than 'http://{host}'")
         if scope["path"] == _CHALLENGE_PATH:
             return self._challenge(scope)
         if scope["path"] in OPEN_PATHS:
@@ -104,23 +100,18 @@ class AccessMiddleware:
         if scheme.lower() == "flyweight" and self._is_proven(shown, scope, headers):
             return None
         what = "the token is another one" if scheme else "the request has no token"
-        return error_response(
-            401,
-            "Unauthorized",
-            f"{what}; send 'Authorization: Bearer TOKEN' with the token that the server wrote",
-            **{"WWW-Authenticate": "Bearer"},
-        )
+        text = f"{what}; send 'Authorization: Bearer TOKEN' with the token that the server wrote"
+        return error_response(401, text, headers={"WWW-Authenticate": "Bearer"})
 
     def _challenge(self, scope: Scope) -> Response:
         """Prove to a client that this server knows the token; give it a nonce for one request."""
         if scope["method"] != "GET":
-            text = f"{_CHALLENGE_PATH!r} does not take {scope['method']}"
-            return error_response(405, "MethodNotAllowed", text)
+            return error_response(405, f"{_CHALLENGE_PATH!r} does not take {scope['method']}")
         query = scope["query_string"].decode("latin-1")
         found = re.fullmatch(r"nonce=([0-9a-f]{32})", query)
         if found is None:
             text = f"the query is {query[:80]!r}, expected 'nonce=' and 32 hexadecimal digits"
-            return error_response(400, "SpecError", text)
+            return error_response(400, text, error="SpecError")
         nonce = secrets.token_hex(16)
         self._nonces[nonce] = None
         if len(self._nonces) > _MAX_NONCES:

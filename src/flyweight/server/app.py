@@ -1,7 +1,7 @@
 """The app: routes, how they read requests, and which HTTP code goes with which answer.
 
 Every answer is `{"status", "result"}`; an error adds `error`, the name of its type.
-Whatever waits runs in a thread; the event loop only reads and writes.
+Starlette runs the routes that are no coroutines in threads, so they may wait.
 """
 
 from __future__ import annotations
@@ -25,19 +25,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flyweight.errors import (
-    DigestMismatch,
-    FlyweightError,
-    LifecycleError,
-    PeerLost,
-    SpecError,
-    StoreError,
-    TransferTimeout,
-    VersionError,
-    error_named,
-)
+from flyweight import errors
+from flyweight.errors import FlyweightError, LifecycleError, error_named
 from flyweight.lifecycle.states import Signal
-from flyweight.server.access import AccessMiddleware, error_response, json_response, status_name
+from flyweight.server.access import AccessMiddleware, error_response, json_response
 from flyweight.server.fleet import Fleet
 from flyweight.server.health import described, is_healthy, is_paused
 from flyweight.server.metrics import CONTENT_TYPE, FleetMetrics
@@ -56,23 +47,31 @@ BODY_SECONDS = 10.0
 MAX_BODY_BYTES = 64 << 10
 MAX_STREAMS = 64
 _PAGE = Path(__file__).with_name("page.html")
-_CODES: tuple[tuple[type[FlyweightError], int], ...] = (
-    (LifecycleError, 409),
-    (TransferTimeout, 504),
-    (PeerLost, 503),
-    (SpecError, 400),
-    (DigestMismatch, 502),
-    (VersionError, 404),
-    (StoreError, 500),
-)
+_CODES: dict[type[FlyweightError], int] = {
+    LifecycleError: 409,
+    errors.TransferTimeout: 504,
+    errors.PeerLost: 503,
+    errors.SpecError: 400,
+    errors.DigestMismatch: 502,  # before VersionError, which it is too
+    errors.VersionError: 404,
+    errors.StoreError: 500,
+}
+_CLEARING, _UPDATING = {Signal.CLEAR}, {Signal.UPDATE, Signal.RESTORE}
 
 
 def make_app(fleet: Fleet, *, token: str, host: str, store: str | None = None) -> Starlette:
     """Return the app that controls a fleet; `store` holds the versions that `/versions` lists."""
     routes = _Routes(fleet, store)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        # A call that waits holds a thread; one more per replica leaves some free for the others.
+        anyio.to_thread.current_default_thread_limiter().total_tokens += len(fleet.names)
+        yield
+
     return Starlette(
         routes=[
-            Route("/", routes.page),
+            Route("/", _page(), methods=["GET"]),
             Route("/health", routes.health),
             Route("/status", routes.status),
             Route("/versions", routes.versions),
@@ -94,7 +93,7 @@ def make_app(fleet: Fleet, *, token: str, host: str, store: str | None = None) -
             HTTPException: _http_error,
             Exception: _internal_error,
         },
-        lifespan=routes.lifespan,
+        lifespan=lifespan,
     )
 
 
@@ -102,80 +101,62 @@ class _Routes:
     def __init__(self, fleet: Fleet, store: str | None) -> None:
         self._fleet, self._store = fleet, store
         self._metrics = FleetMetrics(fleet)
-        self._page = _PAGE.read_bytes()
-        self._policy = _content_security_policy(self._page.decode())
 
-    @asynccontextmanager
-    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        # A call that waits holds a thread; one more per replica leaves some free for the others.
-        limiter = anyio.to_thread.current_default_thread_limiter()
-        limiter.total_tokens += len(self._fleet.names)
-        yield
-
-    async def page(self, request: Request) -> Response:
-        headers = {"Content-Security-Policy": self._policy}
-        return Response(self._page, 200, headers, "text/html; charset=utf-8")
-
-    async def health(self, request: Request) -> Response:
-        await _decoded(request)
-        found = await run_in_threadpool(self._fleet.replicas)
+    def health(self, request: Request) -> Response:
+        _decoded(request)
+        found = self._fleet.replicas()
         is_well = all(map(is_healthy, found))
         texts = {each.name: described(each) for each in found}
         text = "; ".join(f"{name}: {text}" for name, text in texts.items())
         body = {"status": "success" if is_well else "error", "result": text, "replicas": texts}
         return json_response(200 if is_well else 503, body)
 
-    async def status(self, request: Request) -> Response:
-        await _decoded(request)
-        return _success(await run_in_threadpool(self._fleet.status))
+    def status(self, request: Request) -> Response:
+        _decoded(request)
+        return _success(self._fleet.status())
 
-    async def versions(self, request: Request) -> Response:
-        await _decoded(request)
-        store = self._store
-        stored = [] if store is None else await run_in_threadpool(versions, store)
-        found = await run_in_threadpool(self._fleet.replicas)
-        held = {each.name: each.version for each in found}
-        return _success({"store": store, "versions": stored, "replicas": held})
+    def versions(self, request: Request) -> Response:
+        _decoded(request)
+        stored = [] if self._store is None else versions(self._store)
+        held = {each.name: each.version for each in self._fleet.replicas()}
+        return _success({"store": self._store, "versions": stored, "replicas": held})
 
-    async def metrics(self, request: Request) -> Response:
-        text = await run_in_threadpool(self._metrics.text)
-        return Response(text, 200, {"Content-Type": CONTENT_TYPE})
+    def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), 200, {"Content-Type": CONTENT_TYPE})
 
-    async def is_paused(self, request: Request) -> Response:
-        body = await _decoded(request, "replica")
-        found = await run_in_threadpool(self._fleet.replicas, body.replica)
+    def is_paused(self, request: Request) -> Response:
+        found = self._fleet.replicas(_decoded(request, ("replica",)).replica)
         states = {each.name: each.state for each in found}
         return _success({"is_paused": all(map(is_paused, found)), "replicas": states})
 
-    async def control(self, route: ControlRoute, request: Request) -> Response:
-        return _answered(await self._carry_out(route, request))
+    async def events(self, request: Request) -> Response:
+        _check_get(request)
+        _decoded(request)
+        if self._fleet.num_listeners >= MAX_STREAMS:
+            raise HTTPException(503, f"{MAX_STREAMS} clients listen to events already")
+        return event_stream(self._fleet)
 
-    async def legacy_control(self, route: ControlRoute, request: Request) -> Response:
+    async def control(self, route: ControlRoute, request: Request) -> Response:
+        body = _decoded(request, route.keys, await _data(request))
+        return _answered(await run_in_threadpool(self._carry_out, route, body))
+
+    def legacy_control(self, route: ControlRoute, request: Request) -> Response:
         """Answer with FastDeploy's codes: 400 if the same runs, 403 if the opposite, or 404."""
         _check_get(request)
-        answers = await self._carry_out(route, request)
-        clearing, updating = {Signal.CLEAR}, {Signal.UPDATE, Signal.RESTORE}
-        is_clear = route.request.signal in clearing
-        same, opposite = (clearing, updating) if is_clear else (updating, clearing)
+        answers = self._carry_out(route, _decoded(request, route.keys))
+        is_clear = route.request.signal in _CLEARING
+        same, opposite = (_CLEARING, _UPDATING) if is_clear else (_UPDATING, _CLEARING)
         busy = [answer.signal for answer in answers if answer.ending == "busy"]
         codes = {504: 404, 503: 404}
         if busy:
             codes[409] = 400 if busy[0] in same else 403 if busy[0] in opposite else 409
         return _answered(answers, codes)
 
-    async def _carry_out(self, route: ControlRoute, request: Request) -> list[Answer]:
-        body = await _decoded(request, *route.keys)
+    def _carry_out(self, route: ControlRoute, body: RequestBody) -> list[Answer]:
         asked = body.filled(route.request)
         if_cleared = None if route.if_cleared is None else body.filled(route.if_cleared)
-        answers = await run_in_threadpool(self._fleet.carry_out, body.replica, asked, if_cleared)
+        answers = self._fleet.carry_out(body.replica, asked, if_cleared)
         return [answer.in_words_of(body) for answer in answers]
-
-    async def events(self, request: Request) -> Response:
-        _check_get(request)
-        await _decoded(request)
-        if self._fleet.num_listeners >= MAX_STREAMS:
-            raise HTTPException(503, f"{MAX_STREAMS} clients listen to events already")
-        return event_stream(self._fleet)
 
 
 # Requests.
@@ -187,12 +168,11 @@ def _check_get(request: Request) -> None:
         raise HTTPException(405)
 
 
-async def _decoded(request: Request, *keys: str) -> RequestBody:
-    data = await _body(request) if request.method == "POST" else b""
+def _decoded(request: Request, keys: Sequence[str] = (), data: bytes = b"") -> RequestBody:
     return decode(keys, request.query_params.multi_items(), data)
 
 
-async def _body(request: Request) -> bytes:
+async def _data(request: Request) -> bytes:
     """Return the body of a request; raise if it is too large, or does not arrive in time."""
     data = bytearray()
     try:
@@ -218,7 +198,7 @@ def _success(result: object) -> Response:
 
 
 def _code(error: FlyweightError) -> int:
-    return next((code for kind, code in _CODES if isinstance(error, kind)), 502)
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 502)
 
 
 def _answered(answers: Sequence[Answer], codes: Mapping[int, int] | None = None) -> Response:
@@ -241,32 +221,35 @@ def _answered(answers: Sequence[Answer], codes: Mapping[int, int] | None = None)
 
 async def _flyweight_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, FlyweightError)
-    return error_response(_code(error), type(error).__name__, str(error))
+    return error_response(_code(error), str(error), error=type(error).__name__)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code, path = error.status_code, request.url.path
     texts = {404: f"there is no route {path!r}", 405: f"{path!r} does not take {request.method}"}
-    text = texts.get(code, error.detail)
-    return error_response(code, status_name(code), text, **(error.headers or {}))
+    return error_response(code, texts.get(code, error.detail), headers=error.headers)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """Report a bug of ours; uvicorn logs its traceback."""
-    return error_response(500, type(error).__name__, f"{error}: an error in flyweight itself")
+    text = f"{error}: an error in flyweight itself"
+    return error_response(500, text, error=type(error).__name__)
 
 
-def _content_security_policy(page: str) -> str:
-    """Return what a browser may run and load: the page's own script and style, and our routes."""
+def _page() -> Response:
+    """Return the page. A browser may run its own script and style only, and call our routes."""
+    page = _PAGE.read_text("utf-8")
 
     def hashes(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         digests = (base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in found)
         return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
 
-    return (
+    policy = (
         f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; "
         f"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"frame-ancestors 'none'"
     )
+    headers = {"Content-Security-Policy": policy}
+    return Response(page, 200, headers, "text/html; charset=utf-8")

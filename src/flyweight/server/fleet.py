@@ -11,9 +11,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import repeat
 from time import monotonic, time
 from typing import Any
 
@@ -137,28 +135,25 @@ class Fleet:
         """
         controls = self._chosen(name)
         with self._start_lock:
-            busy = [(each, found) for each in controls if (found := _busy(each)) is not None]
+            busy = [(each, error) for each in controls if (error := _busy(each)) is not None]
             if busy:
-                return [_answer(*each) for each in busy]
+                return [_answer(each, _refused(each, error)) for each, error in busy]
             started = []
             for control in controls:
                 is_cleared = any(rank.absent for rank in _status(control).ranks)
                 chosen = if_cleared if if_cleared is not None and is_cleared else request
                 started.append(_start(control, chosen))
-        timeouts = repeat(request.timeout_seconds)
-        with ThreadPoolExecutor(len(started), "flyweight-answer") as pool:
-            return list(pool.map(self._wait, controls, started, timeouts))
+        deadline = monotonic() + request.timeout_seconds + _SPARE_SECONDS
+        return [
+            self._answered(control, operation, deadline)
+            for control, operation in zip(controls, started, strict=True)
+        ]
 
-    def _wait(self, control: Control, operation: Operation, timeout_seconds: float) -> Answer:
+    def _answered(self, control: Control, operation: Operation, deadline: float) -> Answer:
         """Wait until an operation has ended, or this fleet closes, and return the answer."""
-        deadline = monotonic() + timeout_seconds + _SPARE_SECONDS
         while operation.ending == "running" and not self.is_closing and monotonic() < deadline:
             control.wait(operation, _POLL_SECONDS)
-        self._refresh(control)
-        with self._lock:
-            is_new = self._journal.record_operation(operation)
-        if is_new:
-            self._notify()
+        self._refresh(control, operation)
         if operation.ending == "running":
             reason = f"the server is closing; operation {operation.id} goes on without it"
             operation = replace(operation, error=PeerLost.__name__, reason=reason)
@@ -173,10 +168,12 @@ class Fleet:
             self._closing.wait(_REST_SECONDS)
             seen = control.cell.wait_change(seen, _POLL_SECONDS)
 
-    def _refresh(self, control: Control) -> None:
-        """Read the status of a replica, and notify the listeners if it has changed."""
+    def _refresh(self, control: Control, operation: Operation | None = None) -> None:
+        """Record a replica's status, and an operation if it has ended; notify of changes."""
         with self._lock:
             has_changed = self._journal.record_status(_status(control))
+            if operation is not None:
+                has_changed |= self._journal.record_operation(operation)
         if has_changed:
             self._notify()
 
@@ -227,26 +224,26 @@ def _status(control: Control) -> ReplicaStatus:
         )
 
 
-def _start(control: Control, request: Request) -> Operation:
-    try:
-        return control.start(request)
-    except FlyweightError as error:
-        return _not_started(control, request.signal, error)
-
-
-def _busy(control: Control) -> Operation | None:
-    """Return the operation that keeps a replica busy; None if it is idle."""
+def _busy(control: Control) -> Busy | None:
     try:
         control.check_idle()
     except Busy as error:
-        return _not_started(control, "", error)
+        return error
     except FlyweightError:
         pass  # starting the operation raises it again
     return None
 
 
-def _not_started(control: Control, signal: str, error: FlyweightError) -> Operation:
-    """Return an operation that a replica refused, or the one that it is busy with, as failed."""
+def _start(control: Control, request: Request) -> Operation:
+    """Start an operation; return one that has failed if the replica refuses it."""
+    try:
+        return control.start(request)
+    except FlyweightError as error:
+        return _refused(control, error, request.signal)
+
+
+def _refused(control: Control, error: FlyweightError, signal: str = "") -> Operation:
+    """Return an operation that was not started, with the id of the one that is in its way."""
     busy = error.operation if isinstance(error, Busy) else ""
     return Operation(
         id=busy,

@@ -1,4 +1,4 @@
-"""HTTP: serves a fleet on a port, in a thread of its own, until it is closed."""
+"""HTTP: a bound port, and the server that answers there until it is told to end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import errno
 import socket
 import threading
-from time import monotonic, sleep
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -18,111 +17,77 @@ from flyweight.server.fleet import Fleet
 
 MAX_CONNECTIONS = 256
 REQUEST_SECONDS = 10.0
-_START_SECONDS = 20.0
 _CLOSE_SECONDS = 5
-_POLL_SECONDS = 0.005
 
 
-class Listener:
-    """A bound port; clients that connect wait until it is served."""
+def listen(host: str = "127.0.0.1", port: int = 0, *, may_be_remote: bool = False) -> socket.socket:
+    """Return a bound socket, where clients that connect wait until they are served.
+
+    Port 0 takes a free one. A host other than loopback needs `may_be_remote`.
+    """
+    if not may_be_remote and not is_loopback(host):
+        raise SpecError(
+            f"host {host!r} can be reached from other machines, and what is sent there can be "
+            f"read on the way; say --allow-remote if that is meant"
+        )
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, dualstack_ipv6=is_dual)
+    except OSError as cause:
+        text = f"cannot listen at {host}:{port}: {cause.strerror}; choose another --port"
+        raise StoreError(cause.errno, text) from cause
+
+
+class HttpServer(uvicorn.Server):
+    """Serves a fleet at a bound socket, until a signal arrives or `is_over` is set."""
 
     def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, *, may_be_remote: bool = False
+        self,
+        fleet: Fleet,
+        listener: socket.socket,
+        is_over: threading.Event,
+        *,
+        host: str,
+        token: str,
+        store: str | None = None,
     ) -> None:
-        """Bind a port; 0 takes a free one. A host other than loopback needs `may_be_remote`."""
-        if not may_be_remote and not is_loopback(host):
-            raise SpecError(
-                f"host {host!r} can be reached from other machines, and what is sent there can be "
-                f"read on the way; say --allow-remote if that is meant"
+        name = f"[{host}]" if ":" in host else host
+        self.address = f"http://{name}:{listener.getsockname()[1]}"
+        self._fleet, self._listener, self._is_over = fleet, listener, is_over
+        super().__init__(
+            uvicorn.Config(
+                make_app(fleet, token=token, host=host, store=store),
+                access_log=False,
+                http=_Connection,
+                lifespan="on",
+                limit_concurrency=MAX_CONNECTIONS,
+                log_config=None,
+                loop="asyncio",
+                server_header=False,
+                timeout_graceful_shutdown=_CLOSE_SECONDS,
+                ws="none",
             )
-        try:
-            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-            self.socket = socket.create_server(address, family=family, dualstack_ipv6=is_dual)
-        except OSError as cause:
-            text = f"cannot listen at {host}:{port}: {cause.strerror}; choose another --port"
-            raise StoreError(cause.errno, text) from cause
-        self.host, self.port = host, int(self.socket.getsockname()[1])
-
-    def close(self) -> None:
-        self.socket.close()
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
-
-class HttpServer:
-    """Serves a fleet as soon as it is made. The caller closes the fleet and the listener."""
-
-    def __init__(
-        self, fleet: Fleet, listener: Listener, *, token: str, store: str | None = None
-    ) -> None:
-        if not token:
-            raise SpecError("the token is empty; anyone could send it")
-        host = f"[{listener.host}]" if ":" in listener.host else listener.host
-        self.address = f"http://{host}:{listener.port}"
-        self._fleet = fleet
-        config = uvicorn.Config(
-            make_app(fleet, token=token, host=listener.host, store=store),
-            access_log=False,
-            http=_Connection,
-            lifespan="on",
-            limit_concurrency=MAX_CONNECTIONS,
-            log_config=None,
-            loop="asyncio",
-            server_header=False,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,
-            ws="none",
         )
-        self._server = uvicorn.Server(config)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(listener.socket,), name="flyweight-http", daemon=True
-        )
-        self._thread.start()
+
+    def serve_until_over(self) -> None:
+        """Serve, answer the requests that are being served, and return. Closes the socket."""
+        cause: BaseException | None = None
         try:
-            self._wait_started()
-        except BaseException:
-            self.close()
-            raise
-
-    def _run(self, listener: socket.socket) -> None:
-        try:
-            self._server.run([listener])
-        except BaseException as error:  # raised by `check`, in the caller's thread
-            self._error = error
-
-    def _wait_started(self) -> None:
-        deadline = monotonic() + _START_SECONDS
-        while not self._server.started:
-            self.check()
-            if monotonic() > deadline:
-                text = f"the server at {self.address} did not start in {_START_SECONDS:g} s"
-                raise StoreError(errno.ETIMEDOUT, text)
-            sleep(_POLL_SECONDS)
-
-    def check(self) -> None:
-        """Raise StoreError if the server has ended without being closed."""
-        if not self._thread.is_alive():
-            cause = self._error
+            self.run([self._listener])
+        except (Exception, SystemExit) as error:  # SystemExit: uvicorn could not start
+            cause = error
+        if cause is not None or not self.started or not self.should_exit:
             why = "" if cause is None else f": {type(cause).__name__}: {cause}"
             text = f"the server at {self.address} ended by itself{why}"
             raise StoreError(errno.ECONNABORTED, text) from cause
 
-    def close(self) -> None:
-        """Answer the requests that are being served and stop. Safe to repeat."""
-        self._fleet.end_waits()
-        self._server.should_exit = True
-        self._thread.join(2 * _CLOSE_SECONDS)
-
-    def __enter__(self) -> HttpServer:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second; return whether to end."""
+        self.should_exit |= self._is_over.is_set()
+        if self.should_exit:
+            self._fleet.end_waits()  # uvicorn waits for the requests that wait for the fleet
+        return await super().on_tick(counter)
 
 
 class _Connection(H11Protocol):
