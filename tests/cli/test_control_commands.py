@@ -124,7 +124,7 @@ def test_a_timeout_is_exit_code_7(site):
     ("words", "code", "says"),
     [
         (["status", "http://127.0.0.1:1", "--token-file", "TOKEN"], 7, "no control server answers"),
-        (["status", "http://127.0.0.1:1"], 7, "no server left a token"),
+        (["status", "http://127.0.0.1:1"], 7, "there is no token file"),
         (["status", "unix:run"], 5, "is not of the form 'http://HOST:PORT'"),
         (["status", "http://127.0.0.1:x"], 5, "is not of the form 'http://HOST:PORT'"),
         (["pause", "--replica", "other"], 5, "there is no replica 'other'"),
@@ -279,6 +279,24 @@ def test_serve_ends_cleanly_on_a_signal(tmp_path, number):
         assert served.end(number) == ("", "")
         assert served.process.returncode == 0
     assert token.isalnum()
+
+
+def test_a_signal_before_the_server_runs_ends_it_too(tmp_path):
+    code = (
+        "import os, signal, sys\n"
+        "from flyweight.cli import main\n"
+        "from flyweight.server import http\n"
+        "real = http.make_app\n"
+        "def make_app(*given, **options):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return real(*given, **options)\n"
+        "http.make_app = make_app\n"
+        "main(sys.argv[1:])"
+    )
+    words = ["serve", "--replica", f"e={tmp_path}/e.cell", "--port", "0", "--run", tmp_path / "run"]
+    done = run_python(code, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.listdir(tmp_path / "run") == []
 
 
 def test_other_commands_do_not_import_the_server_extra():

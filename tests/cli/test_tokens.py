@@ -60,7 +60,7 @@ def test_a_link_that_another_user_made_is_refused(tmp_path):
 
 def test_a_link_to_nothing_is_refused_in_words(tmp_path):
     (tmp_path / "token").symlink_to(tmp_path / "gone")
-    with pytest.raises(PeerRefused, match="is a link to a file that is not there; make that file"):
+    with pytest.raises(PeerRefused, match="it is a link; make the file that it leads to"):
         tokens.read_or_create(tmp_path / "token")
     assert os.listdir(tmp_path) == ["token"]
 

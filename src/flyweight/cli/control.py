@@ -20,7 +20,7 @@ from flyweight.cli.client import DEFAULT_PORT, Client, host_and_port
 from flyweight.cli.options import Seconds, json_option, once_option, token_file_option
 from flyweight.cli.output import err, show, show_changes
 from flyweight.cli.status_table import status_table
-from flyweight.errors import FlyweightError, PeerRefused
+from flyweight.errors import FlyweightError
 from flyweight.lifecycle.control import ANSWER_SECONDS, Control
 
 _POLL_SECONDS = 0.2
@@ -135,13 +135,8 @@ def _client(address: str, token_file: Path | None, directory: Path) -> Client:
     if token and token_file is None:
         return Client(address, tokens.check(token, "FLYWEIGHT_TOKEN"), "FLYWEIGHT_TOKEN")
     path = token_file or tokens.path_for(directory, host_and_port(address)[1])
-    token = tokens.read(path)
-    if token is None:
-        raise PeerRefused(
-            f"no server left a token at {str(path)!r}; start flyweight serve, say --token-file, or "
-            f"set FLYWEIGHT_TOKEN"
-        )
-    return Client(address, token, repr(str(path)))
+    remedy = "start flyweight serve, say --token-file, or set FLYWEIGHT_TOKEN"
+    return Client(address, tokens.read(path, remedy), repr(str(path)))
 
 
 def _print_status(client: Client) -> None:

@@ -110,9 +110,9 @@ def watch(address: str, once: bool, timeout_seconds: float, token_file: Path | N
 
 
 def _news(address: str, token_file: Path | None, timeout_seconds: float) -> Iterator[News]:
-    token = None if token_file is None else tokens.read(token_file)
-    if token is None and token_file is not None:
-        raise PeerRefused(f"there is no token file {str(token_file)!r}; see publish --token-file")
+    token = None
+    if token_file is not None:
+        token = tokens.read(token_file, "publish --token-file makes one")
     try:
         yield from watch_publisher(address, token=token, timeout_seconds=timeout_seconds)
     except PeerRefused as error:

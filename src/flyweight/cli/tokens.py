@@ -13,11 +13,12 @@ import secrets
 import shlex
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from flyweight.errors import PeerRefused, StoreError
+from flyweight.errors import PeerRefused
 from flyweight.host import exposure
+from flyweight.stores.local import refused, store_errors
 
 _MAX_BYTES = 256
 _MIN_CHARACTERS = 16
@@ -43,39 +44,46 @@ def check(text: str, place: str) -> str:
     return text
 
 
-def read(path: Path) -> str | None:
+def read(path: Path, remedy: str = "say which with --token-file") -> str:
+    """Return the token in a file; raise PeerRefused if there is none, or if others can read it."""
+    token = _read(path)
+    if token is None:
+        raise PeerRefused(f"there is no token file {str(path)!r}; {remedy}")
+    return token
+
+
+def read_strong(path: Path) -> str:
+    """Return the token of a file that a user wrote; raise if there is none, or it is too short."""
+    command = f"(umask 077; openssl rand -hex 16 > {shlex.quote(str(path))})"
+    remedy = f"a server needs {_MIN_CHARACTERS} characters or more, chosen at random: {command}"
+    token = read(path, remedy)
+    if len(token) < _MIN_CHARACTERS:
+        raise PeerRefused(f"token file {str(path)!r} holds {len(token)} characters; {remedy}")
+    return token
+
+
+def _read(path: Path) -> str | None:
     """Return the token in a file, or None if there is no file; raise if others can read it.
 
     The path may be a symbolic link, as mounted secrets are, if this user or root made it.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        with _store_errors(f"token file {str(path)!r}", FileNotFoundError):
-            if not path.is_symlink():
-                flags |= os.O_NOFOLLOW
-            elif whose := exposure(path.lstat(), bits=0):
-                raise PeerRefused(
-                    f"token file {str(path)!r} is a link that {whose}; it must be of user "
-                    f"{os.geteuid()} or root, or be the file itself"
-                )
-            with open(os.open(path, flags), "rb", buffering=0) as file:
-                _check_private(file.fileno(), path)
-                text = file.read(_MAX_BYTES + 1)
+        if not path.is_symlink():
+            flags |= os.O_NOFOLLOW
+        elif whose := exposure(path.lstat(), bits=0):
+            raise PeerRefused(
+                f"token file {str(path)!r} is a link that {whose}; it must be of user "
+                f"{os.geteuid()} or root, or be the file itself"
+            )
+        with open(os.open(path, flags), "rb", buffering=0) as file:
+            _check_private(file.fileno(), path)
+            text = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         return None
+    except OSError as cause:
+        raise refused(cause, f"token file {str(path)!r}") from cause
     return check(text.decode("ascii", "replace"), repr(str(path)))
-
-
-def read_strong(path: Path) -> str:
-    """Return the token of a file that a user wrote; raise if there is none, or it is too short."""
-    token = read(path)
-    if token is None or len(token) < _MIN_CHARACTERS:
-        what = "is not there" if token is None else f"holds {len(token)} characters"
-        raise PeerRefused(
-            f"token file {str(path)!r} {what}; a server needs a token of {_MIN_CHARACTERS} or "
-            f"more, chosen at random: (umask 077; openssl rand -hex 16 > {shlex.quote(str(path))})"
-        )
-    return token
 
 
 def read_or_create(path: Path) -> str:
@@ -83,29 +91,22 @@ def read_or_create(path: Path) -> str:
 
     If several processes create it at once, all return the token of the first.
     """
-    found = read(path)
+    found = _read(path)
     if found is not None:
         return found
     token = secrets.token_hex(16)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with _store_errors(f"cannot write token file {str(path)!r}", FileExistsError):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(file, token.encode("ascii"))
-                os.link(draft, path)  # fails if another process was first
-            finally:
-                os.close(file)
-                draft.unlink(missing_ok=True)
-    except FileExistsError as cause:
-        found = read(path)
-        if found is None:
-            raise PeerRefused(
-                f"token file {str(path)!r} is a link to a file that is not there; make that file, "
-                f"or remove the link"
-            ) from cause
-        return found
+    with store_errors(f"cannot write token file {str(path)!r}"):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(file, token.encode("ascii"))
+            os.link(draft, path)
+        except FileExistsError:  # another process was first
+            return read(path, "it is a link; make the file that it leads to, or remove it")
+        finally:
+            os.close(file)
+            draft.unlink(missing_ok=True)
     return token
 
 
@@ -117,39 +118,28 @@ def server_token(path: Path) -> Iterator[str]:
     a running server is not.
     """
     token = secrets.token_hex(16)
-    with _store_errors(f"cannot write token file {str(path)!r}"):
-        file = _write_locked(path, token)
-    try:
-        yield token
-    finally:
-        if _is_at(file, path):
-            path.unlink()
-        os.close(file)
-
-
-def _write_locked(path: Path, token: str) -> int:
-    """Write the token, and return the file descriptor that holds the lock."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    while True:
-        file = os.open(path, flags, 0o600)
+    with ExitStack() as files:
+        with store_errors(f"cannot write token file {str(path)!r}"):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            while True:
+                file = os.open(path, flags, 0o600)
+                files.callback(os.close, file)
+                _check_private(file, path)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as cause:
+                    text = "a server at the same port of another address uses it; choose another "
+                    text += "--port, or another --run directory"
+                    raise OSError(errno.EBUSY, text) from cause
+                if _is_at(file, path):  # not a file that its server has just removed
+                    break
+            os.ftruncate(file, os.pwrite(file, token.encode("ascii"), 0))
         try:
-            _check_private(file, path)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, path):  # not a file that its server has just removed
-                os.ftruncate(file, os.pwrite(file, token.encode("ascii"), 0))
-                return file
-        except BlockingIOError as cause:
-            os.close(file)
-            raise StoreError(
-                errno.EBUSY,
-                f"token file {str(path)!r} is that of another server, at the same port of another "
-                f"address; choose another --port, or another --run directory",
-            ) from cause
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)
+            yield token
+        finally:
+            if _is_at(file, path):
+                path.unlink()
 
 
 def _is_at(file: int, path: Path) -> bool:
@@ -167,14 +157,3 @@ def _check_private(file: int, path: Path) -> None:
             f"token file {str(path)!r} {whose}; it must be of user {os.geteuid()} with mode "
             f"600: chmod 600 it, or choose another"
         )
-
-
-@contextmanager
-def _store_errors(what: str, *passed: type[OSError]) -> Iterator[None]:
-    """Raise an OSError as a StoreError that says what failed, except the types in `passed`."""
-    try:
-        yield
-    except OSError as cause:
-        if isinstance(cause, (StoreError, *passed)):
-            raise
-        raise StoreError(cause.errno, f"{what}: {cause.strerror}") from cause
