@@ -23,7 +23,7 @@ from rich.markup import escape
 
 import flyweight
 from flyweight import errors
-from flyweight.cli.output import err, wants_json
+from flyweight.cli.output import err, set_json, wants_json
 from flyweight.errors import FlyweightError
 
 EXIT_NO, EXIT_OTHER, EXIT_FAULT, EXIT_INTERRUPTED = 1, 5, 70, 130
@@ -43,8 +43,23 @@ def exit_code(error: FlyweightError) -> int:
     return next(codes, EXIT_OTHER)
 
 
+class _Command(click.Command):
+    """A command with the option --json, which `output.show` and the errors below read."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.params.append(
+            click.Option(
+                ["--json"], is_flag=True, is_eager=True, expose_value=False, help="Print JSON.",
+                callback=lambda context, _, value: set_json(context, value),
+            )
+        )  # fmt: skip
+
+
 class _Commands(click.Group):
     """Turns errors into a line on standard error and an exit code."""
+
+    command_class = _Command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -91,7 +106,9 @@ def main() -> None:
 
 
 @main.command(
-    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+    cls=click.Command,
+    hidden=True,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 def demo() -> None:
     """Say where the demo is. It was a command of earlier versions."""

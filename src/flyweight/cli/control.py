@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from flyweight.cli import tokens
 from flyweight.cli.app import main, until_signal
 from flyweight.cli.client import DEFAULT_PORT, Client, host_and_port
-from flyweight.cli.options import Seconds, json_option, once_option, token_file_option
+from flyweight.cli.options import Seconds, once_option, token_file_option
 from flyweight.cli.output import err, show, show_changes
 from flyweight.cli.status_table import status_table
 from flyweight.errors import FlyweightError
@@ -53,7 +53,6 @@ run_option = click.option(
 )
 @run_option
 @token_file_option
-@json_option
 def serve(
     *,
     replicas: tuple[str, ...],
@@ -121,7 +120,6 @@ def _with_client(command: Callable[..., None]) -> Callable[..., None]:
     )
     @run_option
     @token_file_option
-    @json_option
     @wraps(command)
     def with_client(address: str, token_file: Path | None, directory: Path, **options: Any) -> None:
         command(_client(address, token_file, directory), **options)

@@ -15,7 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from flyweight.cli.app import EXIT_NO, main
-from flyweight.cli.options import Size, json_option, memory_option, path_argument, version_option
+from flyweight.cli.options import Size, memory_option, path_argument, version_option
 from flyweight.cli.output import err, human, out, progress, show, table
 from flyweight.errors import SnapshotNotFound
 from flyweight.spec.model_layout import ModelLayout
@@ -36,7 +36,6 @@ def _check_exists(path: str) -> None:
 @main.command()
 @path_argument
 @version_option
-@json_option
 def inspect(path: str, version: int | None) -> None:
     """Show the tensors, sizes, dtypes, versions and files at PATH."""
     found = describe.inspect(path, version=version)
@@ -79,7 +78,6 @@ def _tree(found: Mapping[str, Any]) -> Tree:
 @path_argument
 @version_option
 @memory_option
-@json_option
 def verify(path: str, **options: Any) -> None:
     """Read everything at PATH and compare it with its checksums and digests."""
     with progress():
@@ -102,7 +100,6 @@ def verify(path: str, **options: Any) -> None:
 @main.command()
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@json_option
 def diff(a: str, b: str) -> None:
     """Show which tensors of A and B differ, and by how much."""
     with progress():
@@ -151,7 +148,6 @@ def _pairs(
 )  # fmt: skip
 @click.option("--part", "part_bytes", type=Size(), default="4G", show_default=True)
 @memory_option
-@json_option
 def convert(source: str, destination: str, **options: Any) -> None:
     """Write the weights at SOURCE to DESTINATION in another format, streaming."""
     with progress():
@@ -193,7 +189,6 @@ class _LayoutFile(click.File):
 @click.option("--copies", "has_copies", is_flag=True, help="With --json, list every copy.")
 @version_option
 @memory_option
-@json_option
 def plan(source: str, has_copies: bool, **options: Any) -> None:
     """Show which rank would copy what to which, to fill a layout from SOURCE; nothing is copied."""
     report = make_plan(source, **options)
@@ -230,7 +225,6 @@ def _print_plan(report: PlanReport) -> None:
 
 @main.command()
 @path_argument
-@json_option
 def versions(path: str) -> None:
     """List the committed versions of the run at PATH."""
     _check_exists(path)
@@ -254,7 +248,6 @@ def versions(path: str) -> None:
     "--damaged", "should_remove_damaged", is_flag=True,
     help="Remove versions that cannot be opened, too.",
 )  # fmt: skip
-@json_option
 def prune(path: str, **options: Any) -> None:
     """Remove all but the newest versions of the run at PATH, and what killed saves left.
 
@@ -275,7 +268,6 @@ def prune(path: str, **options: Any) -> None:
 
 @main.command()
 @click.argument("path", type=click.Path(exists=True), required=False)
-@json_option
 def doctor(path: str | None) -> None:
     """Show what is installed and what this machine can do, at PATH if given."""
     found = describe.doctor(path)
@@ -292,7 +284,7 @@ def doctor(path: str | None) -> None:
     show(found, lambda: table(rows=rows, show_header=False))
 
 
-@main.command()
+@main.command(cls=click.Command)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print the script that completes this command in SHELL; see docs/cli.md."""

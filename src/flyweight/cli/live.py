@@ -17,7 +17,6 @@ from flyweight.cli import tokens
 from flyweight.cli.app import main, until_signal
 from flyweight.cli.options import (
     Seconds,
-    json_option,
     once_option,
     token_file_option,
     version_option,
@@ -45,7 +44,6 @@ _SHOWN_EVENTS = ("replica.joined", "replica.lost", "serve.done")
 @click.option("--as-version", type=click.IntRange(0), help="The version number to serve it as.")
 @version_option
 @token_file_option
-@json_option
 def publish(
     *,
     path: str,
@@ -98,7 +96,6 @@ def _print_event(event: Event, as_json: bool, is_over: threading.Event) -> None:
     show_default=True, help="Seconds to wait for a publisher.",
 )  # fmt: skip
 @token_file_option
-@json_option
 def watch(address: str, once: bool, timeout_seconds: float, token_file: Path | None) -> None:
     """Show versions, replicas and speed of the publisher at ADDRESS as they change."""
     news = _news(address, token_file, timeout_seconds)

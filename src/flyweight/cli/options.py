@@ -9,8 +9,6 @@ from typing import Any
 
 import click
 
-from flyweight.cli.output import set_json
-
 _SIZE = re.compile(r"(\d{1,18})\s*([KMGT]?)I?B?", re.ASCII)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -42,11 +40,6 @@ class Seconds(click.FloatRange):
 
 
 path_argument = click.argument("path", type=click.Path())
-json_option = click.option(
-    "--json", is_flag=True, is_eager=True, expose_value=False, help="Print JSON.",
-    callback=lambda context, _, value: set_json(context, value),
-)  # fmt: skip
-"""Commands do not see its value: `output.show` and the errors of `app` do."""
 version_option = click.option("--version", type=click.IntRange(0), help="Which version of a run.")
 memory_option = click.option(
     "--memory", "memory_bytes", type=Size(), default="256M", show_default=True,
