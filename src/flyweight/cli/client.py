@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from math import inf
 from time import monotonic
@@ -53,10 +53,7 @@ class Client:
         target = f"{path}?{text}" if text else path
         with self._request(method, target, timeout_seconds) as response:
             body = response.read(_MAX_ANSWER_BYTES)
-        result = self._decode(body, response.status).get("result")
-        if not isinstance(result, dict) or "replicas" not in result:
-            raise self._refusal(body, response.status)
-        return result
+        return self._decode(body, response.status)
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the status at each change, until the server ends."""
@@ -65,7 +62,7 @@ class Client:
                 self._decode(response.read(_MAX_ANSWER_BYTES), response.status)
             for line in response:
                 if line.startswith(b"data: "):
-                    yield self._decode(line.removeprefix(b"data: "), 200)
+                    yield self._decode(line.removeprefix(b"data: "), 200, is_event=True)
 
     @contextmanager
     def _request(
@@ -76,15 +73,20 @@ class Client:
         connection = HTTPConnection(self._host, self._port, timeout=timeout_seconds)
         connection.auto_open = 0  # use the connection that was proven, never a second one
         try:
-            with closing(connection):
+            with closing(connection), ExitStack() as stack:
                 connection.connect()
-                with _shut_down_at(deadline, connection.sock):
-                    nonce = self._proven_nonce(connection)
-                    ours = proof(self._token, "request", nonce, method, target)
-                    headers = {"Authorization": f"Flyweight {nonce} {ours}"}
-                    connection.request(method, target, None, headers)
-                    with connection.getresponse() as response:
-                        yield response
+                if not is_stream:  # the timeout of a socket starts again with each byte
+                    left = max(deadline - monotonic(), 0.0)
+                    timer = threading.Timer(left, _shut_down, [connection.sock])
+                    timer.daemon = True
+                    timer.start()
+                    stack.callback(timer.cancel)
+                nonce = self._proven_nonce(connection)
+                ours = proof(self._token, "request", nonce, method, target)
+                headers = {"Authorization": f"Flyweight {nonce} {ours}"}
+                connection.request(method, target, None, headers)
+                with connection.getresponse() as response:
+                    yield response
                 if monotonic() > deadline:  # the response may be cut off
                     raise TimeoutError
         except (OSError, HTTPException, UnicodeError, PeerRefused) as cause:
@@ -114,43 +116,27 @@ class Client:
             f"token say --token-file, or set FLYWEIGHT_TOKEN"
         )
 
-    def _decode(self, body: bytes, code: int) -> dict[str, Any]:
-        """Return the JSON of a response; raise the error that it reports."""
+    def _decode(self, body: bytes, code: int, *, is_event: bool = False) -> dict[str, Any]:
+        """Return the result in a response, or an event; raise the error that it reports."""
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError):
             answer = None
-        if not isinstance(answer, dict) or not {"result", "replicas"} & answer.keys():
-            raise self._refusal(body, code)
-        if code != 200:
-            raise _error(answer, code)
-        return answer
-
-    def _refusal(self, body: bytes, code: int) -> PeerRefused:
-        return PeerRefused(
+        if isinstance(answer, dict):
+            if code != 200 and "result" in answer:
+                raise _error(answer, code)
+            result = answer if is_event else answer.get("result")
+            if isinstance(result, dict) and "replicas" in result:
+                return result
+        raise PeerRefused(
             f"{self.address} answers {code} with {len(body)} bytes that are not our protocol; is "
             f"it a control server?"
         )
 
 
-@contextmanager
-def _shut_down_at(deadline: float, connected: socket.socket) -> Iterator[None]:
-    """Shut the socket down at a deadline: its own timeout starts again with each byte."""
-
-    def shut_down() -> None:
-        with suppress(OSError):  # it may be closed already
-            connected.shutdown(socket.SHUT_RDWR)
-
-    if deadline == inf:
-        yield
-        return
-    timer = threading.Timer(max(deadline - monotonic(), 0.0), shut_down)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _shut_down(connected: socket.socket) -> None:
+    with suppress(OSError):  # it may be closed already
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
