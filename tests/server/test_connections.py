@@ -15,7 +15,6 @@ from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
 from flyweight.server import app as server_app
 from flyweight.server import http as server_http
-from flyweight.server import stream as server_stream
 from flyweight.server.fleet import Fleet
 
 
@@ -58,7 +57,7 @@ def test_waits_for_clients_end_at_their_deadline(site, threads, monkeypatch):
     for module, name in (
         (server_http, "REQUEST_SECONDS"),
         (server_app, "BODY_SECONDS"),
-        (server_stream, "KEEPALIVE_SECONDS"),
+        (server_app, "KEEPALIVE_SECONDS"),
     ):
         monkeypatch.setattr(module, name, 3.0)
 

@@ -14,7 +14,6 @@ from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import State
 from flyweight.server import app as server_app
 from flyweight.server import http as server_http
-from flyweight.server import stream as server_stream
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_the_number_of_listeners_is_limited(site, monkeypatch):
 
 def test_a_client_that_does_not_read_is_dropped(control, change, monkeypatch):
     monkeypatch.setattr(server_http, "REQUEST_SECONDS", 0.2)
-    monkeypatch.setattr(server_stream, "INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(server_app, "INTERVAL_SECONDS", 0.0)
     with serving([control]) as site, socket.socket() as client:
         site.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

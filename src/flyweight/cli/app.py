@@ -1,4 +1,4 @@
-"""The command group `flyweight`, and the exit codes of its commands.
+"""The command group `flyweight`: the exit codes and the options that its commands share.
 
 Exit codes: 0 done; 1 done, and the answer is no (verify found damage, diff found differences);
 2 the command line is wrong; 3 files are damaged or of no known format; 4 a path or version does
@@ -10,12 +10,15 @@ flyweight; 130 interrupted.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -35,6 +38,9 @@ _EXIT_CODES: dict[type[FlyweightError], int] = {
     errors.TransportError: 7,
     errors.LifecycleError: 8,
 }
+
+_SIZE = re.compile(r"(\d{1,18})\s*([KMGT]?)I?B?", re.ASCII)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def exit_code(error: FlyweightError) -> int:
@@ -116,3 +122,45 @@ def demo() -> None:
         "the demo is an example, not a command: run make demo, or python examples/demo, in a "
         "checkout of the repository"
     )
+
+
+# Options that several commands share.
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes: 268435456, 256M, 256MiB, 4G."""
+
+    name = "size"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        match = _SIZE.fullmatch(str(value).strip().upper())
+        if match is None:
+            self.fail(f"{value!r} is not a size; write 268435456, 256M or 4G", param, ctx)
+        return int(match[1]) * _UNITS[match[2]]
+
+
+class Seconds(click.FloatRange):
+    """A finite number of seconds."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not isfinite(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
+
+
+path_argument = click.argument("path", type=click.Path())
+version_option = click.option("--version", type=click.IntRange(0), help="Which version of a run.")
+memory_option = click.option(
+    "--memory", "memory_bytes", type=Size(), default="256M", show_default=True,
+    help="Extra memory to use at most.",
+)  # fmt: skip
+token_file_option = click.option(
+    "--token-file", type=click.Path(path_type=Path), metavar="FILE",
+    help="Your own file with a token, instead of the one that the server or publisher writes.",
+)  # fmt: skip
+once_option = click.option("--once", is_flag=True, help="Show the present status, and exit.")

@@ -6,26 +6,34 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from flyweight.cli import tokens
-from flyweight.cli.app import main, until_signal
+from flyweight.cli.app import Seconds, main, once_option, token_file_option, until_signal
 from flyweight.cli.client import DEFAULT_PORT, Client, host_and_port
-from flyweight.cli.options import Seconds, once_option, token_file_option
-from flyweight.cli.output import err, show, show_changes
-from flyweight.cli.status_table import status_table
+from flyweight.cli.output import err, human, show, show_changes, table
 from flyweight.errors import FlyweightError
 from flyweight.lifecycle.control import ANSWER_SECONDS, Control
 
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = ANSWER_SECONDS + 0.3
 """What the server gets beyond the engine's own timeout, to answer how it ended."""
+_STYLES = {"SERVING": "green", "FAILED": "bold red", "ABSENT": "bold red"}
+_REPLICA_HEADS = (
+    "replica", "rank", "process", "state", "version", "requests", "rounds", "GB/s", "pause ms",
+    "step",
+)  # fmt: skip
+_ROUND_HEADS = ("round ended", "replica", "version", "bytes", "ms", "GB/s", "pause ms")
+_NUM_ROUNDS, _NUM_FAULTS = 10, 3
 
 run_option = click.option(
     "--run", "directory", type=click.Path(path_type=Path), envvar="FLYWEIGHT_RUN",
@@ -139,7 +147,7 @@ def _client(address: str, token_file: Path | None, directory: Path) -> Client:
 
 def _print_status(client: Client) -> None:
     status = client.call("GET", "/status")
-    show(status, lambda: status_table(status))
+    show(status, lambda: _status_table(status))
 
 
 @main.command()
@@ -157,7 +165,7 @@ def top(client: Client, once: bool) -> None:
     if once:
         _print_status(client)
     else:
-        show_changes(client.events(), status_table)
+        show_changes(client.events(), _status_table)
 
 
 def _operation(name: str, route: str, description: str, *options: Any) -> None:
@@ -245,3 +253,66 @@ def _progress_of(client: Client) -> Iterator[None]:
         finally:
             is_over.set()
             thread.join(_POLL_SECONDS)  # a status that does not come must not delay the answer
+
+
+# Tables.
+
+
+def _status_table(status: Mapping[str, Any]) -> Group:
+    """Return the answer of `/status` as tables."""
+    replicas = status["replicas"]
+    rows = [_replica_row(each, rank) for each in replicas for rank in each["ranks"] or [{}]]
+    parts: list[RenderableType] = [table(*_REPLICA_HEADS, rows=rows)]
+    parts += [Text(f"{e['name']}: {e['reason']}", "red") for e in replicas if e["reason"]]
+    if status["rounds"]:
+        rounds = reversed(status["rounds"][-_NUM_ROUNDS:])
+        parts += ["", table(*_ROUND_HEADS, rows=map(_round_row, rounds))]
+    for fault in status["faults"][-_NUM_FAULTS:]:
+        what = f"{_clock(fault['time'])} {fault['replica']}: {fault['error']}: {fault['reason']}"
+        parts.append(Text(what, "red"))
+    return Group(*parts)
+
+
+def _replica_row(replica: Mapping[str, Any], rank: Mapping[str, Any]) -> tuple[object, ...]:
+    if not rank:
+        return replica["name"], "", "", _state(replica["state"])
+    version = Text("-" if rank["version"] is None else str(rank["version"]))
+    if rank["version"] is not None and rank["went_back_from"] is not None:
+        version.append(f" (back from {rank['went_back_from']})", "yellow")
+    operation = replica["operation"]
+    percent = f"{rank['percent']:.0f} %" if rank["state"] == "UPDATING" else ""
+    words = rank["step"], percent, operation and operation["id"]
+    return (
+        replica["name"],
+        rank["rank"],
+        rank["pid"] or None,
+        _state(rank["state"]),
+        version,
+        rank["num_running"],
+        rank["num_rounds"],
+        f"{rank['nbytes'] / 1e9 / max(rank['round_seconds'], 1e-9):.2f}",
+        f"{1000 * rank['pause_seconds']:.1f}",
+        " ".join(filter(None, words)),
+    )
+
+
+def _round_row(each: Mapping[str, Any]) -> tuple[object, ...]:
+    return (
+        _clock(each["time"]),
+        each["replica"],
+        each["version"],
+        human(each["nbytes"]),
+        f"{1000 * each['seconds']:.1f}",
+        f"{each['gb_per_second']:.2f}",
+        f"{1000 * each['pause_seconds']:.1f}",
+    )
+
+
+def _state(state: str) -> Text:
+    return Text(state, _STYLES.get(state, "yellow"))
+
+
+def _clock(time: float | None) -> str:
+    if time is None:
+        return "before"
+    return datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S")

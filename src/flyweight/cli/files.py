@@ -14,8 +14,7 @@ from rich.markup import escape
 from rich.text import Text
 from rich.tree import Tree
 
-from flyweight.cli.app import EXIT_NO, main
-from flyweight.cli.options import Size, memory_option, path_argument, version_option
+from flyweight.cli.app import EXIT_NO, Size, main, memory_option, path_argument, version_option
 from flyweight.cli.output import err, human, out, progress, show, table
 from flyweight.errors import SnapshotNotFound
 from flyweight.spec.model_layout import ModelLayout

@@ -14,11 +14,12 @@ from rich.console import Group
 from rich.markup import escape
 
 from flyweight.cli import tokens
-from flyweight.cli.app import main, until_signal
-from flyweight.cli.options import (
+from flyweight.cli.app import (
     Seconds,
+    main,
     once_option,
     token_file_option,
+    until_signal,
     version_option,
 )
 from flyweight.cli.output import human, out, print_json, show, show_changes, table, wants_json

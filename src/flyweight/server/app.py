@@ -6,23 +6,26 @@ Starlette runs the routes that are no coroutines in threads, so they may wait.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from flyweight import errors
@@ -31,7 +34,7 @@ from flyweight.lifecycle.states import Signal
 from flyweight.server.access import AccessMiddleware, error_response, json_response
 from flyweight.server.fleet import Fleet
 from flyweight.server.health import described, is_healthy, is_paused
-from flyweight.server.metrics import CONTENT_TYPE, FleetMetrics
+from flyweight.server.metrics import FleetMetrics
 from flyweight.server.requests import (
     CONTROL_ROUTES,
     LEGACY_ROUTES,
@@ -40,12 +43,13 @@ from flyweight.server.requests import (
     RequestBody,
     decode,
 )
-from flyweight.server.stream import event_stream
 from flyweight.verbs.find import versions
 
 BODY_SECONDS = 10.0
 MAX_BODY_BYTES = 64 << 10
 MAX_STREAMS = 64
+INTERVAL_SECONDS = 0.05
+KEEPALIVE_SECONDS = 10.0
 _PAGE = Path(__file__).with_name("page.html")
 _CODES: dict[type[FlyweightError], int] = {
     LifecycleError: 409,
@@ -100,7 +104,6 @@ def make_app(fleet: Fleet, *, token: str, host: str, store: str | None = None) -
 class _Routes:
     def __init__(self, fleet: Fleet, store: str | None) -> None:
         self._fleet, self._store = fleet, store
-        self._metrics = FleetMetrics(fleet)
 
     def health(self, request: Request) -> Response:
         _decoded(request)
@@ -122,7 +125,8 @@ class _Routes:
         return _success({"store": self._store, "versions": stored, "replicas": held})
 
     def metrics(self, request: Request) -> Response:
-        return Response(self._metrics.text(), 200, {"Content-Type": CONTENT_TYPE})
+        text = generate_latest(FleetMetrics(self._fleet))
+        return Response(text, 200, {"Content-Type": CONTENT_TYPE_LATEST})
 
     def is_paused(self, request: Request) -> Response:
         found = self._fleet.replicas(_decoded(request, ("replica",)).replica)
@@ -134,7 +138,11 @@ class _Routes:
         _decoded(request)
         if self._fleet.num_listeners >= MAX_STREAMS:
             raise HTTPException(503, f"{MAX_STREAMS} clients listen to events already")
-        return event_stream(self._fleet)
+        events = _events(self._fleet)
+        # A client that leaves in a send would keep its listener until the generator is collected.
+        return StreamingResponse(
+            events, media_type="text/event-stream", background=BackgroundTask(events.aclose)
+        )
 
     async def control(self, route: ControlRoute, request: Request) -> Response:
         body = _decoded(request, route.keys, await _data(request))
@@ -217,6 +225,30 @@ def _answered(answers: Sequence[Answer], codes: Mapping[int, int] | None = None)
         text = "; ".join(f"{each.replica}: {each.reason}" for each in wrong)
         body |= {"status": status, "result": text}
     return json_response(code if codes is None else codes.get(code, code), body)
+
+
+async def _events(fleet: Fleet) -> AsyncGenerator[bytes, None]:
+    """Yield the newest status after each change, and a comment where nothing changes for long.
+
+    Changes in between are skipped, so nothing queues up for a slow client. The connection drops
+    a client that stops reading.
+    """
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def notify() -> None:
+        with suppress(RuntimeError):  # the loop has ended, and this stream with it
+            loop.call_soon_threadsafe(changed.set)
+
+    sent = -1
+    with fleet.listening(notify):
+        while not fleet.is_closing:
+            changed.clear()
+            number, status = await run_in_threadpool(fleet.latest_status)
+            yield b":\n\n" if number == sent else b"event: status\ndata: %b\n\n" % status
+            sent = number
+            await asyncio.sleep(INTERVAL_SECONDS)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(changed.wait(), KEEPALIVE_SECONDS)
 
 
 async def _flyweight_error(request: Request, error: Exception) -> Response:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from flyweight.lifecycle.replica_status import ABSENT, RankStatus
 from flyweight.lifecycle.states import State
 from flyweight.server.fleet import Fleet
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 _STATES = (*map(str, State), ABSENT)
 
 
@@ -26,12 +23,6 @@ class FleetMetrics(Collector):
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-
-    def text(self) -> bytes:
-        """Return the metrics at this moment, in Prometheus' text format."""
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         replicas = self._fleet.replicas()

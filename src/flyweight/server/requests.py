@@ -7,7 +7,7 @@ which numbers it and writes it into the status cell, where the ranks read it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -136,33 +136,35 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, version=body.version)
 
 
-def decode(keys: Collection[str], query: Iterable[tuple[str, str]], data: bytes) -> RequestBody:
+def decode(keys: Collection[str], query: Sequence[tuple[str, str]], data: bytes) -> RequestBody:
     """Return what the query and the JSON body say; raise SpecError for other keys and types."""
-    in_query: dict[str, Any] = {}
-    for name, value in query:
-        if name in in_query:
-            raise SpecError(f"{name!r} is in the query twice")
-        is_number = name == "version" and value.isascii() and value.isdigit()
-        is_number = is_number and len(value) <= _MAX_VERSION_TEXT  # int() has a limit too
-        in_query[name] = value.split(",") if name == "tags" else int(value) if is_number else value
     try:
         in_body = msgspec.json.decode(data, type=dict[str, Any]) if data else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
         text = _lowered(str(cause))
         raise SpecError(f"the body's {len(data)} bytes are no JSON object: {text}") from cause
-    both = in_body.keys() & in_query.keys()
-    if both:
-        raise SpecError(f"{sorted(both)[0]!r} is in the query and in the body")
     takes = f"this route takes {', '.join(keys) or 'nothing'}"
-    unknown = [name for name in (*in_body, *in_query) if name not in keys]
-    if unknown:
-        raise SpecError(f"unknown field {unknown[0]!r}; {takes}")
+    names = [*in_body, *(name for name, _ in query)]
+    for name in names:
+        if name not in keys:
+            raise SpecError(f"unknown field {name!r}; {takes}")
+        if names.count(name) > 1:
+            raise SpecError(f"{name!r} is given twice; give it once, in the query or in the body")
+    in_query = {name: _query_value(name, text) for name, text in query}
     try:
         body = msgspec.convert(in_body, RequestBody)
         from_query = msgspec.convert(in_query, RequestBody, strict=False)  # a query is all text
     except msgspec.ValidationError as cause:
         raise SpecError(f"{_lowered(str(cause))}; {takes}") from cause
     return msgspec.structs.replace(body, **{name: getattr(from_query, name) for name in in_query})
+
+
+def _query_value(name: str, text: str) -> object:
+    if name == "tags":
+        return text.split(",")
+    # int() refuses longer ones
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_VERSION_TEXT
+    return int(text) if name == "version" and is_number else text
 
 
 def _lowered(text: str) -> str:
