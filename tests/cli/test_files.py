@@ -15,7 +15,7 @@ from child_processes import Terminal, until
 from commands import COMMAND, start
 from commands import run as process
 from conftest import flip, odd_arrays, random_bytes
-from flyweight.cli import Size, exit_code, human, main
+from flyweight.cli import exit_code, human, main, size
 from flyweight.errors import (
     ChecksumMismatch,
     DigestMismatch,
@@ -273,10 +273,16 @@ def test_output_to_a_closed_pipe_is_no_crash(run):
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("5", 5), ("256M", 256 << 20), ("4GiB", 4 << 30), ("1k", 1024), ("2 TB", 2 << 40), (7, 7)],
+    [("5", 5), ("256M", 256 << 20), ("4GiB", 4 << 30), ("1k", 1024), ("2 TB", 2 << 40)],
 )
 def test_sizes_are_read(text, nbytes):
-    assert Size().convert(text, None, None) == nbytes
+    assert size(text) == nbytes
+
+
+def test_a_text_that_is_no_size_exits_2(run, tmp_path):
+    done = flyweight("convert", run, tmp_path / "out", "--to", "hf", "--memory", "much")
+    assert done.returncode == 2
+    assert "Invalid value for '--memory': 'much' is not a size; write 268435456" in done.stderr
 
 
 def test_sizes_are_told():

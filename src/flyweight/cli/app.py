@@ -127,18 +127,12 @@ def demo() -> None:
 # Options that several commands share.
 
 
-class Size(click.ParamType[int]):
-    """A number of bytes: 268435456, 256M, 256MiB, 4G."""
-
-    name = "size"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        match = _SIZE.fullmatch(str(value).strip().upper())
-        if match is None:
-            self.fail(f"{value!r} is not a size; write 268435456, 256M or 4G", param, ctx)
-        return int(match[1]) * _UNITS[match[2]]
+def size(text: str) -> int:
+    """Return a number of bytes: 268435456, 256M, 256MiB, 4G."""
+    match = _SIZE.fullmatch(text.strip().upper())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size; write 268435456, 256M or 4G")
+    return int(match[1]) * _UNITS[match[2]]
 
 
 class Seconds(click.FloatRange):
@@ -156,7 +150,7 @@ class Seconds(click.FloatRange):
 path_argument = click.argument("path", type=click.Path())
 version_option = click.option("--version", type=click.IntRange(0), help="Which version of a run.")
 memory_option = click.option(
-    "--memory", "memory_bytes", type=Size(), default="256M", show_default=True,
+    "--memory", "memory_bytes", type=size, default="256M", show_default=True,
     help="Extra memory to use at most.",
 )  # fmt: skip
 token_file_option = click.option(

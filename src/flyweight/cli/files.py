@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.text import Text
 from rich.tree import Tree
 
-from flyweight.cli.app import EXIT_NO, Size, main, memory_option, path_argument, version_option
+from flyweight.cli.app import EXIT_NO, main, memory_option, path_argument, size, version_option
 from flyweight.cli.output import err, human, out, progress, show, table
 from flyweight.errors import SnapshotNotFound
 from flyweight.spec.model_layout import ModelLayout
@@ -145,7 +145,7 @@ def _pairs(
     "--assume", multiple=True, metavar="OLD=NEW", callback=_pairs,
     help="Give a dtype that a pickle does not say, as u16=bf16. May be repeated.",
 )  # fmt: skip
-@click.option("--part", "part_bytes", type=Size(), default="4G", show_default=True)
+@click.option("--part", "part_bytes", type=size, default="4G", show_default=True)
 @memory_option
 def convert(source: str, destination: str, **options: Any) -> None:
     """Write the weights at SOURCE to DESTINATION in another format, streaming."""
