@@ -1,5 +1,6 @@
 """Token files: made once, whoever comes first, and read only where nobody else can."""
 
+import fcntl
 import os
 import resource
 from pathlib import Path
@@ -87,3 +88,18 @@ def test_a_token_file_that_cannot_be_read_or_written_is_said_in_words(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with tokens.server_token(tmp_path / "token") as token:  # nobody has it locked
         assert tokens.read(tmp_path / "token") == token
+
+
+def test_a_token_is_not_written_to_a_file_that_its_server_has_just_removed(tmp_path, monkeypatch):
+    path, lock, calls = tmp_path / "token", fcntl.flock, []
+
+    def flock(file, how):
+        calls.append(file)
+        if len(calls) == 1:
+            path.unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with tokens.server_token(path) as token:
+        assert path.read_text() == token
+    assert len(calls) == 2

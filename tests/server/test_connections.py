@@ -9,10 +9,12 @@ from contextlib import ExitStack
 import pytest
 import uvicorn
 
+from child_processes import until
 from control_site import TOKEN, serving
 from flyweight.errors import StoreError
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
+from flyweight.lifecycle.states import State
 from flyweight.server import app as server_app
 from flyweight.server import http as server_http
 from flyweight.server.fleet import Fleet
@@ -118,6 +120,22 @@ def test_a_client_that_reads_no_answer_does_not_keep_a_connection_for_ever(site,
 
 
 # The server's own end.
+
+
+def test_a_server_that_ends_answers_calls_that_wait_and_ends_streams(tmp_path, threads):
+    with Cell(tmp_path / "engine.cell") as cell, ExitStack() as stack:
+        cell.claim(0)
+        cell.write_record(0, RankRecord(pid=os.getpid(), state=State.SERVING, absent=()))
+        with serving([Control(cell.path, 1, name="engine")]) as site:
+            next_event = stack.enter_context(site.events())
+            assert next_event()
+            pausing = threads.submit(site.ask, "POST", "/v1/pause")
+            until(lambda: cell.request() is not None)
+        code, told = pausing.result(20)
+        assert (code, told["error"]) == (503, "PeerLost")
+        assert "the server is closing; operation pause-1 goes on without it" in told["result"]
+        while next_event() is not None:
+            pass
 
 
 @pytest.fixture
