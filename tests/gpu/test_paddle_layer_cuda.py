@@ -6,7 +6,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flyweight.adapters import torch_module  # noqa: E402
-from flyweight.adapters.paddle_layer import CudaTensor  # noqa: E402
+from flyweight.adapters.paddle_layer import CudaDevice  # noqa: E402
+from flyweight.adapters.tensor import Tensor  # noqa: E402
 from flyweight.spec.box import Box  # noqa: E402
 
 pytestmark = [
@@ -25,7 +26,7 @@ TENSORS = {
 
 def by_address(tensor):
     found = torch_module.tensor_of(tensor)
-    return CudaTensor(found.spec, found.buffer)
+    return Tensor(found.spec, found.buffer, CudaDevice(found.buffer.device))
 
 
 def raw(tensor):
@@ -48,7 +49,7 @@ def test_boxes_are_read_and_written_by_address(name):
         source.read(box, data)
         block = tensor[(Ellipsis, *box.slices)]
         assert data.tobytes() == raw(block)
-        sink.settle()
+        sink.device.settle()
         sink.write(box, data)
         assert raw(target[(Ellipsis, *box.slices)]) == raw(block)
         assert int((target != 0).sum()) == int((block != 0).sum())

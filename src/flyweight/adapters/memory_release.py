@@ -12,12 +12,12 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flyweight.adapters import paddle_layer
 from flyweight.adapters.model import tensor_of
-from flyweight.adapters.sharded import Sharded
+from flyweight.adapters.sharded import local_of
 from flyweight.adapters.tree import walk
 from flyweight.errors import SpecError, StoreError, listed
 from flyweight.memory import shared_mappings
@@ -49,8 +49,9 @@ class ModelMemory:
         spans: dict[tuple[int, int], str] = {}
         on_devices: dict[int, tuple[Any, set[tuple[int, int]]]] = {}
         of_paddle: dict[tuple[int, int, int], list[Any]] = {}
-        for name, leaf in _tensors(self._thing):
-            tensor = tensor_of(_local(leaf))
+        for name, leaf, _ in walk(self._thing):
+            local = local_of(leaf)
+            tensor = tensor_of(local)
             if tensor is None or tensor.buffer is None or not tensor.spec.nbytes:
                 continue
             start, end = tensor.buffer.span
@@ -58,11 +59,12 @@ class ModelMemory:
                 continue  # the memory between its elements is not its own
             if tensor.buffer.device is None:
                 spans[start, end] = name
-            elif paddle_layer.is_tensor(leaf):
-                if tensor.buffer.is_contiguous and not leaf.is_dist():
-                    of_paddle.setdefault((tensor.buffer.device, start, end), []).append(leaf)
+            elif paddle_layer.is_tensor(local):
+                is_dist = paddle_layer.is_tensor(leaf) and leaf.is_dist()
+                if tensor.buffer.is_contiguous and not is_dist:
+                    of_paddle.setdefault((tensor.buffer.device, start, end), []).append(local)
             else:
-                storage = _local(leaf).untyped_storage()
+                storage = local.untyped_storage()
                 on_devices.setdefault(storage._cdata, (storage, set()))[1].add((start, end))
         shared = list(shared_mappings())
         fixed = [
@@ -117,21 +119,6 @@ class ModelMemory:
             if not storage.nbytes():
                 storage.resize_(nbytes)
         self._storages, self._cleared, self._is_released = [], [], False
-
-
-def _tensors(thing: object) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors that a model saves, with a name for each."""
-    for name, leaf, _ in walk("", thing, None):
-        local: Any = leaf.tensor if isinstance(leaf, Sharded) else leaf
-        if hasattr(local, "shape") and hasattr(local, "dtype"):
-            yield name, local
-
-
-def _local(leaf: Any) -> Any:
-    """Return the part of a distributed tensor that is here."""
-    if hasattr(leaf, "_local_tensor"):
-        return leaf._local_tensor
-    return leaf._local_value() if hasattr(leaf, "is_dist") and leaf.is_dist() else leaf
 
 
 def _free_pages(start: int, end: int) -> int:

@@ -13,20 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Protocol
 
 import numpy as np
 
 from flyweight.adapters import numpy_dict, paddle_layer, sharded, torch_module
 from flyweight.adapters.sharded import Cut
-from flyweight.adapters.tree import PlainLeaf, plain_value, walk
+from flyweight.adapters.tensor import Tensor
+from flyweight.adapters.tree import Path, is_settable, plain_value, set_value, walk
 from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, SpecError, listed
 from flyweight.memory import (
     STAGING,
     Buffer,
     Bytes,
     Items,
-    Staging,
     block_of,
     bytes_for,
     empty_shape,
@@ -34,47 +33,8 @@ from flyweight.memory import (
     item_dtype,
 )
 from flyweight.spec.box import Box, overlapping_pair
-from flyweight.spec.manifest import MAX_NAME_CHARS, Manifest, TensorSpec
+from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, Manifest, TensorSpec
 from flyweight.spec.model_layout import Local
-
-
-class Tensor(Protocol):
-    """A tensor of some framework, for moving its bytes. Boxes count items."""
-
-    @property
-    def spec(self) -> TensorSpec: ...
-
-    @property
-    def host(self) -> Buffer | None:
-        """Its memory if the CPU can reach it, else None."""
-
-    @property
-    def buffer(self) -> Buffer | None:
-        """Its memory, on the host or on a CUDA device; None on other devices."""
-
-    @property
-    def memory(self) -> Buffer:
-        """Where its elements lie, on any device: to compare addresses, not to read."""
-
-    @property
-    def memory_key(self) -> tuple[object, ...]:
-        """Equal for two tensors that are the same elements of the same memory."""
-
-    @property
-    def staging(self) -> Staging | None:
-        """Memory for its bytes on their way; None if any memory will do."""
-
-    def read(self, items: Box, into: Bytes, *, should_wait: bool = True) -> None:
-        """Copy a box; unless it waits, the bytes are there only after `settle`."""
-
-    def write(self, items: Box, data: Bytes) -> None: ...
-
-    def settle(self) -> None:
-        """Wait until everything that this thread wrote to the tensor's device has arrived."""
-
-    @property
-    def versioned(self) -> object:
-        """What torch must be told about after a write; None for other frameworks."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +107,11 @@ class Model:
         self,
         tensors: Mapping[str, Tensor],
         blocks: Mapping[str, Sequence[ModelBlock]],
-        values: Mapping[str, PlainLeaf],
+        values: Mapping[str, Leaf],
+        paths: Mapping[str, Path],
+        thing: object,
     ) -> None:
-        self._tensors = tensors
+        self._tensors, self._paths, self._thing = tensors, paths, thing
         first: dict[object, str] = {}
         self._blocks: dict[str, Sequence[ModelBlock]] = {}
         tied = {}
@@ -163,28 +125,17 @@ class Model:
             else:
                 first[key] = name
                 self._blocks[name] = held
-        self._values = values
-        self._manifest = Manifest(
-            {name: held[0].spec for name, held in self._blocks.items()},
-            tied=tied,
-            values={name: leaf.value for name, leaf in values.items()},
-        )
-        devices = {t.memory_key[0]: t for t in self._tensors.values() if t.host is None}
-        self._devices = list(devices.values())
-        self._versioned = [t.versioned for t in tensors.values() if t.versioned is not None]
-        stagings = (tensor.staging for tensor in self._tensors.values())
-        self._staging = next((each for each in stagings if each), STAGING)
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
-
-    @property
-    def staging(self) -> Staging:
-        return self._staging
+        specs = {name: held[0].spec for name, held in self._blocks.items()}
+        self.manifest = Manifest(specs, tied=tied, values=values)
+        devices = {tensor.device for tensor in tensors.values()}
+        self._devices = [device for device in devices if device is not None]
+        stagings = (device.staging for device in self._devices)
+        self.staging = next((each for each in stagings if each), STAGING)
+        owners = [tensor.memory.owner for tensor in tensors.values()]
+        self._versioned = [owner for owner in owners if torch_module.is_tensor(owner)]
 
     def blocks(self, name: str) -> Sequence[ModelBlock]:
-        return self._blocks[self._manifest.tied.get(name, name)]
+        return self._blocks[self.manifest.tied.get(name, name)]
 
     def boxes(self, name: str) -> Sequence[Box]:
         return [block.box for block in self.blocks(name)]
@@ -206,7 +157,7 @@ class Model:
         Unless it waits, bytes of a tensor on a device are there only after the same thread has
         called `settle`.
         """
-        spec, blocks = self._manifest.spec(name), self.blocks(name)
+        spec, blocks = self.manifest.spec(name), self.blocks(name)
         box = Box.whole(spec.shape) if box is None else box
         for block in blocks:
             if box == block.box or block.box.contains(box):
@@ -219,8 +170,9 @@ class Model:
         )
 
     def settle(self) -> None:
-        for tensor in self._devices:
-            tensor.settle()
+        """Wait until everything that this thread wrote to the devices has arrived."""
+        for device in self._devices:
+            device.settle()
 
     def check_writable(self) -> None:
         """Raise SpecError for read-only memory, overlapping tensors, and values in tuples."""
@@ -250,7 +202,7 @@ class Model:
                 f"{double[0]!r} and {double[1]!r} are in the same memory and are different parts "
                 f"of what is whole; filling one would change the other"
             )
-        fixed = [name for name, leaf in self._values.items() if not leaf.location.is_settable]
+        fixed = [name for name, path in self._paths.items() if not is_settable(self._thing, path)]
         if fixed:
             raise SpecError(
                 f"{len(fixed)} values hang in containers that cannot be changed, such as tuples: "
@@ -275,9 +227,9 @@ class Model:
         torch_module.touched(self._versioned)
 
     def finish(self, manifest: Manifest) -> None:
-        for name, leaf in self._values.items():
+        for name, path in self._paths.items():
             if name in manifest.values:
-                leaf.location.set(manifest.values[name])
+                set_value(self._thing, path, manifest.values[name])
 
 
 def tensor_of(leaf: object) -> Tensor | None:
@@ -303,8 +255,9 @@ def adapt(
     """
     tensors: dict[str, Tensor] = {}
     cuts: dict[str, Cut] = {}
-    values: dict[str, PlainLeaf] = {}
-    for name, leaf, location in walk("", thing, None):
+    values: dict[str, Leaf] = {}
+    paths: dict[str, Path] = {}
+    for name, leaf, path in walk(thing):
         if leaf is thing:
             raise SpecError(f"{type(thing).__name__} is no model: not a module, a layer or a dict")
         if name in tensors or name in values:
@@ -328,8 +281,7 @@ def adapt(
             if cut is not None:
                 cuts[name] = cut
         else:
-            assert location is not None
-            values[name] = PlainLeaf(location, plain_value(name, leaf))
+            values[name], paths[name] = plain_value(name, leaf), path
     if not tensors and not may_be_empty:
         raise SpecError(f"{type(thing).__name__} holds no tensors ({len(values)} other leaves)")
     if layout is None:
@@ -340,7 +292,7 @@ def adapt(
         )
     else:
         blocks = _laid_out(tensors, layout())
-    return Model(tensors, blocks, values)
+    return Model(tensors, blocks, values, paths, thing)
 
 
 def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:

@@ -1,10 +1,11 @@
 """Paddle layers and tensors, in host memory or on a GPU, by address.
 
-This never imports paddle: a caller that has a tensor has imported it.
+This does not import paddle to move tensors: a caller that has one has imported it.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import threading
@@ -14,8 +15,8 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, TypeGuard
 
-from flyweight.adapters.numpy_dict import HostTensor, check_live
 from flyweight.adapters.sharded import Cut, cut_blocks
+from flyweight.adapters.tensor import Tensor
 from flyweight.cuda import driver
 from flyweight.cuda.copies import Copier
 from flyweight.errors import SpecError
@@ -34,7 +35,7 @@ def _paddle() -> Any:
     return paddle if hasattr(paddle, "Tensor") and hasattr(paddle, "nn") else None
 
 
-def is_layer(thing: object) -> TypeGuard[Any]:
+def is_module(thing: object) -> TypeGuard[Any]:
     paddle = _paddle()
     return paddle is not None and isinstance(thing, paddle.nn.Layer)
 
@@ -48,12 +49,9 @@ PARTS = attrgetter("_parameters", "_buffers", "_sub_layers", "_non_persistable_b
 """Returns a layer's dicts of parameters, buffers and layers, and the buffers it does not save."""
 
 
-def state_of(thing: object) -> Mapping[str, object] | None:
-    """Return a layer's own parameters and persistable buffers; None for anything else."""
-    if not is_layer(thing):
-        return None
-    state: dict[str, object] = thing.state_dict()
-    check_live(state, {id(t) for t in (*thing.parameters(), *thing.buffers())})
+def state_of(layer: Any) -> Mapping[str, object]:
+    """Return a layer's own parameters and persistable buffers."""
+    state: dict[str, object] = layer.state_dict()
     return state
 
 
@@ -90,7 +88,7 @@ def cut_of(leaf: object) -> Cut | None:
     return Cut(None, shape, ())  # nothing of it is here: Paddle never initialises an empty tensor
 
 
-def tensor_of(leaf: object) -> HostTensor | CudaTensor | None:
+def tensor_of(leaf: object) -> Tensor | None:
     if not is_tensor(leaf):
         return None
     tensor: Any = leaf
@@ -109,9 +107,19 @@ def tensor_of(leaf: object) -> HostTensor | CudaTensor | None:
     strides = tuple(width * stride for stride in tensor.strides)
     address = tensor.data_ptr() if spec.nbytes else 0
     if device is None:
-        return HostTensor(spec, Buffer(address, spec.shape, strides, width, memory_of(tensor)))
+        return Tensor(spec, Buffer(address, spec.shape, strides, width, memory_of(tensor)))
     # Keep the tensor, not its memory: clearing a tensor must free memory on a GPU.
-    return CudaTensor(spec, Buffer(address, spec.shape, strides, width, tensor, device=device))
+    memory = Buffer(address, spec.shape, strides, width, tensor, device=device)
+    return Tensor(spec, memory, CudaDevice(device))
+
+
+def empty(spec: TensorSpec, device: str) -> Any:
+    """Return a new tensor with any content. Imports paddle."""
+    paddle = importlib.import_module("paddle")
+    if spec.dtype.paddle is None:
+        raise SpecError(f"paddle has no dtype for {spec.dtype}")
+    tensor = paddle.empty(list(spec.shape), spec.dtype.paddle)
+    return tensor if paddle.get_device() == device else tensor.to(device)
 
 
 def device_of(place: Any) -> int | None:
@@ -158,51 +166,34 @@ def memory_of(tensor: Any) -> object:
 
 
 @dataclass(frozen=True)
-class CudaTensor:
-    """A tensor on a CUDA device, by its address and strides. The driver copies at once.
+class CudaDevice:
+    """A CUDA device by its number alone. The driver copies at once.
 
-    It does not know Paddle's streams, so it waits for the whole device.
+    It does not know Paddle's streams, so a read waits for the whole device first.
     """
 
-    spec: TensorSpec
-    buffer: Buffer
+    number: int
 
     @property
-    def memory(self) -> Buffer:
-        return self.buffer
-
-    @property
-    def host(self) -> Buffer | None:
-        return None
+    def name(self) -> str:
+        return f"cuda:{self.number}"
 
     @property
     def staging(self) -> Staging | None:
         return None
 
-    @property
-    def memory_key(self) -> tuple[object, ...]:
-        buffer = self.buffer
-        place = f"cuda:{buffer.device}", buffer.address
-        return (*place, buffer.shape, buffer.strides, self.spec.dtype.name)
-
-    def read(self, items: Box, into: Bytes, *, should_wait: bool = True) -> None:
+    def read(self, memory: Buffer, items: Box, into: Bytes, *, should_wait: bool) -> None:
         self.settle()
-        self._copy(_host(into, items.shape, self.spec.item_bytes), self.buffer.block(items))
+        self._copy(_host(into, items.shape, memory.item_bytes), memory.block(items))
 
-    def write(self, items: Box, data: Bytes) -> None:
-        self._copy(self.buffer.block(items), _host(data, items.shape, self.spec.item_bytes))
+    def write(self, memory: Buffer, items: Box, data: Bytes) -> None:
+        self._copy(memory.block(items), _host(data, items.shape, memory.item_bytes))
 
     def settle(self) -> None:
-        assert self.buffer.device is not None
-        driver.synchronize(self.buffer.device, _COPY_SECONDS)
-
-    @property
-    def versioned(self) -> object:
-        return None
+        driver.synchronize(self.number, _COPY_SECONDS)
 
     def _copy(self, sink: Buffer, source: Buffer) -> None:
-        assert self.buffer.device is not None
-        copier, lock = _copier(self.buffer.device)
+        copier, lock = _copier(self.number)
         with lock:
             copier.copy(sink, source)
             copier.wait(_COPY_SECONDS)

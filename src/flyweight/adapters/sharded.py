@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import index
+from typing import Any
 
 from flyweight.errors import SpecError
 from flyweight.spec.box import Box
@@ -100,6 +101,15 @@ def _spots(held: Sequence[Range]) -> list[tuple[int, int, int]]:
         spots.append((start, length, at))
         at += length
     return spots or [(0, 0, 0)]
+
+
+def local_of(leaf: Any) -> Any:
+    """Return the part of a sharded tensor that is on this rank; any other leaf as it is."""
+    if isinstance(leaf, Sharded):
+        return leaf.tensor
+    if hasattr(leaf, "to_local"):  # torch's DTensor
+        return leaf._local_tensor
+    return leaf._local_value() if hasattr(leaf, "is_dist") and leaf.is_dist() else leaf
 
 
 def cut_of(leaf: object) -> Cut | None:

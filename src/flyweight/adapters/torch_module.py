@@ -9,13 +9,13 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from math import prod
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
-from flyweight.adapters.numpy_dict import HostTensor, check_live
 from flyweight.adapters.sharded import Cut, cut_blocks
+from flyweight.adapters.tensor import Tensor
 from flyweight.errors import SpecError
 from flyweight.memory import Buffer, Bytes, Staging
 from flyweight.spec.box import Box
@@ -40,27 +40,27 @@ PARTS = attrgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffe
 """Returns a module's dicts of parameters, buffers and modules, and the buffers it does not save."""
 
 
-def state_of(thing: object) -> Mapping[str, object] | None:
-    """Return a module's own parameters and persistent buffers; None for anything else."""
-    if not is_module(thing):
-        return None
-    state: dict[str, object] = thing.state_dict(keep_vars=True)
+def state_of(module: Any) -> Mapping[str, object]:
+    """Return a module's own parameters and persistent buffers."""
+    state: dict[str, object] = module.state_dict(keep_vars=True)
     extra = [name for name in state if name.endswith("_extra_state")]
     if extra:
         raise SpecError(
             f"module keeps {len(extra)} extra states, which are not tensors but its own code's "
             f"({extra[0]!r}); pass a dict of its tensors"
         )
-    live = {id(t) for t in (*thing.parameters(), *thing.buffers())}
-    check_live(state, live)
     return state
 
 
-def tensor_of(leaf: object) -> HostTensor | DeviceTensor | None:
+def is_tensor(thing: object) -> TypeGuard[Any]:
     torch = _torch()
-    if torch is None or not isinstance(leaf, torch.Tensor):
+    return torch is not None and isinstance(thing, torch.Tensor)
+
+
+def tensor_of(leaf: object) -> Tensor | None:
+    if not is_tensor(leaf):
         return None
-    tensor: Any = leaf
+    torch, tensor = _torch(), leaf
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
         raise SpecError("lazy parameter has no shape yet; run the module once first")
     if tensor.is_nested:
@@ -83,12 +83,25 @@ def tensor_of(leaf: object) -> HostTensor | DeviceTensor | None:
         raise SpecError(f"{type(tensor).__name__} is not a plain tensor; pass its local tensor")
     if spec.nbytes and tensor.data_ptr() == 0:
         raise SpecError("tensor whose memory was freed: its storage has no bytes")
-    if device != "cpu":
-        return DeviceTensor(spec, tensor.detach())
     width = spec.item_bytes
     strides = tuple([width * stride for stride in tensor.stride()])
     # Not the tensor itself: it drops its memory when its `data` is set to another tensor.
-    return TorchTensor(spec, Buffer(tensor.data_ptr(), items, strides, width, tensor.detach()))
+    owner = tensor.detach()
+    if device == "cpu":
+        return Tensor(spec, Buffer(tensor.data_ptr(), items, strides, width, owner))
+    number = tensor.get_device()
+    memory = Buffer(tensor.data_ptr(), items, strides, width, owner, device=number)
+    return Tensor(spec, memory, TorchDevice(tensor.device))
+
+
+def empty(spec: TensorSpec, device: str) -> Any:
+    """Return a new tensor with any content. Imports torch."""
+    torch = importlib.import_module("torch")
+    dtype = getattr(torch, spec.dtype.torch or "", None)
+    if dtype is None:
+        raise SpecError(f"torch has no dtype for {spec.dtype}")
+    items = spec.stored(Box.whole(spec.shape))  # torch counts packed bytes, we count elements
+    return torch.empty(items.shape, dtype=dtype, device=device)
 
 
 def cut_of(leaf: object) -> Cut | None:
@@ -141,60 +154,27 @@ def _is_plain(torch: Any, tensor: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class TorchTensor(HostTensor):
-    """A torch tensor in host memory."""
+class TorchDevice:
+    """A device that the CPU cannot reach. Copies are queued on the current stream."""
+
+    device: Any
 
     @property
-    def versioned(self) -> object:
-        return self.host.owner
-
-
-@dataclass(frozen=True)
-class DeviceTensor:
-    """A torch tensor that the CPU cannot reach. Copies are queued on the current stream."""
-
-    spec: TensorSpec
-    tensor: Any
-
-    @property
-    def host(self) -> Buffer | None:
-        return None
-
-    @property
-    def buffer(self) -> Buffer | None:
-        return self.memory if self._is_cuda else None
-
-    @cached_property
-    def memory(self) -> Buffer:
-        tensor, width = self.tensor, self.spec.item_bytes
-        strides = tuple(width * stride for stride in tensor.stride())
-        return Buffer(
-            tensor.data_ptr(),
-            tuple(tensor.shape),
-            strides,
-            width,
-            tensor,
-            device=tensor.get_device(),
-        )
+    def name(self) -> str:
+        return str(self.device)
 
     @property
     def staging(self) -> Staging | None:
         return _pinned_staging()
 
-    @property
-    def memory_key(self) -> tuple[object, ...]:
-        tensor = self.tensor
-        place = (str(tensor.device), tensor.data_ptr())
-        return (*place, tuple(tensor.shape), tensor.stride(), self.spec.dtype.name)
-
-    def read(self, items: Box, into: Bytes, *, should_wait: bool = True) -> None:
-        block, data = self._pair(items, into)
+    def read(self, memory: Buffer, items: Box, into: Bytes, *, should_wait: bool) -> None:
+        block, data = _pair(memory, items, into)
         data.copy_(block, non_blocking=self._is_cuda)
         if should_wait:
             self.settle()
 
-    def write(self, items: Box, data: Bytes) -> None:
-        block, staged = self._pair(items, data)
+    def write(self, memory: Buffer, items: Box, data: Bytes) -> None:
+        block, staged = _pair(memory, items, data)
         block.copy_(staged, non_blocking=self._is_cuda)
 
     def settle(self) -> None:
@@ -202,34 +182,25 @@ class DeviceTensor:
         if self._is_cuda:
             # An event, not the stream: other threads keep queueing on that.
             event = torch.cuda.Event(blocking=True)
-            event.record(torch.cuda.current_stream(self.tensor.device))
+            event.record(torch.cuda.current_stream(self.device))
             event.synchronize()
-
-    @property
-    def versioned(self) -> object:
-        return self.tensor
 
     @property
     def _is_cuda(self) -> bool:
         """True if copies are asynchronous, and an event can wait for them."""
-        return bool(self.tensor.device.type == "cuda")
+        return bool(self.device.type == "cuda")
 
-    @cached_property
-    def _flat(self) -> Any:
-        """The tensor's bytes if it is contiguous, so that a block may be one plain copy."""
-        is_flat = self.tensor.is_contiguous() and self.tensor.dim() > 0
-        return self.tensor.view(-1).view(_torch().uint8) if is_flat else None
 
-    def _pair(self, items: Box, data: Bytes) -> tuple[Any, Any]:
-        """Return the block on the device, and the bytes on the host in the same shape."""
-        staged = _torch().from_numpy(data)
-        if self._flat is not None:
-            runs = list(items.runs(tuple(self.tensor.shape)))
-            if len(runs) == 1:
-                start = runs[0][0] * self.spec.item_bytes
-                return self._flat[start : start + len(data)], staged
-        block = self.tensor[(Ellipsis, *items.slices)]
-        return block, staged.view(self.tensor.dtype).reshape(items.shape)
+def _pair(memory: Buffer, items: Box, data: Bytes) -> tuple[Any, Any]:
+    """Return the block on the device, and the bytes on the host in the same shape."""
+    tensor, staged = cast(Any, memory.owner), _torch().from_numpy(data)
+    if tensor.is_contiguous() and tensor.dim() > 0:
+        runs = list(items.runs(memory.shape))
+        if len(runs) == 1:  # one plain copy of bytes
+            start = runs[0][0] * memory.item_bytes
+            return tensor.view(-1).view(_torch().uint8)[start : start + len(data)], staged
+    block = tensor[(Ellipsis, *items.slices)]
+    return block, staged.view(tensor.dtype).reshape(items.shape)
 
 
 def touched(tensors: Sequence[object]) -> None:

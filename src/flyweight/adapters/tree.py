@@ -1,99 +1,92 @@
-"""The tree of a model: modules, layers, dicts and lists, their leaves, and where each leaf is.
+"""The tree of a model: modules, layers, dicts and lists, and their leaves.
 
-A leaf's full name joins the keys that lead to it. A load sets plain values again in their
-containers; it fills tensors, and never replaces them.
+A leaf's full name joins the keys that lead to it. A load sets plain values again in
+their containers; it fills tensors, and never replaces them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 import numpy as np
 
 from flyweight.adapters import paddle_layer, torch_module
-from flyweight.errors import SpecError
+from flyweight.errors import SpecError, listed
 from flyweight.spec.manifest import Leaf, check_leaf
 
+Path = tuple[Any, ...]
+"""The keys that lead to a leaf."""
 MAX_NESTING = 64
+FRAMEWORKS = (torch_module, paddle_layer)
+"""Those with modules, by the same functions in each."""
 _PLAIN = (bool, int, float, str, type(None))
-_STATES: tuple[Callable[[object], Mapping[str, object] | None], ...] = (
-    torch_module.state_of,
-    paddle_layer.state_of,
-)
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where a leaf is: a key of a container, and the location of that container below the root."""
-
-    container: Any
-    key: Any
-    above: Location | None
-
-    @property
-    def is_settable(self) -> bool:
-        """True for dicts and lists, and for tuples in them, which are replaced as a whole."""
-        if isinstance(self.container, (MutableMapping, MutableSequence)):
-            return True
-        return type(self.container) is tuple and self.above is not None and self.above.is_settable
-
-    def set(self, value: object) -> None:
-        if not isinstance(self.container, tuple):
-            self.container[self.key] = value
-            return
-        assert self.above is not None
-        current = self.above.current()
-        self.above.set((*current[: self.key], value, *current[self.key + 1 :]))
-
-    def current(self) -> Any:
-        """Return what is here now: a tuple that was here may have been replaced."""
-        if not isinstance(self.container, tuple):
-            return self.container[self.key]
-        assert self.above is not None
-        return self.above.current()[self.key]
-
-
-@dataclass(frozen=True)
-class PlainLeaf:
-    """A leaf that is not a tensor, and its location, to set it again."""
-
-    location: Location
-    value: Leaf
 
 
 def is_model(thing: object) -> bool:
     """True for modules, layers and containers."""
     return isinstance(thing, (Mapping, list, tuple)) or any(
-        is_one(thing) for is_one in (torch_module.is_module, paddle_layer.is_layer)
+        framework.is_module(thing) for framework in FRAMEWORKS
     )
 
 
-def walk(
-    name: str, thing: object, location: Location | None, depth: int = 0
-) -> Iterator[tuple[str, object, Location | None]]:
-    """Yield every leaf under `thing` with its full name and location; None for the root."""
-    if depth > MAX_NESTING:
+def state_of(thing: Any) -> Mapping[str, object] | None:
+    """Return the tensors that a module or a layer saves; None for anything else.
+
+    Raises SpecError if a hook puts copies there: filling them is useless.
+    """
+    for framework in FRAMEWORKS:
+        if framework.is_module(thing):
+            state: Mapping[str, object] = framework.state_of(thing)
+            live = {id(tensor) for tensor in (*thing.parameters(), *thing.buffers())}
+            if copies := [name for name, tensor in state.items() if id(tensor) not in live]:
+                raise SpecError(
+                    f"{len(copies)} entries of the module's state are not its own tensors but a "
+                    f"hook's copies: {listed(copies)}; pass a dict of the tensors themselves"
+                )
+            return state
+    return None
+
+
+def walk(thing: object, name: str = "", path: Path = ()) -> Iterator[tuple[str, object, Path]]:
+    """Yield every leaf under `thing`, with its full name and its path."""
+    if len(path) > MAX_NESTING:
         raise SpecError(f"{name[:80]!r} nests more than {MAX_NESTING} deep, or holds itself")
-    for state_of in _STATES:
-        state = state_of(thing)
-        if state is not None:
-            thing = state
-            break
+    if (state := state_of(thing)) is not None:
+        thing = state
     items: Iterator[tuple[object, object]]
     if isinstance(thing, Mapping):
         items = iter(thing.items())
     elif isinstance(thing, (list, tuple)):
         items = iter(enumerate(thing))
     else:
-        yield name, thing, location
+        yield name, thing, path
         return
-    for each, value in items:
-        if not isinstance(each, (str, int)):
-            raise SpecError(f"key {each!r} under {name!r} is a {type(each).__name__}, not text")
-        path = f"{name}.{each}" if name else str(each)
-        yield from walk(path, value, Location(thing, each, location), depth + 1)
+    for key, value in items:
+        if not isinstance(key, (str, int)):
+            raise SpecError(f"key {key!r} under {name!r} is a {type(key).__name__}, not text")
+        yield from walk(value, f"{name}.{key}" if name else str(key), (*path, key))
+
+
+def is_settable(thing: Any, path: Path) -> bool:
+    """True for a value in a dict or a list, or in tuples there, which are replaced as a whole."""
+    containers = [thing]
+    for key in path[:-1]:
+        containers.append(containers[-1][key])
+    while containers and type(containers[-1]) is tuple:
+        containers.pop()
+    return bool(containers) and isinstance(containers[-1], (MutableMapping, MutableSequence))
+
+
+def set_value(container: Any, path: Path, value: Leaf) -> object:
+    """Set the value at a path and return the container, or a new one in place of a tuple."""
+    key, rest = path[0], path[1:]
+    new = set_value(container[key], rest, value) if rest else value
+    if type(container) is tuple:
+        return (*container[:key], new, *container[key + 1 :])
+    if not rest or new is not container[key]:
+        container[key] = new
+    return container
 
 
 def plain_value(name: str, leaf: object) -> Leaf:

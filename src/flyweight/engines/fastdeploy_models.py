@@ -17,6 +17,7 @@ from typing import Any
 
 from flyweight.adapters import paddle_layer
 from flyweight.adapters.identity import Identity
+from flyweight.adapters.tree import state_of
 from flyweight.errors import (
     DTypeMismatch,
     LifecycleError,
@@ -67,7 +68,7 @@ class Models:
         state: dict[str, Any] = {}
         clashing = []
         for prefix, layer in self._layers:
-            found = paddle_layer.state_of(layer)
+            found = state_of(layer) if paddle_layer.is_module(layer) else None
             if found is None:
                 raise SpecError(f"models has a {type(layer).__name__}, expected Paddle layers")
             for name, tensor in found.items():
@@ -165,7 +166,7 @@ def _load_into(layer: Any, tensors: NamedTensors) -> None:
 
 def _fill(layer: Any, tensors: NamedTensors) -> None:
     """Fill a model without `load_weights`: every tensor of it, by name."""
-    state: Any = paddle_layer.state_of(layer)
+    state: Any = state_of(layer)
     missing = set(state)
     for name, tensor in tensors:
         target = state.get(name)
