@@ -5,7 +5,7 @@ import numpy as np
 from flyweight.spec.dtype import DTYPES
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import ModelLayout
-from flyweight.spec.rules import Rule, Spread
+from flyweight.spec.rules import Rule
 
 HEADS, GROUPS, WIDTH, HIDDEN, EXPERTS, LAYERS = 8, 4, 2, 6, 6, 3
 
@@ -62,7 +62,7 @@ REST = rule("**")
 LAYOUTS = {
     "alone": ModelLayout({"a": 1}, [REST]),
     "tp": ModelLayout({"tp": 4}, [rule("layers.*.q", "layers.*.k", "layers.*.v", cut={0: ("tp",)}, local="layers.{0}.qkv"), rule("layers.*.o", cut={1: ("tp",)}), REST]),
-    "megatron": ModelLayout({"pp": 2, "tp": 2}, [rule("layers.*.q", "layers.*.k", "layers.*.v", cut={0: ("tp",)}, local="layers.{0}.qkv", groups=GROUPS, spread={0: Spread(("pp",))}), rule("layers.*.**", spread={0: Spread(("pp",))}), REST]),
-    "experts": ModelLayout({"ep": 3}, [rule("layers.*.experts.*.w1", "layers.*.experts.*.w3", local="layers.{0}.w13", stack=1, spread={1: Spread(("ep",))}), rule("layers.*.experts.*.w2", local="layers.{0}.w2", stack=1, spread={1: Spread(("ep",))}), REST]),
+    "megatron": ModelLayout({"pp": 2, "tp": 2}, [rule("layers.*.q", "layers.*.k", "layers.*.v", cut={0: ("tp",)}, local="layers.{0}.qkv", groups=GROUPS, spread={0: ("pp",)}), rule("layers.*.**", spread={0: ("pp",)}), REST]),
+    "experts": ModelLayout({"ep": 3}, [rule("layers.*.experts.*.w1", "layers.*.experts.*.w3", local="layers.{0}.w13", stack=1, spread={1: ("ep",)}), rule("layers.*.experts.*.w2", local="layers.{0}.w2", stack=1, spread={1: ("ep",)}), REST]),
     "fsdp": ModelLayout({"dp": 5}, [rule("**", cut={0: ("dp",)})]),
 }  # fmt: skip

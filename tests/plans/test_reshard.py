@@ -14,7 +14,7 @@ axes = st.integers(1, 4)
 
 
 def shards(layout, shape):
-    return [Shard(rank, box) for rank, box in enumerate(layout.boxes(shape))]
+    return [Shard(rank, layout.box(rank, shape)) for rank in range(layout.num_ranks)]
 
 
 @st.composite

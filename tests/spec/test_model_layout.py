@@ -127,11 +127,9 @@ def test_experts_are_stacked_joined_and_dealt_out(ep):
                 "layers.*.experts.*.w3",
                 local="layers.{0}.w13",
                 stack=1,
-                spread={1: Spread(("ep",))},
+                spread={1: ("ep",)},
             ),
-            rule(
-                "layers.*.experts.*.w2", local="layers.{0}.w2", stack=1, spread={1: Spread(("ep",))}
-            ),
+            rule("layers.*.experts.*.w2", local="layers.{0}.w2", stack=1, spread={1: ("ep",)}),
             REST,
         ],
     )
@@ -164,9 +162,7 @@ def test_experts_are_stacked_by_number_not_by_text():
 
 
 def test_pipeline_stages_hold_some_layers_evenly_or_as_told():
-    layout = ModelLayout(
-        {"pp": 2, "tp": 2}, [rule("layers.*.**", spread={0: Spread(("pp",))}), REST]
-    )
+    layout = ModelLayout({"pp": 2, "tp": 2}, [rule("layers.*.**", spread={0: ("pp",)}), REST])
     names = [
         {n.split(".")[1] for n in rank_tensors(layout, rank) if n.startswith("layers")}
         for rank in range(4)
@@ -209,8 +205,8 @@ def test_the_own_part_of_one_rank_is_the_same_as_that_in_all():
     layout = ModelLayout(
         {"pp": 3, "ep": 2},
         [
-            rule("layers.*.experts.*.**", spread={0: Spread(("pp",)), 1: Spread(("ep",))}),
-            rule("layers.*.**", spread={0: Spread(("pp",))}, cut={0: ("ep",)}),
+            rule("layers.*.experts.*.**", spread={0: ("pp",), 1: ("ep",)}),
+            rule("layers.*.**", spread={0: ("pp",)}, cut={0: ("ep",)}),
             REST,
         ],
     )
@@ -252,15 +248,15 @@ def test_random_layouts_leave_no_hole_in_any_rank(tp, ep, pp, data):
     layout = ModelLayout(
         {"pp": pp, "ep": ep, "tp": tp},
         [
-            rule("layers.*.experts.*.**", spread={0: Spread(("pp",)), 1: Spread(("ep",))}),
+            rule("layers.*.experts.*.**", spread={0: ("pp",), 1: ("ep",)}),
             rule(
                 "layers.*.gate",
                 "layers.*.up",
                 cut=cut,
                 local="layers.{0}.gate_up",
-                spread={0: Spread(("pp",))},
+                spread={0: ("pp",)},
             ),
-            rule("layers.*.**", spread={0: Spread(("pp",))}),
+            rule("layers.*.**", spread={0: ("pp",)}),
             REST,
         ],
     )
@@ -282,9 +278,10 @@ def test_random_layouts_leave_no_hole_in_any_rank(tp, ep, pp, data):
         ([rule("embed", cut={2: ("tp",)}), REST], r"cuts dims \[2\] of a tensor of \(10, 6\)"),
         ([rule("layers.*.q", "layers.*.o", local="x.{0}", cut={0: ("tp",)}), REST], "is joined of"),
         ([rule("layers.*.q", "layers.*.k", "layers.*.v", cut={0: ("tp",)}, local="x.{0}", groups=3), REST], "the groups must come out even"),
-        ([rule("*", spread={0: Spread(("tp",))}), REST], "has 'embed' where a number is dealt out"),
+        ([rule("*", spread={0: ("tp",)}), REST], "has 'embed' where a number is dealt out"),
         ([rule("layers.*.**", spread={0: Spread(("tp",), (1, 2))}), REST], r"comes before the first start, \[1\]"),
         ([rule("embed", "norm", local="x", join=1), REST], "one has no dim 1 to join"),
+        ([rule("embed", join=5, groups=2), REST], "one has no dim 5 to join"),
     ],
 )  # fmt: skip
 def test_rules_that_do_not_fit_the_model_are_refused(rules, match):
@@ -319,9 +316,7 @@ def test_a_layout_is_read_from_json():
                 local="layers.{0}.qkv",
                 groups=4,
             ),
-            rule(
-                "layers.*.experts.*.w1", spread={1: Spread(("tp",))}, stack=1, local="layers.{0}.w1"
-            ),
+            rule("layers.*.experts.*.w1", spread={1: ("tp",)}, stack=1, local="layers.{0}.w1"),
             rule("layers.*.o", cut={1: ("tp",)}, spread={0: Spread(("tp",), (0, 2))}),
             REST,
         ],
@@ -362,7 +357,7 @@ def test_a_layout_is_read_from_json():
         ({"rules": [{"names": "a.*", "local": "{0:>2000000000}"}]}, "does not fit"),
         ({"rules": [{"names": "a.*", "local": "x{"}]}, "does not fit"),
         ({"rules": [{"names": "a.*", "spread": {"0": {"axes": "tp", "starts": [0]}}}]}, "starts 1 pieces"),
-        ({"rules": [{"names": "a", "groups": 0}]}, "in 0 groups"),
+        ({"rules": [{"names": "a", "groups": 0}]}, "Expected `int` >= 1"),
         ({"rules": [{"names": ["a", "b"], "local": "x", "groups": 4, "cuts": [{"0": "tp"}, {}]}]}, "names that alternate are cut alike"),
     ],
 )  # fmt: skip

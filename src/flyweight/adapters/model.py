@@ -337,7 +337,6 @@ def _laid_out(
         if spec.shape != local.spec.shape:
             raise ShapeMismatch(f"{name!r} is {spec.shape}, by the layout {local.spec.shape}")
         for each in local.held:
-            whole = local.wholes[each.name]
-            block = ModelBlock(whole, each.box, tensors[name], each.place)
+            block = ModelBlock(each.spec, each.box, tensors[name], each.place)
             blocks.setdefault(each.name, []).append(block)
     return blocks

@@ -7,18 +7,31 @@ on how many there are, so every method takes all tensors of the model, even to l
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.spec.box import Box
-from flyweight.spec.layout import HeldBox, Layout, Shard
+from flyweight.spec.layout import Layout, Shard
 from flyweight.spec.manifest import TensorSpec
-from flyweight.spec.rules import Rule, compiled, decode_rules, filled
+from flyweight.spec.rules import MeshRule, Rule, decode_rules
 
 MAX_RANKS = 1 << 20
 _DIGITS = re.compile("[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBox:
+    """A box of a whole tensor, and where it lies in the tensor that a rank has."""
+
+    name: str
+    """Of the whole tensor; the same on every rank."""
+    spec: TensorSpec
+    """Of the whole tensor."""
+    box: Box
+    """In the whole tensor."""
+    place: Box
+    """In the rank's own: the same shape, but for leading dims of 1 that one of them lacks."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +40,6 @@ class Local:
 
     spec: TensorSpec
     held: tuple[HeldBox, ...]
-    wholes: Mapping[str, TensorSpec]
-    """The whole tensors that it holds boxes of."""
 
 
 @dataclass(slots=True)
@@ -36,8 +47,7 @@ class _Match:
     """A tensor and the rule that fits its name."""
 
     name: str
-    rule: int
-    """Index of the rule."""
+    rule: MeshRule
     which: int
     """Index among the rule's names."""
     stars: tuple[str, ...]
@@ -57,19 +67,10 @@ class ModelLayout:
         self.num_ranks = self._uncut.num_ranks
         if self.num_ranks > MAX_RANKS:
             raise SpecError(f"a mesh of {self.num_ranks} ranks, at most {MAX_RANKS}")
-        self._layouts = [[Layout(self.axes, cut) for cut in rule.cuts] for rule in self.rules]
-        # A spread deals out a row of pieces as a cut does a dim: to each rank its element.
-        self._deals = [
-            {star: Layout(self.axes, {0: spread.axes}) for star, spread in rule.spread.items()}
-            for rule in self.rules
-        ]
-        self._patterns = [
-            (index, which, compiled(name))
-            for index, rule in enumerate(self.rules)
-            for which, name in enumerate(rule.names)
-        ]
-        for index in range(len(self.rules)):
-            self._check_rule(index)
+        self._rules = [MeshRule(rule, self.axes) for rule in self.rules]
+        # Patterns without digits cannot tell numbers apart: what fits one layer fits them all.
+        names = [name for rule in self._rules for name in rule.names]
+        self._is_blind = not any(map(_DIGITS.search, names))
 
     @classmethod
     def from_json(cls, text: str | bytes, what: str = "layout") -> ModelLayout:
@@ -78,26 +79,6 @@ class ModelLayout:
         Raises SpecError if the text is not JSON, or does not describe a layout.
         """
         return cls(*decode_rules(text, what))
-
-    def _check_rule(self, index: int) -> None:
-        """Raise unless the rule fits the mesh."""
-        rule = self.rules[index]
-        what = f"rule for {listed(rule.names)}"
-        num_pieces = {layout.num_pieces(rule.join) for layout in self._layouts[index]}
-        if rule.groups > 1 and len(num_pieces) > 1:
-            raise SpecError(
-                f"{what} alternates in {rule.groups} groups and cuts dim {rule.join} into "
-                f"{sorted(num_pieces)} pieces; names that alternate are cut alike"
-            )
-        for star, spread in rule.spread.items():
-            pieces = self._deals[index][star].num_pieces(0)
-            if spread.starts is not None and (
-                len(spread.starts) != pieces or list(spread.starts) != sorted(spread.starts)
-            ):
-                raise SpecError(
-                    f"{what} starts {len(spread.starts)} pieces at {list(spread.starts)}, "
-                    f"{list(spread.axes)} make {pieces}; starts only grow"
-                )
 
     def shards(
         self,
@@ -115,14 +96,13 @@ class ModelLayout:
         found: dict[tuple[object, ...], tuple[Shard, ...]] = {}
         shards: dict[str, tuple[Shard, ...]] = {}
         ranks = range(self.num_ranks) if rank is None else (rank,)
-        holders = [self._holders(index, ranks) for index in range(len(self.rules))]
+        holders = {rule: rule.holders(ranks) for rule in self._rules}
         matches = self._matches(tensors)
-        for match, pieces in zip(matches, self._pieces(matches), strict=True):
+        for match, pieces in zip(matches, _pieces(matches), strict=True):
             if names is not None and match.name not in names:
                 continue
             if -1 in pieces:
-                spreads = self.rules[match.rule].spread.values()
-                first = [spread.starts[0] for spread in spreads if spread.starts]
+                first = [deal.starts[0] for deal in match.rule.spread.values() if deal.starts]
                 raise PlanError(f"{match.name!r} comes before the first start, {first}")
             holding = holders[match.rule].get(pieces, ())
             if not holding and rank is not None:
@@ -132,7 +112,7 @@ class ModelLayout:
             if key not in found:
                 try:
                     # A scalar cannot be cut: every rank that has it has all of it.
-                    layout = self._layouts[match.rule][match.which] if shape else self._uncut
+                    layout = match.rule.layouts[match.which] if shape else self._uncut
                     found[key] = tuple(Shard(each, layout.box(each, shape)) for each in holding)
                 except SpecError as error:
                     error.note(f"tensor {match.name!r}")
@@ -140,141 +120,27 @@ class ModelLayout:
             shards[match.name] = found[key]
         return shards
 
-    def _holders(self, index: int, ranks: Iterable[int]) -> dict[tuple[int, ...], list[int]]:
-        """Return which ranks hold which pieces of a rule's tensors, one piece for each spread."""
-        deals = [(deal, (deal.num_pieces(0),)) for deal in self._deals[index].values()]
-        holders: dict[tuple[int, ...], list[int]] = {}
-        for rank in ranks:
-            pieces = tuple(deal.box(rank, row).offset[0] for deal, row in deals)
-            holders.setdefault(pieces, []).append(rank)
-        return holders
-
-    def _pieces(self, matches: Sequence[_Match]) -> Iterator[tuple[int, ...]]:
-        """Yield the piece that each tensor belongs to, for each spread of its rule."""
-        numbers: dict[tuple[int, int], set[int]] = {}
-        for match in matches:
-            for star in self._deals[match.rule]:
-                if not match.stars[star].isdecimal():
-                    raise PlanError(
-                        f"{match.name!r} has {match.stars[star]!r} where a number is dealt out"
-                    )
-                numbers.setdefault((match.rule, star), set()).add(int(match.stars[star]))
-        pieces: dict[tuple[int, int], dict[int, int]] = {}
-        for (rule, star), found in numbers.items():
-            starts = self.rules[rule].spread[star].starts
-            per_piece = -(-len(found) // self._deals[rule][star].num_pieces(0))
-            pieces[rule, star] = {
-                number: index // per_piece if starts is None else bisect_right(starts, number) - 1
-                for index, number in enumerate(sorted(found))
-            }
-        for match in matches:
-            places = [(star, int(match.stars[star])) for star in self._deals[match.rule]]
-            yield tuple(pieces[match.rule, star][number] for star, number in places)
-
     def locals(self, tensors: Mapping[str, TensorSpec], rank: int) -> dict[str, Local]:
         """Return the tensors that `rank` has of a model of these tensors, by their own names."""
         shards = self.shards(tensors, rank=rank)
         members: dict[str, list[_Match]] = {}
         for match in self._matches(shards):
-            local = self.rules[match.rule].local
-            name = match.name if local is None else filled(local, match.stars)
-            members.setdefault(name, []).append(match)
+            members.setdefault(match.rule.local_name(match.name, match.stars), []).append(match)
         boxes = {name: shard.box for name, (shard,) in shards.items()}
-        return {
-            name: self._local(name, matches, tensors, boxes) for name, matches in members.items()
-        }
-
-    def _local(
-        self,
-        name: str,
-        matches: Sequence[_Match],
-        tensors: Mapping[str, TensorSpec],
-        boxes: Mapping[str, Box],
-    ) -> Local:
-        """Return one tensor of a rank: the boxes of its matches joined along a dim, and stacked."""
-        rule = self.rules[matches[0].rule]
-        rows = self._rows(name, matches)
-        dtypes = {tensors[match.name].dtype.name for match in matches}
-        if len(dtypes) != 1 or any(len(row) != len(rule.names) for row in rows):
-            raise PlanError(
-                f"{name!r} is joined of {len(rule.names)} tensors of one dtype; there are "
-                f"{listed([m.name for m in matches])} of {listed(dtypes)}"
-            )
-        held: list[HeldBox] = []
-        shapes = set()
-        for index, row in enumerate(rows):
-            joined = [(each, boxes[each]) for each in row]
-            shapes.add(_joined_shape(name, [box.shape for _, box in joined], rule.join))
-            stacked = () if rule.stack is None else (index,)
-            at = 0
-            for tensor, box in self._in_order(matches[0], joined):
-                offset = [0] * len(box.shape)
-                if len(joined) > 1:
-                    offset[rule.join] = at
-                    at += box.shape[rule.join]
-                place = Box((*stacked, *offset), (*(1 for _ in stacked), *box.shape))
-                held.append(HeldBox(tensor, box, place))
-        if len(shapes) != 1:
-            raise PlanError(f"{name!r} is a stack of different shapes: {sorted(shapes)[:5]}")
-        (shape,) = shapes
-        wholes = {match.name: tensors[match.name] for match in matches}
-        spec = TensorSpec(
-            wholes[matches[0].name].dtype, shape if rule.stack is None else (len(rows), *shape)
-        )
-        return Local(spec, tuple(held), wholes)
-
-    def _rows(self, name: str, matches: Sequence[_Match]) -> list[list[str]]:
-        """Return the names that are joined, in the rule's order, for each index of the stack."""
-        rule = self.rules[matches[0].rule]
-        rows: dict[str, dict[int, str]] = {}
-        for match in matches:
-            row = rows.setdefault("" if rule.stack is None else match.stars[rule.stack], {})
-            if match.rule != matches[0].rule or match.which in row:
-                raise SpecError(f"{listed([m.name for m in matches])} all become {name!r}")
-            row[match.which] = match.name
-        return [
-            [rows[star][which] for which in sorted(rows[star])]
-            for star in sorted(rows, key=lambda each: (int(each) if each.isdecimal() else -1, each))
-        ]
-
-    def _in_order(
-        self, match: _Match, boxes: Sequence[tuple[str, Box]]
-    ) -> Iterator[tuple[str, Box]]:
-        """Yield the boxes as they follow each other: one after the other, or in groups."""
-        rule = self.rules[match.rule]
-        num_pieces = self._layouts[match.rule][0].num_pieces(rule.join)
-        num_groups, rest = divmod(rule.groups, num_pieces)
-        if rule.groups == 1:
-            yield from boxes
-            return
-        if rest or any(box.shape[rule.join] % num_groups for _, box in boxes):
-            raise PlanError(
-                f"{rule.groups} groups over {num_pieces} pieces of "
-                f"{[box.shape for _, box in boxes]}: the groups must come out even"
-            )
-        for group in range(num_groups):
-            for name, box in boxes:
-                length = box.shape[rule.join] // num_groups
-                offset, shape = list(box.offset), list(box.shape)
-                offset[rule.join] += group * length
-                shape[rule.join] = length
-                yield name, Box(tuple(offset), tuple(shape))
+        return {name: _local(name, matches, tensors, boxes) for name, matches in members.items()}
 
     def _matches(self, tensors: Iterable[str]) -> list[_Match]:
         matches, unmatched = [], []
-        # Patterns without digits cannot tell numbers apart: what fits one layer fits them all.
-        is_blind = not any(re.search("[0-9]", name) for rule in self.rules for name in rule.names)
-        families: dict[str, tuple[int, int, re.Pattern[str]] | None] = {}
+        families: dict[str, tuple[MeshRule, int] | None] = {}
         for name in tensors:
-            family = _DIGITS.sub("0", name) if is_blind else name
+            family = _DIGITS.sub("0", name) if self._is_blind else name
             if family not in families:
-                fits = (each for each in self._patterns if each[2].fullmatch(name))
-                families[family] = next(fits, None)
+                families[family] = self._fit(name)
             if (fit := families[family]) is None:
                 unmatched.append(name)
                 continue
-            rule, which, pattern = fit
-            found = pattern.fullmatch(name)
+            rule, which = fit
+            found = rule.patterns[which].fullmatch(name)
             assert found is not None
             matches.append(_Match(name, rule, which, found.groups()))
         if unmatched:
@@ -284,11 +150,110 @@ class ModelLayout:
             )
         return matches
 
+    def _fit(self, name: str) -> tuple[MeshRule, int] | None:
+        for rule in self._rules:
+            for which, pattern in enumerate(rule.patterns):
+                if pattern.fullmatch(name):
+                    return rule, which
+        return None
 
-def _joined_shape(name: str, shapes: Sequence[tuple[int, ...]], dim: int) -> tuple[int, ...]:
-    """Return the shape of some boxes side by side along `dim`."""
-    if len(shapes) == 1:
+
+def _pieces(matches: Sequence[_Match]) -> Iterator[tuple[int, ...]]:
+    """Yield the piece that each tensor belongs to, for each spread of its rule."""
+    numbers: dict[tuple[MeshRule, int], set[int]] = {}
+    for match in matches:
+        for star in match.rule.spread:
+            if not match.stars[star].isdecimal():
+                raise PlanError(
+                    f"{match.name!r} has {match.stars[star]!r} where a number is dealt out"
+                )
+            numbers.setdefault((match.rule, star), set()).add(int(match.stars[star]))
+    pieces = {(rule, star): rule.spread[star].pieces(n) for (rule, star), n in numbers.items()}
+    for match in matches:
+        rule = match.rule
+        yield tuple(pieces[rule, star][int(match.stars[star])] for star in rule.spread)
+
+
+def _local(
+    name: str,
+    matches: Sequence[_Match],
+    tensors: Mapping[str, TensorSpec],
+    boxes: Mapping[str, Box],
+) -> Local:
+    """Return one tensor of a rank: the boxes of its matches joined along a dim, and stacked."""
+    rule = matches[0].rule
+    rows = _rows(name, matches)
+    dtypes = {match.name: tensors[match.name].dtype for match in matches}
+    if len(set(dtypes.values())) != 1 or any(len(row) != len(rule.names) for row in rows):
+        raise PlanError(
+            f"{name!r} is joined of {len(rule.names)} tensors of one dtype; there are "
+            f"{listed(dtypes)} of {listed({dtype.name for dtype in dtypes.values()})}"
+        )
+    held: list[HeldBox] = []
+    shapes = set()
+    for index, row in enumerate(rows):
+        joined = [(each, boxes[each]) for each in row]
+        shapes.add(_joined_shape(name, [box.shape for _, box in joined], rule))
+        at = 0
+        for tensor, box in _in_order(rule, joined):
+            offset, shape = [0] * len(box.shape), list(box.shape)
+            if len(joined) > 1:
+                offset[rule.join] = at
+                at += shape[rule.join]
+            if rule.stack is not None:
+                offset, shape = [index, *offset], [1, *shape]
+            place = Box(tuple(offset), tuple(shape))
+            held.append(HeldBox(tensor, tensors[tensor], box, place))
+    if len(shapes) != 1:
+        raise PlanError(f"{name!r} is a stack of different shapes: {sorted(shapes)[:5]}")
+    (whole,) = shapes
+    dtype = dtypes[matches[0].name]
+    return Local(
+        TensorSpec(dtype, whole if rule.stack is None else (len(rows), *whole)), tuple(held)
+    )
+
+
+def _rows(name: str, matches: Sequence[_Match]) -> list[list[str]]:
+    """Return the names that are joined, in the rule's order, for each index of the stack."""
+    rule = matches[0].rule
+    rows: dict[str, dict[int, str]] = {}
+    for match in matches:
+        row = rows.setdefault("" if rule.stack is None else match.stars[rule.stack], {})
+        if match.rule is not rule or match.which in row:
+            raise SpecError(f"{listed([m.name for m in matches])} all become {name!r}")
+        row[match.which] = match.name
+    return [
+        [rows[star][which] for which in sorted(rows[star])]
+        for star in sorted(rows, key=lambda each: (int(each) if each.isdecimal() else -1, each))
+    ]
+
+
+def _in_order(rule: MeshRule, boxes: Sequence[tuple[str, Box]]) -> Iterator[tuple[str, Box]]:
+    """Yield the boxes as they follow each other: one after the other, or in groups."""
+    if rule.groups == 1:
+        yield from boxes
+        return
+    num_pieces = rule.layouts[0].num_pieces(rule.join)
+    num_groups, rest = divmod(rule.groups, num_pieces)
+    if rest or any(box.shape[rule.join] % num_groups for _, box in boxes):
+        raise PlanError(
+            f"{rule.groups} groups over {num_pieces} pieces of "
+            f"{[box.shape for _, box in boxes]}: the groups must come out even"
+        )
+    for group in range(num_groups):
+        for name, box in boxes:
+            length = box.shape[rule.join] // num_groups
+            offset, shape = list(box.offset), list(box.shape)
+            offset[rule.join] += group * length
+            shape[rule.join] = length
+            yield name, Box(tuple(offset), tuple(shape))
+
+
+def _joined_shape(name: str, shapes: Sequence[tuple[int, ...]], rule: MeshRule) -> tuple[int, ...]:
+    """Return the shape of some boxes side by side along a dim."""
+    if len(shapes) == 1 and rule.groups == 1:
         return shapes[0]
+    dim = rule.join
     if any(dim >= len(shape) for shape in shapes):
         raise PlanError(f"{name!r} is joined of {list(shapes)}: one has no dim {dim} to join")
     sides = {(shape[:dim], shape[dim + 1 :]) for shape in shapes}
