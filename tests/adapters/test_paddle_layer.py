@@ -163,14 +163,15 @@ def test_a_tensor_on_a_gpu_is_taken_by_its_device_address_and_strides(be_at):
     be_at("gpu", 3)
     for tensor, strides in ((rows, (16, 4)), (turned, (2, 8)), (paddle.zeros([]), ())):
         found = paddle_layer.tensor_of(tensor)
-        assert (found.host, found.buffer.device) == (None, 3)
+        assert (found.device.name, found.buffer.device) == ("cuda:3", 3)
         assert (found.buffer.address, found.buffer.strides) == (tensor.data_ptr(), strides)
         assert found.buffer.shape == found.spec.shape == tuple(tensor.shape)
         assert found.memory_key[0] == "cuda:3"
     tied = adapt({"a": rows, "b": rows, "c": turned}).manifest
     assert (list(tied.tensors), tied.tied) == (["a", "c"], {"b": "a"})
     be_at("gpu_pinned")
-    assert paddle_layer.tensor_of(rows).host.address == rows.data_ptr()
+    pinned = paddle_layer.tensor_of(rows)
+    assert (pinned.device, pinned.memory.address) == (None, rows.data_ptr())
     be_at("xpu")
     with pytest.raises(SpecError, match=r"paddle tensor on Place\(xpu:0\); tensors in host memory"):
         adapt({"a": rows})

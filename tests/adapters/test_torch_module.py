@@ -7,6 +7,7 @@ import flyweight as fw
 from flyweight.adapters import torch_module
 from flyweight.adapters.model import adapt
 from flyweight.errors import PlanError, SpecError
+from flyweight.spec.box import Box
 from flyweight.spec.dtype import BY_TORCH
 
 
@@ -276,3 +277,38 @@ def test_memory_is_held_while_it_is_pointed_to():
     others = [torch.zeros(64, 64) for _ in range(20)]
     assert all(other.data_ptr() != tensor.buffer.address for other in others)
     assert (tensor.buffer.items().view("<f4") == 3).all()
+
+
+TENSORS = {
+    "rows": lambda: torch.arange(60, dtype=torch.float32).reshape(6, 10),
+    "turned": lambda: torch.arange(60).reshape(6, 10).t(),
+    "part": lambda: torch.arange(600, dtype=torch.int16).reshape(20, 30)[3:, 1::3],
+    "half": lambda: torch.randn(5, 4, 3).bfloat16(),
+    "scalar": lambda: torch.arange(3.0)[1],
+    "empty": lambda: torch.zeros(0, 4),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_any_block_is_copied_to_and_from_a_device(name):
+    """A device's copies use the tensor's own storage; here that of the CPU stands for it."""
+    tensor, target = TENSORS[name](), torch.zeros_like(TENSORS[name]())
+    device = torch_module.TorchDevice(tensor.device)
+    source, sink = (torch_module.tensor_of(each).memory for each in (tensor, target))
+    boxes = [Box.whole(tuple(tensor.shape))]
+    boxes += [
+        Box((1, *box.offset[1:]), (2, *box.shape[1:])) for box in boxes if box.num_elements > 1
+    ]
+    boxes += [
+        Box((*box.offset[:-1], 1), (*box.shape[:-1], 2)) for box in boxes if box.num_elements > 1
+    ]
+    for box in boxes:
+        block = tensor[(Ellipsis, *box.slices)]
+        data = np.empty(block.numel() * tensor.element_size(), np.uint8)
+        device.read(source.block(box), data, should_wait=True)
+        assert data.tobytes() == block.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        target.zero_()
+        device.write(sink.block(box), data)
+        expected = torch.zeros_like(target)
+        expected[(Ellipsis, *box.slices)] = block
+        assert torch.equal(target, expected)

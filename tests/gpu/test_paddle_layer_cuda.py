@@ -7,7 +7,6 @@ torch = pytest.importorskip("torch")
 
 from flyweight.adapters import torch_module  # noqa: E402
 from flyweight.adapters.paddle_layer import CudaDevice  # noqa: E402
-from flyweight.adapters.tensor import Tensor  # noqa: E402
 from flyweight.spec.box import Box  # noqa: E402
 
 pytestmark = [
@@ -25,8 +24,8 @@ TENSORS = {
 
 
 def by_address(tensor):
-    found = torch_module.tensor_of(tensor)
-    return Tensor(found.spec, found.buffer, CudaDevice(found.buffer.device))
+    memory = torch_module.tensor_of(tensor).memory
+    return CudaDevice(memory.device), memory
 
 
 def raw(tensor):
@@ -37,7 +36,7 @@ def raw(tensor):
 def test_boxes_are_read_and_written_by_address(name):
     """C11: every box by the driver alone, of any stride."""
     tensor, target = TENSORS[name](), torch.zeros_like(TENSORS[name]())
-    source, sink = by_address(tensor), by_address(target)
+    (device, source), (_, sink) = by_address(tensor), by_address(target)
     shape = tuple(tensor.shape)
     boxes = [Box.whole(shape)]
     if shape:
@@ -46,11 +45,11 @@ def test_boxes_are_read_and_written_by_address(name):
     for box in boxes:
         target.zero_()
         data = np.empty(box.num_elements * tensor.element_size(), np.uint8)
-        source.read(box, data)
+        device.read(source.block(box), data, should_wait=True)
         block = tensor[(Ellipsis, *box.slices)]
         assert data.tobytes() == raw(block)
-        sink.device.settle()
-        sink.write(box, data)
+        device.settle()
+        device.write(sink.block(box), data)
         assert raw(target[(Ellipsis, *box.slices)]) == raw(block)
         assert int((target != 0).sum()) == int((block != 0).sum())
 
@@ -63,5 +62,6 @@ def test_a_read_waits_for_what_any_stream_still_writes():
         torch.cuda._sleep(200_000_000)
         tensor.fill_(1)
     data = np.empty(tensor.numel() * 4, np.uint8)
-    by_address(tensor).read(Box.whole(tuple(tensor.shape)), data)
+    device, memory = by_address(tensor)
+    device.read(memory, data, should_wait=True)
     assert (data.view(np.float32) == 1).all()

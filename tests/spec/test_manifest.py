@@ -14,6 +14,7 @@ from flyweight.spec.manifest import (
     check_file_name,
 )
 from flyweight.spec.manifest_json import decode_manifest, encode_manifest
+from flyweight.spec.strict_json import Hash
 
 F32, I4, BF16 = DTYPES["f32"], DTYPES["i4"], DTYPES["bf16"]
 
@@ -29,8 +30,8 @@ def example():
         values={"step": 12, "rate": 0.5, "name": "run", "none": None, "flag": True},
         writer={"host": "somewhere"},
         files=[
-            SnapshotFile("a.safetensors", 100 + 24 + 4, 100, 1),
-            SnapshotFile("b.safetensors", 64 + 24, 64, 2),
+            SnapshotFile("a.safetensors", 100 + 24 + 4, 100, Hash(1)),
+            SnapshotFile("b.safetensors", 64 + 24, 64, Hash(2)),
         ],
         extents=[
             Extent("w", Box((0, 0), (2, 6)), "a.safetensors", 100, (11,), 21),
@@ -210,7 +211,7 @@ def test_thousands_of_shards_are_checked_quickly():
     spec = TensorSpec(F32, (count, 4))
     boxes = [Box((row, 0), (1, 4)) for row in range(count)]
     extents = [Extent("w", box, "a.safetensors", 64 + 16 * i, (1,)) for i, box in enumerate(boxes)]
-    parts = [SnapshotFile("a.safetensors", 64 + 16 * count, 64, 1)]
+    parts = [SnapshotFile("a.safetensors", 64 + 16 * count, 64, Hash(1))]
     manifest = Manifest({"w": spec}, version=1, files=parts, extents=extents, chunk_bytes=4096)
     started = time.monotonic()
     assert len(decode_manifest(encode_manifest(manifest)).extents) == count

@@ -26,11 +26,9 @@ from flyweight.memory import (
     Buffer,
     Bytes,
     Items,
-    block_of,
     bytes_for,
-    empty_shape,
     first_overlap,
-    item_dtype,
+    items_of,
 )
 from flyweight.spec.box import Box, overlapping_pair
 from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, Manifest, TensorSpec
@@ -49,55 +47,44 @@ class ModelBlock:
     place: Box
     """In elements of `tensor`."""
 
+    @cached_property
+    def memory(self) -> Buffer:
+        """The box's items where they lie, on any device."""
+        memory, shape = self.tensor.memory, self.spec.stored(self.box).shape
+        if memory.shape == shape:  # most blocks are whole tensors
+            return memory
+        block = memory.block(self.tensor.spec.stored(self.place))
+        extra = len(block.shape) - len(shape)
+        strides = block.strides[extra:] if extra >= 0 else (0,) * -extra + block.strides
+        return replace(block, shape=shape, strides=strides)
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """The memory, on the host or on a CUDA device; None on other devices."""
+        return None if self.tensor.buffer is None else self.memory
+
     def items(self) -> Items | None:
         """View the box's items where they lie, or None if the CPU cannot reach them."""
-        buffer = self.tensor.host
-        if buffer is None:
-            return None
-        items = self.spec.stored(self.box)
-        # Most blocks are whole tensors, which need no view of a view.
-        if self.place.shape == self.tensor.spec.shape and items.shape == buffer.shape:
-            return buffer.items()
-        if not items.num_elements:
-            return np.empty(empty_shape(items.shape), item_dtype(self.spec.item_bytes))
-        return block_of(buffer.items(), self.tensor.spec.stored(self.place)).reshape(items.shape)
-
-    @cached_property
-    def buffer(self) -> Buffer | None:
-        """The box's items where they lie, on the host or on a CUDA device."""
-        buffer, shape = self.tensor.buffer, self.spec.stored(self.box).shape
-        if buffer is None:
-            return None
-        place = buffer.block(self.tensor.spec.stored(self.place))
-        extra = len(place.shape) - len(shape)
-        strides = place.strides[extra:] if extra >= 0 else (0,) * -extra + place.strides
-        return replace(place, shape=shape, strides=strides)
-
-    def _local(self, items: Box) -> Box:
-        """Return items, counted from this block's corner, as a box of the rank's own tensor."""
-        corner = self.tensor.spec.stored(self.place).offset
-        extra = len(corner) - len(items.offset)
-        offset, shape = items.offset[max(-extra, 0) :], items.shape[max(-extra, 0) :]
-        ones = max(extra, 0)
-        return Box((0,) * ones + offset, (1,) * ones + shape).moved(corner)
+        return self.memory.items() if self.tensor.device is None else None
 
     def read(self, items: Box, into: Bytes | None, *, should_wait: bool = True) -> Bytes:
         """Return the bytes of items counted from this block's corner; see `Model.read`."""
-        local, buffer, width = self._local(items), self.tensor.host, self.spec.item_bytes
-        if buffer is not None and (flat := buffer.flat()) is not None:
-            runs = list(local.runs(buffer.shape)) if local.shape != buffer.shape else None
-            if runs is None:
-                return flat
-            if len(runs) == 1:
-                start, length = runs[0]
-                return flat[start * width : (start + length) * width]
-        data = bytes_for(items.num_elements * width, into)
-        if len(data):
-            self.tensor.read(local, data, should_wait=should_wait)
+        block, device = self.memory.block(items), self.tensor.device
+        if device is None and (flat := block.flat()) is not None:
+            return flat
+        data = bytes_for(block.nbytes, into)
+        if device is not None and len(data):
+            device.read(block, data, should_wait=should_wait)
+        elif len(data):
+            np.copyto(items_of(data, block.item_bytes, block.shape), block.items())
         return data
 
     def write(self, items: Box, data: Bytes) -> None:
-        self.tensor.write(self._local(items), data)
+        block, device = self.memory.block(items), self.tensor.device
+        if device is not None and len(data):
+            device.write(block, data)
+        elif len(data):
+            np.copyto(block.items(), items_of(data, block.item_bytes, block.shape))
 
 
 class Model:
@@ -142,7 +129,7 @@ class Model:
 
     def is_on_host(self, name: str) -> bool:
         """True if the CPU can reach what is here of a tensor."""
-        return all(block.tensor.host is not None for block in self.blocks(name))
+        return all(block.tensor.device is None for block in self.blocks(name))
 
     def read(
         self,

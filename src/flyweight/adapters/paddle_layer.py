@@ -21,7 +21,7 @@ from flyweight.cuda import driver
 from flyweight.cuda.copies import Copier
 from flyweight.errors import SpecError
 from flyweight.memory import Buffer, Bytes, Staging
-from flyweight.spec.box import Box, strides_of
+from flyweight.spec.box import strides_of
 from flyweight.spec.dtype import BY_PADDLE
 from flyweight.spec.layout import coordinate
 from flyweight.spec.manifest import TensorSpec
@@ -182,12 +182,12 @@ class CudaDevice:
     def staging(self) -> Staging | None:
         return None
 
-    def read(self, memory: Buffer, items: Box, into: Bytes, *, should_wait: bool) -> None:
+    def read(self, block: Buffer, into: Bytes, *, should_wait: bool) -> None:
         self.settle()
-        self._copy(_host(into, items.shape, memory.item_bytes), memory.block(items))
+        self._copy(_host(into, block), block)
 
-    def write(self, memory: Buffer, items: Box, data: Bytes) -> None:
-        self._copy(memory.block(items), _host(data, items.shape, memory.item_bytes))
+    def write(self, block: Buffer, data: Bytes) -> None:
+        self._copy(block, _host(data, block))
 
     def settle(self) -> None:
         driver.synchronize(self.number, _COPY_SECONDS)
@@ -204,6 +204,7 @@ def _copier(device: int) -> tuple[Copier, threading.Lock]:
     return Copier(device), threading.Lock()
 
 
-def _host(data: Bytes, shape: tuple[int, ...], width: int) -> Buffer:
-    strides = tuple(width * stride for stride in strides_of(shape))
-    return Buffer(data.ctypes.data, shape, strides, width, data)
+def _host(data: Bytes, block: Buffer) -> Buffer:
+    """Return row-major bytes in the shape of a block."""
+    strides = tuple(block.item_bytes * stride for stride in strides_of(block.shape))
+    return Buffer(data.ctypes.data, block.shape, strides, block.item_bytes, data)

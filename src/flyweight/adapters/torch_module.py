@@ -167,15 +167,15 @@ class TorchDevice:
     def staging(self) -> Staging | None:
         return _pinned_staging()
 
-    def read(self, memory: Buffer, items: Box, into: Bytes, *, should_wait: bool) -> None:
-        block, data = _pair(memory, items, into)
-        data.copy_(block, non_blocking=self._is_cuda)
+    def read(self, block: Buffer, into: Bytes, *, should_wait: bool) -> None:
+        there, here = _pair(block, into)
+        here.copy_(there, non_blocking=self._is_cuda)
         if should_wait:
             self.settle()
 
-    def write(self, memory: Buffer, items: Box, data: Bytes) -> None:
-        block, staged = _pair(memory, items, data)
-        block.copy_(staged, non_blocking=self._is_cuda)
+    def write(self, block: Buffer, data: Bytes) -> None:
+        there, here = _pair(block, data)
+        there.copy_(here, non_blocking=self._is_cuda)
 
     def settle(self) -> None:
         torch = _torch()
@@ -191,16 +191,15 @@ class TorchDevice:
         return bool(self.device.type == "cuda")
 
 
-def _pair(memory: Buffer, items: Box, data: Bytes) -> tuple[Any, Any]:
-    """Return the block on the device, and the bytes on the host in the same shape."""
-    tensor, staged = cast(Any, memory.owner), _torch().from_numpy(data)
-    if tensor.is_contiguous() and tensor.dim() > 0:
-        runs = list(items.runs(memory.shape))
-        if len(runs) == 1:  # one plain copy of bytes
-            start = runs[0][0] * memory.item_bytes
-            return tensor.view(-1).view(_torch().uint8)[start : start + len(data)], staged
-    block = tensor[(Ellipsis, *items.slices)]
-    return block, staged.view(tensor.dtype).reshape(items.shape)
+def _pair(block: Buffer, data: Bytes) -> tuple[Any, Any]:
+    """Return a block of a tensor on its device, and the bytes on the host in the same shape."""
+    tensor, here, width = cast(Any, block.owner), _torch().from_numpy(data), block.item_bytes
+    start = tensor.storage_offset() + (block.address - tensor.data_ptr()) // width
+    if block.is_contiguous:  # one plain copy of bytes
+        return tensor.as_strided((len(data) // width,), (1,), start).view(here.dtype), here
+    strides = [stride // width for stride in block.strides]
+    there = tensor.as_strided(block.shape, strides, start)
+    return there, here.view(tensor.dtype).reshape(block.shape)
 
 
 def touched(tensors: Sequence[object]) -> None:

@@ -41,12 +41,12 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if len(self.shape) > MAX_DIMS:
             raise SpecError(f"a shape has {len(self.shape)} dims, at most {MAX_DIMS}")
-        if max(self.shape, default=0) > MAX_NUMBER:
-            raise SpecError(f"shape {self.shape} has a dim of more than 2**63-1")
-        if min(self.shape, default=0) < 0:
-            raise SpecError(f"shape {self.shape} has a negative dim")
-        if self.dtype.bits * prod(self.shape) > 8 * MAX_NUMBER:
-            raise SpecError(f"shape {self.shape} of {self.dtype} has more than 2**63 bytes")
+        most = max(max(self.shape, default=0), self.dtype.bits * prod(self.shape) // 8)
+        if most > MAX_NUMBER or min(self.shape, default=0) < 0:
+            raise SpecError(
+                f"shape {self.shape} of {self.dtype} has a dim outside of 0..2**63-1, or more than "
+                f"2**63 bytes"
+            )
         if self.dtype.bits < 8 and (not self.shape or self.shape[-1] * self.dtype.bits % 8):
             raise SpecError(f"rows of {self.dtype} in shape {self.shape} do not fill whole bytes")
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from flyweight.errors import FormatError, SpecError
 from flyweight.spec.box import Box
@@ -67,44 +67,41 @@ class _Record(Struct, forbid_unknown_fields=True):
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as JSON, the same bytes for the same manifest."""
+    assert manifest.version is not None
     part_index = {part.file: index for index, part in enumerate(manifest.files)}
-    shards: dict[str, list[Json]] = {name: [] for name in manifest.tensors}
+    shards: dict[str, list[_Shard]] = {name: [] for name in manifest.tensors}
     for extent in manifest.extents:
-        shards[extent.name].append(
-            {
-                "offset": list(extent.box.offset),
-                "shape": list(extent.box.shape),
-                "part": part_index[extent.file],
-                "at": extent.offset,
-                "digest": None if extent.digest is None else f"{extent.digest:016x}",
-                "checksums": "".join(f"{each:016x}" for each in extent.checksums or ()),
-            }
+        shard = _Shard(
+            extent.box.offset,
+            extent.box.shape,
+            part_index[extent.file],
+            extent.offset,
+            None if extent.digest is None else Hash(extent.digest),
+            "".join([f"{each:016x}" for each in extent.checksums or ()]),
         )
-    record: dict[str, Json] = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "version": manifest.version,
-        "parent": manifest.parent,
-        "writer": dict(manifest.writer),
-        "chunk_bytes": manifest.chunk_bytes,
-        "parts": [
-            {
-                "file": part.file,
-                "bytes": part.nbytes,
-                "head_bytes": part.head_bytes,
-                "head_checksum": f"{part.head_checksum:016x}",
-            }
-            for part in manifest.files
-        ],
-        "tensors": {
-            name: {"dtype": spec.dtype.name, "shape": list(spec.shape), "shards": shards[name]}
+        shards[extent.name].append(shard)
+    record = _Record(
+        format=FORMAT,
+        format_version=FORMAT_VERSION,
+        version=manifest.version,
+        parent=manifest.parent,
+        writer=dict(manifest.writer),
+        chunk_bytes=manifest.chunk_bytes,
+        parts=list(manifest.files),
+        tensors={
+            name: _Tensor(spec.dtype.name, spec.shape, shards[name])
             for name, spec in manifest.tensors.items()
         },
-        "tied": dict(manifest.tied),
-        "values": {name: encode_leaf(value) for name, value in manifest.values.items()},
-    }
+        tied=dict(manifest.tied),
+        values={name: encode_leaf(value) for name, value in manifest.values.items()},
+    )
     try:
-        text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(
+            to_builtins(record, enc_hook="{:016x}".format),
+            separators=(",", ":"),
+            ensure_ascii=False,
+            allow_nan=False,
+        )
         return text.encode("utf-8")
     except ValueError as cause:  # NaN, infinity, half a surrogate pair
         raise SpecError(f"a value of the manifest has no place in JSON: {cause}") from cause
