@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 import numpy as np
 
@@ -179,15 +178,10 @@ class Model:
                 f"{len(folded)} tensors show an element more than once by their strides: "
                 f"{listed(folded)}"
             )
-        if overlap := first_overlap(buffers):
+        if overlap := first_overlap(buffers) or self._filled_twice():
             raise SpecError(
                 f"{overlap[0]!r} and {overlap[1]!r} share some of their memory and are not the "
                 f"same tensor; filling one would change the other"
-            )
-        if double := self._filled_twice():
-            raise SpecError(
-                f"{double[0]!r} and {double[1]!r} are in the same memory and are different parts "
-                f"of what is whole; filling one would change the other"
             )
         fixed = [name for name, path in self._paths.items() if not is_settable(self._thing, path)]
         if fixed:
@@ -241,7 +235,8 @@ def adapt(
     the model may have no tensor at all.
     """
     tensors: dict[str, Tensor] = {}
-    cuts: dict[str, Cut] = {}
+    blocks: dict[str, list[ModelBlock]] = {}
+    cut_names = []
     values: dict[str, Leaf] = {}
     paths: dict[str, Path] = {}
     for name, leaf, path in walk(thing):
@@ -260,52 +255,42 @@ def adapt(
             if cut is not None and not cut.blocks:
                 continue
             tensor = tensor_of(leaf if cut is None else cut.local)
+            if tensor is not None:
+                tensors[name], blocks[name] = tensor, _blocks(tensor, cut)
         except SpecError as error:
             error.note(f"tensor {name!r}")
             raise
-        if tensor is not None:
-            tensors[name] = tensor
-            if cut is not None:
-                cuts[name] = cut
-        else:
+        if tensor is None:
             values[name], paths[name] = plain_value(name, leaf), path
+        elif cut is not None:
+            cut_names.append(name)
     if not tensors and not may_be_empty:
         raise SpecError(f"{type(thing).__name__} holds no tensors ({len(values)} other leaves)")
-    if layout is None:
-        blocks = {name: _blocks(name, tensor, cuts.get(name)) for name, tensor in tensors.items()}
-    elif cuts:
-        raise SpecError(
-            f"a layout is given, and {len(cuts)} tensors carry their own: {listed(cuts)}"
-        )
-    else:
+    if layout is not None:
+        if cut_names:
+            raise SpecError(
+                f"a layout is given, and {len(cut_names)} tensors carry their own: "
+                f"{listed(cut_names)}"
+            )
         blocks = _laid_out(tensors, layout())
     return Model(tensors, blocks, values, paths, thing)
 
 
-def _blocks(name: str, tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
-    spec = tensor.spec
-    if cut is not None and spec.dtype.bits < 8:
-        raise SpecError(f"{name!r} is a shard of packed {spec.dtype}; view it as uint8")
+def _blocks(tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
+    spec, here = tensor.spec, Box.whole(tensor.spec.shape)
     if cut is None:
-        whole = Box.whole(spec.shape)
-        return [ModelBlock(spec, whole, tensor, whole)]
-    try:
-        whole_spec = TensorSpec(spec.dtype, cut.shape)
-        blocks = [ModelBlock(whole_spec, box, tensor, place) for box, place in cut.blocks]
-        for block in blocks:
-            whole_spec.stored(block.box)
-    except SpecError as error:
-        error.note(f"tensor {name!r}")
-        raise
-    places = [block.place for block in blocks]
-    is_tiled = sum(place.num_elements for place in places) == prod(spec.shape) and all(
-        len(place.shape) == len(spec.shape) and Box.whole(spec.shape).contains(place)
-        for place in places
-        if place.num_elements
-    )
-    if not is_tiled or overlapping_pair(places):
-        raise SpecError(f"{name!r} is {spec.shape} here, its layout speaks of {cut.blocks}")
-    return blocks
+        return [ModelBlock(spec, here, tensor, here)]
+    if spec.dtype.bits < 8:
+        raise SpecError(f"a shard of packed {spec.dtype}; view it as uint8")
+    places = [place for _, place in cut.blocks if place.num_elements]
+    if (
+        sum(place.num_elements for place in places) != here.num_elements
+        or not all(here.contains(place) for place in places)
+        or overlapping_pair(places)
+    ):
+        raise SpecError(f"the tensor is {spec.shape} here, its layout speaks of {cut.blocks}")
+    whole = TensorSpec(spec.dtype, cut.shape)
+    return [ModelBlock(whole, box, tensor, place) for box, place in cut.blocks]
 
 
 def _laid_out(

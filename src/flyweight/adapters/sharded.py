@@ -56,18 +56,17 @@ def cut_blocks(
     ranges: list[list[Range]] = [[(0, size)] for size in shape]
     for dim, pieces, piece, turns in cuts:
         held = ranges[dim]
-        taken: list[Range] = []
-        for turn in range(turns):
-            taken += _piece(_piece(held, turns, turn), pieces, piece)
-        ranges[dim] = _joined(taken)
-    spots = [_spots(held) for held in ranges]
-    return tuple(
-        (
-            Box(tuple(start for start, _, _ in spot), tuple(length for _, length, _ in spot)),
-            Box(tuple(at for _, _, at in spot), tuple(length for _, length, _ in spot)),
-        )
-        for spot in product(*spots)
-    )
+        ranges[dim] = [
+            taken
+            for turn in range(turns)
+            for taken in _piece(_piece(held, turns, turn), pieces, piece)
+        ]
+    blocks = []
+    for spots in product(*map(_spots, ranges)):
+        shape = tuple(length for _, length, _ in spots)
+        start, at = tuple(spot[0] for spot in spots), tuple(spot[2] for spot in spots)
+        blocks.append((Box(start, shape), Box(at, shape)))
+    return tuple(blocks)
 
 
 def _piece(held: Sequence[Range], pieces: int, piece: int) -> list[Range]:
@@ -84,21 +83,15 @@ def _piece(held: Sequence[Range], pieces: int, piece: int) -> list[Range]:
     return found
 
 
-def _joined(held: Sequence[Range]) -> list[Range]:
-    joined: list[Range] = []
-    for start, length in held:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = joined[-1][0], joined[-1][1] + length
-        else:
-            joined.append((start, length))
-    return joined
-
-
 def _spots(held: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """Return (start in the whole, length, start in the local tensor) of each range."""
-    spots, at = [], 0
+    """Return (start in the whole, length, start in the local tensor), adjacent ranges joined."""
+    spots: list[tuple[int, int, int]] = []
+    at = 0
     for start, length in held:
-        spots.append((start, length, at))
+        if spots and spots[-1][0] + spots[-1][1] == start:
+            spots[-1] = spots[-1][0], spots[-1][1] + length, spots[-1][2]
+        else:
+            spots.append((start, length, at))
         at += length
     return spots or [(0, 0, 0)]
 

@@ -41,9 +41,9 @@ class Sharing:
 
 def share_out(holdings: Sequence[Holding]) -> Sharing:
     """Return which rank writes what; raise PlanError if the ranks do not have whole tensors."""
-    tensors = _agreed_tensors(holdings)
     tied = _agreed_ties(holdings)
-    tensors = {name: spec for name, spec in tensors.items() if name not in tied}
+    agreed = _agreed_tensors(holdings)
+    tensors = {name: spec for name, spec in agreed.items() if name not in tied}
     holders: dict[str, dict[Box, list[int]]] = {name: {} for name in tensors}
     for rank, holding in enumerate(holdings):
         for name, boxes in holding.boxes.items():
@@ -78,23 +78,20 @@ def share_out(holdings: Sequence[Holding]) -> Sharing:
 
 
 def _agreed_tensors(holdings: Sequence[Holding]) -> dict[str, TensorSpec]:
-    tensors: dict[str, TensorSpec] = {}
-    first: dict[str, int] = {}
+    first: dict[str, tuple[int, TensorSpec]] = {}
     for rank, holding in enumerate(holdings):
         for name, spec in holding.tensors.items():
-            known = tensors.setdefault(name, spec)
+            other, known = first.setdefault(name, (rank, spec))
             if known.dtype != spec.dtype:
                 raise DTypeMismatch(
-                    f"{name!r} is {known.dtype} on rank {first[name]} and {spec.dtype} on rank "
-                    f"{rank}"
+                    f"{name!r} is {known.dtype} on rank {other} and {spec.dtype} on rank {rank}"
                 )
             if known.shape != spec.shape:
                 raise ShapeMismatch(
-                    f"{name!r} is {known.shape} as a whole on rank {first[name]} and {spec.shape} "
-                    f"on rank {rank}"
+                    f"{name!r} is {known.shape} as a whole on rank {other} and {spec.shape} on "
+                    f"rank {rank}"
                 )
-            first.setdefault(name, rank)
-    return tensors
+    return {name: spec for name, (_, spec) in first.items()}
 
 
 def _agreed_ties(holdings: Sequence[Holding]) -> dict[str, str]:
@@ -116,18 +113,16 @@ def _agreed_ties(holdings: Sequence[Holding]) -> dict[str, str]:
 
 
 def _agreed_values(holdings: Sequence[Holding]) -> dict[str, Leaf]:
-    values: dict[str, Leaf] = {}
-    first: dict[str, int] = {}
+    first: dict[str, tuple[int, Leaf]] = {}
     for rank, holding in enumerate(holdings):
         for name, value in holding.values.items():
-            known = values.setdefault(name, value)
+            other, known = first.setdefault(name, (rank, value))
             if not is_same_leaf(known, value):
                 raise PlanError(
-                    f"{name!r} is {known!r} on rank {first[name]} and {value!r} on rank {rank}; a "
-                    f"value is the same on every rank, or has a name of its own there"
+                    f"{name!r} is {known!r} on rank {other} and {value!r} on rank {rank}; a value "
+                    f"is the same on every rank, or has a name of its own there"
                 )
-            first.setdefault(name, rank)
-    return values
+    return {name: value for name, (_, value) in first.items()}
 
 
 def _check_whole(name: str, spec: TensorSpec, holders: Mapping[Box, Sequence[int]]) -> None:
