@@ -54,6 +54,7 @@ def test_torch_modules():
         changes = [
             lambda: setattr(model[0], "weight", torch.nn.Parameter(torch.zeros(3, 3))),
             lambda: setattr(model[0].weight, "data", torch.zeros(3, 3)),
+            lambda: model[0].weight.t_(),
             lambda: model[1].register_buffer("more", torch.zeros(1)),
             lambda: model.append(torch.nn.Linear(2, 2)),
             lambda: model.__setitem__(0, torch.nn.Linear(3, 3)),

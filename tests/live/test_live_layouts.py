@@ -165,6 +165,6 @@ def test_one_memory_for_two_parts_of_what_is_whole_is_refused(address, tmp_path,
         lambda: fw.load(tmp_path / "run", into=target),
         lambda: fw.Replica(target, address),
     ):
-        with pytest.raises(SpecError, match="'a' and 'b' are in the same memory"):
+        with pytest.raises(SpecError, match="'a' and 'b' share some of their memory"):
             take()
     assert not memory.any()
