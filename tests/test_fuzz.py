@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 import flyweight as fw
 from fakes import MemoryStore
 from flyweight.errors import FlyweightError, FormatError
-from flyweight.formats import budget
+from flyweight.formats import pickle_values
+from flyweight.formats.huggingface import open_shards
 from flyweight.formats.paddle_dist import open_paddle
 from flyweight.formats.pdparams import open_pdparams
 from flyweight.formats.safetensors import open_files
 from flyweight.formats.snapshot import decode_envelope
 from flyweight.formats.torch_dcp import open_dcp
-from flyweight.formats.torch_dcp_safetensors import open_safetensors_shards
 from flyweight.ports import Store
 from flyweight.spec.manifest_json import decode_manifest
 
@@ -150,7 +150,7 @@ def test_pickles_of_any_opcodes_again_and_again_take_little_memory(codes):
     head = b"ccollections\nOrderedDict\n\x94]\x94)\x94"
     unit = b"".join(codes)
     data = b"\x80\x04" + head + unit * (60_000 // len(unit)) + b"."
-    with mock.patch.object(budget, "MIN_BUDGET_BYTES", 128 << 10):
+    with mock.patch.object(pickle_values, "MIN_BUDGET_BYTES", 128 << 10):
         tracemalloc.start()
         try:
             read_all(open_pdparams, data)
@@ -243,7 +243,7 @@ def directories(tmp_path_factory):
     openers = {
         "dcp": open_dcp,
         "our dcp": open_dcp,
-        "hf": open_safetensors_shards,
+        "hf": open_shards,
         "paddle": open_paddle,
         "our paddle": open_paddle,
     }

@@ -16,8 +16,7 @@ from flyweight.formats.legacy import legacy_format
 from flyweight.formats.paddle_dist import PADDLE_FORMAT, open_paddle
 from flyweight.formats.pdparams import open_pdparams
 from flyweight.formats.snapshot import open_snapshot, snapshot_format
-from flyweight.formats.torch_dcp import open_dcp
-from flyweight.formats.torch_dcp_writer import DCP_FORMAT
+from flyweight.formats.torch_dcp import DCP_FORMAT, open_dcp
 from flyweight.formats.writer import seal, write
 from flyweight.stores.draft import LocalDraft
 

@@ -6,7 +6,7 @@ import pytest
 from conftest import random_bytes
 from fakes import MemoryStore
 from flyweight.errors import StoreError
-from flyweight.formats.decoded import DecodedStore
+from flyweight.formats.stored import DecodedStore
 from flyweight.memory import page_memory
 from flyweight.ports import WINDOW_SLACK
 from flyweight.stores.local import LocalStore

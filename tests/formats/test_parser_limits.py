@@ -175,7 +175,7 @@ def test_the_nesting_of_a_pickle(tmp_path, monkeypatch):
 
 def test_the_values_of_a_pickle(tmp_path, monkeypatch):
     path = tmp_path / "m.pdparams"
-    lower(monkeypatch, 10, "formats.pdparams.MAX_VALUES")  # with the dict and the list
+    lower(monkeypatch, 10, "formats.records.MAX_VALUES")  # with the dict and the list
     opens(pickled(path, {"a": [0] * 8}))
     refused(pickled(path, {"a": [0] * 9}), "11 values, at most 10")
 
@@ -217,13 +217,13 @@ def archive_entries(place):
 def test_the_entries_and_the_directory_of_an_archive(theirs, monkeypatch):
     dcp.save({"w": torch.arange(4.0)}, checkpoint_id=theirs)
     count, nbytes = archive_entries(theirs)
-    lower(monkeypatch, count, "formats.zips.MAX_ENTRIES")
-    lower(monkeypatch, nbytes, "formats.zips.MAX_DIRECTORY_BYTES")
+    lower(monkeypatch, count, "formats.torch_item.MAX_ENTRIES")
+    lower(monkeypatch, nbytes, "formats.torch_item.MAX_DIRECTORY_BYTES")
     opens(theirs)
-    lower(monkeypatch, nbytes - 1, "formats.zips.MAX_DIRECTORY_BYTES")
-    refused(theirs, f"has a directory of {nbytes} bytes, at most {nbytes - 1}")
-    lower(monkeypatch, count - 1, "formats.zips.MAX_ENTRIES")
-    refused(theirs, f"has {count} entries, at most {count - 1}")
+    lower(monkeypatch, nbytes - 1, "formats.torch_item.MAX_DIRECTORY_BYTES")
+    refused(theirs, f"and {nbytes} bytes, at most {nbytes - 1}")
+    lower(monkeypatch, count - 1, "formats.torch_item.MAX_ENTRIES")
+    refused(theirs, f"has a directory of {count} entries, at most {count - 1}")
 
 
 # What a tensor may be.
@@ -244,7 +244,7 @@ def test_the_dims_of_a_tensor(tmp_path, monkeypatch, to, place):
     lower(monkeypatch, 3, place)
     reads = {
         "spec.manifest.MAX_DIMS": {"snapshot", "safetensors", "pdparams", "dcp", "paddle"},
-        "formats.records.MAX_DIMS": {"dcp", "paddle"},
+        "formats.records.MAX_DIMS": {"pdparams", "dcp", "paddle"},
     }
     if to not in reads[place]:
         opens(path)

@@ -12,8 +12,9 @@ import flyweight as fw
 from child_processes import run_python
 from fakes import MemoryStore
 from flyweight.errors import FormatError
-from flyweight.formats import budget
 from flyweight.formats import pickle_code as code
+from flyweight.formats import pickle_values
+from flyweight.formats.paddle_dist import open_paddle
 from flyweight.formats.pdparams import open_pdparams
 
 SIZE = 400_000
@@ -173,8 +174,8 @@ INDEXES = {
 MEASURE = """
 import json, os, resource, sys, time
 import flyweight as fw
-from flyweight.formats import budget
-budget.MIN_BUDGET_BYTES = int(sys.argv.pop(1))
+from flyweight.formats import pickle_values
+pickle_values.MIN_BUDGET_BYTES = int(sys.argv.pop(1))
 def bytes_of(field):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith(field))
@@ -243,7 +244,7 @@ def test_a_costly_pickle_takes_a_second_per_megabyte_and_ten_times_its_size(tmp_
 
 def test_a_small_file_may_take_a_fixed_amount(tmp_path, monkeypatch):
     path = tmp_path / "m.pdparams"
-    monkeypatch.setattr(budget, "MIN_BUDGET_BYTES", 1 << 20)
+    monkeypatch.setattr(pickle_values, "MIN_BUDGET_BYTES", 1 << 20)
     for count, is_fine in ((1000, True), (20_000, False)):
         path.write_bytes(pickle.dumps({"a": [1] * count}))
         if is_fine:
@@ -301,7 +302,7 @@ def test_names_and_numbers_across_the_blocks_that_are_read_at_once_are_whole():
 @pytest.fixture
 def small_floor(monkeypatch):
     """What small files may take is next to nothing for the files below."""
-    monkeypatch.setattr(budget, "MIN_BUDGET_BYTES", 128 << 10)
+    monkeypatch.setattr(pickle_values, "MIN_BUDGET_BYTES", 128 << 10)
 
 
 @pytest.mark.parametrize("num_dims", [1, 2, 4])
@@ -374,3 +375,25 @@ def test_many_small_arrays_open_within_ten_times_the_file(tmp_path, small_floor,
     with fw.open(tmp_path / "m.pdparams") as opened:
         assert opened.manifest.names == list(source)
         assert opened.read(name.format(4999)).tobytes() == source[name.format(4999)].tobytes()
+
+
+def list_of_lists(levels=60):
+    """A list of the same list, again and again: small to say, endless to print."""
+    levels_code = b"".join(b"](" + b"h%c" % level * 2 + b"e\x940" for level in range(levels))
+    return b"]\x940" + levels_code + b"h%c" % levels
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("where", ["the file of a replica", "the name of a tensor"])
+def test_a_value_of_an_index_that_is_endless_to_print_is_not_printed(where):
+    if where == "the file of a replica":
+        index = code.made(
+            paddle_named("LocalTensorIndex"), tensor_key=code.text("w"), replica_id=b"K\1"
+        )
+        content = paddle_index(b"}", b"}" + index + list_of_lists() + b"s")
+    else:
+        shard = code.made(paddle_named("LocalTensorMetadata"), local_shape=list_of_lists())
+        content = paddle_index(b"}" + shard + b"Ns", b"}")
+    store = MemoryStore({"0.metadata": content, "0_0.distcp": b"\x80\x04}."})
+    with pytest.raises(FormatError, match=r"has (a list|None) for the (file|shards) of "):
+        open_paddle(store)

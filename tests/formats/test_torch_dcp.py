@@ -483,9 +483,9 @@ def rewritten(broken, change):
     return broken
 
 
-def folded_item(shape, strides, count):
+def folded_item(shape, strides, count, *flags):
     from flyweight.formats import pickle_code as code
-    from flyweight.formats.zips import lay_out
+    from flyweight.formats.torch_item import lay_out_item
 
     storage = code.pack(
         [
@@ -503,16 +503,22 @@ def folded_item(shape, strides, count):
         code.numbers(strides),
         code.FALSE,
         code.called(code.named("collections", "OrderedDict")),
+        *flags,
     ]
     pickled = (
         b"\x80\x02" + code.called(code.named("torch._utils", "_rebuild_tensor_v2"), *args) + b"."
     )
-    head, tail = lay_out(
-        {"archive/data.pkl": pickled, "archive/version": b"3\n"},
-        ("archive/data/0", 4 * count),
-        start=0,
-    )
+    head, tail = lay_out_item(pickled, 4 * count, 0)
     return head + bytes(4 * count) + tail
+
+
+@pytest.mark.timeout(30)
+def test_a_mark_of_a_tensor_that_is_endless_to_print_is_not_printed(broken):
+    from flyweight.formats import pickle_code as code
+
+    mark = code.called(code.named("collections", "OrderedDict"), bomb(60))
+    item = folded_item((), (), 1, b"}" + mark + b"\x88s")
+    refused(rewritten(broken, lambda _: item), FormatError, "marked '': not a plain tensor")
 
 
 @pytest.mark.parametrize(
@@ -573,7 +579,7 @@ def test_an_archive_with_a_second_root_is_refused(broken, tmp_path):
             archive.writestr("evil/data/0", b"\0\0\0\0")
         return (tmp_path / "item.zip").read_bytes()
 
-    refused(rewritten(broken, change), FormatError, "are no archive of torch's")
+    refused(rewritten(broken, change), FormatError, "has the directories .*, expected one")
 
 
 def test_a_directory_of_any_claimed_size_is_not_read(broken):
@@ -583,7 +589,7 @@ def test_a_directory_of_any_claimed_size_is_not_read(broken):
         at = item.rindex(b"PK\5\6")
         return item[: at + 12] + struct.pack("<II", 1 << 30, 0) + item[at + 20 :]
 
-    refused(rewritten(broken, change), FormatError, "has a directory of 1073741824 bytes")
+    refused(rewritten(broken, change), FormatError, "and 1073741824 bytes, at most 4194304")
 
 
 def test_rank_files_that_do_not_tell_where_they_start_are_refused(sharded, tmp_path):

@@ -9,15 +9,14 @@ are compared name by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flyweight.errors import FormatError, SnapshotIncomplete, SpecError, listed
 from flyweight.formats import pickle_code as code
-from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pdparams import RAW_MEANINGS, STRUCTURED_NAMES, pickle_plan, read_file
-from flyweight.formats.records import as_format_errors, place_key, read_index, shown
-from flyweight.formats.stored import Stored
+from flyweight.formats.records import Records, as_format_errors, place_key, shown
+from flyweight.formats.stored import DecodedStore, Stored
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.box import Box, boxes_of_range
 from flyweight.spec.dtype import BY_PADDLE, DType
@@ -57,10 +56,6 @@ class _Shard:
     """First and last + 1 element, if the array is only a range of the flattened box."""
 
 
-_Arrays = dict[str, tuple[TensorSpec, list[Extent]]]
-"""What a data file holds, by name: each array, and where its bytes are."""
-
-
 def open_paddle(store: Store) -> Stored:
     """Open the directory's checkpoint; a second one in it, finished or not, is refused."""
     names = store.names()
@@ -80,12 +75,11 @@ def open_paddle(store: Store) -> Stored:
         return _Reader(store, found[0]).stored(data)
 
 
-class _Reader:
+class _Reader(Records):
     def __init__(self, store: Store, file: str) -> None:
+        super().__init__(f"{file!r} in {store.place!r}", store.size(file))
         self._store, self._file, self._names = DecodedStore(store), file, set(store.names())
-        self._records, fields = read_index(store, file, _ALLOWED)
-        self._refused, self._fields = self._records.refused, self._records.fields
-        self._numbers = self._records.numbers
+        fields = self.read_index(store, file, _ALLOWED)
         self._shards = self._read_shards(fields.get("state_dict_metadata"))
         self._replicas: dict[str, set[str]] = {}
         """By file: the tensors of which it has a copy that is not read."""
@@ -93,57 +87,55 @@ class _Reader:
 
     def _read_shards(self, value: object) -> dict[str, list[_Shard]]:
         if not isinstance(value, dict):
-            raise self._refused(f"has {shown(value)} for its tensors")
+            raise self.refused(f"has {shown(value)} for its tensors")
         shards: dict[str, list[_Shard]] = {}
         for name in list(value):
             entries = value.pop(name)  # what is made of it may take its memory
             if not isinstance(name, str) or not isinstance(entries, list):
-                raise self._refused(f"has {shown(entries)} for the shards of {str(name)[:80]!r}")
+                raise self.refused(f"has {shown(entries)} for the shards of {shown(name)}")
             shards[check_name(name)] = [self._read_shard(name, each) for each in entries]
         return shards
 
     def _read_shard(self, name: str, value: object) -> _Shard:
-        fields = self._fields(value, "LocalTensorMetadata")
-        offset = self._numbers(fields.get("global_offset"), name)
-        shape = self._numbers(fields.get("local_shape"), name)
+        fields = self.fields(value, "LocalTensorMetadata")
+        offset = self.numbers(fields.get("global_offset"), name)
+        shape = self.numbers(fields.get("local_shape"), name)
         dtype, whole = fields.get("dtype"), fields.get("global_shape")
         if dtype is not None and (not isinstance(dtype, str) or dtype not in BY_PADDLE):
-            raise self._refused(f"says that {name!r} is {shown(dtype)}")
+            raise self.refused(f"says that {name!r} is {shown(dtype)}")
         return _Shard(
             Box(offset, shape),
             None if dtype is None else BY_PADDLE[str(dtype)],
-            None if whole is None else self._numbers(whole, name),
+            None if whole is None else self.numbers(whole, name),
             self._flat(name, fields),
         )
 
     def _flat(self, name: str, fields: Mapping[str, object]) -> tuple[int, int] | None:
         if not fields.get("is_flattened"):
             return None
-        numbers = self._numbers(fields.get("flattened_range"), name)
+        numbers = self.numbers(fields.get("flattened_range"), name)
         if len(numbers) != 2 or numbers[0] > numbers[1]:
-            raise self._refused(f"has the flat range {numbers} for {name!r}")
+            raise self.refused(f"has the flat range {numbers} for {name!r}")
         return numbers[0], numbers[1]
 
     def _read_places(self, value: object) -> dict[bytes, str]:
         """Return which file has each shard; only the first replica of each is read."""
         if not isinstance(value, dict):
-            raise self._refused(f"has {shown(value)} for its files")
+            raise self.refused(f"has {shown(value)} for its files")
         places: dict[bytes, str] = {}
         while value:
             key, file = value.popitem()
-            fields = self._fields(key, "LocalTensorIndex")
+            fields = self.fields(key, "LocalTensorIndex")
             name = fields.get("tensor_key")
-            if not isinstance(name, str):
-                raise self._refused(f"has a file for {shown(name)}")
+            if not isinstance(name, str) or not isinstance(file, str):
+                raise self.refused(f"has {shown(file)} for the file of {shown(name)}")
             if fields.get("replica_id") not in (None, 0):
                 self._replicas.setdefault(check_file_name(file), set()).add(name)
                 continue
-            offset = self._numbers(fields.get("global_offset"), name)
+            offset = self.numbers(fields.get("global_offset"), name)
             place = place_key(name, offset, self._flat(name, fields) or ())
-            if not isinstance(file, str):
-                raise self._refused(f"has {shown(file)} for the file of {name!r}")
             if places.setdefault(place, check_file_name(file)) != file:
-                raise self._refused(
+                raise self.refused(
                     f"has {name!r} from {offset} on in both {places[place]!r} and {file!r}"
                 )
         return places
@@ -161,98 +153,88 @@ class _Reader:
                 place = place_key(name, shard.box.offset, shard.flat or ())
                 if known.setdefault(place, shard) is not shard:
                     if known[place] != shard:
-                        raise self._refused(f"has {name!r} as {known[place]} and as {shard}")
+                        raise self.refused(f"has {name!r} as {known[place]} and as {shard}")
                     continue  # another replica's
                 file = self._places.get(place)
                 if file is None:
-                    raise self._refused(f"names no file for {name!r} from {shard.box.offset} on")
+                    raise self.refused(f"names no file for {name!r} from {shard.box.offset} on")
                 used[file].add(name)
-                dtype, is_raw, places = self._in_file(name, shard, file, files[file])
-                if is_raw:
+                if name not in files[file]:
+                    raise self._mixed(f"{file!r} lacks {name!r}, which {self._file!r} puts there")
+                held, found = files[file][name]
+                dtype = self._dtype(name, shard, held, file)
+                if shard.dtype is None and held.dtype.name in RAW_MEANINGS:
                     raw_names.add(name)
                 spec = tensors.setdefault(name, TensorSpec(dtype, whole))
                 if spec.dtype != dtype:
-                    raise self._refused(f"has {name!r} as {spec.dtype} and as {dtype}")
-                extents += places
-        for file, found in files.items():
-            if astray := found.keys() - used[file]:
-                raise FormatError(
-                    f"{file!r} in {self._store.place!r} has {len(astray)} tensors that "
-                    f"{self._file!r} does not put there: {listed(astray)}; another save, finished "
-                    f"or not, is in the same directory"
+                    raise self.refused(f"has {name!r} as {spec.dtype} and as {dtype}")
+                for extent in found:
+                    extents += _moved(extent, shard, spec)
+        for file, arrays in files.items():
+            if astray := arrays.keys() - used[file]:
+                raise self._mixed(
+                    f"{file!r} has {len(astray)} tensors that {self._file!r} does not put there: "
+                    f"{listed(astray)}"
                 )
         manifest = Manifest(tensors, extents=extents)
         check_coverage(manifest)
         return Stored(manifest, self._store, format="paddle", raw_names=raw_names)
 
-    def _open(self, file: str) -> _Arrays:
-        """Return the arrays of a data file, by name."""
-        self._records.check_file(file, self._names)
+    def _mixed(self, text: str) -> FormatError:
+        return FormatError(
+            f"in {self._store.place!r} {text}; another save, finished or not, is in the same "
+            f"directory"
+        )
+
+    def _open(self, file: str) -> dict[str, tuple[TensorSpec, list[Extent]]]:
+        """Return the arrays of a data file by name, and where their bytes are."""
+        self.check_file(file, self._names)
         manifest, _ = read_file(self._store, file)
-        found: _Arrays = {name: (spec, []) for name, spec in manifest.tensors.items()}
+        arrays: dict[str, tuple[TensorSpec, list[Extent]]]
+        arrays = {name: (spec, []) for name, spec in manifest.tensors.items()}
         for extent in manifest.extents:
-            found[extent.name][1].append(extent)
-        return found
+            arrays[extent.name][1].append(extent)
+        return arrays
 
     def _whole(self, name: str, shards: Sequence[_Shard]) -> tuple[int, ...]:
         whole = next((shard.whole for shard in shards if shard.whole is not None), None)
         others = [shard.whole for shard in shards if shard.whole not in (None, whole)]
         if others or not shards or len({len(shard.box.shape) for shard in shards}) > 1:
             shapes = [str(each) for each in (whole, *others)]
-            raise self._refused(f"gives {name!r} the shapes {listed(shapes)}")
+            raise self.refused(f"gives {name!r} the shapes {listed(shapes)}")
         if whole is None:  # releases before 3.1 do not say
-            whole = shards[0].box.end
-            for shard in shards:
-                whole = tuple(map(max, whole, shard.box.end))
+            whole = tuple(map(max, zip(*(shard.box.end for shard in shards), strict=True)))
         for shard in shards:
-            self._records.check_inside(name, shard.box, whole)
+            self.check_inside(name, shard.box, whole)
         return whole
 
-    def _in_file(
-        self, name: str, shard: _Shard, file: str, arrays: _Arrays
-    ) -> tuple[DType, bool, list[Extent]]:
-        """Return a shard's dtype, whether only the target knows it, and where its bytes are."""
-        if name not in arrays:
+    def _dtype(self, name: str, shard: _Shard, held: TensorSpec, file: str) -> DType:
+        """Return a shard's dtype, which its array in a file may have under another name."""
+        shape = shard.box.shape if shard.flat is None else (shard.flat[1] - shard.flat[0],)
+        dtype = held.dtype if shard.dtype is None else shard.dtype
+        meanings = {held.dtype.name, *RAW_MEANINGS.get(held.dtype.name, ())}
+        if held.shape != shape or dtype.name not in meanings:
             raise FormatError(
-                f"{file!r} in {self._store.place!r} lacks {name!r}, which {self._file!r} puts there"
-            )
-        spec, found = arrays[name]
-        flat = shard.flat
-        expected = shard.box.shape if flat is None else (flat[1] - flat[0],)
-        if spec.shape != expected:
-            raise FormatError(
-                f"{name!r} is {spec.shape} in {file!r} and {expected} by {self._file!r} in "
+                f"{name!r} is {held} in {file!r} and {dtype}{list(shape)} by {self._file!r} in "
                 f"{self._store.place!r}"
             )
-        dtype = spec.dtype if shard.dtype is None else shard.dtype
-        if dtype != spec.dtype and dtype.name not in RAW_MEANINGS.get(spec.dtype.name, ()):
-            raise FormatError(
-                f"{name!r} is {spec.dtype} in {file!r} and {dtype} by {self._file!r} in "
-                f"{self._store.place!r}"
-            )
-        is_raw = shard.dtype is None and spec.dtype.name in RAW_MEANINGS
-        extents = []
-        for extent in found:
-            if flat is None:
-                box = extent.box.moved(shard.box.offset)
-                extents.append(replace(extent, box=box, checksums=None, digest=None))
-                continue
-            at, start = extent.offset, flat[0] + extent.box.offset[0]
-            for box in boxes_of_range(shard.box.shape, start, extent.box.shape[0]):
-                extents.append(Extent(name, box.moved(shard.box.offset), extent.file, at))
-                at += spec.box_bytes(Box.whole((box.num_elements,)))
-        return dtype, is_raw, extents
+        return dtype
+
+
+def _moved(extent: Extent, shard: _Shard, spec: TensorSpec) -> Iterator[Extent]:
+    """Yield where the boxes of the whole tensor are that an extent of a shard's array holds."""
+    if shard.flat is None:
+        yield replace(extent, box=extent.box.moved(shard.box.offset))
+        return
+    at, start = extent.offset, shard.flat[0] + extent.box.offset[0]
+    for box in boxes_of_range(shard.box.shape, start, extent.box.shape[0]):
+        yield Extent(extent.name, box.moved(shard.box.offset), extent.file, at)
+        at += spec.dtype.nbytes(box.num_elements)
 
 
 # Writing: one file, as a job of one rank would write it.
 
 _UID = "0"
-
-
-def _data_file(manifest: Manifest) -> str:
-    # Paddle reads "0_0.distcp" by a short cut that turns 8-bit floats into integers.
-    has_float8 = any(spec.dtype.name.startswith("f8") for spec in manifest.tensors.values())
-    return f"{int(has_float8)}_{_UID}.distcp"
 
 
 def _layout(manifest: Manifest) -> list[FilePlan]:
@@ -262,7 +244,10 @@ def _layout(manifest: Manifest) -> list[FilePlan]:
     # Only names that are listed in it become tensors again.
     listing = code.table((code.text(name), code.text(name)) for name in manifest.tensors)
     tail = code.text(STRUCTURED_NAMES) + listing
-    return [pickle_plan(_data_file(manifest), manifest.tensor_boxes(), tail=tail)]
+    # Paddle reads "0_0.distcp" by a short cut that turns 8-bit floats into integers.
+    has_float8 = any(spec.dtype.name.startswith("f8") for spec in manifest.tensors.values())
+    file = f"{int(has_float8)}_{_UID}.distcp"
+    return [pickle_plan(file, manifest.tensor_boxes(), tail=tail)]
 
 
 def _seal(manifest: Manifest, plans: Sequence[FilePlan]) -> dict[str, bytes]:

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from math import prod
 
 import numpy as np
 
 from flyweight.errors import FormatError, SpecError
 from flyweight.formats import pickle_code as code
-from flyweight.formats.decoded import DecodedStore
 from flyweight.formats.pickle_values import Made, MadeDict, Span
 from flyweight.formats.pickles import read_pickle
 from flyweight.formats.records import Records, as_format_errors, is_leaf, shown
 from flyweight.formats.safetensors import looks_like_safetensors, open_files
-from flyweight.formats.stored import Stored, join_files
+from flyweight.formats.stored import DecodedStore, Stored, join_files
 from flyweight.memory import Bytes, bytes_of
 from flyweight.ports import FilePlan, Store
-from flyweight.spec.box import Box, boxes_of_range
+from flyweight.spec.box import boxes_of_range
 from flyweight.spec.dtype import DTYPES, DType
 from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorBox, TensorSpec, check_name
-
-MAX_VALUES = 1_000_000
 
 _CORES = ("numpy.core", "numpy._core")  # of numpy 1 and 2
 _ARRAY = {(f"{core}.multiarray", "_reconstruct") for core in _CORES}
@@ -61,17 +57,12 @@ def open_pdparams(store: Store, files: Iterable[str]) -> Stored:
     return Stored(join_files(found(), store.place), decoded, format="pdparams", raw_names=raw_names)
 
 
-def looks_like_pickle(head: bytes) -> bool:
-    """True if a file that starts like this is a pickle of a protocol from 2 on."""
-    return head[:1] == b"\x80"
-
-
 def read_file(store: DecodedStore, file: str) -> tuple[Manifest, bool]:
     """Return the arrays and values of one file, and whether it is a pickle: then dtypes are raw."""
     head = store.read(file, 0, min(store.size(file), 9))
     if looks_like_safetensors(head):  # first: its length may start with a pickle's first byte
         return open_files(store, [file]).manifest, False
-    if not looks_like_pickle(head):
+    if head[:1] != b"\x80":  # with which pickles start from protocol 2 on
         raise FormatError(
             f"{file!r} in {store.place!r} starts with {head!r}: neither a pickle nor safetensors"
         )
@@ -79,81 +70,71 @@ def read_file(store: DecodedStore, file: str) -> tuple[Manifest, bool]:
         return _Pickled(store, file).manifest(), True
 
 
-@dataclass(frozen=True, slots=True)
-class _Array:
-    dtype: DType
-    shape: tuple[int, ...]
-    data: Span | bytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.nbytes(prod(self.shape))
+_Data = Span | bytes
+"""An array's bytes: in the file, or decoded from text already."""
+_Array = tuple[TensorSpec, _Data]
 
 
-class _Pickled:
-    """Reads the arrays and values that one pickle describes."""
+class _Pickled(Records):
+    """The arrays and values that one pickle describes."""
 
     def __init__(self, store: DecodedStore, file: str) -> None:
+        super().__init__(f"pickle {file!r} in {store.place!r}", store.size(file))
         self._store, self._file = store, file
-        what = f"pickle {file!r} in {store.place!r}"
-        self._records = Records(what, store.size(file), max_values=MAX_VALUES)
-        self._refuse = self._records.refused
 
     def manifest(self) -> Manifest:
-        root = read_pickle(self._store, self._file, _ALLOWED, budget=self._records.budget)
+        root = read_pickle(self._store, self._file, _ALLOWED, budget=self.budget)
         content = root.items if isinstance(root, MadeDict) else root
         if not isinstance(content, dict):
-            raise self._refuse(f"holds a {type(root).__name__}, expected a dict of arrays")
-        splits = content.pop(_SPLIT, None)
+            raise self.refused(f"holds a {type(root).__name__}, expected a dict of arrays")
+        splits = content.pop(_SPLIT, {})
         arrays: dict[str, _Array] = {}
         values: dict[str, Leaf] = {}
-        for name, value in self._records.values("", content, keys=_KEYS, skipped=STRUCTURED_NAMES):
+        for name, value in self.values("", content, keys=_KEYS, skipped=STRUCTURED_NAMES):
             if name in arrays or name in values:
-                raise self._refuse(f"has two values whose joined name is {name!r}")
+                raise self.refused(f"has two values whose joined name is {name!r}")
             found = self._array_or_leaf(name, value)
-            if isinstance(found, _Array):
+            if isinstance(found, tuple):
                 arrays[name] = found
             else:
                 values[name] = found
-        split = list(self._split_arrays(splits, arrays))
-        sliced = {each for _, _, slices in split for each in slices}
-        tensors, extents = {}, []
-        for name, array in arrays.items():
-            if name not in sliced:
-                tensors[name] = TensorSpec(array.dtype, array.shape)
-                extents.append(self._extent(name, Box.whole(array.shape), array, 0))
-        for name, shape, slices in split:
+        cuts = list(self._read_cuts(splits, arrays))
+        used = {each for _, _, slices in cuts for each in slices}
+        uncut = ((name, arrays[name][0].shape, [name]) for name in arrays if name not in used)
+        tensors: dict[str, TensorSpec] = {}
+        extents: list[Extent] = []
+        for name, shape, slices in chain(uncut, cuts):
             if name in tensors or name in values:
-                raise self._refuse(f"has {name!r} twice, once in slices")
-            tensors[name] = TensorSpec(arrays[slices[0]].dtype, shape)
+                raise self.refused(f"has {name!r} twice, once in slices")
+            spec = tensors[name] = TensorSpec(arrays[slices[0]][0].dtype, shape)
             start = 0
             for each in slices:
+                length, (file, at) = prod(arrays[each][0].shape), self._place(*arrays[each])
                 # A flat cut across rows is a few boxes, one after the other in the file.
-                at = 0
-                for box in boxes_of_range(shape, start, prod(arrays[each].shape)):
-                    extents.append(self._extent(name, box, arrays[each], at))
-                    at += tensors[name].box_bytes(box)
-                start += prod(arrays[each].shape)
+                for box in boxes_of_range(shape, start, length):
+                    extents.append(Extent(name, box, file, at))
+                    at += spec.box_bytes(box)
+                start += length
         return Manifest(tensors, values=values, extents=extents)
 
-    def _extent(self, name: str, box: Box, array: _Array, skip_bytes: int) -> Extent:
-        if isinstance(array.data, Span) and not array.data.is_text:
-            return Extent(name, box, self._file, array.data.offset + skip_bytes)
-        decode = partial(self._decoded, array)
-        return Extent(name, box, self._store.add(self._file, decode), skip_bytes)
+    def _place(self, spec: TensorSpec, data: _Data) -> tuple[str, int]:
+        """Return the file and the offset from which an array's bytes can be read."""
+        if isinstance(data, Span) and not data.is_text:
+            return self._file, data.offset
 
-    def _decoded(self, array: _Array) -> Bytes:
-        """Return the bytes of an array that its pickle wrote as text."""
-        raw = array.data
-        if isinstance(raw, Span):
-            text = self._store.read(self._file, raw.offset, raw.nbytes)
-            try:
-                raw = text.decode("utf-8").encode("latin1")
-            except UnicodeError as cause:
-                raise self._refuse(f"has array text that is not latin1: {cause}") from cause
-        if len(raw) != array.nbytes:
-            raise self._refuse(f"has array text of {len(raw)} bytes, not {array.nbytes}")
-        return bytes_of(raw)
+        def decode() -> Bytes:
+            raw = data
+            if isinstance(raw, Span):
+                text = self._store.read(self._file, raw.offset, raw.nbytes)
+                try:
+                    raw = text.decode("utf-8").encode("latin1")
+                except UnicodeError as cause:
+                    raise self.refused(f"has array text that is not latin1: {cause}") from cause
+            if len(raw) != spec.nbytes:
+                raise self.refused(f"has array text of {len(raw)} bytes, not {spec.nbytes}")
+            return bytes_of(raw)
+
+        return self._store.add(self._file, decode), 0
 
     def _array_or_leaf(self, name: str, value: object) -> _Array | Leaf:
         match value:  # (Paddle's internal name, array), as tensors in nested dicts are
@@ -165,7 +146,7 @@ class _Pickled:
             return self._array(name, value)
         if isinstance(value, Made) and _name(value) in _SCALAR:
             return self._scalar(name, value)
-        raise self._refuse(f"has {shown(value)} at {name!r}")
+        raise self.refused(f"has {shown(value)} at {name!r}")
 
     def _array(self, name: str, made: Made) -> _Array:
         match made.state, made.args:
@@ -174,39 +155,34 @@ class _Pickled:
             case None, (data, Made() as described, tuple() as shape, "C" | "F" as order):
                 is_fortran = order == "F"  # protocol 5
             case _:
-                raise self._refuse(f"has an array {name!r} without shape, dtype and bytes")
-        if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
-            raise self._refuse(f"has an array {name!r} of shape {shown(shape)}")
+                raise self.refused(f"has an array {name!r} without shape, dtype and bytes")
+        shape = self.numbers(shape, name)
         if is_fortran and sum(size > 1 for size in shape) > 1:
             # One flipped bit would say so too, and there is no checksum: refuse it.
-            raise self._refuse(
+            raise self.refused(
                 f"has an array {name!r} in column order, expected row order; save a transposed "
                 f"tensor after .contiguous()"
             )
-        try:
-            array = _Array(self._dtype(name, described), shape, self._data(name, data))
-            TensorSpec(array.dtype, shape)
-        except SpecError as cause:
-            raise self._refuse(f"has an array {name!r}: {cause}") from cause
-        exact = isinstance(array.data, bytes) or not array.data.is_text
-        nbytes = len(array.data) if isinstance(array.data, bytes) else array.data.nbytes
+        with as_format_errors(f"{self.what} has an array {name!r}"):
+            spec = TensorSpec(self._dtype(name, described), shape)
+        found = self._data(name, data)
+        nbytes = found.nbytes if isinstance(found, Span) else len(found)
         # Text takes one byte for a character below 128 and two for one from there to 255.
-        if nbytes != array.nbytes if exact else not array.nbytes <= nbytes <= 2 * array.nbytes:
-            raise self._refuse(
-                f"has {nbytes} bytes for {name!r}, {array.dtype}{list(shape)} needs {array.nbytes}"
-            )
-        return array
+        most_bytes = spec.nbytes * (2 if isinstance(found, Span) and found.is_text else 1)
+        if not spec.nbytes <= nbytes <= most_bytes:
+            raise self.refused(f"has {nbytes} bytes for {name!r}, {spec} needs {spec.nbytes}")
+        return spec, found
 
     def _dtype(self, name: str, made: Made) -> DType:
         match made.args, made.state:
             case (str() as kind, *_), (_, "<" | "|", *_):
                 if _name(made) == _DTYPE and kind in _BY_CODE:
                     return _BY_CODE[kind]
-        raise self._refuse(
+        raise self.refused(
             f"has an array {name!r} of dtype {shown(made.args)}, state {shown(made.state)}"
         )
 
-    def _data(self, name: str, data: object) -> Span | bytes:
+    def _data(self, name: str, data: object) -> _Data:
         if isinstance(data, Span) and not data.is_text:
             return data
         match data:
@@ -218,8 +194,8 @@ class _Pickled:
                 try:
                     return text.encode("latin1")
                 except UnicodeEncodeError as cause:
-                    raise self._refuse(f"has text for {name!r} that is not latin1") from cause
-        raise self._refuse(f"has a {type(data).__name__} for the bytes of {name!r}")
+                    raise self.refused(f"has text for {name!r} that is not latin1") from cause
+        raise self.refused(f"has a {type(data).__name__} for the bytes of {name!r}")
 
     def _scalar(self, name: str, made: Made) -> Leaf:
         match made.args:
@@ -230,34 +206,29 @@ class _Pickled:
                 if dtype.numpy and len(found) == dtype.nbytes(1) and dtype.name[0] in "buif":
                     value: Leaf = np.frombuffer(found, dtype.numpy)[0].item()
                     return value
-        raise self._refuse(f"has a scalar {name!r} that is no number")
+        raise self.refused(f"has a scalar {name!r} that is no number")
 
-    def _split_arrays(
+    def _read_cuts(
         self, splits: object, arrays: Mapping[str, _Array]
-    ) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    ) -> Iterator[tuple[str, tuple[int, ...], list[str]]]:
         """Yield the name, the shape and the slices of each array that is cut into flat slices."""
         used: set[str] = set()
-        for name, entry in (splits if isinstance(splits, dict) else {}).items():
+        for key, entry in (splits if isinstance(splits, dict) else {}).items():
             match entry:
-                case {
-                    "OriginShape": tuple() | list() as shape,
-                    "slices": list() | tuple() as slices,
-                }:
-                    pass
+                case {"OriginShape": shape, "slices": [_, *_] as slices}:
+                    name, shape = check_name(str(key)), self.numbers(shape, str(key)[:80])
                 case _:
-                    raise self._refuse(f"cut {shown(name)} up and does not say how")
-            if not slices or any(
-                not isinstance(each, str) or each not in arrays or each in used for each in slices
-            ):
-                raise self._refuse(
-                    f"cut {shown(name)} into {shown(slices)}, which are not all there"
-                )
-            held = sum(prod(arrays[each].shape) for each in slices)
-            sizes_ok = all(type(size) is int and size >= 0 for size in shape)
-            if not sizes_ok or held != prod(shape) or len({arrays[s].dtype for s in slices}) != 1:
-                raise self._refuse(f"cut {shown(name)} of {shown(shape)} into {held} elements")
-            used.update(slices)
-            yield check_name(str(name)), tuple(shape), tuple(slices)
+                    raise self.refused(f"cut {shown(key)} up and does not say how")
+            for each in slices:
+                if not isinstance(each, str) or each not in arrays or each in used:
+                    raise self.refused(
+                        f"cut {name!r} into {shown(slices)}, which are not all there"
+                    )
+                used.add(each)
+            held = sum(prod(arrays[each][0].shape) for each in slices)
+            if held != prod(shape) or len({arrays[each][0].dtype for each in slices}) != 1:
+                raise self.refused(f"cut {name!r} of {shape} into {held} elements")
+            yield name, shape, list(slices)
 
 
 def _name(made: Made) -> tuple[str, str]:

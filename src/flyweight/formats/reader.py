@@ -9,10 +9,10 @@ says whether anything had been written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from itertools import repeat
 
 import numpy as np
 
@@ -127,33 +127,22 @@ class Reader:
         self._settle = self._settle or target.settle
         chunks = self._chunks.setdefault(extent.file, {})
         is_checked = self._should_verify and extent.checksums is not None
-        is_all = wanted == held
-        if is_all and wanted == target.box and target.flat is not None:
-            self._add_flat(extent, held, target, is_checked)
-            return
-        at, is_corner = extent.offset, not any(held.offset)
-        for index, items in enumerate(spec.chunks(extent.box, self._manifest.chunk_bytes)):
-            nbytes = prod(items.shape) * spec.item_bytes
-            box = items if is_corner else items.moved(held.offset)
-            if is_all or box.overlap(wanted) is not None:
-                number = index if is_checked else None
-                key = (at, box, spec.item_bytes)
+        is_all, chunk_bytes = wanted == held, self._manifest.chunk_bytes
+        flat = target.flat if is_all and wanted == target.box else None
+        boxes: Iterable[Box] = repeat(held)  # the chunks of a flat target are plain bytes
+        if flat is None:
+            boxes = spec.chunks(extent.box, chunk_bytes)
+            if any(held.offset):
+                boxes = (each.moved(held.offset) for each in boxes)
+        sizes, start = spec.chunk_sizes(extent.box, chunk_bytes), 0
+        for index, (nbytes, items) in enumerate(zip(sizes, boxes, strict=False)):
+            if is_all or items.overlap(wanted) is not None:
+                at, number = extent.offset + start, index if is_checked else None
+                key = (at, items, spec.item_bytes if flat is None else id(target))
                 if key not in chunks:
-                    chunks[key] = _Chunk(at, nbytes, extent, box, number, spec.item_bytes)
+                    chunks[key] = _Chunk(at, nbytes, extent, items, number, spec.item_bytes)
                 chunks[key].targets.append(target)
-            at += nbytes
-
-    def _add_flat(self, extent: Extent, held: Box, target: Target, is_checked: bool) -> None:
-        """Want all of an extent as it is in the file: its chunks are plain bytes."""
-        assert target.flat is not None
-        spec, start = self._manifest.tensors[extent.name], 0
-        sizes = spec.chunk_sizes(extent.box, self._manifest.chunk_bytes)
-        for index, nbytes in enumerate(sizes):
-            goal = target.flat[start : start + nbytes]
-            number = index if is_checked else None
-            at = extent.offset + start
-            chunk = _Chunk(at, nbytes, extent, held, number, spec.item_bytes, [target], goal)
-            self._chunks[extent.file][at, held, id(target)] = chunk
+                chunks[key].goal = None if flat is None else flat[start : start + nbytes]
             start += nbytes
 
     @property
@@ -215,16 +204,13 @@ class Reader:
             )
         except FlyweightError as error:
             if verb:
-                error.note(self._aftermath())
+                error.note(
+                    f"{self._written_bytes} bytes had been written: the target holds a mix and "
+                    f"must not be used before a whole load"
+                    if self._written_bytes
+                    else "the target was not touched"
+                )
             raise
-
-    def _aftermath(self) -> str:
-        if not self._written_bytes:
-            return "the target was not touched"
-        return (
-            f"{self._written_bytes} bytes had been written: the target holds a mix and must not be "
-            f"used before a whole load"
-        )
 
     def _windows(self, window_bytes: int) -> Iterator[_Window]:
         """Yield windows of neighbouring chunks; a chunk larger than a window has its own."""

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from typing import TypeGuard
 
 from flyweight.errors import FormatError, SnapshotIncomplete, SpecError
-from flyweight.formats.budget import Budget
-from flyweight.formats.pickle_values import Global, Made, MadeDict, Span
+from flyweight.formats.pickle_values import Budget, Global, Made, MadeDict, Span
 from flyweight.formats.pickles import read_pickle
 from flyweight.ports import Store
 from flyweight.spec.box import Box
@@ -45,18 +44,6 @@ def as_format_errors(what: str) -> Iterator[None]:
         raise FormatError(f"{what}: {cause}") from cause
 
 
-def read_index(
-    store: Store, file: str, allowed: Collection[tuple[str, str]]
-) -> tuple[Records, dict[str, object]]:
-    """Return a checkpoint's index, which is a pickled `Metadata`: its fields, and their reader."""
-    size = store.size(file)
-    records = Records(f"{file!r} in {store.place!r}", size)
-    if size > MAX_METADATA_BYTES:
-        raise records.refused(f"has {size} bytes, at most {MAX_METADATA_BYTES}")
-    root = read_pickle(store, file, allowed, has_objects=True, budget=records.budget)
-    return records, records.fields(root, "Metadata")
-
-
 def shown(value: object) -> str:
     """Return a few words for an error: what a value is, never all that is in it."""
     if isinstance(value, str):
@@ -81,14 +68,22 @@ def is_leaf(value: object) -> TypeGuard[Leaf]:
 class Records:
     """Reads the records of one file, called `what` in errors; its size bounds their memory."""
 
-    def __init__(self, what: str, nbytes: int = 0, *, max_values: int | None = None) -> None:
-        self._what = what
-        self._num_values, self._max_values = 0, MAX_VALUES if max_values is None else max_values
+    def __init__(self, what: str, nbytes: int = 0) -> None:
+        self.what, self._num_values = what, 0
         self.budget = self.values_budget = Budget(what, nbytes)
         """The memory for records, and for values, which may be in other files."""
 
+    def read_index(
+        self, store: Store, file: str, allowed: Collection[tuple[str, str]]
+    ) -> dict[str, object]:
+        """Return the fields of a checkpoint's index, which is a pickled `Metadata`."""
+        if (size := store.size(file)) > MAX_METADATA_BYTES:
+            raise self.refused(f"has {size} bytes, at most {MAX_METADATA_BYTES}")
+        root = read_pickle(store, file, allowed, has_objects=True, budget=self.budget)
+        return self.fields(root, "Metadata")
+
     def refused(self, why: str) -> FormatError:
-        return FormatError(f"{self._what} {why}")
+        return FormatError(f"{self.what} {why}")
 
     def fields(self, value: object, kind: str) -> dict[str, object]:
         """Return the fields of an object of a class, by name."""
@@ -106,7 +101,7 @@ class Records:
     def check_file(self, file: str, names: Collection[str]) -> None:
         """Raise unless a file that the index names is among those of the directory."""
         if file not in names:
-            raise SnapshotIncomplete(f"{self._what} names {file!r}, which is not there")
+            raise SnapshotIncomplete(f"{self.what} names {file!r}, which is not there")
 
     def numbers(self, value: object, name: str) -> tuple[int, ...]:
         """Return a shape or an offset."""
@@ -134,10 +129,10 @@ class Records:
         `keys` are the types that a dict's key may have.
         """
         self._num_values += 1
-        if depth > MAX_NESTING or self._num_values > self._max_values:
+        if depth > MAX_NESTING or self._num_values > MAX_VALUES:
             raise self.refused(
                 f"has a value {name[:80]!r} that nests too deep or is too large: depth {depth}, at "
-                f"most {MAX_NESTING}, and {self._num_values} values, at most {self._max_values}"
+                f"most {MAX_NESTING}, and {self._num_values} values, at most {MAX_VALUES}"
             )
         self.values_budget.take(VALUE_BYTES + len(name))
         if isinstance(value, MadeDict):

@@ -23,7 +23,6 @@ from flyweight.errors import (
 from flyweight.formats import huggingface
 from flyweight.formats.safetensors import file_plan, read_head
 from flyweight.formats.stored import Stored
-from flyweight.formats.torch_dcp_safetensors import sharding_notes
 from flyweight.memory import bytes_of
 from flyweight.ports import FilePlan, Format, Store
 from flyweight.spec.manifest import Manifest, SnapshotFile, TensorBox
@@ -166,7 +165,7 @@ def share_format(rank: int, tensor_boxes: Sequence[TensorBox], part_bytes: int) 
                 f"rank-{rank:05d}-{number:05d}.safetensors",
                 part,
                 may_tell_as_bytes=True,
-                notes=sharding_notes(part),
+                notes=huggingface.sharding_notes(part),
             )
             for number, part in enumerate(parts, 1)
         ]

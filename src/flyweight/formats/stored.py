@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +36,7 @@ class Stored:
         format: str,
         raw_names: Collection[str] = (),
     ) -> None:
-        self._manifest = manifest
+        self.manifest = manifest
         self.store = store
         self.format = format
         self.raw_names = raw_names
@@ -42,10 +44,6 @@ class Stored:
         self._shards: dict[str, list[Shard]] = {name: [] for name in manifest.tensors}
         for index, extent in enumerate(manifest.extents):
             self._shards[extent.name].append(Shard(index, extent.box))
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
 
     def assuming(self, dtypes: Mapping[str, str]) -> Stored:
         """Return the same source with some dtypes read as others of the same width."""
@@ -55,18 +53,18 @@ class Stored:
                 raise SpecError(f"{old} and {new} differ in width; one cannot be read as the other")
         tensors = {
             name: replace(spec, dtype=new_dtypes.get(spec.dtype.name, spec.dtype))
-            for name, spec in self._manifest.tensors.items()
+            for name, spec in self.manifest.tensors.items()
         }
-        manifest = replace(self._manifest, tensors=tensors)
+        manifest = replace(self.manifest, tensors=tensors)
         return Stored(manifest, self.store, format=self.format)
 
     def shards(self, name: str) -> list[Shard]:
         """Return the boxes in the files; a shard's rank is the number of its extent."""
-        return self._shards[self._manifest.tied.get(name, name)]
+        return self._shards[self.manifest.tied.get(name, name)]
 
     def boxes(self, name: str) -> list[Box]:
         """Return the whole tensor: any box can be read, however the files cut it."""
-        return [Box.whole(self._manifest.spec(name).shape)]
+        return [Box.whole(self.manifest.spec(name).shape)]
 
     def read(
         self,
@@ -77,10 +75,10 @@ class Stored:
         should_verify: bool = True,
     ) -> Bytes:
         """Return the box's bytes, row-major and checked; in `into` if that is given."""
-        if name not in self._manifest.tensors and name not in self._manifest.tied:
-            count = len(self._manifest.names)
+        if name not in self.manifest.tensors and name not in self.manifest.tied:
+            count = len(self.manifest.names)
             raise PlanError(f"{name!r} is not among the {count} tensors of {self.store.place!r}")
-        spec = self._manifest.spec(name)
+        spec = self.manifest.spec(name)
         box = Box.whole(spec.shape) if box is None else box
         items, nbytes = spec.stored(box), spec.box_bytes(box)
         data = bytes_for(nbytes, into)
@@ -88,9 +86,9 @@ class Stored:
             return data
         target = Target(items, items_of(data, spec.item_bytes, items.shape), STAGING)
         plan = reshard({name: self.shards(name)}, {name: [Shard(0, box)]})
-        reader = Reader(self.store, self._manifest, should_verify=should_verify)
+        reader = Reader(self.store, self.manifest, should_verify=should_verify)
         for copy in plan.copies():
-            reader.add(self._manifest.extents[copy.source.rank], copy.box, target)
+            reader.add(self.manifest.extents[copy.source.rank], copy.box, target)
         reader.run(num_threads=1)
         return data
 
@@ -100,7 +98,7 @@ class Stored:
         Where a format has checksums the manifest covers every byte. Elsewhere, weights that differ
         only between the samples have the same fingerprint.
         """
-        running, manifest = Checksum(), self._manifest
+        running, manifest = Checksum(), self.manifest
         content = [
             [(name, str(spec)) for name, spec in sorted(manifest.tensors.items())],
             sorted(manifest.tied.items()),
@@ -166,3 +164,38 @@ def whole_digest(stored: Stored, name: str) -> int | None:
     """Return the digest of a tensor that is one extent, if the format has digests."""
     shards = stored.shards(name)
     return stored.manifest.extents[shards[0].rank].digest if len(shards) == 1 else None
+
+
+class DecodedStore:
+    """A store with extra files: arrays that are not stored row-major, decoded when they are read.
+
+    Such an array cannot be read in ranges, so it is decoded as a whole; only the last one is kept.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._lock = store, threading.Lock()
+        self._decoders: dict[str, Callable[[], Bytes]] = {}
+        self._last: tuple[str, Bytes] | None = None
+        # All else is the store's own.
+        self.place, self.names, self.size = store.place, store.names, store.size
+        self.read, self.read_into = store.read, store.read_into
+        self.share_reads, self.close = store.share_reads, store.close
+
+    def add(self, file: str, decode: Callable[[], Bytes]) -> str:
+        """Add a file whose bytes `decode` makes, and return its name."""
+        name = f"{file}#{len(self._decoders)}"
+        self._decoders[name] = decode
+        return name
+
+    def window(
+        self, name: str, offset: int, nbytes: int, staging: Bytes, *, may_map: bool = True
+    ) -> AbstractContextManager[Bytes]:
+        if name not in self._decoders:
+            return self._store.window(name, offset, nbytes, staging, may_map=may_map)
+        with self._lock:
+            if self._last is None or self._last[0] != name:
+                self._last = name, self._decoders[name]()
+            return nullcontext(self._last[1][offset : offset + nbytes])
+
+    def is_cached(self, name: str, offset: int, nbytes: int) -> bool:
+        return name not in self._decoders and self._store.is_cached(name, offset, nbytes)

@@ -52,7 +52,7 @@ class _Chunk:
     running: _Running
     index: int
     box: Box
-    """In items, counted from the corner of the extent."""
+    """In items, counted from the corner of the whole tensor."""
     offset: int
     nbytes: int
 
@@ -153,8 +153,9 @@ def _batches(running: Sequence[_Running], chunk_bytes: int) -> Iterator[list[_Ch
     batch: list[_Chunk] = []
     held_bytes = 0
     for each in running:
-        at = each.extent.offset
-        for index, box in enumerate(each.spec.chunks(each.extent.box, chunk_bytes)):
+        at, corner = each.extent.offset, each.spec.stored(each.extent.box).offset
+        for index, items in enumerate(each.spec.chunks(each.extent.box, chunk_bytes)):
+            box = items.moved(corner) if any(corner) else items
             chunk = _Chunk(each, index, box, at, prod(box.shape) * each.spec.item_bytes)
             at += chunk.nbytes
             is_neighbour = batch and batch[-1].offset + batch[-1].nbytes == chunk.offset
@@ -173,7 +174,8 @@ def _write_batch(source: Source, draft: Draft, job: _Batch, staging: Bytes) -> i
     at = 0
     for chunk in batch:
         slot = staging[at : at + chunk.nbytes]
-        data = _read(source, chunk, slot)
+        box = chunk.running.spec.elements(chunk.box)
+        data = source.read(chunk.running.extent.name, box, into=slot)
         chunk.running.add(chunk, data)
         if len(batch) == 1:
             draft.write(file, chunk.offset, data)
@@ -183,11 +185,3 @@ def _write_batch(source: Source, draft: Draft, job: _Batch, staging: Bytes) -> i
         at += chunk.nbytes
     draft.write(file, batch[0].offset, staging[:at])
     return at
-
-
-def _read(source: Source, chunk: _Chunk, slot: Bytes) -> Bytes:
-    """Return a chunk's bytes; its box counts from the extent's corner, the source's from 0."""
-    running = chunk.running
-    corner = running.spec.stored(running.extent.box).offset
-    items = chunk.box.moved(corner)
-    return source.read(running.extent.name, running.spec.elements(items), into=slot)

@@ -15,7 +15,7 @@ from flyweight.formats.pdparams import RAW_MEANINGS, pickle_plan
 from flyweight.formats.safetensors import file_plan
 from flyweight.formats.snapshot import directory_name
 from flyweight.formats.stored import Stored
-from flyweight.formats.torch_dcp_writer import DCP_FORMAT
+from flyweight.formats.torch_dcp import DCP_FORMAT
 from flyweight.memory import MEMORY_BYTES
 from flyweight.ports import Format
 from flyweight.ranks.group import Group

@@ -31,7 +31,6 @@ from flyweight.formats import (
     safetensors,
     snapshot,
     torch_dcp,
-    torch_dcp_safetensors,
 )
 from flyweight.formats.stored import Stored
 from flyweight.ports import Store
@@ -212,10 +211,7 @@ def _warn_newer_legacy_files(place: Path, stored: Stored, names: legacy.LegacyNa
 _KINDS: dict[str, tuple[Callable[[Sequence[str]], bool], Callable[[Store], Stored]]] = {
     "Hugging Face": (huggingface.has_checkpoint, huggingface.open_huggingface),
     "torch distributed": (torch_dcp.has_checkpoint, torch_dcp.open_dcp),
-    "torch distributed safetensors": (
-        torch_dcp_safetensors.has_safetensors,
-        torch_dcp_safetensors.open_safetensors_shards,
-    ),
+    "torch distributed safetensors": (huggingface.has_shards, huggingface.open_shards),
     "Paddle distributed": (paddle_dist.has_checkpoint, paddle_dist.open_paddle),
 }
 
