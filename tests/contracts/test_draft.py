@@ -5,8 +5,7 @@ import pytest
 
 from conftest import random_bytes
 from fakes import MemoryDraft
-from flyweight.stores.draft import LocalDraft
-from flyweight.stores.legacy_draft import legacy_draft
+from flyweight.stores.draft import LegacyDraft, LocalDraft
 
 DATA = random_bytes(2_500_000)
 
@@ -33,7 +32,7 @@ class Memory:
 
 DRAFTS = {
     "local": lambda path: Directory(path / "place", LocalDraft),
-    "legacy": lambda path: Directory(path, legacy_draft),
+    "legacy": lambda path: Directory(path, LegacyDraft),
     "memory": lambda path: Memory(),
 }
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "pdparams": ["convert", "run", "out.pdparams", "--to", "pdparams"],
     "prune": ["prune", "run", "--keep", "1"],
 }
-FILES = ("stores/draft.py", "stores/legacy_draft.py", "verbs/commit.py", "verbs/convert.py")
+FILES = ("stores/draft.py", "verbs/commit.py", "verbs/convert.py")
 """What hands a draft on, from where it is made to where it is removed."""
 WRITING = {"reserve", "write", "flush", "commit", "emit"}
 """What they do between the two; the interrupts at calls are for that."""

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from flyweight.errors import StoreError
-from flyweight.stores.legacy_draft import legacy_draft
+from flyweight.stores.draft import LegacyDraft
 
 
 def test_a_draft_into_a_directory_refuses_a_name_that_is_taken(tmp_path):
     (tmp_path / "old").write_bytes(b"old")
-    with legacy_draft(tmp_path) as draft:
+    with LegacyDraft(tmp_path) as draft:
         draft.reserve("old", 3)
         with pytest.raises(StoreError, match="File exists"):
             draft.commit()
@@ -23,7 +23,7 @@ def test_a_draft_into_a_directory_removes_what_is_stale_and_appears(tmp_path):
     (tmp_path / "old").write_bytes(b"old")
     (tmp_path / "stale").write_bytes(b"stale")
     (tmp_path / "other").write_bytes(b"other")
-    with legacy_draft(tmp_path, stale=lambda: ["stale", "old", "never-was"]) as draft:
+    with LegacyDraft(tmp_path, stale=lambda: ["stale", "old", "never-was"]) as draft:
         draft.reserve("old", 3)
         draft.write("old", 0, np.frombuffer(b"new", np.uint8))
         draft.commit()
@@ -34,7 +34,7 @@ def test_a_draft_into_a_directory_removes_what_is_stale_and_appears(tmp_path):
 def test_a_draft_that_finds_a_name_taken_removes_nothing(tmp_path):
     for name in ("stale", "taken"):
         (tmp_path / name).write_bytes(b"old")
-    with legacy_draft(tmp_path, stale=lambda: ["stale"]) as draft:
+    with LegacyDraft(tmp_path, stale=lambda: ["stale"]) as draft:
         draft.reserve("stale", 3)
         draft.reserve("taken", 3)
         with pytest.raises(StoreError, match="File exists"):
@@ -55,7 +55,7 @@ def test_writers_into_one_directory_take_turns(tmp_path, threads, turn):
     def visible():
         yield from (name for name in os.listdir(tmp_path) if not name.startswith("."))
 
-    with legacy_draft(tmp_path, stale=visible) as draft:
+    with LegacyDraft(tmp_path, stale=visible) as draft:
         draft.reserve("new", 3)
         commit = threads.submit(draft.commit)
         assert wait([commit], timeout=0.3).not_done
@@ -66,9 +66,9 @@ def test_writers_into_one_directory_take_turns(tmp_path, threads, turn):
 
 
 def test_a_turn_that_does_not_end_is_given_up_by_name(tmp_path, turn, monkeypatch):
-    monkeypatch.setattr("flyweight.stores.legacy_draft.TURN_SECONDS", 0.05)
+    monkeypatch.setattr("flyweight.stores.draft.TURN_SECONDS", 0.05)
     (tmp_path / "stale").write_bytes(b"old")
-    with legacy_draft(tmp_path, stale=lambda: ["stale"]) as draft:
+    with LegacyDraft(tmp_path, stale=lambda: ["stale"]) as draft:
         draft.reserve("new", 3)
         with pytest.raises(StoreError, match=r"another save has had its lock for 0\.05 s") as late:
             draft.commit()

@@ -1,5 +1,8 @@
 """Drafts: files written to a hidden directory, made durable, and then visible all at once.
 
+A directory per version is renamed as one. Old engines look for fixed names in a directory of
+their own, so there the old files go first, and then each new file gets its name.
+
 This file also clears away the drafts of writers that died, and removes committed directories.
 The umask decides who may read the files, as for every other writer of checkpoints.
 """
@@ -14,8 +17,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -28,6 +31,7 @@ from flyweight.worker_threads import run_on_threads
 
 _HIDDEN = re.compile(r"\.(draft|trash)-.+-[0-9a-f]{8}-[0-9a-f]{16}")
 _FOREIGN_SECONDS = 24 * 3600
+TURN_SECONDS = 30.0  # a turn is some unlinks, links and a sync: milliseconds
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 
 
@@ -41,26 +45,22 @@ class LocalDraft:
     Args:
         place: The directory that the commit makes; it must not exist.
         member_of: The name of another process's draft of that place, to join it.
-        parent: The directory that holds the hidden one; by default that of `place`.
-        appear: Makes the files visible, given the hidden directory and their names; by default
-            the hidden directory is renamed to `place`.
         probe: Decides which writes go past the page cache.
     """
 
     _is_over = True
+    _is_new = True
+    """Whether the commit makes the directory; if not, it is there, and the hidden one in it."""
 
     def __init__(
         self,
         place: str | os.PathLike[str],
         *,
         member_of: str | None = None,
-        parent: Path | None = None,
-        appear: Callable[[Path, Sequence[str]], None] | None = None,
         probe: CacheProbe | None = None,
     ) -> None:
         self._place, self._is_member = Path(place), member_of is not None
-        self._parent = self._place.parent if parent is None else parent
-        self._appear = appear
+        self._parent = self._place.parent if self._is_new else self._place
         self._probe = probe or CacheProbe()
         self.is_handed_over = False
         """True once a member's files are the committer's to keep or remove."""
@@ -69,13 +69,13 @@ class LocalDraft:
         self._pid, self._is_over = os.getpid(), False
         try:
             if self._is_member:
-                self._work_fd = open_directory(self._work)
+                self._work_fd = _open_directory(self._work)
                 return
             if self._parent.exists() and not self._parent.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             _make_directories(self._parent)
-            if appear is None and os.path.lexists(self._place):
-                raise name_taken()
+            if self._is_new and os.path.lexists(self._place):
+                raise _name_taken()
             sweep(self._parent)
             self._begin()
         except BaseException as cause:
@@ -105,8 +105,8 @@ class LocalDraft:
         for _ in range(100):
             self._work.mkdir()
             with suppress(BlockingIOError, FileNotFoundError):
-                self._work_fd = open_directory(self._work)
-                lock_directory(self._work_fd)
+                self._work_fd = _open_directory(self._work)
+                _lock_directory(self._work_fd)
                 if self._work.exists():
                     return
             self._close_work()
@@ -146,15 +146,15 @@ class LocalDraft:
         assert not self._is_member
         self.flush()
         try:
-            if self._appear is not None:
-                self._appear(self._work, list(self._files))
-            else:
-                os.rename(self._work, self._place)  # refuses a place that is not empty
-            sync_directory(self._parent)
+            self._appear()
+            _sync_directory(self._parent)
         except OSError as cause:
             if cause.errno == errno.ENOTEMPTY:
-                cause = name_taken()
+                cause = _name_taken()
             raise refused(cause, f"cannot commit {self.place!r}") from cause
+
+    def _appear(self) -> None:
+        os.rename(self._work, self._place)  # refuses a place that is not empty
 
     def has_appeared(self) -> bool:
         """True if the files at the draft's place are those that were written here."""
@@ -205,6 +205,66 @@ class LocalDraft:
         self.abort()  # Ctrl-C may come before `with` has the draft, or as it leaves
 
 
+class LegacyDraft(LocalDraft):
+    """Files that a commit puts into `directory`, one by one, after those of `stale` are gone.
+
+    If a name is taken by a file that is not stale, nothing goes and nothing appears. Writers into
+    one directory take turns to commit, and `stale` is called within the turn, so that it finds
+    what the last writer left.
+    """
+
+    _is_new = False
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, stale: Callable[[], Iterable[str]] = tuple
+    ) -> None:
+        super().__init__(directory)
+        self._stale = stale
+
+    def _appear(self) -> None:
+        with _turn(self._place):
+            old = set(self._stale())
+            if any(os.path.lexists(self._place / name) for name in self._files.keys() - old):
+                raise _name_taken()
+            # First all that is old goes, so that no reader ever finds old and new together.
+            for name in old:
+                (self._place / name).unlink(missing_ok=True)
+            _sync_directory(self._place)
+            for name in self._files:
+                _give_name(self._work / name, self._place / name)
+
+
+@contextmanager
+def _turn(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock: only one writer at a time replaces files in it."""
+    fd, deadline = _open_directory(directory), time.monotonic() + TURN_SECONDS
+    try:
+        while True:
+            try:
+                _lock_directory(fd)
+                break
+            except BlockingIOError as cause:
+                if time.monotonic() > deadline:
+                    text = f"another save has had its lock for {TURN_SECONDS:g} s; save again"
+                    raise TimeoutError(errno.ETIMEDOUT, text) from cause
+                time.sleep(0.01)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile would keep it
+        os.close(fd)
+
+
+def _give_name(hidden: Path, place: Path) -> None:
+    """Give a file its name, which must be free; by rename where there are no hard links."""
+    try:
+        os.link(hidden, place)
+    except OSError as cause:
+        if cause.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            raise
+        os.rename(hidden, place)
+
+
 def check_hidden_name(name: str) -> str:
     """Return the name of a draft that another process made; anything else raises."""
     if not _HIDDEN.fullmatch(name) or "/" in name:
@@ -212,15 +272,15 @@ def check_hidden_name(name: str) -> str:
     return name
 
 
-def name_taken() -> OSError:
+def _name_taken() -> OSError:
     return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
 
-def open_directory(path: Path) -> int:
+def _open_directory(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def lock_directory(fd: int) -> None:
+def _lock_directory(fd: int) -> None:
     """Take the lock or raise BlockingIOError; a file system without locks does without."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -241,13 +301,13 @@ def _make_directories(path: Path) -> None:
     _make_directories(path.parent)
     with suppress(FileExistsError):
         path.mkdir()
-    sync_directory(path.parent)
+    _sync_directory(path.parent)
 
 
-def sync_directory(path: Path) -> None:
+def _sync_directory(path: Path) -> None:
     """Make the names in a directory durable; a directory we may not open is not ours to sync."""
     try:
-        fd = open_directory(path)
+        fd = _open_directory(path)
     except PermissionError:
         return
     try:
@@ -268,7 +328,7 @@ def sweep(root: str | os.PathLike[str]) -> list[str]:
     for name in sorted(names):
         path = Path(root) / name
         with suppress(OSError):
-            fd = open_directory(path)
+            fd = _open_directory(path)
             try:
                 is_ours = f"-{_host()}-" in name
                 if not is_ours and time.time() - os.fstat(fd).st_mtime < _FOREIGN_SECONDS:
@@ -293,7 +353,7 @@ def remove(path: Path) -> None:
         try:
             with suppress(FileNotFoundError):
                 os.rename(path, trash)
-                sync_directory(path.parent)
+                _sync_directory(path.parent)
         finally:
             _in_spite_of_interrupts(clear)
 

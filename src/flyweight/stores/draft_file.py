@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from flyweight.memory import STAGING, Bytes, page_memory
-from flyweight.stores.local import PAGE
+from flyweight.stores.local import PAGE, OpenFile
 
 _LARGE_BYTES = 1 << 20
 _PROBE_EVERY = 64
@@ -42,13 +42,11 @@ class CacheProbe:
         self._rate = nbytes / seconds
 
 
-class DraftFile:
-    """A file of a draft, and a second descriptor for writes past the page cache."""
+class DraftFile(OpenFile):
+    """A file of a draft, written through the page cache or past it."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._direct_fd, self._may_direct = -1, True
+        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def write(self, offset: int, data: Bytes, probe: CacheProbe) -> None:
         if len(data) < _LARGE_BYTES:
@@ -74,36 +72,23 @@ class DraftFile:
 
     def _write_direct(self, offset: int, data: Bytes) -> bool:
         """Write whole pages unbuffered; False if this file system cannot."""
-        try:
-            with self._lock:
-                if self._may_direct and self._direct_fd < 0:
-                    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT
-                    self._direct_fd = os.open(self._path, flags)
-        except OSError:
-            self._may_direct = False
-        if not self._may_direct:
+        if (fd := self.direct_fd(os.O_WRONLY)) < 0:
             return False
         try:
             if data.ctypes.data % PAGE == 0:
-                _write_all(self._direct_fd, offset, data)
+                _write_all(fd, offset, data)
                 return True
             with STAGING.lend(min(len(data), _BOUNCE_BYTES)) as bounce:
                 for start in range(0, len(data), len(bounce)):
                     some = data[start : start + len(bounce)]
                     bounce[: len(some)] = some
-                    _write_all(self._direct_fd, offset + start, bounce[: len(some)])
+                    _write_all(fd, offset + start, bounce[: len(some)])
             return True
         except OSError as cause:
             if cause.errno != errno.EINVAL:
                 raise
-            self._may_direct = False  # `close` closes the descriptor: other threads may use it
+            self.may_direct = False  # `close` closes the descriptor: other threads may use it
             return False
-
-    def close(self) -> None:
-        fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, -1
-        for fd in fds:
-            if fd >= 0:
-                os.close(fd)
 
 
 def _write_all(fd: int, offset: int, data: Bytes) -> None:

@@ -56,32 +56,50 @@ def as_path(path: object) -> Path:
     return Path(text)
 
 
-class _File:
-    """An open file, its size when it was opened, and the ways of reading it that work."""
+class OpenFile:
+    """An open file, and a second descriptor past the page cache where the file system has that."""
+
+    def __init__(self, fd: int, *, may_direct: bool = True) -> None:
+        self.fd, self._direct_fd, self.may_direct = fd, -1, may_direct
+        self._lock = threading.Lock()
+
+    def direct_fd(self, flags: int) -> int:
+        """Return the second descriptor, opened with these flags; -1 if there can be none."""
+        with self._lock:
+            if self.may_direct and self._direct_fd < 0:
+                try:
+                    # Through the open descriptor: the path may lead to another file by now.
+                    path = f"/proc/self/fd/{self.fd}"
+                    self._direct_fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
+                except OSError:
+                    self.may_direct = False
+            return self._direct_fd if self.may_direct else -1
+
+    def close(self) -> None:
+        fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+
+class _StoredFile(OpenFile):
+    """A file, its size when it was opened, and the ways of reading it that work."""
 
     def __init__(self, path: Path, *, unbuffered: bool) -> None:
         self.path = path
         try:
             # Without O_NONBLOCK, opening a pipe of that name would wait for its writer.
-            self.fd = opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as cause:
             hint = "; raise the limit, ulimit -n" if cause.errno == errno.EMFILE else ""
             raise refused(cause, f"cannot open {str(path)!r}{hint}") from cause
+        super().__init__(fd, may_direct=unbuffered)
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise FormatError(f"{str(path)!r} is not a regular file")
         self.size = status.st_size
-        self._direct_fd = -1
-        self.may_map = hasattr(os, "preadv") and hasattr(os, "RWF_NOWAIT")
-        self.may_direct = unbuffered and hasattr(os, "O_DIRECT")
-        self._lock = threading.Lock()
-
-    def close(self) -> None:
-        for fd in (self.fd, getattr(self, "_direct_fd", -1)):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self._direct_fd = -1
+        self.may_map = hasattr(os, "RWF_NOWAIT")
 
     def is_in_place(self) -> bool:
         """True if the path still leads to this file."""
@@ -130,7 +148,7 @@ class _File:
     def read(self, offset: int, nbytes: int, staging: Bytes, *, unbuffered: bool = True) -> Bytes:
         """Read the window into `staging` and return the part that is the window."""
         with store_errors(f"cannot read {str(self.path)!r}"):
-            if self.may_direct and unbuffered and (fd := self._direct()) >= 0:
+            if unbuffered and (fd := self.direct_fd(os.O_RDONLY)) >= 0:
                 below = offset % PAGE
                 reach = -(-(below + nbytes) // PAGE) * PAGE
                 try:
@@ -156,17 +174,6 @@ class _File:
                         at += len(goal)
                 offset += wanted
 
-    def _direct(self) -> int:
-        with self._lock:
-            if self._direct_fd < 0:
-                try:
-                    flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
-                    # Through the open descriptor: the path may lead to another file by now.
-                    self._direct_fd = os.open(f"/proc/self/fd/{self.fd}", flags)
-                except OSError:
-                    self.may_direct = False
-            return self._direct_fd
-
     def _fill(self, fd: int, offset: int, into: Bytes, needed: int) -> None:
         """Read until `needed` bytes are there; the file may end inside the last page."""
         view, done = memoryview(into), 0
@@ -191,7 +198,7 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str], *, unbuffered: bool = True) -> None:
         self._root, self._unbuffered = Path(root), unbuffered
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, _StoredFile] = {}
         self._lock = threading.Lock()
 
     @property
@@ -261,9 +268,9 @@ class LocalStore:
     def __del__(self) -> None:
         self.close()  # the garbage collector does not close descriptors
 
-    def _file(self, name: str) -> _File:
+    def _file(self, name: str) -> _StoredFile:
         with self._lock:
             if name not in self._files:
                 path = self._root / name
-                self._files[name] = _File(path, unbuffered=self._unbuffered)
+                self._files[name] = _StoredFile(path, unbuffered=self._unbuffered)
             return self._files[name]

@@ -19,8 +19,7 @@ from flyweight.formats.torch_dcp import DCP_FORMAT
 from flyweight.memory import MEMORY_BYTES
 from flyweight.ports import Format
 from flyweight.ranks.group import Group
-from flyweight.stores.draft import LocalDraft
-from flyweight.stores.legacy_draft import legacy_draft
+from flyweight.stores.draft import LegacyDraft, LocalDraft
 from flyweight.stores.local import as_path
 from flyweight.verbs.agree import begin_version
 from flyweight.verbs.commit import PendingCommit, SaveOptions, SaveReport, write_and_commit
@@ -100,4 +99,4 @@ def _begin_files(stored: Stored, place: Path, to: Writable, options: SaveOptions
         lambda manifest: [plan(place.name, manifest.tensor_boxes())],
         lambda manifest, plans: {},
     )
-    return PendingCommit(stored, options, legacy_draft(place.parent), manifest, format)
+    return PendingCommit(stored, options, LegacyDraft(place.parent), manifest, format)

@@ -16,7 +16,7 @@ from flyweight.ranks.group import TIMEOUT_SECONDS, Group
 from flyweight.ranks.process_group import default_group, rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.spec.model_layout import ModelLayout
-from flyweight.stores.legacy_draft import legacy_draft
+from flyweight.stores.draft import LegacyDraft
 from flyweight.stores.local import LocalStore, as_path
 from flyweight.verbs.agree import begin_version
 from flyweight.verbs.background import (
@@ -249,5 +249,5 @@ def save_legacy(
         present = LocalStore(directory).names()
         yield from (*names.parts(present).values(), *({names.single} & set(present)))
 
-    draft = legacy_draft(directory, stale=earlier_files)
+    draft = LegacyDraft(directory, stale=earlier_files)
     return write_and_commit(PendingCommit(source, options, draft, manifest, format))
