@@ -22,7 +22,7 @@ from flyweight.formats.safetensors import looks_like_safetensors, open_files
 from flyweight.formats.stored import DecodedStore, Stored, join_files
 from flyweight.memory import Bytes, bytes_of
 from flyweight.ports import FilePlan, Store
-from flyweight.spec.box import boxes_of_range
+from flyweight.spec.box import Box, boxes_of_range
 from flyweight.spec.dtype import DTYPES, DType
 from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorBox, TensorSpec, check_name
 
@@ -111,7 +111,8 @@ class _Pickled(Records):
             for each in slices:
                 length, (file, at) = prod(arrays[each][0].shape), self._place(*arrays[each])
                 # A flat cut across rows is a few boxes, one after the other in the file.
-                for box in boxes_of_range(shape, start, length):
+                is_cut = len(slices) > 1
+                for box in boxes_of_range(shape, start, length) if is_cut else [Box.whole(shape)]:
                     extents.append(Extent(name, box, file, at))
                     at += spec.box_bytes(box)
                 start += length
