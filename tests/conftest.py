@@ -19,6 +19,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in the background so, and what tests interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Hundreds of processes import flyweight: each would compile it anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_xdist_auto_num_workers():
+    """Return how many processes `-n auto` is: half of what tests do is waiting for others."""
+    return len(os.sched_getaffinity(0)) + 2
+
 
 def random_bytes(nbytes, seed=RNG_SEED):
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)

@@ -5,7 +5,8 @@
 Each rank has the process group of FRAMEWORK (torch or paddle, both on gloo) and calls
 FUNCTION(rank, num_ranks, *arguments). The exit code is that of the first rank that failed;
 a rank that dies of a signal does not count, tests kill some on purpose. With 0 ranks the
-function is called once, with its arguments alone, and launches ranks itself.
+function is called once, with its arguments alone, and launches ranks itself; framework "numpy"
+is then a process that has imported nothing large, and forks quickly.
 
 Importing torch takes longer than most tests do. So a nursery, `python tests/rank_processes.py FRAMEWORK`,
 imports it once for all tests of a pytest worker and forks itself for every call.
@@ -32,6 +33,7 @@ PRELOADED = {
         "torch.distributed.checkpoint.state_dict", "torch._dynamo",
     ),
     "paddle": ("numpy", "pytest", "torch.distributed", "paddle.distributed"),
+    "numpy": ("numpy", "pytest", "flyweight.cli"),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import pytest
 import flyweight as fw
 import syscalls
 from child_processes import exit_code
+from flyweight.cli import main  # once: each of hundreds of forks would import it anew
 from rank_processes import run_ranks
 
 COMMANDS = {
@@ -84,8 +85,6 @@ def at_instructions(number):
 
 def command(words, arm, number):
     """Run a command here and return its exit code, and whether it was interrupted."""
-    from flyweight.cli import main
-
     was_interrupted = arm(number)
     try:
         code = main(words, standalone_mode=False)
@@ -151,7 +150,7 @@ def rounds(root, kind, way):
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_interrupted_at_every_call_that_changes_the_disk_nothing_is_left_behind(tmp_path, kind):
-    done = run_ranks(0, __file__, "rounds", tmp_path, kind, "calls")
+    done = run_ranks(0, __file__, "rounds", tmp_path, kind, "calls", framework="numpy")
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert len(outcomes) > 8
     assert 130 in outcomes
@@ -161,7 +160,8 @@ def test_interrupted_at_every_call_that_changes_the_disk_nothing_is_left_behind(
 @pytest.mark.timeout(300)
 def test_interrupted_at_every_instruction_nothing_is_left_behind(tmp_path):
     """Also between the draft's making and the `with` that clears it away."""
-    done = run_ranks(0, __file__, "rounds", tmp_path, "hf", "instructions", timeout=280)
+    words = (tmp_path, "hf", "instructions")
+    done = run_ranks(0, __file__, "rounds", *words, framework="numpy", timeout=280)
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert len(outcomes) > 100
     assert 130 in outcomes
@@ -214,5 +214,5 @@ def pressed_again(root, verb):
 @pytest.mark.parametrize("verb", ["save", "fsync", "load"])
 def test_however_often_interrupted_no_thread_works_on_after_the_call(tmp_path, verb):
     """It would write by a descriptor that is closed by then, and may be another file's."""
-    done = run_ranks(0, __file__, "pressed_again", tmp_path, verb)
+    done = run_ranks(0, __file__, "pressed_again", tmp_path, verb, framework="numpy")
     assert json.loads(done.stdout.splitlines()[-1]) == 0

@@ -21,6 +21,7 @@ from flyweight.errors import LifecycleError
 from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import Signal, State, Tag
+from rank_processes import run_ranks
 
 # The explorer.
 
@@ -736,7 +737,11 @@ def write_for_ever(path, rank, pipe):
 
 def test_writers_killed_two_hundred_times_leave_whole_records_and_successors_go_on(tmp_path):
     """C23, C25: real processes, SIGKILL at random moments; no record is torn and none goes back."""
-    path, rng = tmp_path / "cell", random.Random(3)
+    run_ranks(0, __file__, "kill_writers", tmp_path / "cell", framework="numpy")
+
+
+def kill_writers(path):
+    rng = random.Random(3)
     with Cell(path, 2) as cell:
         numbers = {None: 0, 0: 0, 1: 0}
 
