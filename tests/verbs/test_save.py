@@ -11,6 +11,7 @@ from child_processes import Command
 from conftest import dead_draft, odd_arrays, random_bytes, same, zeros_like
 from flyweight.errors import SpecError, StoreError, VersionError
 from flyweight.events import listening
+from flyweight.verbs import commit
 
 
 def test_the_report_says_what_was_done(tmp_path):
@@ -103,6 +104,20 @@ def test_many_processes_of_one_version_exactly_one_wins(tmp_path, threads):
     fw.load(tmp_path, into=target)
     assert len({int(value) for array in target.values() for value in array}) == 1
     assert {int(array[0]) for array in target.values()} == {said.index("won") + 1}
+
+
+def test_a_version_committed_after_the_run_was_listed_is_told_as_such(tmp_path, monkeypatch):
+    """Not as a directory without a manifest, which the user would be told to remove."""
+
+    def listed_too_early(root):
+        monkeypatch.undo()
+        fw.save(odd_arrays(1), tmp_path, version=3)
+        return []
+
+    monkeypatch.setattr(commit, "versions", listed_too_early)
+    with pytest.raises(VersionError, match="committed by another writer meanwhile"):
+        fw.save(odd_arrays(2), tmp_path, version=3)
+    assert os.listdir(tmp_path) == ["v0000000003"]
 
 
 def test_an_interrupted_save_leaves_nothing(tmp_path):

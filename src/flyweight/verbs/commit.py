@@ -11,7 +11,8 @@ from __future__ import annotations
 import errno
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -39,7 +40,7 @@ from flyweight.spec.manifest import (
 from flyweight.spec.manifest_json import decode_share, encode_manifest
 from flyweight.stores.draft import LocalDraft
 from flyweight.verbs.check_replicas import CheckReplicas, check_same, digest_of
-from flyweight.verbs.find import check_no_version, numbered, versions
+from flyweight.verbs.find import check_no_version, is_committed, numbered, versions
 from flyweight.worker_threads import default_threads
 
 
@@ -142,20 +143,13 @@ class PendingCommit:
             tick=tick,
             beside=self.beside,
         )
-        try:
+        with _telling_of_another_writer(self.manifest.version, Path(draft.place).parent):
             if self.checksums is None:
                 seal(written, plans, self.format, draft)
                 draft.commit()
             else:
                 with self.group.working():
                     self._commit_together(replace(written, files=snapshot.files_of(plans)))
-        except StoreError as error:
-            if error.errno != errno.EEXIST or self.manifest.version is None:
-                raise
-            raise VersionError(
-                f"version {self.manifest.version} of {str(Path(draft.place).parent)!r} was "
-                f"committed by another writer meanwhile"
-            ) from error
         return SaveReport(
             draft.place,
             self.manifest.version,
@@ -221,6 +215,19 @@ def write_and_commit(
     return report
 
 
+@contextmanager
+def _telling_of_another_writer(version: int | None, root: Path) -> Iterator[None]:
+    """Raise a name that is taken as a VersionError: when the save began, it was free."""
+    try:
+        yield
+    except StoreError as error:
+        if error.errno != errno.EEXIST or version is None:
+            raise
+        raise VersionError(
+            f"version {version} of {str(root)!r} was committed by another writer meanwhile"
+        ) from error
+
+
 def begin_draft(root: Path, version: int | None, manifest: Manifest) -> tuple[LocalDraft, Manifest]:
     """Return a draft for the version, and its manifest; raise if it may not be written."""
     check_names(manifest)
@@ -236,7 +243,7 @@ def begin_draft(root: Path, version: int | None, manifest: Manifest) -> tuple[Lo
         raise VersionError(
             f"version {version} of {str(root)!r} {how}; versions only grow, none is overwritten"
         )
-    if os.path.lexists(directory):
+    if os.path.lexists(directory) and not is_committed(directory):
         raise VersionError(
             f"{str(directory)!r} is there without a {snapshot.MANIFEST!r}, so it is no version; "
             f"remove it, or save another version"
@@ -249,4 +256,6 @@ def begin_draft(root: Path, version: int | None, manifest: Manifest) -> tuple[Lo
     }
     # A manifest of its own: that of an opened checkpoint has the files of another version.
     tensors, tied, values = manifest.tensors, manifest.tied, manifest.values
-    return LocalDraft(directory), Manifest(tensors, version, newest, tied, values, writer)
+    with _telling_of_another_writer(version, root):
+        draft = LocalDraft(directory)
+    return draft, Manifest(tensors, version, newest, tied, values, writer)

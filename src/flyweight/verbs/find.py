@@ -52,7 +52,7 @@ def versions(path: PathLike) -> list[int]:
     root, found = as_path(path), list[int]()
     for _ in range(_MAX_LISTINGS):
         places = {version: root / snapshot.directory_name(version) for version in numbered(root)}
-        found = [version for version, place in places.items() if _is_committed(place)]
+        found = [version for version, place in places.items() if is_committed(place)]
         if found or all(os.path.lexists(place) for place in places.values()):
             break
     return sorted(found)
@@ -64,7 +64,7 @@ def numbered(root: Path) -> list[int]:
     return [version for version in found if version is not None]
 
 
-def _is_committed(directory: Path) -> bool:
+def is_committed(directory: Path) -> bool:
     """True if a version is there, or if the operating system refuses to say: opening raises."""
     try:
         return stat.S_ISREG(os.stat(directory / snapshot.MANIFEST).st_mode)
