@@ -9,7 +9,7 @@ demo: .venv/.demo
 	$(BIN)/python examples/demo
 
 test: .venv/.test
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: .venv/.test
 	$(BIN)/ruff check .
