@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 RNG_SEED = 7
-pytest_plugins = ["live_fixtures"]
+pytest_plugins = ["faulty_engines", "live_fixtures"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in the background so, and what tests interrupt would inherit it.

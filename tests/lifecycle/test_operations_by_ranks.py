@@ -1,0 +1,393 @@
+"""The steps of an engine of several ranks: all of them take one, or none does."""
+
+import threading
+import time
+from concurrent.futures import wait
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+import flyweight as fw
+from child_processes import until
+from fakes import FakeRendezvousStore
+from faulty_engines import KV_CACHE, FaultyEngine
+from flyweight.errors import Busy, LifecycleError, TransferTimeout
+from flyweight.lifecycle.agreement import RankAgreement
+from flyweight.lifecycle.operations import Operations
+from flyweight.lifecycle.states import State, Tag
+from flyweight.ranks.rendezvous import Rendezvous, join_group
+from versioned_models import assign, holds, weights
+
+
+class SlowWeights:
+    """A replica whose copies wait while a test holds them."""
+
+    def __init__(self, replica):
+        self._replica = replica
+        self.has_begun, self.may_copy = threading.Event(), threading.Event()
+        self.may_copy.set()
+
+    def __getattr__(self, name):
+        return getattr(self._replica, name)
+
+    def update(self, version=None, *, before, **options):
+        def hold(found):
+            before(found)
+            self.has_begun.set()
+            assert self.may_copy.wait(30)
+
+        return self._replica.update(version, before=hold, **options)
+
+
+class Pair:
+    """Two ranks of one replica, in threads."""
+
+    def __init__(self, stack, address, threads, **options):
+        self._threads, store = threads, FakeRendezvousStore()
+        self.trainer = weights(0)
+        self.publisher = stack.enter_context(fw.Publisher(self.trainer, address, **options))
+        self.models = [weights(0), weights(0)]
+        self.engines = [FaultyEngine(model) for model in self.models]
+        self.ranks = [RankAgreement(Rendezvous(rank, 2, store, "pair")) for rank in range(2)]
+        self.operations, self.replicas, self.weights = [], [], []
+        for model, engine, ranks in zip(self.models, self.engines, self.ranks, strict=True):
+            self.replicas.append(stack.enter_context(fw.Replica(model, address)))
+            self.weights.append(SlowWeights(self.replicas[-1]))
+            self.operations.append(Operations(engine, self.weights[-1], ranks))
+        stack.callback(self.part)
+
+    def part(self):
+        """Have both ranks leave at once: each waits a while for the other to leave too."""
+        for future in [self._threads.submit(ranks.close) for ranks in self.ranks]:
+            future.result(10)
+
+    def both(self, work):
+        """Have both ranks do something at once; return what each raised."""
+        return [future.exception(30) for future in [self.one(work, rank) for rank in range(2)]]
+
+    def one(self, work, rank):
+        return self._threads.submit(work, self.operations[rank])
+
+    @contextmanager
+    def held(self, rank, step="drop_cache"):
+        """Have a step of one rank's engine last to the end of the block; yields whether it began."""
+        began, may_end = threading.Event(), threading.Event()
+
+        def hold(*args):
+            began.set()
+            assert may_end.wait(30)
+
+        setattr(self.engines[rank], step, hold)
+        try:
+            yield began
+        finally:
+            delattr(self.engines[rank], step)
+            may_end.set()
+
+    @contextmanager
+    def request(self, rank):
+        """A request that runs on one rank to the end of the block."""
+        began, may_end = threading.Event(), threading.Event()
+
+        def answer(_):
+            with self.engines[rank].request(5):
+                began.set()
+                assert may_end.wait(30)
+
+        future = self.one(answer, rank)
+        assert began.wait(10)
+        try:
+            yield
+        finally:
+            may_end.set()
+            future.result(10)
+
+    def publish(self, version, **options):
+        assign(self.trainer, version)
+        self.publisher.publish(version, **options)
+
+    def update(self, version):
+        self.publish(version)
+        return self.both(lambda operations: operations.update(version, timeout_seconds=20))
+
+    @property
+    def states(self):
+        return [operations.state for operations in self.operations]
+
+    @property
+    def versions(self):
+        return [operations.version for operations in self.operations]
+
+
+@pytest.fixture
+def pair(address, threads):
+    with ExitStack() as stack:
+        found = Pair(stack, address, threads, hold=True)
+        assert found.update(1) == [None, None]
+        assert found.states == [State.SERVING, State.SERVING]
+        yield found
+
+
+def test_ranks_take_a_version_together(pair):
+    assert pair.update(2) == [None, None]
+    assert pair.versions == [2, 2]
+    assert all(holds(model, 2) for model in pair.models)
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["there", "gone"])
+def test_a_rank_that_was_given_an_older_version_catches_up(address, threads, tmp_path, is_gone):
+    """One rank takes the newest snapshot just before the other takes what is published next."""
+    asked, has_begun, store = [], threading.Event(), tmp_path / "store"
+    fw.save(weights(2), store, version=2)
+    with ExitStack() as stack:
+        pair = Pair(stack, address, threads, store=store)
+        first, second = (replica.update for replica in pair.replicas)
+        publishing = []
+
+        def newer(version=None, **options):
+            asked.append((0, version))
+            if not publishing:
+                assert has_begun.wait(20)
+                publishing.append(threads.submit(pair.publish, 3, num_replicas=1))
+                version = 3
+            return first(version, **options)
+
+        def older(version=None, *, before, **options):
+            def begun(found):
+                has_begun.set()
+                before(found)
+
+            asked.append((1, version))
+            if version == 3:
+                last = 4 if is_gone else 3
+                fw.save(weights(last), store, version=last)
+            return second(version, before=begun, **options)
+
+        pair.replicas[0].update, pair.replicas[1].update = newer, older
+        assert pair.both(lambda operations: operations.update(timeout_seconds=20)) == [None, None]
+        publishing[0].result(20)
+        last = 4 if is_gone else 3
+        assert pair.versions == [last, last]
+        assert all(holds(model, last) for model in pair.models)
+        assert pair.states == [State.SERVING, State.SERVING]
+        ways = [(0, None), (1, None), (1, 3), *[(0, None), (1, None)][: 2 * is_gone]]
+        assert sorted(map(str, asked)) == sorted(map(str, ways))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_prepare_keeps_all_at_the_old_version_at_once(pair, rank):
+    """C24: the reason reaches every rank, and none was touched."""
+    pair.engines[rank].faults = {"drop_cache": RuntimeError("on purpose")}
+    started = time.monotonic()
+    raised = pair.update(2)
+    assert time.monotonic() - started < 10
+    assert all("drop_cache failed: RuntimeError: on purpose" in str(each) for each in raised)
+    assert pair.states == [State.SERVING, State.SERVING]
+    assert pair.versions == [1, 1]
+    assert all(holds(model, 1) for model in pair.models)
+    pair.engines[rank].faults = {}
+    assert pair.update(3) == [None, None]
+    assert pair.versions == [3, 3]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_memory_does_not_come_back_does_not_leave_the_other_waiting(pair, rank):
+    """C24: on every rank, at once; peers do not wait for a deadline."""
+    assert pair.both(lambda operations: operations.clear()) == [None, None]
+    pair.engines[rank].faults = {"restore_weights": MemoryError("on purpose")}
+    started = time.monotonic()
+    raised = pair.update(2)
+    assert time.monotonic() - started < 10
+    assert all("restore_weights failed: MemoryError" in str(each) for each in raised)
+    assert State.SERVING not in pair.states
+    pair.engines[rank].faults = {}
+    assert pair.both(lambda operations: operations.restore()) == [None, None]
+    assert pair.update(3) == [None, None]
+    assert pair.states == [State.SERVING, State.SERVING]
+    assert pair.versions == [3, 3]
+
+
+def test_a_rank_that_refuses_to_resume_keeps_the_other_from_serving(pair):
+    """C32: on all ranks or on none."""
+    assert pair.both(lambda operations: operations.pause()) == [None, None]
+    pair.operations[1].retire(LifecycleError("gone wrong"))
+    raised = pair.both(lambda operations: operations.resume(timeout_seconds=10))
+    assert all("engine is FAILED" in str(each) for each in raised)
+    assert pair.states == [State.PAUSED, State.FAILED]
+    assert pair.update(2) == [None, None]
+    assert pair.both(lambda operations: operations.resume(timeout_seconds=10)) == [None, None]
+    assert pair.states == [State.SERVING, State.SERVING]
+
+
+# One rank at something that the others are not at.
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_second_pause_that_is_asked_of_one_rank_alone_does_not_end_the_first(pair, rank):
+    """It is Busy by itself: what it said would be taken for a word on the one that runs."""
+    with pair.held(rank, "pause") as is_held:
+        first = [
+            pair.one(lambda operations: operations.pause(timeout_seconds=20), n) for n in (0, 1)
+        ]
+        assert is_held.wait(10)
+        second = pair.one(lambda operations: operations.pause(timeout_seconds=0.3), rank)
+        assert isinstance(second.exception(10), Busy)
+    assert [each.exception(20) for each in first] == [None, None]
+    assert pair.states == [State.PAUSED, State.PAUSED]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("other", ["clear", "resume"])
+def test_ranks_that_were_asked_for_different_things_stop_by_one_verdict(pair, other, rank):
+    """C32: when the time of the first is over; nothing has changed, on any."""
+    one = pair.one(lambda operations: operations.pause(timeout_seconds=0.5), rank)
+    two = pair.one(lambda operations: getattr(operations, other)(timeout_seconds=20), 1 - rank)
+    raised = [one.exception(10), two.exception(10)]
+    assert all("the ranks were asked for different things" in str(each) for each in raised)
+    assert (pair.states, pair.versions) == ([State.SERVING] * 2, [1, 1])
+    assert pair.both(lambda operations: operations.pause(timeout_seconds=20)) == [None, None]
+
+
+def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads, monkeypatch):
+    """The time of rank 1 alone ran out, some time ago; rank 2 hears of it from rank 0."""
+    store, groups = FakeRendezvousStore(), {}
+
+    def joined(rendezvous, **options):
+        return groups.setdefault(rendezvous.rank, join_group(rendezvous, **options))
+
+    monkeypatch.setattr("flyweight.lifecycle.agreement.join_group", joined)
+    ranks = [RankAgreement(Rendezvous(rank, 3, store, "three")) for rank in range(3)]
+
+    def all_prepared():
+        futures = [threads.submit(each.prepared, None, time.monotonic() + 20) for each in ranks]
+        return [future.result(30) for future in futures]
+
+    assert all(verdict.is_agreed for verdict in all_prepared())
+    monkeypatch.undo()
+    assert ranks[1].agreed(1, "", None, time.monotonic() + 0.1, what="resume").is_lost
+    until(lambda: groups[0].can_rejoin and groups[2].can_rejoin)
+    assert all(verdict.is_agreed for verdict in all_prepared())
+    for parting in [threads.submit(each.close) for each in ranks]:
+        parting.result(10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hears_nobody_ends_within_what_its_controller_waits(pair, rank):
+    """It does not wait for the others to leave as well, who know nothing of it."""
+    started = time.monotonic()
+    verdict = pair.ranks[rank].prepared(None, started + 0.1)
+    assert verdict.is_lost
+    assert time.monotonic() - started < 2.4
+
+
+def test_a_restore_that_one_rank_is_not_at_brings_nothing_back(pair):
+    assert pair.both(lambda operations: operations.clear(KV_CACHE)) == [None, None]
+    calls = len(pair.engines[0].calls)
+    lone = pair.one(lambda operations: operations.restore(timeout_seconds=0.1), 0)
+    assert "the ranks did not decide" in str(lone.exception(20))
+    assert "restore_cache" not in pair.engines[0].calls[calls:]
+    assert Tag.KV_CACHE in pair.operations[0].condition.absent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_cache_that_one_rank_lacks_keeps_the_other_from_serving(pair, rank):
+    assert pair.both(lambda operations: operations.clear(KV_CACHE)) == [None, None]
+    pair.engines[rank].faults = {"restore_cache": MemoryError("on purpose")}
+    raised = pair.both(lambda operations: operations.restore(timeout_seconds=20))
+    assert all("restore_cache failed: MemoryError" in str(each) for each in raised)
+    assert State.SERVING not in pair.states
+    pair.engines[rank].faults = {}
+    assert pair.both(lambda operations: operations.restore(timeout_seconds=20)) == [None, None]
+    assert pair.states == [State.SERVING, State.SERVING]
+
+
+def test_a_pause_that_should_resume_brings_ranks_that_stand_apart_together(pair):
+    pair.engines[1].faults = {"resume": RuntimeError("on purpose")}
+    assert isinstance(pair.update(2)[1], LifecycleError)
+    assert pair.states == [State.SERVING, State.PAUSED]
+    pair.engines[1].faults = {}
+    aborted = pair.both(lambda operations: operations.pause(should_abort=True, should_resume=True))
+    assert aborted == [None, None]
+    assert pair.states == [State.SERVING, State.SERVING]
+
+
+def test_a_pause_that_should_resume_stays_on_all_ranks_where_one_was_paused_by_hand(pair):
+    pair.operations[1].is_paused_by_hand = True  # as a worker does that takes over
+    paused = pair.both(lambda operations: operations.pause(should_abort=True, should_resume=True))
+    assert paused == [None, None]
+    assert pair.states == [State.PAUSED, State.PAUSED]
+    assert all(operations.is_paused_by_hand for operations in pair.operations)
+    assert pair.both(lambda operations: operations.resume()) == [None, None]
+    assert pair.states == [State.SERVING, State.SERVING]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_round_that_one_rank_has_no_turn_for_ends_on_the_other_too(pair, rank, monkeypatch):
+    """The pause that has the turn there drains for long; the other rank joins it afterwards."""
+    for module in ("operations", "update"):
+        monkeypatch.setattr(f"flyweight.lifecycle.{module}.ROUND_SECONDS", 0.5)
+
+    def follow(operations):
+        return operations.follow(timeout_seconds=20, is_over=lambda: False)
+
+    pair.publish(2)
+    pair.both(lambda operations: operations.update(timeout_seconds=20))  # no pin
+    with pair.request(rank):
+        pauses = [pair.one(lambda operations: operations.pause(timeout_seconds=20), rank)]
+        until(lambda: pair.states[rank] is State.PAUSING)
+        pair.publish(3)
+        raised = pair.both(follow)
+        assert [type(each) for each in raised] == [
+            (Busy, LifecycleError)[rank],
+            (LifecycleError, Busy)[rank],
+        ]
+        assert all("pause is running, update was not begun" in str(each) for each in raised)
+        assert pair.states[1 - rank] is State.SERVING
+        pauses.append(pair.one(lambda operations: operations.pause(timeout_seconds=20), 1 - rank))
+    assert [each.exception(20) for each in pauses] == [None, None]
+    assert (pair.states, pair.versions) == ([State.PAUSED] * 2, [2, 2])
+
+
+def test_an_engine_that_must_stop_waits_for_what_one_rank_is_at_alone(pair):
+    """Nothing may be left serving because something else ran."""
+    with pair.held(1) as is_held:
+        lone = pair.one(lambda operations: operations.clear(timeout_seconds=20), 1)
+        assert is_held.wait(10)
+        retired = pair.one(lambda operations: operations.retire(LifecycleError("gone wrong")), 1)
+        other = pair.one(lambda operations: operations.clear(timeout_seconds=20), 0)
+        assert not wait([retired], 0.3).done
+    assert [each.exception(20) for each in (lone, other, retired)] == [None] * 3
+    assert pair.states == [State.CLEARED, State.FAILED]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pause_that_one_rank_has_no_time_for_leaves_all_serving(pair, rank):
+    """C32: the rank that drained at once hears why, and does not take the other for lost."""
+    with pair.request(rank):
+        raised = pair.both(lambda operations: operations.pause(timeout_seconds=0.6))
+        assert isinstance(raised[rank], TransferTimeout)
+        assert "1 requests were still running" in str(raised[1 - rank])
+        assert pair.states == [State.SERVING, State.SERVING]
+    assert pair.both(lambda operations: operations.pause(timeout_seconds=20)) == [None, None]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_round_that_all_ranks_are_in_is_not_ended_by_what_they_refuse_meanwhile(pair, rank):
+    """One rank holds the version already and waits for the other, which is still copying."""
+    slow = pair.weights[rank]
+    slow.has_begun.clear()
+    slow.may_copy.clear()
+    pair.publish(2)
+    updates = [
+        pair.one(lambda operations: operations.update(2, timeout_seconds=20), n) for n in (0, 1)
+    ]
+    assert slow.has_begun.wait(10)
+    until(lambda: pair.states[1 - rank] is State.VERIFYING)
+    for seconds in (0.3, 0.1):
+        raised = pair.both(lambda operations: operations.pause(timeout_seconds=seconds))  # noqa: B023
+        assert [type(each) for each in raised] == [Busy, Busy]
+    only = pair.one(lambda operations: operations.pause(timeout_seconds=0.1), rank)
+    assert isinstance(only.exception(10), Busy)
+    slow.may_copy.set()
+    assert [update.exception(20) for update in updates] == [None, None]
+    assert (pair.states, pair.versions) == ([State.SERVING] * 2, [2, 2])
