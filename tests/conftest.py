@@ -24,6 +24,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """Return how many processes `-n auto` is: half of what tests do is waiting for others."""
     return len(os.sched_getaffinity(0)) + 2
