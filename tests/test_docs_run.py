@@ -17,16 +17,26 @@ LINK = re.compile(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)")
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_examples_of_a_page_run(page, tmp_path):
-    """Python blocks of a page are one program; the shell blocks stand where they stand in it."""
-    bin_directory = os.path.dirname(sys.executable)
+    """Python blocks of a page are one program; the shell blocks stand where they stand in it.
+
+    `torchrun` is tests/torchrun.py; test_save_and_load_by_ranks.py starts the real one.
+    """
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    torchrun = commands / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/torchrun.py "$@"\n')
+    torchrun.chmod(0o700)
+    place = tmp_path / "empty"
+    place.mkdir()
     program = ["import os, subprocess"]
     for language, text in BLOCK.findall(page.read_text()):
         if language == "python":
             program.append(text)
         else:
             program.append(f"subprocess.run(['bash', '-e', '-c', {text!r}], check=True)")
-    env = {**os.environ, "PATH": f"{bin_directory}:{os.environ['PATH']}"}
-    done = run_python("\n".join(program), cwd=tmp_path, env=env, timeout=110)
+    path = [str(commands), os.path.dirname(sys.executable), os.environ["PATH"]]
+    env = {**os.environ, "PATH": os.pathsep.join(path)}
+    done = run_python("\n".join(program), cwd=place, env=env, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,6 +1,5 @@
 """A thousand rounds with faults at random: every replica ends whole, and nothing has leaked."""
 
-import os
 import random
 import signal
 import time
@@ -9,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import flyweight as fw
-from child_processes import Child, resources, settled, until
+from child_processes import Child, resources, settled, shared_files, until
 from versioned_models import assign, holds, weights
 
 NUM_ROUNDS = 1000
@@ -57,7 +56,7 @@ def test_a_thousand_rounds_with_faults_leave_everybody_whole_and_nothing_behind(
     chance = random.Random(7)
     address = f"unix:{tmp_path}/policy"
     before = resources()
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_files()
     faults = {"engine killed": 0, "engine stopped": 0, "trainer killed": 0}
     options = {"hold": True, "bucket_bytes": 16384}
     engines = {number: Child(engine, address, number) for number in range(3)}
@@ -100,7 +99,7 @@ def test_a_thousand_rounds_with_faults_leave_everybody_whole_and_nothing_behind(
     finally:
         for each in (*engines.values(), running):
             each.__exit__()
-    assert set(os.listdir("/dev/shm")) == shm
+    assert shared_files() == shm
     assert settled(before) == before
 
 

@@ -11,7 +11,7 @@ from multiprocessing import shared_memory
 import numpy as np
 import pytest
 
-from child_processes import Child, resources, settled
+from child_processes import Child, resources, settled, shared_files
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer
 from flyweight.transports.fd_passing import FdConnection, FdServer
@@ -185,9 +185,9 @@ def test_no_memory_left_is_an_error_with_the_bytes_and_leaks_nothing(offering):
 
 
 def test_segments_have_no_name_in_dev_shm(offering):
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     offering.offer(offering.allocate(1 << 20))
-    assert set(os.listdir("/dev/shm")) == before
+    assert shared_files() == before
 
 
 def offer_and_wait(path, pipe):
