@@ -150,8 +150,8 @@ def serve(framework):
 
 def run_here(request):
     """Be the process that was asked for, to its end."""
-    code = 1
-    try:
+
+    def run():
         os.setsid()
         os.environ.clear()
         os.environ.update(request["env"])
@@ -159,7 +159,16 @@ def run_here(request):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, path in enumerate(request["outputs"], 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
-        code = main(*request["words"])
+        return main(*request["words"])
+
+    end_with(run)
+
+
+def end_with(run):
+    """End this fork with the exit code that `run` returns; 1 if it raises."""
+    code = 1
+    try:
+        code = run()
     except BaseException:
         traceback.print_exc()
     finally:

@@ -149,8 +149,8 @@ def test_pickles_of_any_opcodes(codes):
 def test_pickles_of_any_opcodes_again_and_again_take_little_memory(codes):
     head = b"ccollections\nOrderedDict\n\x94]\x94)\x94"
     unit = b"".join(codes)
-    data = b"\x80\x04" + head + unit * (30_000 // len(unit)) + b"."
-    with mock.patch.object(pickle_values, "MIN_BUDGET_BYTES", 64 << 10):
+    data = b"\x80\x04" + head + unit * (60_000 // len(unit)) + b"."
+    with mock.patch.object(pickle_values, "MIN_BUDGET_BYTES", 128 << 10):
         tracemalloc.start()
         try:
             read_all(open_pdparams, data)

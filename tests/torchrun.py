@@ -9,12 +9,11 @@ import argparse
 import os
 import runpy
 import sys
-import traceback
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun does; before torch has threads that a fork lacks
 import torch.distributed.tensor  # noqa: F401
 
-from rank_processes import free_ports
+from rank_processes import end_with, free_ports
 
 
 def main():
@@ -39,18 +38,14 @@ def fork(script, rank):
     child = os.fork()
     if child:
         return child
-    code = 1
-    try:
+
+    def run():
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         sys.argv = [script]
         runpy.run_path(script, run_name="__main__")
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        return 0
+
+    return end_with(run)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def test_the_nesting_of_a_pickle(tmp_path, monkeypatch):
 
 def test_the_values_of_a_pickle(tmp_path, monkeypatch):
     path = tmp_path / "m.pdparams"
-    lower(monkeypatch, 10, "formats.records.MAX_VALUES")  # with the dict and the list
+    lower(monkeypatch, 10, "formats.pdparams.MAX_VALUES")  # with the dict and the list
     opens(pickled(path, {"a": [0] * 8}))
     refused(pickled(path, {"a": [0] * 9}), "11 values, at most 10")
 

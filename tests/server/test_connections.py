@@ -11,7 +11,7 @@ import uvicorn
 
 from child_processes import until
 from control_site import TOKEN, serving
-from flyweight.errors import StoreError
+from flyweight.errors import SpecError, StoreError
 from flyweight.lifecycle.cell import Cell, RankRecord
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.states import State
@@ -148,6 +148,11 @@ def server(tmp_path):
         server.listener = listener
         yield server
     fleet.close()
+
+
+def test_an_empty_token_is_refused(tmp_path):
+    with server_http.listen() as listener, pytest.raises(SpecError, match="the token is empty"):
+        server_http.HttpServer(None, listener, threading.Event(), host="127.0.0.1", token="")
 
 
 def test_a_server_that_does_not_start_raises(server):

@@ -172,7 +172,7 @@ def _call_runner(
     """Call the runner; if that fails, write what is true into the cells that this rank writes."""
     # Only the first rank writes an old cell: a late rank would overwrite the next request.
     is_first = getattr(getattr(runner, "parallel_config", None), "tensor_parallel_rank", 0) == 0
-    after_failure = list[tuple[StatusCell, LegacyStatus]]()
+    after_failure: list[tuple[StatusCell, LegacyStatus]] = []
     if is_first and not isinstance(weights, WorkerLoopCell):
         # A manager that failed has written the result already. If it was never called, the
         # weights may be incomplete, and CLEARED says that they must not be served.

@@ -26,6 +26,8 @@ from flyweight.spec.box import Box, boxes_of_range
 from flyweight.spec.dtype import DTYPES, DType
 from flyweight.spec.manifest import Extent, Leaf, Manifest, TensorBox, TensorSpec, check_name
 
+MAX_VALUES = 1_000_000
+
 _CORES = ("numpy.core", "numpy._core")  # of numpy 1 and 2
 _ARRAY = {(f"{core}.multiarray", "_reconstruct") for core in _CORES}
 _ARRAY |= {(f"{core}.numeric", "_frombuffer") for core in _CORES}
@@ -79,7 +81,8 @@ class _Pickled(Records):
     """The arrays and values that one pickle describes."""
 
     def __init__(self, store: DecodedStore, file: str) -> None:
-        super().__init__(f"pickle {file!r} in {store.place!r}", store.size(file))
+        what = f"pickle {file!r} in {store.place!r}"
+        super().__init__(what, store.size(file), max_values=MAX_VALUES)
         self._store, self._file = store, file
 
     def manifest(self) -> Manifest:

@@ -25,8 +25,8 @@ from flyweight.formats.pickle_values import Budget, Global, Made, MadeDict, Pers
 from flyweight.ports import Store
 
 MAX_INLINE_BYTES, MAX_TEXT_BYTES = 64 << 10, 1 << 30
-"""Longer text stays in the file, as a span: in pickles of arrays it may be an array's bytes, which
-checkpoints keep beside their pickles. Byte strings always stay there."""
+"""Longer text stays in the file, as a span; byte strings always do. The second limit is for items
+of checkpoints, where text is never an array's bytes."""
 _SLOT_BYTES = 32  # of the stack, and of the lists through which values go into a container
 _ENTRY_BYTES = 150  # of a dict that grows: its new table and its old one
 
@@ -44,6 +44,7 @@ def read_pickle(
     *,
     span: Span | None = None,
     has_objects: bool = False,
+    max_text_bytes: int = MAX_INLINE_BYTES,
     budget: Budget | None = None,
 ) -> object:
     """Return what the pickle describes: plain values, containers, `Made` records and spans.
@@ -54,6 +55,7 @@ def read_pickle(
         span: The bytes of the file that are the pickle; the whole file by default.
         has_objects: Whether it may make objects without a call, use them as keys of a dict, or
             refer to objects outside of it. Checkpoints do, pickles of arrays do not.
+        max_text_bytes: Longer text stays in the file as a span.
         budget: The memory that its objects may take; by default that of a file of its size.
     """
     span = span or Span(0, store.size(file))
@@ -61,6 +63,7 @@ def read_pickle(
         PickleBytes(store, file, span.offset, span.nbytes),
         allowed,
         has_objects=has_objects,
+        max_text_bytes=max_text_bytes,
         budget=budget or Budget(f"pickle {file!r} in {store.place!r}", span.nbytes),
     )
     try:
@@ -78,11 +81,12 @@ class _Machine:
         allowed: Collection[tuple[str, str]],
         *,
         has_objects: bool,
+        max_text_bytes: int,
         budget: Budget,
     ) -> None:
         self.data, self._refuse = data, data.refuse
         self._allowed, self._has_objects = allowed, has_objects
-        self._max_text_bytes = MAX_TEXT_BYTES if has_objects else MAX_INLINE_BYTES
+        self._max_text_bytes = max_text_bytes
         self._budget, self._left = budget, budget.left
         self._stack: list[object] = []
         self._recalled = bytearray()

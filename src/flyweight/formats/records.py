@@ -68,8 +68,9 @@ def is_leaf(value: object) -> TypeGuard[Leaf]:
 class Records:
     """Reads the records of one file, called `what` in errors; its size bounds their memory."""
 
-    def __init__(self, what: str, nbytes: int = 0) -> None:
+    def __init__(self, what: str, nbytes: int = 0, *, max_values: int | None = None) -> None:
         self.what, self._num_values = what, 0
+        self._max_values = MAX_VALUES if max_values is None else max_values
         self.budget = self.values_budget = Budget(what, nbytes)
         """The memory for records, and for values, which may be in other files."""
 
@@ -129,10 +130,10 @@ class Records:
         `keys` are the types that a dict's key may have.
         """
         self._num_values += 1
-        if depth > MAX_NESTING or self._num_values > MAX_VALUES:
+        if depth > MAX_NESTING or self._num_values > self._max_values:
             raise self.refused(
                 f"has a value {name[:80]!r} that nests too deep or is too large: depth {depth}, at "
-                f"most {MAX_NESTING}, and {self._num_values} values, at most {MAX_VALUES}"
+                f"most {MAX_NESTING}, and {self._num_values} values, at most {self._max_values}"
             )
         self.values_budget.take(VALUE_BYTES + len(name))
         if isinstance(value, MadeDict):

@@ -177,6 +177,8 @@ class _Reader(Records):
             place = self.fields(chunk, "ChunkStorageMetadata")
             offset = self.numbers(place.get("offsets"), name)
             box = Box(offset, self.numbers(place.get("sizes"), name))
+            if len(box.shape) != len(whole):
+                raise self.refused(f"has {box.offset} and {box.shape} in {name!r} of {whole}")
             if box.num_elements:
                 self.check_inside(name, box, whole)
                 boxes.append(spec.elements(box))

@@ -14,7 +14,7 @@ from math import prod
 from flyweight.errors import SpecError
 from flyweight.formats import pickle_code as code
 from flyweight.formats.pickle_values import Global, Made, Persistent, Span
-from flyweight.formats.pickles import read_pickle
+from flyweight.formats.pickles import MAX_TEXT_BYTES, read_pickle
 from flyweight.formats.records import Records, shown
 from flyweight.memory import Buffer
 from flyweight.ports import Store
@@ -67,7 +67,14 @@ class TorchItem(Records):
             if text != b"little":
                 raise self.refused(f"has byte order {text!r}")
         pickle = self._entry("data.pkl")
-        self.root = read_pickle(store, file, _ALLOWED, span=pickle, has_objects=True)
+        self.root = read_pickle(
+            store,
+            file,
+            _ALLOWED,
+            span=pickle,
+            has_objects=True,
+            max_text_bytes=MAX_TEXT_BYTES,  # a tensor's bytes are in a storage beside it
+        )
 
     def _read(self, at: int, nbytes: int) -> bytes:
         if at > self._span.nbytes or nbytes > self._span.nbytes - at:

@@ -36,7 +36,7 @@ class UpdateAttempt:
     is_restore: bool = False
     """True if ranks that hold a version keep it, and only the others load one."""
     is_begun: bool = False
-    """True once this rank has told the others about the update."""
+    """True once this rank has announced the update to the others."""
     is_prepared: bool = False
     is_written: bool = False
     """True once this update has changed the weights of this rank."""

@@ -1,4 +1,4 @@
-"""HTTP: a bound port, and the server that answers there until it is told to end."""
+"""HTTP: a bound port, and the server that answers there until a signal ends it."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class HttpServer(uvicorn.Server):
         token: str,
         store: str | None = None,
     ) -> None:
+        if not token:
+            raise SpecError("the token is empty; anyone could send it")
         name = f"[{host}]" if ":" in host else host
         self.address = f"http://{name}:{listener.getsockname()[1]}"
         self._fleet, self._listener, self._is_over = fleet, listener, is_over

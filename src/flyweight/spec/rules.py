@@ -47,7 +47,7 @@ class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cuts: tuple[_Cut, ...] | UnsetType = UNSET
     """One for each name, in place of `cut`."""
     spread: dict[_Index, _Texts | Spread] = {}
-    """Star to the axes over which the tensors are dealt out by its numbers, evenly or as told."""
+    """Maps a star to the axes that its numbers distribute the tensors over."""
     local: str | None = None
     """The rank's own name, with {0} for the first star; None keeps the name."""
     join: _Whole = 0

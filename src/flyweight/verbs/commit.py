@@ -154,7 +154,7 @@ class PendingCommit:
             draft.place,
             self.manifest.version,
             len({extent.name for extent in written.extents}),
-            len(plans),
+            len({extent.file for extent in written.extents}),
             sum(written.tensors[e.name].box_bytes(e.box) for e in written.extents),
             perf_counter() - self.started,
             [] if self.format.has_values else sorted(self.manifest.values),

@@ -49,7 +49,8 @@ def versions(path: PathLike) -> list[int]:
     Args:
         path: The directory of the run. If there is none, it has no versions.
     """
-    root, found = as_path(path), list[int]()
+    root = as_path(path)
+    found: list[int] = []
     for _ in range(_MAX_LISTINGS):
         places = {version: root / snapshot.directory_name(version) for version in numbered(root)}
         found = [version for version, place in places.items() if is_committed(place)]
