@@ -16,7 +16,7 @@ from flyweight.errors import (
 from flyweight.events import listening
 from flyweight.live import messages
 from flyweight.live.connection import Connection
-from peers import digest_of
+from peers import digests_of
 from versioned_models import weights
 
 
@@ -141,12 +141,13 @@ def begun(threads, publisher, replica, version, **options):
     replica.say(messages.Ask(version, None, None))
     future = threads.submit(publisher.publish, version, num_replicas=1, **options)
     begin = replica.hear_of(messages.Begin)
-    assert (begin.version, begin.strategy, len(begin.places)) == (version, "mapped", 1)
+    found = begin.version, begin.strategy, len(begin.memory.handles)
+    assert found == (version, "mapped", 1)
     return future, begin.round
 
 
 def done(number):
-    return messages.Done(number, (digest_of(CONTENT),), 0.0, 0.0)
+    return messages.Done(number, digests_of(CONTENT), 0.0, 0.0)
 
 
 SECONDS = 3.0

@@ -11,6 +11,8 @@ import zmq
 from flyweight.digest import Digest
 from flyweight.host import birth_of
 from flyweight.live import messages
+from flyweight.plans.copy_table import BoxTable
+from flyweight.spec.box import Box
 from flyweight.transports.fd_passing import FdServer
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
@@ -54,11 +56,7 @@ class FakeReplica:
         """Say hello, and want every tensor whole."""
         self.say(messages.Hello(self.token, name, os.getpid()))
         tensors = self.hear_of(messages.Welcome).tensors
-        blocks = tuple(
-            messages.Block(number, (0,) * len(each.shape), each.shape)
-            for number, each in enumerate(tensors)
-        )
-        self.say(messages.Want(tensors, blocks, False))
+        self.say(want(tensors, [(n, Box.whole(each.shape)) for n, each in enumerate(tensors)]))
         return self.hear_of(messages.Agreed)
 
     def __enter__(self):
@@ -93,7 +91,7 @@ class FakePublisher:
     @property
     def digests(self):
         """What a replica that copied everything tells."""
-        return (digest_of(self.content),)
+        return digests_of(self.content)
 
     def say(self, message):
         self._socket.send_multipart([self._peer, messages.encode(message)])
@@ -120,9 +118,7 @@ class FakePublisher:
 
     def agree(self):
         self.hear_of(messages.Want)
-        shape = (len(self.content),)
-        copy = messages.Copy(0, 0, (0,), (0,), shape)
-        self.say(messages.Agreed((messages.Block(0, (0,), shape),), (copy,)))
+        self.say(messages.Agreed(boxes([(0, Box.whole((len(self.content),)))])))
 
     def begin(
         self, *, number=1, version=5, digests=None, num_buckets=0, should_verify=True, **handle
@@ -135,7 +131,22 @@ class FakePublisher:
         said = {"session": SESSION, "key": self.key, "offset": 0, "nbytes": len(self.content)}
         shown = SharedMemoryHandle(**{**said, **handle})
         size = len(self.content) // max(num_buckets, 1)
-        pieces = [messages.Piece(0, (n * size,), (size,), n * size) for n in range(num_buckets)]
+        starts, ones = [n * size for n in range(num_buckets)], [] if num_buckets else [0]
+        packed = messages.packed
+        memory = messages.Memory(
+            () if num_buckets else (shown,),
+            messages.Places(1, packed(ones), packed(ones), packed(ones), packed([1] * len(ones))),
+            {0: shown} if num_buckets else {},
+            dict.fromkeys(range(num_buckets), 0),
+            messages.Pieces(
+                1,
+                packed(range(num_buckets)),
+                packed([0] * num_buckets),
+                packed(starts),
+                packed([size] * num_buckets),
+                packed(starts),
+            ),
+        )
         self.say(
             messages.Begin(
                 round=number,
@@ -148,9 +159,7 @@ class FakePublisher:
                 digest_kind="xxh3",
                 digests=digests,
                 lists=number,
-                places=() if num_buckets else (messages.Place(0, shown, 0, (1,)),),
-                slots={0: shown} if num_buckets else {},
-                buckets=tuple(messages.Bucket(n, 0, (each,)) for n, each in enumerate(pieces)),
+                memory=memory,
                 values={},
             )
         )
@@ -178,11 +187,24 @@ def shared(content):
     return array
 
 
-def digest_of(content):
-    """Return the digest of bytes that lie on the host at both ends."""
-    digest = Digest(len(content), "xxh3")
-    digest.add(0, content)
-    return digest.value()
+def digests_of(*contents):
+    """Return the digests of bytes that lie on the host at both ends, as they are sent."""
+    found = []
+    for content in contents:
+        digest = Digest(len(content), "xxh3")
+        digest.add(0, content)
+        found.append(digest.value())
+    return np.array(found, np.uint64).tobytes()
+
+
+def boxes(pairs):
+    """Return boxes as they are sent, each with the number of its tensor."""
+    return messages.Boxes.of(BoxTable.of(pairs))
+
+
+def want(tensors, pairs, *, may_leave=False):
+    """Return what a replica wants: boxes of these tensors, on the host."""
+    return messages.Want(tensors, boxes(pairs), ("",), messages.packed([0] * len(pairs)), may_leave)
 
 
 def _of_kind(hear, kinds, timeout):

@@ -182,7 +182,9 @@ SMALL_BYTES = 16 * ROW_BYTES
 def small_digests(tensors: Sequence[Bytes], kind: DigestKind = "words") -> list[int]:
     """Return the digest of each of many small tensors."""
     if kind == "xxh3":
-        return _short_rows(tensors)
+        sizes = np.array([len(data) for data in tensors], np.int64)
+        digests: list[int] = short_digests(sizes, list(map(checksum, tensors))).tolist()
+        return digests
     found: list[int] = []
     batch: list[Bytes] = []
     num_rows = 0
@@ -195,13 +197,14 @@ def small_digests(tensors: Sequence[Bytes], kind: DigestKind = "words") -> list[
     return found + _together(batch, num_rows)
 
 
-def _short_rows(tensors: Sequence[Bytes]) -> list[int]:
-    """Return the digests of tensors that are at most one row of XXH3 each."""
-    sizes = np.array([len(data) for data in tensors], np.uint64)
-    sums = np.array([checksum(data) for data in tensors], np.uint64)
-    terms = np.where(sizes == 0, np.uint64(0), _terms(np.zeros(len(sums), np.uint64), sums))
-    found: list[int] = fmix(fmix(sizes) + terms).tolist()
-    return found
+def short_digests(sizes: NDArray[np.int64], hashes: Sequence[int] | Words) -> Words:
+    """Return the digests, of kind 'xxh3', of tensors whose bytes have these checksums.
+
+    Each tensor must be at most one row, 256 KiB.
+    """
+    sums, nbytes = np.asarray(hashes, np.uint64), sizes.astype(np.uint64)
+    terms = np.where(nbytes == 0, np.uint64(0), _terms(np.zeros(len(sums), np.uint64), sums))
+    return fmix(fmix(nbytes) + terms)
 
 
 def _num_rows(data: Bytes) -> int:

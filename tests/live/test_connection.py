@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import flyweight as fw
 from child_processes import until
@@ -15,9 +16,11 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.live import messages
+from flyweight.live.messages import packed
 from flyweight.live.rounds import Rounds
+from flyweight.spec.box import Box
 from live_rounds import welcomed
-from peers import FakeReplica
+from peers import FakeReplica, want
 from versioned_models import holds, weights
 
 
@@ -79,7 +82,7 @@ def garbage():
         "another type": b"fw\x01" + body({"type": "Hello", "token": 1, "name": "", "pid": ""}),
         "unknown message": b"fw\x01" + body({"type": "Exec", "code": "1"}),
         "unknown field": b"fw\x01" + body({"type": "Tick", "more": 1}),
-        "a publisher's": messages.encode(messages.Commit(1, ())),
+        "a publisher's": messages.encode(messages.Commit(1, b"")),
         "deep": b"fw\x01" + b"\x91" * 100000,
         "numbers": b"fw\x01" + body({"type": "Emptied", "round": 2**70 % 2**63, "bucket": -5}),
     }
@@ -97,7 +100,7 @@ def test_garbage_is_answered_or_ignored_and_harms_nobody(address, name):
         for _ in range(3):
             peer.send(garbage()[name])
         peer.send(b"a", b"b", garbage()[name])
-        peer.say(messages.Want((), (), True))
+        peer.say(want((), [], may_leave=True))
         assert isinstance(peer.hear(), messages.Refusal)
         future = pool.submit(replica.update, timeout_seconds=10)
         assert publisher.publish(1, num_replicas=1).failed == ()
@@ -117,21 +120,37 @@ def test_another_protocol_is_refused_with_both_numbers(address):
 
 
 ABSURD_WANTS = {
-    "no such tensor": lambda t: ((), (messages.Block(3, (0,), (1,)),)),
-    "negative": lambda t: ((t,), (messages.Block(0, (-1, 0), (1, 1)),)),
-    "outside": lambda t: ((t,), (messages.Block(0, (0, 0), (10**6, 1)),)),
-    "other dims": lambda t: ((t,), (messages.Block(0, (0,), (1,)),)),
-    "huge": lambda t: ((messages.Tensor(t.name, t.dtype, (2**62, 2**62)),), ()),
-    "dtype": lambda t: ((messages.Tensor(t.name, "f99", t.shape),), ()),
-    "name": lambda t: ((messages.Tensor("\0" * 9999, t.dtype, t.shape),), ()),
+    "no tensor": lambda t: want((), [(3, Box((0,), (1,)))]),
+    "no such tensor": lambda t: want((t,), [(3, Box((0, 0), (1, 1)))]),
+    "tensor before the first": lambda t: want((t,), [(-1, Box((0, 0), (1, 1)))]),
+    "negative": lambda t: changed_boxes(t, offset=packed([-1, 0])),
+    "negative size": lambda t: changed_boxes(t, shape=packed([-1, 1])),
+    "outside": lambda t: changed_boxes(t, shape=packed([10**6, 1])),
+    "far outside": lambda t: changed_boxes(t, offset=packed([2**62, 2**62])),
+    "other dims": lambda t: want((t,), [(0, Box((0,), (5,)))]),
+    "no dims": lambda t: changed_boxes(t, num_dims=0),
+    "many dims": lambda t: changed_boxes(t, num_dims=10**9),
+    "half a number": lambda t: changed_boxes(t, shape=b"1234"),
+    "an offset more": lambda t: changed_boxes(t, offset=packed([0, 0, 0, 0])),
+    "no place": lambda t: replace(want((t,), [(0, Box((0, 0), (1, 1)))]), place=b""),
+    "no such place": lambda t: replace(want((t,), [(0, Box((0, 0), (1, 1)))]), place=packed([1])),
+    "the same twice": lambda t: want((t, t), [(0, Box((0, 0), (1, 1)))]),
+    "huge": lambda t: want((messages.Tensor(t.name, t.dtype, (2**62, 2**62)),), []),
+    "dtype": lambda t: want((messages.Tensor(t.name, "f99", t.shape),), []),
+    "name": lambda t: want((messages.Tensor("\0" * 9999, t.dtype, t.shape),), []),
 }
+
+
+def changed_boxes(tensor, **changes):
+    asked = want((tensor,), [(0, Box((0, 0), (1, 1)))])
+    return replace(asked, blocks=replace(asked.blocks, **changes))
 
 
 @pytest.mark.parametrize("kind", ABSURD_WANTS)
 def test_an_absurd_want_is_refused(address, kind):
     with fw.Publisher({"w": np.zeros((4, 4))}, address) as publisher, FakeReplica(address) as peer:
         welcome = welcomed(peer)
-        tensors, blocks = ABSURD_WANTS[kind](welcome.tensors[0])
-        peer.say(messages.Want(tensors, blocks, True))
+        asked = ABSURD_WANTS[kind](welcome.tensors[0])
+        peer.say(replace(asked, may_leave=True))
         assert isinstance(peer.hear(), messages.Refusal)
         until(lambda: publisher.replicas == [])

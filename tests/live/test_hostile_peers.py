@@ -10,6 +10,7 @@ import flyweight as fw
 from child_processes import Child
 from flyweight.errors import DigestMismatch, TransportError
 from flyweight.live import messages
+from flyweight.spec.box import Box
 from live_rounds import (
     CONTENT,
     begun,
@@ -18,7 +19,7 @@ from live_rounds import (
     publisher_that_lies,
     welcomed,
 )
-from peers import FakePublisher, FakeReplica, digest_of
+from peers import FakePublisher, FakeReplica, digests_of, want
 from versioned_models import holds, weights
 
 pytestmark = pytest.mark.usefixtures("collected")
@@ -27,43 +28,82 @@ pytestmark = pytest.mark.usefixtures("collected")
 def test_a_replica_that_lies_about_its_digests_is_not_committed(address):
     with fw.Publisher({"w": np.zeros((4, 4))}, address) as publisher, FakeReplica(address) as peer:
         welcome = welcomed(peer)
-        peer.say(messages.Want(welcome.tensors, (messages.Block(0, (0, 0), (4, 4)),), False))
+        peer.say(want(welcome.tensors, [(0, Box.whole((4, 4)))]))
         assert isinstance(peer.hear(), messages.Agreed)
         peer.say(messages.Ask(1, None, None))
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(publisher.publish, 1, num_replicas=1)
             begin = peer.hear()
             assert isinstance(begin, messages.Begin)
-            peer.say(messages.Done(begin.round, (123,), 0.0, 0.0))
+            peer.say(messages.Done(begin.round, b"12345678", 0.0, 0.0))
             while not isinstance(answer := peer.hear(), (messages.Abort, messages.Commit)):
                 pass
             assert (type(answer), answer.kind) == (messages.Abort, "DigestMismatch")
             assert future.result(10).failed
 
 
-def first_place(begin, **changes):
-    place = msgspec.structs.replace(begin.places[0], **changes)
-    return {"places": (place, *begin.places[1:])}
+def changed(begin, **changes):
+    return {"memory": msgspec.structs.replace(begin.memory, **changes)}
 
 
 def other_handle(begin, **changes):
-    return first_place(begin, handle=msgspec.structs.replace(begin.places[0].handle, **changes))
+    first, *others = begin.memory.handles
+    return changed(begin, handles=(msgspec.structs.replace(first, **changes), *others))
+
+
+def other_places(begin, **columns):
+    """Change the first number of some columns of the places."""
+    places = begin.memory.places
+    found = {}
+    for name, value in columns.items():
+        numbers = messages.numbers(getattr(places, name)).copy()
+        numbers[0] = value
+        found[name] = messages.packed(numbers)
+    return changed(begin, places=msgspec.structs.replace(places, **found))
+
+
+def one_bucket(begin, shape, at=0, *, slot=0, bucket=0, block=0, offset=(0, 0)):
+    """Send the first block in a bucket, in the memory of its place."""
+    packed, memory = messages.packed, begin.memory
+    places = memory.places
+    rest = messages.Places(
+        places.num_dims,
+        *(packed(messages.numbers(c)[1:]) for c in (places.source, places.handle, places.start)),
+        packed(messages.numbers(places.strides)[places.num_dims :]),
+    )
+    pieces = messages.Pieces(
+        2, packed([bucket]), packed([block]), packed(offset), packed(shape), packed([at])
+    )
+    slots, buckets = {0: memory.handles[0]}, {0: slot}
+    return changed(begin, places=rest, slots=slots, bucket_slots=buckets, pieces=pieces)
 
 
 BEGIN_LIES = {
     "segment that is gone": lambda b: other_handle(b, key="0123456789abcdef"),
     "beyond the segment": lambda b: other_handle(b, nbytes=1 << 40),
-    "strides": lambda b: first_place(b, strides=(1 << 40, 1)),
-    "negative start": lambda b: first_place(b, start=-(1 << 20)),
-    "too few dims": lambda b: first_place(b, strides=(1,)),
-    "a block less": lambda b: {"places": b.places[1:]},
-    "bucket outside": lambda b: {
-        "places": b.places[1:],
-        "slots": {0: b.places[0].handle},
-        "buckets": (messages.Bucket(0, 0, (messages.Piece(0, (0, 0), (1 << 20, 128), 0),)),),
-    },
+    "no handles": lambda b: changed(b, handles=()),
+    "strides": lambda b: other_places(b, strides=1 << 40),
+    "strides that overflow": lambda b: other_places(b, strides=1 << 62),
+    "negative start": lambda b: other_places(b, start=-(1 << 20)),
+    "start that overflows": lambda b: other_places(b, start=(1 << 63) - 1),
+    "no such block": lambda b: other_places(b, source=10**6),
+    "a block twice": lambda b: other_places(b, source=1),
+    "block before the first": lambda b: other_places(b, source=-1),
+    "handle before the first": lambda b: other_places(b, handle=-1),
+    "too few dims": lambda b: changed(
+        b, places=msgspec.structs.replace(b.memory.places, num_dims=1)
+    ),
+    "a block less": lambda b: changed(b, places=one_bucket(b, (1, 1))["memory"].places),
+    "bucket outside": lambda b: one_bucket(b, (1 << 20, 128)),
+    "bucket of huge numbers": lambda b: one_bucket(b, (1 << 62, 1 << 62)),
+    "bucket without a part": lambda b: one_bucket(b, (1, 1)),
+    "bucket before its slot": lambda b: one_bucket(b, (1, 1), at=-8),
+    "piece before its block": lambda b: one_bucket(b, (1, 1), offset=(-1, 0)),
+    "bucket without a slot": lambda b: one_bucket(b, (1, 1), slot=9),
+    "piece without a bucket": lambda b: one_bucket(b, (1, 1), bucket=9),
+    "lists never sent": lambda b: {"memory": None},
     "version": lambda b: {"version": -1},
-    "digests": lambda b: {"digests": (1,) * len(b.digests)},
+    "digests": lambda b: {"digests": bytes(len(b.digests))},
 }
 
 
@@ -107,9 +147,9 @@ def test_a_publisher_that_tells_the_truth_is_believed(lying, engine):
 
 
 COMMIT_LIES = {
-    "another": lambda digests: (digests[0] ^ 1,),
-    "none": lambda digests: (),
-    "one more": lambda digests: (*digests, 7),
+    "another": lambda digests: bytes([digests[0] ^ 1]) + digests[1:],
+    "none": lambda digests: b"",
+    "one more": lambda digests: digests + bytes(8),
 }
 
 
@@ -131,7 +171,7 @@ def test_a_commit_of_other_bytes_than_were_copied_is_no_commit(lying, lie):
 def test_a_replica_that_commits_by_itself_compares_the_digests_too(lying, is_true):
     """It may if it was told them first, and its publisher is gone."""
     publisher, replica, update = lying
-    publisher.begin(digests=publisher.digests if is_true else (7,))
+    publisher.begin(digests=publisher.digests if is_true else bytes(8))
     publisher.hear_of(messages.Done)
     publisher.close()
     if is_true:
@@ -191,7 +231,7 @@ def test_a_replica_that_tells_the_truth_is_committed(fake, threads):
     future, number = begun(threads, publisher, replica, 1)
     replica.say(done(number))
     assert replica.hear_of(messages.Commit, messages.Abort) == messages.Commit(
-        number, (digest_of(CONTENT),)
+        number, digests_of(CONTENT)
     )
     assert future.result(10).failed == ()
 
@@ -206,7 +246,7 @@ def test_what_is_done_in_another_round_is_not_counted(fake, threads, step):
         assert answer == messages.Going(number)
     replica.say(done(number))
     answer = replica.hear_of(messages.Commit, messages.Abort)
-    assert answer == messages.Commit(number, (digest_of(CONTENT),))
+    assert answer == messages.Commit(number, digests_of(CONTENT))
     assert future.result(10).failed == ()
 
 

@@ -88,13 +88,14 @@ def kill_at(step):
         sent += 1
         return None
 
-    def counted_run(self, digests, deadline, on_progress=lambda nbytes: None):
+    def counted_run(self, deadline, **options):
         nonlocal copied
         if kind == "copy" and copied == number:  # after the first bytes, or after none
-            run(self, digests, deadline, lambda nbytes: os.kill(os.getpid(), signal.SIGKILL))
+            options["on_progress"] = lambda nbytes: os.kill(os.getpid(), signal.SIGKILL)
+            run(self, deadline, **options)
             os.kill(os.getpid(), signal.SIGKILL)
         copied += 1
-        return run(self, digests, deadline, on_progress)
+        return run(self, deadline, **options)
 
     Connection.send, PreparedCopies.run = counted_send, counted_run
 

@@ -1,43 +1,65 @@
 """Copies between buffers, and the digests of buffers, prepared once and run in every round.
 
 On the host each chunk is copied, then digested at its destination while it is still in the
-cache. On a device everything is copied over a few streams, then digested by one kernel.
+cache; small blocks go in batches, without an object for each. On a device everything is copied
+over a few streams, then digested by one kernel.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from time import monotonic, perf_counter
+from typing import Any
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from flyweight.cuda import driver
 from flyweight.cuda.copies import Copier, copy_strided, run_bytes
 from flyweight.cuda.digest_kernel import DeviceDigests
-from flyweight.digest import SMALL_BYTES, Digest, DigestKind, small_digests
+from flyweight.digest import SMALL_BYTES, Digest, DigestKind, Words, short_digests, small_digests
 from flyweight.errors import TransferTimeout
 from flyweight.memory import Buffer, Bytes, Items
+from flyweight.memory_table import HOST, BufferTable, Integers
 from flyweight.spec.box import blocks, strides_of
 from flyweight.worker_threads import run_on_threads
 
 _CHUNK_BYTES = 4 << 20  # several of them fit in the cache that cores share
+_BATCH_BYTES = 1 << 20  # small blocks that are copied, then digested in a core's own cache
 _RUN_BYTES = 512
 _INLINE_BYTES = 8 << 20  # below this, starting threads costs more than they save
 
 
-@dataclass(frozen=True)
-class BufferCopy:
-    """A copy of items from `source` to `sink`, which have the same shape."""
+@dataclass(frozen=True, eq=False)
+class BufferCopies:
+    """Copies of items from `source` to `sink`, which have the same shapes, row by row."""
 
-    sink: Buffer
-    source: Buffer
-    region: int
-    """The index of the digest that the bytes belong to."""
-    offset: int = 0
+    sink: BufferTable
+    source: BufferTable
+    region: Integers
+    """The number of the digest that the bytes of each row belong to."""
+    offset: Integers
     """Where the bytes start in what is digested, in row-major order and without a gap."""
+
+    @classmethod
+    def whole(cls, sink: BufferTable, source: BufferTable, region: Integers) -> BufferCopies:
+        """Return copies of whole regions."""
+        return cls(sink, source, region, np.zeros_like(region))
+
+    def __len__(self) -> int:
+        return len(self.region)
+
+    def take(self, rows: NDArray[Any]) -> BufferCopies:
+        return BufferCopies(
+            self.sink.take(rows), self.source.take(rows), self.region[rows], self.offset[rows]
+        )
 
 
 @dataclass(frozen=True)
@@ -101,8 +123,7 @@ def _run_chunks(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadli
 
     def run(batches: Iterator[Sequence[_Chunk]]) -> None:
         for batch in batches:
-            if monotonic() > deadline:
-                raise TransferTimeout(f"{len(chunks)} chunks of memory were not done in time")
+            _check_time(deadline, len(chunks))
             for chunk in batch:
                 work(chunk)
 
@@ -110,22 +131,99 @@ def _run_chunks(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadli
     run_on_threads(batches, run, _num_threads(chunks), "flyweight-copies")
 
 
+def _check_time(deadline: float, num_chunks: int) -> None:
+    if monotonic() > deadline:
+        raise TransferTimeout(f"{num_chunks} chunks of memory were not done in time")
+
+
+class _SmallBlocks:
+    """Contiguous blocks of the host, small and maybe very many: run by C, batch after batch."""
+
+    def __init__(self, sink: BufferTable, source: BufferTable | None = None) -> None:
+        self._kept = sink, source
+        self._sinks: list[int] = sink.address.tolist()
+        self._sources: list[int] = [] if source is None else source.address.tolist()
+        self._sizes: list[int] = sink.nbytes.tolist()
+        batch = np.cumsum(sink.nbytes) // _BATCH_BYTES
+        cuts = (np.flatnonzero(np.diff(batch)) + 1).tolist() if len(sink) else []
+        self._batches = list(pairwise([0, *cuts, len(sink)])) if len(sink) else []
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @cached_property
+    def _views(self) -> list[Any]:
+        """Each block's bytes, for the hash; made when they are first digested."""
+        kinds = {size: ctypes.c_char * size for size in set(self._sizes)}
+        pairs = zip(self._sizes, self._sinks, strict=True)
+        return [kinds[size].from_address(address) for size, address in pairs]
+
+    def run(
+        self, deadline: float, on_progress: Callable[[int], None], *, should_hash: bool
+    ) -> tuple[list[int], float]:
+        """Copy the blocks; return the hash of each if it should, and the seconds that took."""
+        found: list[int] = []
+        spent = 0.0
+        for first, end in self._batches:
+            _check_time(deadline, len(self))
+            sizes = self._sizes[first:end]
+            copies = map(ctypes.memmove, self._sinks[first:end], self._sources[first:end], sizes)
+            deque(copies, maxlen=0)
+            on_progress(sum(sizes))
+            if should_hash:
+                started = perf_counter()
+                found += map(xxhash.xxh3_64_intdigest, self._views[first:end])
+                spent += perf_counter() - started
+        return found, spent
+
+    def bytes(self) -> list[Bytes]:
+        """Return each block's bytes, in place."""
+        return [np.frombuffer(view, np.uint8) for view in self._views]
+
+    def hashes(self, deadline: float) -> list[int]:
+        """Return the hash of each block."""
+        found: list[int] = []
+        for first, end in self._batches:
+            _check_time(deadline, len(self))
+            found += map(xxhash.xxh3_64_intdigest, self._views[first:end])
+        return found
+
+
 class PreparedCopies:
     """Copies that run again in every round."""
 
     def __init__(
-        self, copies: Sequence[BufferCopy], copiers: Copiers, *, is_bucket: bool = False
+        self,
+        copies: BufferCopies,
+        copiers: Copiers,
+        region_bytes: Integers,
+        *,
+        is_bucket: bool = False,
     ) -> None:
-        self._chunks: list[_Chunk] = []
-        on_devices: list[tuple[Buffer, Buffer]] = []
-        for each in copies:
-            if each.sink.device is None and each.source.device is None:
-                self._chunks += _chunks(each.region, each.offset, each.sink, each.source)
-            else:
-                on_devices.append((each.sink, each.source))
-        self._on_devices = copiers.prepare(on_devices, is_bucket=is_bucket)
+        """Prepare copies; `region_bytes` has the size of each region that they belong to."""
+        sink, source = copies.sink, copies.source
+        is_host = (sink.device == HOST) & (source.device == HOST)
+        is_small = is_host & sink.is_contiguous & source.is_contiguous
+        is_small &= (sink.nbytes <= SMALL_BYTES) & (sink.nbytes == region_bytes[copies.region])
+        small = copies.take(np.flatnonzero(is_small))
+        self.small_regions = small.region
+        """The regions whose bytes come in one small contiguous copy each."""
+        self._small = _SmallBlocks(small.sink, small.source)
+        self._chunks = [
+            chunk
+            for row in np.flatnonzero(is_host & ~is_small).tolist()
+            for chunk in _chunks(
+                int(copies.region[row]),
+                int(copies.offset[row]),
+                sink.buffer(row),
+                source.buffer(row),
+            )
+        ]
+        on_devices = np.flatnonzero(~is_host).tolist()
+        pairs = [(sink.buffer(row), source.buffer(row)) for row in on_devices]
+        self._on_devices = copiers.prepare(pairs, is_bucket=is_bucket)
         self._is_started = False
-        self._kept: Sequence[BufferCopy] = copies  # chunks do not own their memory, buffers do
+        self._kept: BufferCopies | None = copies  # chunks do not own their memory, tables do
 
     @property
     def is_ordered(self) -> bool:
@@ -140,15 +238,17 @@ class PreparedCopies:
 
     def run(
         self,
-        digests: Sequence[Digest | None],
         deadline: float,
+        *,
+        hashes: Words | None = None,
+        running: Mapping[int, Digest] | None = None,
         on_progress: Callable[[int], None] = lambda nbytes: None,
     ) -> float:
         """Copy everything; return the seconds of it that went into digests.
 
-        `digests` has an entry for each region: copied bytes are read back from the destination
-        and added to it, unless it is None. `on_progress` is called with the bytes of each chunk
-        that the host has copied.
+        Copied bytes are read back from the destination. `hashes` takes the XXH3 of each of
+        `small_regions`; chunks of other regions are added to the digest in `running`, if there is
+        one. `on_progress` is called with the bytes that the host has copied.
         """
         spent: list[float] = []
 
@@ -156,10 +256,10 @@ class PreparedCopies:
             assert chunk.source is not None
             np.copyto(chunk.sink, chunk.source)
             on_progress(chunk.sink.nbytes)
-            running = digests[chunk.region]
-            if running is not None:
+            digest = None if running is None else running.get(chunk.region)
+            if digest is not None:
                 started = perf_counter()
-                running.add(chunk.offset, _bytes(chunk.sink))
+                digest.add(chunk.offset, _bytes(chunk.sink))
                 spent.append(perf_counter() - started)
 
         if not self._is_started:
@@ -167,15 +267,19 @@ class PreparedCopies:
         self._is_started = False
         if self._chunks:
             _run_chunks(self._chunks, work, deadline)
+        found, seconds = self._small.run(deadline, on_progress, should_hash=hashes is not None)
+        if hashes is not None:
+            hashes[self.small_regions] = found
         for each in self._on_devices:
             each.wait(deadline)
-        return sum(spent) / (_num_threads(self._chunks) if spent else 1)
+        return seconds + sum(spent) / (_num_threads(self._chunks) if spent else 1)
 
     def close(self) -> None:
         """Free what was prepared; an error's traceback that still has it keeps no memory alive."""
         for each in self._on_devices:
             each.close()
-        self._chunks, self._on_devices, self._kept = [], [], ()
+        self._chunks, self._on_devices, self._kept = [], [], None
+        self._small = _SmallBlocks(BufferTable.of([]))
 
 
 class PreparedDeviceCopies:
@@ -256,52 +360,55 @@ class Copiers:
         self._copiers.clear()
 
 
-def is_small(buffer: Buffer) -> bool:
-    """True if a buffer is better digested together with others, after everything is copied."""
-    return buffer.nbytes <= SMALL_BYTES
-
-
 class PreparedDigests:
-    """Digests of buffers that are computed again in every round."""
+    """Digests of blocks of memory that are computed again in every round."""
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._nbytes = [buffer.nbytes for buffer in buffers]
-        self._kept = buffers
-        on_host = [n for n, buffer in enumerate(buffers) if buffer.device is None]
-        self._small = {n: buffers[n].items() for n in on_host if is_small(buffers[n])}
-        self._on_host = [n for n in on_host if n not in self._small]
-        self._chunks = [chunk for n in self._on_host for chunk in _chunks(n, 0, buffers[n], None)]
-        self._on_devices: list[tuple[list[int], DeviceDigests]] = []
-        for device in sorted({b.device for b in buffers if b.device is not None}):
-            numbers = [n for n, buffer in enumerate(buffers) if buffer.device == device]
-            self._on_devices.append((numbers, DeviceDigests([buffers[n] for n in numbers])))
+    def __init__(self, memory: BufferTable) -> None:
+        self._memory = memory
+        is_host, is_small = memory.device == HOST, memory.nbytes <= SMALL_BYTES
+        self._flat = np.flatnonzero(is_host & is_small & memory.is_contiguous)
+        self._hashed = _SmallBlocks(memory.take(self._flat))
+        self._small = np.flatnonzero(is_host & is_small & ~memory.is_contiguous)
+        self._strided = [memory.buffer(row).items() for row in self._small.tolist()]
+        self._large = np.flatnonzero(is_host & ~is_small)
+        self._chunks = [
+            chunk
+            for row in self._large.tolist()
+            for chunk in _chunks(row, 0, memory.buffer(row), None)
+        ]
+        self._on_devices: list[tuple[Integers, DeviceDigests]] = []
+        for device in np.unique(memory.device[~is_host]).tolist():
+            rows = np.flatnonzero(memory.device == device)
+            buffers = [memory.buffer(row) for row in rows.tolist()]
+            self._on_devices.append((rows, DeviceDigests(buffers)))
 
     def start(self) -> None:
         """Queue the work of devices, behind copies that were queued before."""
         for _, on_device in self._on_devices:
             on_device.start()
 
-    def digests(self, kind: DigestKind, deadline: float) -> list[int]:
-        """Return the digest of each buffer's bytes in row-major order.
+    def digests(self, kind: DigestKind, deadline: float) -> Words:
+        """Return the digest of each block's bytes in row-major order.
 
         Memory of a device has digests of kind 'words' only.
         """
         assert kind == "words" or not self._on_devices
-        found = [0] * len(self._nbytes)
-        running = {n: Digest(self._nbytes[n], kind) for n in self._on_host}
+        found: Words = np.zeros(len(self._memory), np.uint64)
+        sizes = self._memory.nbytes
+        running = {row: Digest(int(sizes[row]), kind) for row in self._large.tolist()}
         if self._chunks:
             _run_chunks(
                 self._chunks,
                 lambda chunk: running[chunk.region].add(chunk.offset, _bytes(chunk.sink)),
                 deadline,
             )
-        for number, each in running.items():
-            found[number] = each.value()
-        small = small_digests(list(map(_bytes, self._small.values())), kind)
-        for number, value in zip(self._small, small, strict=True):
-            found[number] = value
-        for numbers, on_device in self._on_devices:
-            values = on_device.values(max(deadline - monotonic(), 0.001))
-            for number, value in zip(numbers, values, strict=True):
-                found[number] = value
+        for row, each in running.items():
+            found[row] = each.value()
+        if kind == "xxh3":
+            found[self._flat] = short_digests(sizes[self._flat], self._hashed.hashes(deadline))
+        else:
+            found[self._flat] = small_digests(self._hashed.bytes(), kind)
+        found[self._small] = small_digests(list(map(_bytes, self._strided)), kind)
+        for rows, on_device in self._on_devices:
+            found[rows] = on_device.values(max(deadline - monotonic(), 0.001))
         return found

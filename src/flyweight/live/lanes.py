@@ -8,18 +8,21 @@ host      the block is packed into slots of shared host memory, which every proc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from math import prod
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flyweight.cuda import driver
 from flyweight.errors import FlyweightError, PlanError, listed
-from flyweight.live.messages import Block, Bucket, Copy, Handle, Piece, Place
-from flyweight.live.source import ALIGN_BYTES, BucketFill, PublishedSource
+from flyweight.live.messages import Handle, Memory, Pieces, Places, packed
+from flyweight.live.source import ALIGN_BYTES, Agreement, BucketFill, PublishedSource
 from flyweight.memory import Buffer
-from flyweight.plans.buckets import pack
+from flyweight.memory_table import HOST as HOST_MEMORY
+from flyweight.memory_table import Integers
+from flyweight.plans.buckets import PieceTable, pack
 from flyweight.ports import Transport
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -28,6 +31,8 @@ TransportChoice = Literal["auto", "mapped", "bucketed", "host"]
 TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "mapped", "bucketed", "host")
 MAPPED, HOST = "mapped", ""
 """Two lanes; any other one is the uuid of the device that has the slots."""
+Lanes = Mapping[str, Integers]
+"""The blocks of each lane, by number."""
 
 _HOST_BUCKET_BYTES, _HOST_DEPTH = 64 << 20, 4
 # Each switch between two processes on a device costs some tenths of a millisecond.
@@ -58,86 +63,147 @@ class Transports:
 
 
 class Offers:
-    """Chooses the lane of each block, and offers those that replicas can map."""
+    """Chooses the lane of each block, and offers the memory that replicas can map.
+
+    What is offered is a range of a segment of shared memory, or of an allocation of a device.
+    Most models lie in few of them.
+    """
 
     def __init__(self, source: PublishedSource, transports: Transports) -> None:
         self._source, self._transports = source, transports
-        buffers = [block.buffer for block in source.blocks]
-        on_host = [each for each in buffers if each is not None and each.device is None]
-        shown = iter(transports.host.can_offer_in_place(on_host))
-        self._can_map = [
-            each is not None and (each.device is not None or next(shown)) for each in buffers
-        ]
-        self._places: dict[int, Place] = {}
-        self._refusals: dict[int, str] = {}
-        """Why each block on a device that was tried cannot be mapped; "" if it can."""
+        self._ranges: list[_Range] = []
+        self._range = np.full(len(source.boxes), -1)
+        """The range that each block lies in; -1 if other processes cannot map it."""
+        memory = source.memory
+        low, high = memory.spans
+        for device in (HOST_MEMORY, *source.devices):
+            rows = np.flatnonzero((memory.device == device) & (memory.nbytes > 0))
+            if device == HOST_MEMORY:
+                index = transports.host.segments_of(low[rows], high[rows])
+            else:
+                index = _allocations_of(device, low[rows], high[rows])
+            self._range[rows] = np.where(index < 0, -1, index + len(self._ranges))
+            for number in range(index.max(initial=-1) + 1):
+                inside = rows[index == number]
+                start, end = int(low[inside].min()), int(high[inside].max())
+                on = None if device == HOST_MEMORY else device
+                self._ranges.append(
+                    _Range(Buffer.flat_at(start, end - start, memory.owner, device=on))
+                )
 
     @property
     def refusal(self) -> str:
-        """Why some block on a device cannot be mapped by other processes; "" if all can."""
-        return next(filter(None, self._refusals.values()), "")
+        """Why some memory of a device cannot be mapped by other processes; "" if all can."""
+        return next((each.refusal for each in self._ranges if each.refusal), "")
 
-    def lanes(
-        self,
-        copies: Sequence[Copy],
-        sinks: Sequence[Block],
-        visible: Collection[str],
-        transport: TransportChoice,
-    ) -> dict[int, str]:
-        """Return the lane of each block that a replica wants something of.
+    def lanes(self, agreement: Agreement, transport: TransportChoice) -> Lanes:
+        """Return the lane of each block that a replica wants something of."""
+        copies = agreement.copies
+        used = np.unique(copies.source)
+        device = self._source.memory.device[used]
+        found: dict[str, Integers] = {}
+        is_host = device == HOST_MEMORY
+        is_mapped = is_host & (self._range[used] >= 0) & (transport in ("auto", "mapped"))
+        for each in np.unique(device[device >= 0]).tolist():
+            rows = device == each
+            uuid = driver.uuid(each)
+            if transport == "host" or uuid not in agreement.devices:
+                continue
+            is_read = ~np.isin(used, self._unreadable(agreement, each)) & rows
+            is_mappable = is_read & self._is_mappable(used)
+            if transport == "bucketed":
+                is_mappable[:] = False
+            is_mapped |= is_mappable
+            found[uuid] = used[is_read & ~is_mappable]
+        bucketed = np.concatenate([np.empty(0, np.int64), *found.values()])
+        found[HOST] = used[~is_mapped & ~np.isin(used, bucketed)]
+        found[MAPPED] = used[is_mapped]
+        if transport == "mapped" and len(found[MAPPED]) < len(used):
+            unmapped = sorted({self._source.name_of(n) for n in used[~is_mapped].tolist()})
+            remedy = self.refusal or "put them into shared memory (torch: model.share_memory())"
+            raise PlanError(
+                f"{len(unmapped)} tensors cannot be mapped by the replica: "
+                f"{listed(unmapped)}; {remedy}, or publish with transport='auto'"
+            )
+        return {lane: blocks for lane, blocks in sorted(found.items()) if len(blocks)}
 
-        `visible` are the GPUs that the replica's process sees.
-        """
-        targets: dict[int, set[str]] = {}
-        for copy in copies:
-            targets.setdefault(copy.source, set()).add(sinks[copy.sink].place)
-        found = {n: self._lane(n, each, visible, transport) for n, each in targets.items()}
-        if transport == "mapped":
-            unmapped = [self._source.blocks[n].name for n, lane in found.items() if lane != MAPPED]
-            if unmapped:
-                remedy = self.refusal or "put them into shared memory (torch: model.share_memory())"
-                raise PlanError(
-                    f"{len(unmapped)} tensors cannot be mapped by the replica: "
-                    f"{listed(unmapped)}; {remedy}, or publish with transport='auto'"
-                )
+    def _unreadable(self, agreement: Agreement, device: int) -> Integers:
+        """Return the blocks that go to memory which cannot be filled from a device."""
+        copies, places = agreement.copies, agreement.sink_places
+        bad = {each for each in set(places) if not _can_read(device, each)}
+        if not bad:
+            return np.empty(0, np.int64)
+        is_bad = np.array([place in bad for place in places])
+        return np.unique(copies.source[is_bad[copies.sink]])
+
+    def _is_mappable(self, blocks: Integers) -> NDArray[np.bool_]:
+        """Return which blocks of devices other processes can map."""
+        numbers = self._range[blocks]
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            self._ranges[number].check(self._transports.device)
+        can_map = np.array([each.refusal == "" for each in self._ranges] + [False])
+        found: NDArray[np.bool_] = can_map[numbers]
         return found
 
-    def _lane(
-        self, number: int, targets: set[str], visible: Collection[str], transport: TransportChoice
-    ) -> str:
-        buffer = self._source.blocks[number].buffer
-        if buffer is None or transport == "host":
-            return HOST
-        if buffer.device is None:
-            return MAPPED if self._can_map[number] and transport != "bucketed" else HOST
-        uuid = driver.uuid(buffer.device)
-        if uuid not in visible or not all(_can_read(buffer.device, each) for each in targets):
-            return HOST
-        if transport == "bucketed":
-            return uuid
-        if number not in self._refusals:
-            self._refusals[number] = self._transports.device.refusal(buffer)
-        return uuid if self._refusals[number] else MAPPED
-
-    def places(self, numbers: Sequence[int]) -> tuple[Place, ...]:
-        """Offer blocks, each once, and return where they are."""
-        new = [number for number in numbers if number not in self._places]
-        buffers = [self._buffer(number) for number in new]
-        handles = self._transports.offer_all(buffers)
-        for number, buffer, handle in zip(new, buffers, handles, strict=True):
-            start = buffer.address - buffer.span[0] if buffer.nbytes else 0
-            self._places[number] = Place(number, handle, start, buffer.strides)
-        return tuple(self._places[number] for number in numbers)
-
-    def _buffer(self, number: int) -> Buffer:
-        buffer = self._source.blocks[number].buffer
-        assert buffer is not None
-        return buffer
+    def places(self, blocks: Integers) -> tuple[tuple[Handle, ...], Places]:
+        """Offer the memory of blocks, and return where they are in it."""
+        numbers, index = np.unique(self._range[blocks], return_inverse=True)
+        ranges = [self._ranges[number] for number in numbers.tolist()]
+        new = [each for each in ranges if each.handle is None]
+        handles = self._transports.offer_all([each.buffer for each in new])
+        for each, handle in zip(new, handles, strict=True):
+            each.handle = handle
+        memory = self._source.memory
+        starts = np.array([each.buffer.address for each in ranges], np.int64)
+        places = Places(
+            memory.strides.shape[1],
+            packed(blocks),
+            packed(index),
+            packed(memory.address[blocks] - starts[index]),
+            packed(memory.strides[blocks]),
+        )
+        return tuple(each.handle for each in ranges if each.handle is not None), places
 
     def close(self) -> None:
-        for place in self._places.values():
-            self._transports.of(place.handle).release(place.handle)
-        self._places.clear()
+        for each in self._ranges:
+            if each.handle is not None:
+                self._transports.of(each.handle).release(each.handle)
+                each.handle = None
+
+
+@dataclass(eq=False)
+class _Range:
+    """Memory that other processes may map as one."""
+
+    buffer: Buffer
+    handle: Handle | None = None
+    """Its offer, if it was offered."""
+    refusal: str = ""
+    """Why a device's memory cannot be mapped; "" if it can, or was not tried."""
+    is_tried: bool = False
+
+    def check(self, transport: CudaIpcTransport) -> None:
+        if not self.is_tried:
+            self.refusal, self.is_tried = transport.refusal(self.buffer), True
+
+
+def _allocations_of(device: int, low: Integers, high: Integers) -> Integers:
+    """Return the number of the allocation that each block lies in.
+
+    Where a framework maps memory in parts, allocations that share a block count as one.
+    """
+    number, end = -1, 0
+    found = np.empty(len(low), np.int64)
+    for row in np.argsort(low, kind="stable").tolist():
+        first, last = int(low[row]), int(high[row])
+        if first >= end:
+            allocation = driver.allocation_at(device, first)
+            number, end = number + 1, allocation.start + allocation.nbytes
+        while last > end:
+            allocation = driver.allocation_at(device, end)
+            end = allocation.start + allocation.nbytes
+        found[row] = number
+    return found
 
 
 def visible_devices() -> tuple[str, ...]:
@@ -165,54 +231,56 @@ class BucketSlots:
         """Counts the layouts of buckets; each replica gets a layout once."""
         self._lanes: list[str] = []
         self.fills: list[BucketFill] = []
-        self.slots: dict[int, Buffer] = {}
-        self.handles: dict[int, Handle] = {}
+        self._slots: dict[int, Buffer] = {}
+        self._handles: dict[int, Handle] = {}
 
-    def lay_out(self, source: PublishedSource, blocks: Mapping[str, Sequence[int]]) -> None:
-        """Plan buckets for the blocks of each lane; keep the plan of the last round if it fits."""
-        key = source, {lane: tuple(numbers) for lane, numbers in blocks.items()}
+    def lay_out(self, source: PublishedSource, lanes: Sequence[Lanes]) -> None:
+        """Plan buckets for the blocks of all these lanes; keep the last plan if it fits."""
+        names = sorted({lane for each in lanes for lane in each if lane != MAPPED})
+        blocks = {
+            lane: np.unique(np.concatenate([each[lane] for each in lanes if lane in each]))
+            for lane in names
+        }
+        key = source, {lane: numbers.tobytes() for lane, numbers in blocks.items()}
         if key == self._key:
             return
         self.close()
         self.generation += 1
         try:
             for lane, numbers in blocks.items():
-                if numbers:
-                    self._lay_out(source, lane, self._pack(source, lane, numbers))
+                self._lay_out(source, lane, self._packed(source, lane, numbers))
         except FlyweightError:
             self.close()
             raise
         self._key = key
 
-    def _lay_out(
-        self, source: PublishedSource, lane: str, packed: Sequence[tuple[Piece, ...]]
-    ) -> None:
-        first = len(self.slots)
-        nbytes = max(_end(source, pieces[-1]) for pieces in packed)
-        default = _HOST_DEPTH if lane == HOST else _DEVICE_DEPTH
-        num_slots = min(default if self._depth is None else self._depth, len(packed))
-        for slot in range(first, first + num_slots):
-            self.slots[slot] = self._allocate(lane, nbytes)
-            (self.handles[slot],) = self._transports.offer_all([self.slots[slot]])
-        for number, pieces in enumerate(packed):
-            bucket = Bucket(len(self._lanes), first + number % num_slots, pieces)
-            self._lanes.append(lane)
-            self.fills.append(BucketFill(source, bucket, self.slots[bucket.slot]))
-
-    def _pack(
-        self, source: PublishedSource, lane: str, numbers: Sequence[int]
-    ) -> list[tuple[Piece, ...]]:
+    def _packed(self, source: PublishedSource, lane: str, blocks: Integers) -> list[PieceTable]:
         default = _HOST_BUCKET_BYTES if lane == HOST else _DEVICE_BUCKET_BYTES
-        bucket_bytes = default if self._bucket_bytes is None else self._bucket_bytes
-        blocks = [source.blocks[n] for n in numbers]
-        shapes = [(block.items.shape, block.spec.item_bytes) for block in blocks]
-        return [
-            tuple(
-                Piece(numbers[each.index], each.box.offset, each.box.shape, each.at)
-                for each in pieces
+        return list(
+            pack(
+                blocks,
+                source.boxes.shape[blocks],
+                source.item_bytes[blocks],
+                bucket_bytes=default if self._bucket_bytes is None else self._bucket_bytes,
+                align_bytes=ALIGN_BYTES,
             )
-            for pieces in pack(shapes, bucket_bytes=bucket_bytes, align_bytes=ALIGN_BYTES)
+        )
+
+    def _lay_out(self, source: PublishedSource, lane: str, buckets: Sequence[PieceTable]) -> None:
+        first = len(self._slots)
+        ends = [
+            int(each.at[-1] + each.shape[-1].prod() * source.item_bytes[each.block[-1]])
+            for each in buckets
         ]
+        default = _HOST_DEPTH if lane == HOST else _DEVICE_DEPTH
+        num_slots = min(default if self._depth is None else self._depth, len(buckets))
+        for slot in range(first, first + num_slots):
+            self._slots[slot] = self._allocate(lane, max(ends))
+            (self._handles[slot],) = self._transports.offer_all([self._slots[slot]])
+        for number, pieces in enumerate(buckets):
+            slot = first + number % num_slots
+            self.fills.append(BucketFill(source, len(self._lanes), slot, pieces, self._slots[slot]))
+            self._lanes.append(lane)
 
     def _allocate(self, lane: str, nbytes: int) -> Buffer:
         if lane == HOST:
@@ -221,47 +289,52 @@ class BucketSlots:
         assert device is not None
         return driver.allocate(device, nbytes)
 
-    def buckets_for(self, lanes: Mapping[int, str]) -> tuple[Bucket, ...]:
+    def buckets_for(self, lanes: Lanes) -> dict[int, PieceTable]:
         """Return the buckets that a replica needs, with only the pieces that it needs."""
-        found = []
+        found = {}
         for fill, lane in zip(self.fills, self._lanes, strict=True):
-            bucket = fill.bucket
-            pieces = tuple(p for p in bucket.pieces if lanes.get(p.source) == lane)
-            if pieces:
-                found.append(Bucket(bucket.number, bucket.slot, pieces))
-        return tuple(found)
+            rows = np.flatnonzero(np.isin(fill.pieces.block, lanes.get(lane, ())))
+            if len(rows):
+                found[fill.number] = fill.pieces.take(rows)
+        return found
+
+    def memory(
+        self, buckets: Mapping[int, PieceTable], handles: tuple[Handle, ...], places: Places
+    ) -> Memory:
+        """Return the memory of a round: these buckets, and blocks that are mapped."""
+        slot_of = {number: self.fills[number].slot for number in buckets}
+        counts = [len(each) for each in buckets.values()]
+        num_dims = places.num_dims
+        columns = [
+            np.concatenate([getattr(each, name) for each in buckets.values()])
+            if buckets
+            else np.empty(0, np.int64)
+            for name in ("block", "offset", "shape", "at")
+        ]
+        return Memory(
+            handles,
+            places,
+            {slot: self._handles[slot] for slot in sorted(set(slot_of.values()))},
+            slot_of,
+            Pieces(
+                num_dims, packed(np.repeat(list(buckets), counts)), *(packed(c) for c in columns)
+            ),
+        )
 
     def close(self) -> None:
         for fill in self.fills:
             fill.close()
-        for handle in self.handles.values():
+        for handle in self._handles.values():
             self._transports.of(handle).release(handle)
-        for slot in self.slots.values():
+        for slot in self._slots.values():
             if slot.device is None:
                 self._transports.host.free(slot)
             else:
                 driver.free(slot)
-        self._key, self.fills, self.slots, self.handles, self._lanes = None, [], {}, {}, []
+        self._key, self.fills, self._slots, self._handles, self._lanes = None, [], {}, {}, []
 
 
-def _end(source: PublishedSource, piece: Piece) -> int:
-    """Return the byte at which the last piece of a bucket ends."""
-    return piece.at + prod(piece.shape) * source.blocks[piece.source].spec.item_bytes
-
-
-def lane_names(lanes: Mapping[int, str]) -> str:
+def lane_names(lanes: Lanes) -> str:
     """Return the lanes in use as text for people, such as 'host+mapped'."""
-    kinds = {
-        MAPPED if lane == MAPPED else "host" if lane == HOST else "bucketed"
-        for lane in lanes.values()
-    }
+    kinds = {MAPPED if lane == MAPPED else "host" if lane == HOST else "bucketed" for lane in lanes}
     return "+".join(sorted(kinds)) if kinds else "nothing"
-
-
-def bucketed_blocks(lanes: Sequence[Mapping[int, str]]) -> dict[str, list[int]]:
-    """Return the blocks that go through buckets, by lane, in the order of the source."""
-    found: dict[str, set[int]] = {}
-    for number, lane in chain.from_iterable(each.items() for each in lanes):
-        if lane != MAPPED:
-            found.setdefault(lane, set()).add(number)
-    return {lane: sorted(numbers) for lane, numbers in sorted(found.items())}

@@ -5,18 +5,22 @@ Nobody else can check what it does with them, so the tensors that it is given ar
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from flyweight.adapters.loader import Loader
 from flyweight.errors import TransportError, listed
-from flyweight.live.copies import BufferCopy, Copiers, PreparedCopies, PreparedDigests
+from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST, visible_devices
-from flyweight.live.messages import Block, Tensor, Want
+from flyweight.live.messages import Boxes, Tensor, Want, packed
+from flyweight.live.plan import whole_boxes
+from flyweight.live.remote_source import Arrivals
 from flyweight.live.replica_round import ReplicaRound, SinkResult
 from flyweight.memory import Buffer
-from flyweight.spec.box import Box
+from flyweight.memory_table import BufferTable, Integers
 from flyweight.spec.manifest import Leaf, TensorSpec
 
 
@@ -41,10 +45,9 @@ class LoaderSink:
         place = self.loader.place
         return Want(
             tuple(Tensor.of(name, spec) for name, spec in tensors.items()),
-            tuple(
-                Block(n, (0,) * len(spec.shape), spec.shape, place)
-                for n, spec in enumerate(tensors.values())
-            ),
+            Boxes.of(whole_boxes(list(tensors.values()))),
+            (place,),
+            packed([0] * len(tensors)),
             False,
             visible_devices() if self.has_devices else (),
         )
@@ -65,7 +68,7 @@ class LoaderSink:
                 f"{listed(left)}"
             )
         seconds = perf_counter() - started - loading.verify_seconds
-        digests = tuple(loading.digests) if round_.begin.should_verify else ()
+        digests = loading.digests.tobytes() if round_.begin.should_verify else b""
         return SinkResult(digests, seconds, loading.verify_seconds)
 
     def synchronize(self, deadline: float) -> None:
@@ -87,29 +90,27 @@ class _Loading:
     def __init__(self, sink: LoaderSink, round_: ReplicaRound) -> None:
         self._sink, self._round, self._source = sink, round_, round_.source
         self._specs = list(sink.specs.values())
-        self.digests = [0] * len(self._source.copies)
+        self.digests = np.zeros(len(self._source.copies), np.uint64)
         self.verify_seconds = 0.0
         self.num_taken = 0
         self._fresh: dict[int, tuple[Any, Buffer]] = {}
-        wholes = [Box.whole(spec.shape) for spec in self._specs]
-        pairs = list(zip(self._specs, wholes, strict=True))
-        self._source.check_targets([(spec.stored(each), spec.item_bytes) for spec, each in pairs])
-        self._missing_bytes = [spec.box_bytes(each) for spec, each in pairs]
-        self._by_sink: dict[int, list[int]] = {}
-        for number, copy in enumerate(self._source.copies):
-            self._by_sink.setdefault(copy.sink, []).append(number)
-        self._buckets_left = len(self._source.bucket_numbers)
+        sinks, copies = self._source.sinks, self._source.copies
+        self._missing_bytes = np.bincount(
+            copies.sink, weights=self._source.copy_bytes, minlength=len(sinks)
+        ).astype(np.int64)
+        self._ends = np.searchsorted(copies.sink, np.arange(len(sinks) + 1))
+        """The copies of each tensor lie between two of these: they are in the tensors' order."""
+        self._buckets_left = len(self._source.buckets)
 
     def weights(self) -> Generator[tuple[str, Any], None, None]:
         """Yield each tensor once all of it has arrived."""
-        source = self._source
+        mapped = self._source.mapped
+        ends = np.searchsorted(mapped.copy, self._ends)
         for sink, name in enumerate(self._sink.specs):
-            for block in {source.copies[n].source for n in self._by_sink.get(sink, [])}:
-                if block in source.mapped:
-                    self._run(list(source.mapped_copies(block, self._buffer)))
+            self._run(mapped.take(np.arange(ends[sink], ends[sink + 1])))
             while self._missing_bytes[sink] > 0 and self._buckets_left:
                 number = self._round.next_bucket()
-                self._run(list(source.bucket_copies(number, self._buffer)))
+                self._run(self._source.buckets[number])
                 self._round.bucket_emptied(number)
                 self._buckets_left -= 1
             if self._missing_bytes[sink]:
@@ -127,23 +128,31 @@ class _Loading:
             self._fresh[sink] = self._sink.loader.fresh(self._specs[sink])
         return self._fresh[sink][1]
 
-    def _run(self, copies: Sequence[BufferCopy]) -> None:
-        prepared = PreparedCopies(copies, self._sink.copiers)
-        nothing = [None] * len(self.digests)
-        prepared.run(nothing, self._round.deadline, self._round.on_progress)
+    def _targets(self, copy: Integers, offset: Integers, shape: Integers) -> BufferTable:
+        """Return where some items of copies go."""
+        copies = self._source.copies
+        sinks, rows = np.unique(copies.sink[copy], return_inverse=True)
+        memory = BufferTable.of(
+            [self._buffer(sink) for sink in sinks.tolist()], self._source.sinks.shape[sinks]
+        )
+        return memory.regions(rows, copies.sink_offset[copy] + offset, shape)
+
+    def _run(self, arrivals: Arrivals) -> None:
+        if not len(arrivals.copy):
+            return
+        sink = self._targets(arrivals.copy, arrivals.offset, arrivals.shape)
+        copies = BufferCopies.whole(sink, arrivals.memory, np.arange(len(arrivals.copy)))
+        prepared = PreparedCopies(copies, self._sink.copiers, sink.nbytes)
+        prepared.run(self._round.deadline, on_progress=self._round.on_progress)
         prepared.close()
-        for each in copies:
-            self._missing_bytes[self._source.copies[each.region].sink] -= each.sink.nbytes
+        np.subtract.at(self._missing_bytes, self._source.copies.sink[arrivals.copy], sink.nbytes)
 
     def _digest(self, sink: int) -> None:
         started = perf_counter()
-        numbers = self._by_sink.get(sink, [])
-        copies = [self._source.copies[n] for n in numbers]
-        buffer = self._buffer(sink)
-        targets = [buffer.block(Box(copy.sink_offset, copy.shape)) for copy in copies]
-        found = PreparedDigests(targets).digests(
+        copy = np.arange(self._ends[sink], self._ends[sink + 1])
+        shape = self._source.copies.shape[copy]
+        targets = self._targets(copy, np.zeros_like(shape), shape)
+        self.digests[copy] = PreparedDigests(targets).digests(
             self._round.begin.digest_kind, self._round.deadline
         )
-        for number, value in zip(numbers, found, strict=True):
-            self.digests[number] = value
         self.verify_seconds += perf_counter() - started

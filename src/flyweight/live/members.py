@@ -26,7 +26,8 @@ from flyweight.live import messages
 from flyweight.live.address import Claim
 from flyweight.live.connection import HEARTBEATS, Connection
 from flyweight.live.published_model import PublishedModel
-from flyweight.live.round import Agreement, Member, MemberRound, Round
+from flyweight.live.round import Member, MemberRound, Round
+from flyweight.live.source import Agreement
 from flyweight.transports.fd_passing import FdServer
 
 _MAX_AGREEMENTS = 15
@@ -262,16 +263,15 @@ class Members:
         # Most replicas want the same, and a plan for many tensors takes a while.
         if want not in self._agreements:
             try:
-                copies = source.plan(want)
+                agreement = source.plan(want)
             except FlyweightError as error:
                 self._refuse(member.id, error)
                 return
-            total = sum(source.nbytes_of(copy) for copy in copies)
             self._agreements = dict(list(self._agreements.items())[-_MAX_AGREEMENTS:])
-            self._agreements[want] = Agreement(copies, want.blocks, total, frozenset(want.devices))
+            self._agreements[want] = agreement
         agreed = member.agreement = self._agreements[want]
         member.forget_lists()
-        self._send(member, messages.Agreed(source.sources, agreed.copies))
+        self._send(member, messages.Agreed(source.packed_boxes))
         pid = member.hello.pid
         self.announce("replica.joined", name=member.name, pid=pid, nbytes=agreed.nbytes)
         self._send_news()

@@ -6,23 +6,26 @@ publisher's memory have changed.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import chain
+from collections.abc import Iterator, Mapping
+from functools import partial
 from time import monotonic, perf_counter
+
+import numpy as np
 
 from flyweight.adapters.identity import Identity
 from flyweight.adapters.model import Model, adapt
 from flyweight.cuda import driver
-from flyweight.digest import Digest
-from flyweight.errors import PlanError, SpecError, TransportError
-from flyweight.live.copies import BufferCopy, Copiers, PreparedCopies, PreparedDigests, is_small
+from flyweight.digest import SMALL_BYTES, Digest, DigestKind, short_digests
+from flyweight.errors import PlanError, SpecError
+from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST, visible_devices
-from flyweight.live.messages import Block, Tensor, Want
-from flyweight.live.remote_source import RemoteSource
+from flyweight.live.messages import Boxes, Tensor, Want, packed
+from flyweight.live.remote_source import Arrivals, RemoteSource
 from flyweight.live.replica_round import ReplicaRound, SinkResult
 from flyweight.memory import Buffer
+from flyweight.memory_table import HOST as HOST_MEMORY
+from flyweight.memory_table import BufferTable
+from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Leaf, Manifest, TensorSpec
 from flyweight.spec.model_layout import ModelLayout
@@ -50,7 +53,7 @@ class MemorySink:
             )
         self._copiers = Copiers()
         self._model: Model | None = None
-        self._buffers: list[Buffer] = []
+        self._memory = BufferTable.of([])
         """The memory of each wanted block."""
         self._identity: Identity | None = None
         self._prepared: _PreparedRound | None = None
@@ -76,22 +79,30 @@ class MemorySink:
             model = adapt(self._thing, lambda: layout.locals(whole, rank))
         model.check_writable()
         specs: list[Tensor] = []
-        blocks: list[Block] = []
+        boxes: list[tuple[int, Box]] = []
         buffers: list[Buffer] = []
         for name in _wanted_names(model.manifest, tensors, tied):
+            spec = model.manifest.spec(name)
             for block in model.blocks(name):
-                buffer, box = block.buffer, block.box
-                if buffer is None:
+                if block.buffer is None:
                     raise PlanError(f"{name!r} is on a device that cannot be written in place")
-                place = HOST if buffer.device is None else driver.uuid(buffer.device)
-                buffers.append(buffer)
-                blocks.append(Block(len(specs), box.offset, box.shape, place))
-            specs.append(Tensor.of(name, model.manifest.spec(name)))
+                buffers.append(block.buffer)
+                boxes.append((len(specs), spec.stored(block.box)))
+            specs.append(Tensor.of(name, spec))
         self._forget()
-        self._model, self._identity, self._buffers = model, found, buffers
-        self._devices = sorted({each.device for each in buffers if each.device is not None})
-        visible = visible_devices() if self._devices else ()
-        return Want(tuple(specs), tuple(blocks), self._may_leave, visible)
+        table = BoxTable.of(boxes)
+        self._model, self._identity = model, found
+        self._memory = BufferTable.of(buffers, table.shape)
+        places, place = np.unique(self._memory.device, return_inverse=True)
+        self._devices = [int(device) for device in places if device != HOST_MEMORY]
+        return Want(
+            tuple(specs),
+            Boxes.of(table),
+            tuple(HOST if each == HOST_MEMORY else driver.uuid(int(each)) for each in places),
+            packed(place),
+            self._may_leave,
+            visible_devices() if self._devices else (),
+        )
 
     def synchronize(self, deadline: float) -> None:
         assert self._model is not None
@@ -110,40 +121,36 @@ class MemorySink:
                 "tensors that are one here are several at the publisher, and nothing is verified, "
                 "so they may differ; publish with should_verify=True, or tie them there too"
             )
-        kind = begin.digest_kind
-        digests = [
-            Digest(nbytes, kind) if nbytes and begin.should_verify else None
-            for nbytes in prepared.added
-        ]
+        digests = prepared.digests(begin.digest_kind) if begin.should_verify else None
+        hashes, running = (None, None) if digests is None else (digests.hashes, digests.running())
         started = perf_counter()
         round_.touch()
-        last = prepared.last_digests if begin.should_verify else None
         prepared.mapped.start()
-        if last is not None and not prepared.buckets and prepared.mapped.is_ordered:
-            last.start()  # the device digests as soon as it has copied
-        spent = prepared.mapped.run(digests, round_.deadline, round_.on_progress)
+        if digests is not None and not prepared.buckets and prepared.mapped.is_ordered:
+            digests.last.start()  # the device digests as soon as it has copied
+        run = partial(
+            PreparedCopies.run, hashes=hashes, running=running, on_progress=round_.on_progress
+        )
+        spent = run(prepared.mapped, round_.deadline)
         for _ in prepared.buckets:
             number = round_.next_bucket()
-            spent += prepared.buckets[number].run(digests, round_.deadline, round_.on_progress)
+            spent += run(prepared.buckets[number], round_.deadline)
             round_.bucket_emptied(number)
         copied = perf_counter()
-        if last is None:
-            return SinkResult((), copied - started, 0.0)
+        if digests is None:
+            return SinkResult(b"", copied - started, 0.0)
         if self._devices:
             round_.copied()
-        found = [0 if each is None else each.value() for each in digests]
-        values = last.digests(kind, round_.deadline)
-        for number, value in zip(prepared.last, values, strict=True):
-            found[number] = value
+        found = digests.values(running, round_.deadline)
         verified = perf_counter() - copied + spent
-        return SinkResult(tuple(found), copied - started - spent, verified)
+        return SinkResult(found, copied - started - spent, verified)
 
     def _prepare(self, source: RemoteSource) -> _PreparedRound:
         """Prepare the copies, unless they are those of the last round."""
         last = self._prepared
         if last is None or (last.source, last.generation) != (source, source.generation):
             self._forget()
-            last = self._prepared = _PreparedRound(source, self._buffers, self._copiers)
+            last = self._prepared = _PreparedRound(source, self._memory, self._copiers)
         return last
 
     def _forget(self) -> None:
@@ -167,65 +174,83 @@ class MemorySink:
 class _PreparedRound:
     """The copies and digests of a round, for the same memory on both sides."""
 
-    def __init__(self, source: RemoteSource, buffers: Sequence[Buffer], copiers: Copiers) -> None:
-        self.source, self.generation = source, source.generation
-        source.check_targets([(Box.whole(each.shape), each.item_bytes) for each in buffers])
-        sink = buffers.__getitem__
-        mapped = [copy for block in source.mapped for copy in source.mapped_copies(block, sink)]
-        by_bucket = {n: list(source.bucket_copies(n, sink)) for n in source.bucket_numbers}
-        _check_whole(source, buffers, [*mapped, *chain.from_iterable(by_bucket.values())])
-        self.mapped = PreparedCopies(mapped, copiers)
+    def __init__(self, source: RemoteSource, memory: BufferTable, copiers: Copiers) -> None:
+        self.source, self.generation, self._memory = source, source.generation, memory
+        self.mapped = PreparedCopies(self._copies(source.mapped), copiers, source.copy_bytes)
         self.buckets = {
-            n: PreparedCopies(each, copiers, is_bucket=True) for n, each in by_bucket.items()
+            number: PreparedCopies(
+                self._copies(arrivals), copiers, source.copy_bytes, is_bucket=True
+            )
+            for number, arrivals in source.buckets.items()
         }
-        self._targets = [
-            sink(copy.sink).block(Box(copy.sink_offset, copy.shape)) for copy in source.copies
-        ]
-        times = Counter(map(id, buffers))
-        doubles = [times[id(sink(copy.sink))] > 1 for copy in source.copies]
-        self.has_doubles = any(doubles)
-        """True if two tensors of the publisher go to the same memory: they must be equal."""
-        # Memory that another copy writes too is digested after both.
-        self.last = [
-            n
-            for n, (each, is_double) in enumerate(zip(self._targets, doubles, strict=True))
-            if each.device is not None or is_double or is_small(each)
-        ]
-        """The copies that are digested after everything is copied."""
-        self.added = [each.nbytes for each in self._targets]
-        """The bytes of each copy that is digested chunk by chunk as it arrives, else 0."""
-        for n in self.last:
-            self.added[n] = 0
+        copies = source.copies
+        self.targets = memory.regions(copies.sink, copies.sink_offset, copies.shape)
+        low, _ = memory.spans
+        _, block, times = np.unique(
+            np.stack([memory.device, low]), axis=1, return_inverse=True, return_counts=True
+        )
+        self.is_double = (times[block.reshape(-1)] > 1)[copies.sink] & (source.copy_bytes > 0)
+        """Which copies go to memory that another tensor of the publisher goes to as well."""
+        self.has_doubles = bool(self.is_double.any())
+        self._digests: dict[DigestKind, _RoundDigests] = {}
 
-    @cached_property
-    def last_digests(self) -> PreparedDigests:
-        return PreparedDigests([self._targets[n] for n in self.last])
+    def _copies(self, arrivals: Arrivals) -> BufferCopies:
+        copies = self.source.copies
+        offset = copies.sink_offset[arrivals.copy] + arrivals.offset
+        sink = self._memory.regions(copies.sink[arrivals.copy], offset, arrivals.shape)
+        return BufferCopies(
+            sink, arrivals.memory, arrivals.copy, self.source.byte_offsets(arrivals)
+        )
+
+    def digests(self, kind: DigestKind) -> _RoundDigests:
+        if kind not in self._digests:
+            self._digests[kind] = _RoundDigests(self, kind)
+        return self._digests[kind]
 
     def close(self) -> None:
         for each in (self.mapped, *self.buckets.values()):
             each.close()
 
 
-def _check_whole(
-    source: RemoteSource, buffers: Sequence[Buffer], copies: Sequence[BufferCopy]
-) -> None:
-    """Raise unless every wanted byte comes exactly as often as it is wanted."""
-    found: list[list[tuple[int, int]]] = [[] for _ in source.copies]
-    for each in copies:
-        found[each.region].append((each.offset, each.sink.nbytes))
-    filled = [0] * len(buffers)
-    for copy, pieces in zip(source.copies, found, strict=True):
-        at = 0
-        for offset, nbytes in sorted(pieces):  # each is contiguous in the copy's own bytes
-            if offset != at:
-                raise TransportError(f"byte {min(at, offset)} of a copy comes twice, or never")
-            at += nbytes
-        if at != source.nbytes_of(copy):
-            raise TransportError(f"only {at} of the {source.nbytes_of(copy)} bytes of a copy come")
-        filled[copy.sink] += at
-    for nbytes, buffer in zip(filled, buffers, strict=True):
-        if nbytes != buffer.nbytes:
-            raise TransportError(f"{nbytes} bytes come for a wanted block of {buffer.nbytes}")
+class _RoundDigests:
+    """How the digest of each copy is computed: as its bytes arrive, or after everything is copied.
+
+    Memory that two copies write is digested after both; they must be equal.
+    """
+
+    def __init__(self, prepared: _PreparedRound, kind: DigestKind) -> None:
+        targets, self._kind = prepared.targets, kind
+        self._nbytes = targets.nbytes
+        at_once = np.zeros(len(targets), bool)
+        if kind == "xxh3":
+            for each in (prepared.mapped, *prepared.buckets.values()):
+                at_once[each.small_regions] = True
+        at_once &= ~prepared.is_double
+        is_host = (targets.device == HOST_MEMORY) & ~prepared.is_double
+        self._at_once = np.flatnonzero(at_once)
+        self._running: list[int] = np.flatnonzero(is_host & (self._nbytes > SMALL_BYTES)).tolist()
+        is_last = ~at_once
+        is_last[self._running] = False
+        self._last_rows = np.flatnonzero(is_last)
+        self.hashes = np.zeros(len(targets), np.uint64) if kind == "xxh3" else None
+        """Takes the XXH3 of small copies as they arrive."""
+        self.last = PreparedDigests(targets.take(self._last_rows))
+        """The digests that are computed after everything is copied."""
+
+    def running(self) -> dict[int, Digest]:
+        """Return new digests, to which chunks of large copies are added as they arrive."""
+        return {row: Digest(int(self._nbytes[row]), self._kind) for row in self._running}
+
+    def values(self, running: Mapping[int, Digest] | None, deadline: float) -> bytes:
+        """Return the digest of each copy, as they are sent."""
+        found = np.zeros(len(self._nbytes), np.uint64)
+        if self.hashes is not None:
+            rows = self._at_once
+            found[rows] = short_digests(self._nbytes[rows], self.hashes[rows])
+        for row, digest in (running or {}).items():
+            found[row] = digest.value()
+        found[self._last_rows] = self.last.digests(self._kind, deadline)
+        return found.tobytes()
 
 
 def _wanted_names(

@@ -8,19 +8,23 @@ that they differ. A class has the name and the fields that its message has on th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from flyweight.digest import DigestKind
 from flyweight.errors import PeerRefused, SpecError, TransportError
-from flyweight.spec.box import Box
+from flyweight.memory_table import Integers
+from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.manifest import MAX_DIMS, MAX_NAME_CHARS, Leaf, TensorSpec
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 256 << 20
 _MAGIC = b"fw"
 
@@ -46,61 +50,93 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def spec(self) -> TensorSpec:
         if len(self.name) > MAX_NAME_CHARS or not self.name.isprintable():
             raise SpecError(f"name {self.name[:80]!r} has {len(self.name)} characters")
-        return TensorSpec(dtype_named(self.dtype), self.shape)
+        return _spec(self.dtype, self.shape)
 
 
-class Block(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A box of a tensor, in elements, and its device: a GPU's uuid, or "" for the host."""
-
-    tensor: int
-    """The tensor's index in the list of tensors in the same message."""
-    offset: Numbers
-    shape: Numbers
-    place: str = ""
-
-    def box(self) -> Box:
-        if len(self.offset) != len(self.shape) or len(self.shape) > MAX_DIMS:
-            raise SpecError(f"box of {len(self.shape)} dims at {self.offset}")
-        if min((*self.offset, *self.shape), default=0) < 0:
-            raise SpecError(f"box {self.shape} at {self.offset} is negative")
-        return Box(self.offset, self.shape)
+@lru_cache(maxsize=256)  # models have many tensors and few shapes
+def _spec(dtype: str, shape: Numbers) -> TensorSpec:
+    return TensorSpec(dtype_named(dtype), shape)
 
 
-class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Items of one of the publisher's blocks, and where they go in one of the replica's."""
-
-    source: int
-    sink: int
-    source_offset: Numbers
-    sink_offset: Numbers
-    shape: Numbers
+class _Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Columns of 64-bit little-endian integers: many thousand rows need no object each."""
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a replica can map one of the publisher's blocks; strides are in bytes."""
+class Boxes(_Table, frozen=True):
+    """Boxes of tensors, in items."""
 
-    source: int
-    handle: Handle
-    start: int
-    """The byte of the offered memory at which the first item starts."""
-    strides: Numbers
+    num_dims: int
+    tensor: bytes
+    """The index of each box's tensor in the list of tensors."""
+    offset: bytes
+    shape: bytes
+    """`num_dims` numbers for each box; boxes with fewer dims have leading dims of size 1."""
+
+    @classmethod
+    def of(cls, table: BoxTable) -> Boxes:
+        return cls(table.num_dims, packed(table.tensor), packed(table.offset), packed(table.shape))
+
+    def table(self, whole: BoxTable) -> BoxTable:
+        """Return the boxes; raise SpecError unless each lies in its tensor.
+
+        whole: one box for each tensor, which is all of it.
+        """
+        tensor, offset = numbers(self.tensor), numbers(self.offset, self.num_dims)
+        shape = numbers(self.shape, self.num_dims)
+        if not len(tensor) == len(offset) == len(shape):
+            raise SpecError(f"{len(tensor)} boxes have {len(offset)} offsets, {len(shape)} shapes")
+        if len(tensor) and not 0 <= tensor.min() <= tensor.max() < len(whole):
+            raise SpecError(f"a box is of tensor {tensor.max()} of {len(whole)}")
+        found, num_dims = BoxTable(tensor, offset, shape), max(self.num_dims, whole.num_dims)
+        found, whole = found.widened(num_dims), whole.widened(num_dims)
+        is_outside = (found.offset < 0) | (found.shape < 0) | (found.shape > whole.shape[tensor])
+        is_outside |= found.offset > whole.shape[tensor] - found.shape
+        if is_outside.any():
+            row = int(np.flatnonzero(is_outside.any(axis=1))[0])
+            raise SpecError(
+                f"box {found.shape[row].tolist()} at {found.offset[row].tolist()} is not inside of "
+                f"tensor {tensor[row]}, {whole.shape[tensor[row]].tolist()}"
+            )
+        return found
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Items of one of the publisher's blocks, in row-major order from byte `at` of a bucket."""
+class Places(_Table, frozen=True):
+    """Where a replica can map some of the publisher's blocks; strides are in bytes."""
 
-    source: int
-    offset: Numbers
-    shape: Numbers
-    at: int
+    num_dims: int
+    source: bytes
+    """The number of each block."""
+    handle: bytes
+    """The index of its memory in the list of handles."""
+    start: bytes
+    """The byte of that memory at which its first item starts."""
+    strides: bytes
 
 
-class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The contents of a bucket, and the slot that it arrives in."""
+class Pieces(_Table, frozen=True):
+    """The contents of buckets: items of the publisher's blocks, in row-major order."""
 
-    number: int
-    slot: int
-    pieces: tuple[Piece, ...]
+    num_dims: int
+    bucket: bytes
+    source: bytes
+    offset: bytes
+    shape: bytes
+    at: bytes
+    """The byte of its bucket at which each piece starts."""
+
+
+def packed(table: Integers | Sequence[int]) -> bytes:
+    """Return numbers as bytes of a message."""
+    return np.ascontiguousarray(table, "<i8").tobytes()
+
+
+def numbers(data: bytes, num_columns: int | None = None) -> Integers:
+    """Return the numbers of a message, in rows of `num_columns` if that is given."""
+    columns = 1 if num_columns is None else num_columns
+    if not 1 <= columns <= MAX_DIMS or len(data) % (8 * columns):
+        raise SpecError(f"{len(data)} bytes are not rows of {columns} numbers")
+    found: Integers = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
+    return found if num_columns is None else found.reshape(-1, columns)
 
 
 class Hello(_Message, frozen=True):
@@ -132,7 +168,11 @@ class Want(_Message, frozen=True):
     """Replica: the boxes that it wants, and the devices that they are on."""
 
     tensors: tuple[Tensor, ...]
-    blocks: tuple[Block, ...]
+    blocks: Boxes
+    places: tuple[str, ...]
+    """The devices that occur: the uuid of a GPU, or "" for the host."""
+    place: bytes
+    """The index of the device of each block."""
     may_leave: bool
     """True if the publisher may have tensors that the replica does not want."""
     devices: tuple[str, ...] = ()
@@ -140,10 +180,9 @@ class Want(_Message, frozen=True):
 
 
 class Agreed(_Message, frozen=True):
-    """Publisher: the plan. Sources are boxes of its tensors, in elements."""
+    """Publisher: the blocks that it has of its tensors. Both sides work out the same plan."""
 
-    sources: tuple[Block, ...]
-    copies: tuple[Copy, ...]
+    sources: Boxes
 
 
 class Refusal(_Message, frozen=True):
@@ -187,8 +226,20 @@ class Withdraw(_Message, frozen=True):
     ask: int
 
 
+class Memory(_Table, frozen=True):
+    """The memory that a round goes through."""
+
+    handles: tuple[Handle, ...]
+    places: Places
+    slots: dict[int, Handle]
+    """The memory of each slot of buckets."""
+    bucket_slots: dict[int, int]
+    """The slot in which each bucket arrives."""
+    pieces: Pieces
+
+
 class Begin(_Message, frozen=True):
-    """Publisher: starts a round. Lists that are None are those of the last round."""
+    """Publisher: starts a round. Its memory is None if it is that of the last round."""
 
     round: int
     ask: int
@@ -199,13 +250,11 @@ class Begin(_Message, frozen=True):
     should_verify: bool
     digest_kind: DigestKind
     """How both sides compute digests: XXH3 if all memory is on the host."""
-    digests: tuple[int, ...] | None
+    digests: bytes | None
     """The expected digests, if they are known already: the replica can then commit by itself."""
     lists: int
-    """The number of the three lists below; they were sent before if they are None."""
-    places: tuple[Place, ...] | None
-    slots: dict[int, Handle] | None
-    buckets: tuple[Bucket, ...] | None
+    """The number of `memory`, which was sent before if it is None."""
+    memory: Memory | None
     values: dict[str, Leaf]
 
 
@@ -236,10 +285,10 @@ class Copied(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """Replica: the digests of what it holds now, one for each copy."""
+    """Replica: the digests of what it holds now, one for each copy, 64 bits each."""
 
     round: int
-    digests: tuple[int, ...]
+    digests: bytes
     copy_seconds: float
     verify_seconds: float
 
@@ -248,7 +297,7 @@ class Commit(_Message, frozen=True):
     """Publisher: the digests are right, the replica holds the version."""
 
     round: int
-    digests: tuple[int, ...]
+    digests: bytes
 
 
 class Abort(_Message, frozen=True):

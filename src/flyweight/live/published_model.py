@@ -6,19 +6,25 @@ offers the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, perf_counter
+
+import numpy as np
 
 from flyweight.adapters.identity import Identity
 from flyweight.adapters.model import adapt
 from flyweight.cuda import driver
+from flyweight.digest import DigestKind, Words
 from flyweight.errors import DigestMismatch, PlanError, listed
 from flyweight.formats.stored import Stored
 from flyweight.live.copies import Copiers
 from flyweight.live.lanes import Offers, Transports
-from flyweight.live.source import HeldCopy, PublishedSource, Region
+from flyweight.live.source import Agreement, HeldCopy, PublishedSource
 from flyweight.spec.manifest import Leaf
+
+DigestKey = tuple[Agreement, DigestKind]
+"""What is digested: the regions that an agreement reads, and how."""
 
 
 @dataclass(eq=False)
@@ -31,12 +37,30 @@ class PublishedVersion:
     offers: Offers
     origin: str
     values: Mapping[str, Leaf]
-    digests: dict[Region, int] | None = None
+    digests: dict[DigestKey, bytes] | None = None
     """The digests known so far, if the source never changes: replicas get them with `Begin`."""
+    whole_digests: Words | None = None
+    """The digests of whole blocks, of the kind that is fastest, if they are known."""
     digest_seconds: float = 0.0
     """The time spent on checking that nothing changed while the version was copied."""
     is_replaced: bool = False
     """True once another version is about to overwrite its memory."""
+
+    def digests_of(self, wanted: Sequence[DigestKey], deadline: float) -> Mapping[DigestKey, bytes]:
+        """Return the digests of what replicas read, with those known before if they are kept."""
+        found = {} if self.digests is None else self.digests
+        for agreement, kind in wanted:
+            if (agreement, kind) not in found:
+                found[agreement, kind] = self._digests(agreement, kind, deadline).tobytes()
+        return found
+
+    def _digests(self, agreement: Agreement, kind: DigestKind, deadline: float) -> Words:
+        regions, source, whole = agreement.regions, self.source, self.whole_digests
+        if whole is not None and kind == source.fast_digest_kind:
+            is_whole = (regions.shape == source.boxes.shape[regions.block]).all(axis=1)
+            if is_whole.all():
+                return whole[regions.block]
+        return source.digests(regions, kind, deadline)
 
 
 class PublishedModel:
@@ -116,22 +140,19 @@ class PublishedModel:
         `should_verify`, DigestMismatch is raised if the model changes meanwhile.
         """
         started, source = perf_counter(), self.source
-        regions = source.whole_blocks if should_verify else []
-        before = source.digests(regions, deadline)
+        kind = source.fast_digest_kind
+        before = source.digests(source.whole_blocks, kind, deadline) if should_verify else None
         digest_seconds = perf_counter() - started
         before_copy()
         held, offers = self._held_copy()
         held.refill(deadline)
         started = perf_counter()
-        # On a device the model is digested once more: to digest the copy would take much longer.
-        after = (held.source if source.is_on_host else source).digests(regions, deadline)
-        if after != before:
-            changed = {each.block for each in regions if after[each] != before[each]}
-            names = sorted({source.blocks[number].name for number in changed})
-            raise DigestMismatch(
-                f"{len(names)} tensors changed while version {version} was copied: "
-                f"{listed(names)}; a trainer steps after publish, or after wait_copied"
-            )
+        after = before
+        if before is not None:
+            # On a device the model is digested once more: to digest the copy would take longer.
+            again = held.source if source.is_on_host else source
+            after = again.digests(again.whole_blocks, kind, deadline)
+            self._check_unchanged(before, after, version)
         return PublishedVersion(
             version,
             parent,
@@ -139,9 +160,19 @@ class PublishedModel:
             offers,
             "held",
             source.manifest.values,
-            after if source.is_on_host else {},
+            {},
+            after if source.is_on_host else None,
             digest_seconds + perf_counter() - started,
         )
+
+    def _check_unchanged(self, before: Words, after: Words, version: int) -> None:
+        changed = np.flatnonzero(before != after).tolist()
+        if changed:
+            names = sorted({self.source.name_of(block) for block in changed})
+            raise DigestMismatch(
+                f"{len(names)} tensors changed while version {version} was copied: "
+                f"{listed(names)}; a trainer steps after publish, or after wait_copied"
+            )
 
     def _held_copy(self) -> tuple[HeldCopy, Offers]:
         if self._held is None:

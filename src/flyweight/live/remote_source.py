@@ -1,175 +1,269 @@
-"""The publisher's blocks as a replica sees them: the plan, and the memory that it maps.
+"""The publisher's blocks as a replica reads them: mapped memory and buckets.
 
-All of it comes from another process, so it is checked before a byte is read: every index must
-exist, and every block must be inside of the memory that was offered.
+Everything that a publisher says about memory is checked here, before anything is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from flyweight.errors import TransportError
-from flyweight.live.copies import BufferCopy
+import numpy as np
+from numpy.typing import NDArray
+
+from flyweight.errors import SpecError, TransportError
 from flyweight.live.lanes import Transports
-from flyweight.live.messages import Agreed, Begin, Bucket, Copy, Handle
-from flyweight.live.source import row_major_view
+from flyweight.live.messages import Agreed, Begin, Handle, Memory, Pieces, Places, Want, numbers
+from flyweight.live.plan import plan, whole_boxes
+from flyweight.live.source import row_major
 from flyweight.memory import Buffer
-from flyweight.spec.box import Box, strides_of
+from flyweight.memory_table import HOST, BufferTable, Integers
+from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.manifest import TensorSpec
 
-SinkBuffer = Callable[[int], Buffer]
-"""Returns the memory of a sink's block by its number."""
+_MAX_REACH = float(2**62)
+
+
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """Memory of the publisher, and the parts of copies whose bytes are there, row by row."""
+
+    copy: Integers
+    """The number of each copy in the plan."""
+    offset: Integers
+    shape: Integers
+    """The items of the copy that are there."""
+    memory: BufferTable
+
+    def take(self, rows: NDArray[np.bool_]) -> Arrivals:
+        return Arrivals(
+            self.copy[rows], self.offset[rows], self.shape[rows], self.memory.take(rows)
+        )
 
 
 class RemoteSource:
     """The plan that was agreed, and the publisher's memory: kept from round to round."""
 
     def __init__(
-        self, agreed: Agreed, tensors: Sequence[TensorSpec], transports: Transports
+        self,
+        agreed: Agreed,
+        tensors: Mapping[str, TensorSpec],
+        tied: Mapping[str, str],
+        want: Want,
+        transports: Transports,
     ) -> None:
-        for block in agreed.sources:
-            _check_index(block.tensor, tensors, "tensor")
-        specs = [tensors[block.tensor] for block in agreed.sources]
-        pairs = zip(specs, agreed.sources, strict=True)
-        self._blocks = [spec.stored(block.box()) for spec, block in pairs]
-        """The publisher's blocks, in items."""
-        self._item_bytes = [spec.item_bytes for spec in specs]
-        self.copies, self._transports = agreed.copies, transports
-        self._by_block: dict[int, list[int]] = {}
-        for number, copy in enumerate(self.copies):
-            _check_index(copy.source, self._blocks, "block")
-            whole = Box.whole(self._blocks[copy.source].shape)
-            if not whole.contains(Box(copy.source_offset, copy.shape)):
-                raise TransportError(f"{copy} reads outside of its block of {whole.shape}")
-            self._by_block.setdefault(copy.source, []).append(number)
-        self.mapped: dict[int, Buffer] = {}
-        """The blocks that are mapped, by number."""
-        self._slots: dict[int, Buffer] = {}
-        self._buckets: dict[int, Bucket] = {}
+        """Work out the plan that the publisher has worked out too.
+
+        tensors, tied: what the publisher has.
+        want: what it was asked for.
+        """
+        specs = list(tensors.values())
+        try:
+            self._boxes = agreed.sources.table(whole_boxes(specs))
+        except SpecError as cause:
+            raise TransportError(f"the publisher describes no blocks: {cause}") from cause
+        widths = np.array([spec.item_bytes for spec in specs], np.int64)
+        self._item_bytes = widths[self._boxes.tensor]
+        wanted = [each.name for each in want.tensors]
+        wholes = whole_boxes([each.spec() for each in want.tensors])
+        self.sinks: BoxTable = want.blocks.table(wholes)
+        self.copies = plan(list(tensors), tied, self._boxes, wanted, self.sinks)
+        self.copy_bytes: Integers = self.copies.num_items * self._item_bytes[self.copies.source]
+        self.nbytes = int(self.copy_bytes.sum())
+        self._transports = transports
+        self._memory: BufferTable | None = None
+        self._bucket: Integers = np.empty(0, np.int64)
         self._lists: int | None = None
         """The number of the lists that are open."""
         self.generation = 0
         """Grows whenever other memory is mapped, so that copies must be prepared again."""
         self._handles: set[Handle] = set()
-
-    def nbytes_of(self, copy: Copy) -> int:
-        return prod(copy.shape) * self._item_bytes[copy.source]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(self.nbytes_of, self.copies))
-
-    @property
-    def bucket_numbers(self) -> list[int]:
-        return list(self._buckets)
+        self.mapped = self._arrivals(np.empty(0, np.int64))
+        self.buckets: dict[int, Arrivals] = {}
+        """What arrives in each bucket."""
 
     def open(self, begin: Begin) -> None:
         """Map the memory that a round uses, all or nothing, unless the last round used it too."""
-        if begin.places is None or begin.slots is None or begin.buckets is None:
+        memory = begin.memory
+        if memory is None:
             if self._lists is None or self._lists != begin.lists:
                 raise TransportError(f"the publisher refers to lists {begin.lists}, never sent")
             return
-        self._lists, self._buckets = None, {}  # until everything is mapped
-        handles = {place.handle for place in begin.places} | set(begin.slots.values())
+        self._lists, self.buckets = None, {}  # until everything is mapped
+        handles = {*memory.handles, *memory.slots.values()}
         known, self._handles = self._handles, self._handles | handles
-        mapped = {}
-        for place in begin.places:
-            _check_index(place.source, self._blocks, "block")
-            span = self._transports.of(place.handle).open(place.handle)
-            buffer = replace(
-                span,
-                address=span.address + place.start,
-                shape=self._blocks[place.source].shape,
-                strides=place.strides,
-                item_bytes=self._item_bytes[place.source],
-                is_writable=False,
-            )
-            _check_inside(span, buffer)
-            mapped[place.source] = buffer
-        slots = {n: self._transports.of(handle).open(handle) for n, handle in begin.slots.items()}
-        for bucket in begin.buckets:
-            if bucket.slot not in slots:
-                raise TransportError(f"bucket {bucket.number} uses slot {bucket.slot}, never sent")
-            for piece in bucket.pieces:
-                _check_index(piece.source, self._blocks, "block")
+        try:
+            blocks = self._opened_places(memory.handles, memory.places)
+            buckets = self._opened_buckets(memory)
+        except SpecError as cause:
+            raise TransportError(f"the publisher describes no memory: {cause}") from cause
+        self.mapped, self.buckets = blocks, buckets
+        self._check_whole([self.mapped, *self.buckets.values()])
         for handle in known - handles:
             self._transports.of(handle).close_handle(handle)
-        self._handles, self.mapped, self._slots = handles, mapped, slots
-        self._lists, self._buckets = begin.lists, {each.number: each for each in begin.buckets}
+        self._handles, self._lists = handles, begin.lists
         self.generation += 1
 
-    def check_targets(self, blocks: Sequence[tuple[Box, int]]) -> None:
-        """Raise unless every copy writes inside of the sink's blocks: their items and widths."""
-        for copy in self.copies:
-            if not 0 <= copy.sink < len(blocks):
-                raise TransportError(f"{copy} writes to block {copy.sink} of {len(blocks)}")
-            whole, item_bytes = blocks[copy.sink]
-            if not whole.contains(Box(copy.sink_offset, copy.shape)):
-                raise TransportError(f"{copy} writes outside of its block of {whole.shape}")
-            if item_bytes != self._item_bytes[copy.source]:
-                raise TransportError(f"{copy} writes other items than those of {item_bytes} bytes")
+    def _open(self, handle: Handle) -> Buffer:
+        return self._transports.of(handle).open(handle)
 
-    def mapped_copies(self, block: int, sink: SinkBuffer) -> Iterator[BufferCopy]:
-        """Yield the copies from a mapped block."""
-        buffer = self.mapped[block]
-        return self._copies(block, Box.whole(buffer.shape), buffer, sink)
-
-    def bucket_copies(self, number: int, sink: SinkBuffer) -> Iterator[BufferCopy]:
-        """Yield the copies from a bucket."""
-        if number not in self._buckets:
+    def _opened_places(self, handles: Sequence[Handle], places: Places) -> Arrivals:
+        """Return the copies from blocks that are mapped."""
+        spans = [self._open(handle) for handle in handles]
+        block, index, start = map(numbers, (places.source, places.handle, places.start))
+        strides = numbers(places.strides, places.num_dims)
+        if not len(block) == len(index) == len(start) == len(strides):
+            raise SpecError(f"{len(block)} blocks have {len(start)} places")
+        self._check_index(block, len(self._boxes), "block")
+        self._check_index(index, len(spans), "handle")
+        if places.num_dims != self._boxes.num_dims:
+            raise SpecError(
+                f"strides of {places.num_dims} dims for blocks of {self._boxes.num_dims}"
+            )
+        bases = np.array([each.address for each in spans], np.int64)
+        sizes = np.array([each.nbytes for each in spans], np.int64)
+        devices = [HOST if each.device is None else each.device for each in spans]
+        shape = self._boxes.shape[block]
+        _check_reach(shape, strides, start)
+        mapped = BufferTable(
+            bases[index] + start,
+            shape,
+            strides,
+            self._item_bytes[block],
+            np.array(devices, np.int64)[index],
+            spans,
+        )
+        low, high = mapped.spans
+        is_outside = (low < bases[index]) | (high > bases[index] + sizes[index])
+        if is_outside.any():
+            row = int(np.flatnonzero(is_outside)[0])
+            base = int(bases[index[row]])
             raise TransportError(
-                f"bucket {number} is not one of the {len(self._buckets)} announced"
+                f"a block of {shape[row].tolist()} reaches from byte {int(low[row]) - base} to "
+                f"{int(high[row]) - base} of {sizes[index[row]]} that were offered"
             )
-        bucket = self._buckets[number]
-        slot = self._slots[bucket.slot]
-        for piece in bucket.pieces:
-            item_bytes = self._item_bytes[piece.source]
-            buffer = row_major_view(slot, piece.at, piece.shape, item_bytes)
-            _check_inside(slot, buffer)
-            yield from self._copies(piece.source, Box(piece.offset, piece.shape), buffer, sink)
+        row_of = np.full(len(self._boxes), -1)
+        row_of[block] = np.arange(len(block))
+        copies = np.flatnonzero(row_of[self.copies.source] >= 0)
+        return self._arrivals(copies, mapped, row_of[self.copies.source[copies]])
 
-    def _copies(
-        self, block: int, box: Box, buffer: Buffer, sink: SinkBuffer
-    ) -> Iterator[BufferCopy]:
-        """Yield the copies from some items of a block, which are in `buffer`."""
-        for number in self._by_block.get(block, []):
-            copy = self.copies[number]
-            wanted = Box(copy.source_offset, copy.shape)
-            overlap = wanted.overlap(box)
-            if overlap is None:
-                continue
-            inner = overlap.within(wanted)
-            at = sum(a * b for a, b in zip(inner.offset, strides_of(copy.shape), strict=True))
-            yield BufferCopy(
-                sink(copy.sink).block(inner.moved(copy.sink_offset)),
-                buffer.block(overlap.within(box)),
-                number,
-                at * self._item_bytes[block],
+    def _arrivals(
+        self, copies: Integers, memory: BufferTable | None = None, rows: Integers | None = None
+    ) -> Arrivals:
+        """Return whole copies from the blocks in these rows of `memory`."""
+        shape = self.copies.shape[copies]
+        if memory is None or rows is None:
+            memory, rows = BufferTable.of([], shape), copies
+        regions = memory.regions(rows, self.copies.source_offset[copies], shape)
+        return Arrivals(copies, np.zeros_like(shape), shape, regions)
+
+    def _opened_buckets(self, memory: Memory) -> dict[int, Arrivals]:
+        slots = {number: self._open(handle) for number, handle in memory.slots.items()}
+        for number, slot in memory.bucket_slots.items():
+            if slot not in slots:
+                raise TransportError(f"bucket {number} uses slot {slot}, never sent")
+        pieces: Pieces = memory.pieces
+        bucket, block, at = map(numbers, (pieces.bucket, pieces.source, pieces.at))
+        offset = numbers(pieces.offset, pieces.num_dims)
+        shape = numbers(pieces.shape, pieces.num_dims)
+        if not len(bucket) == len(block) == len(at) == len(offset) == len(shape):
+            raise SpecError(f"{len(bucket)} pieces have {len(at)} places")
+        self._check_index(block, len(self._boxes), "block")
+        if len(block) and pieces.num_dims != self._boxes.num_dims:
+            raise SpecError(f"pieces of {pieces.num_dims} dims, blocks of {self._boxes.num_dims}")
+        unknown = set(np.unique(bucket).tolist()) - memory.bucket_slots.keys()
+        if unknown:
+            raise TransportError(f"pieces are of bucket {min(unknown)}, never sent")
+        found = {}
+        for number, slot in memory.bucket_slots.items():
+            rows = np.flatnonzero(bucket == number)
+            found[number] = self._in_bucket(
+                slots[slot], block[rows], offset[rows], shape[rows], at[rows]
             )
+        return found
+
+    def _in_bucket(
+        self, slot: Buffer, block: Integers, offset: Integers, shape: Integers, at: Integers
+    ) -> Arrivals:
+        """Return the parts of copies that arrive in a bucket with these pieces."""
+        whole, width = self._boxes.shape[block], self._item_bytes[block]
+        is_wrong = (offset < 0) | (shape < 1) | (shape > whole) | (offset > whole - shape)
+        ends = at.astype(float) + shape.astype(float).prod(axis=1) * width
+        if is_wrong.any() or (at < 0).any() or (ends > slot.nbytes).any():
+            raise TransportError(
+                f"a piece of a bucket is outside of its block, or of its slot of {slot.nbytes} "
+                f"bytes"
+            )
+        order, first, counts = self._copies_by_block
+        pairs = np.repeat(np.arange(len(block)), counts[block])
+        inside = np.arange(len(pairs)) - np.repeat(
+            np.cumsum(counts[block]) - counts[block], counts[block]
+        )
+        copy = order[first[block[pairs]] + inside] if len(pairs) else np.empty(0, np.int64)
+        wanted, size = self.copies.source_offset[copy], self.copies.shape[copy]
+        low = np.maximum(wanted, offset[pairs])
+        high = np.minimum(wanted + size, offset[pairs] + shape[pairs])
+        is_there = (high > low).all(axis=1)
+        copy, pairs, low, high = copy[is_there], pairs[is_there], low[is_there], high[is_there]
+        memory = row_major(slot, at, shape, width)
+        return Arrivals(
+            copy,
+            low - self.copies.source_offset[copy],
+            high - low,
+            memory.regions(pairs, low - offset[pairs], high - low),
+        )
+
+    @cached_property
+    def _copies_by_block(self) -> tuple[Integers, Integers, Integers]:
+        """The copies sorted by block, and the first of each block there and their number."""
+        order = np.argsort(self.copies.source, kind="stable")
+        counts = np.bincount(self.copies.source, minlength=len(self._boxes))
+        return order, np.cumsum(counts) - counts, counts
+
+    def byte_offsets(self, arrivals: Arrivals) -> Integers:
+        """Return where the items that arrive start in the bytes of their copies."""
+        shape = self.copies.shape[arrivals.copy]
+        inner = np.cumprod(shape[:, :0:-1], axis=1, dtype=np.int64)[:, ::-1]
+        strides = np.concatenate([inner, np.ones((len(shape), 1), np.int64)], axis=1)
+        items: Integers = (arrivals.offset * strides).sum(axis=1)
+        return items * self._item_bytes[self.copies.source[arrivals.copy]]
+
+    def _check_whole(self, arrivals: Sequence[Arrivals]) -> None:
+        """Raise unless every byte of every copy comes exactly once."""
+        copy = np.concatenate([each.copy for each in arrivals])
+        nbytes = np.concatenate([each.memory.nbytes for each in arrivals])
+        offset = np.concatenate([self.byte_offsets(each) for each in arrivals])
+        order = np.lexsort((offset, copy))
+        copy, nbytes, offset = copy[order], nbytes[order], offset[order]
+        found = np.bincount(copy, weights=nbytes, minlength=len(self.copies)).astype(np.int64)
+        if (found != self.copy_bytes).any():
+            row = int(np.flatnonzero(found != self.copy_bytes)[0])
+            raise TransportError(f"{found[row]} of the {self.copy_bytes[row]} bytes of a copy come")
+        # Each part is contiguous in the copy's own bytes, and starts where the last one ends.
+        is_first = np.append(True, copy[1:] != copy[:-1]) if len(copy) else np.empty(0, bool)
+        expected = np.where(is_first, 0, np.append(0, (offset + nbytes)[:-1])[: len(copy)])
+        if (offset != expected).any():
+            row = int(np.flatnonzero(offset != expected)[0])
+            raise TransportError(f"byte {offset[row]} of a copy comes twice, or never")
+
+    @staticmethod
+    def _check_index(index: Integers, count: int, what: str) -> None:
+        if len(index) and not 0 <= index.min() <= index.max() < count:
+            raise TransportError(f"the publisher refers to {what} {index.max()} of {count}")
 
     def close(self) -> None:
         """Unmap all memory, and close the transports."""
         for handle in self._handles:
             self._transports.of(handle).close_handle(handle)
         self._handles = set()
-        self.mapped, self._slots = {}, {}
+        self.buckets, self._lists = {}, None
+        self.mapped = self._arrivals(np.empty(0, np.int64))
         self._transports.close()
 
 
-def _check_index(index: int, things: Sequence[object], what: str) -> None:
-    if not 0 <= index < len(things):
-        raise TransportError(f"the publisher refers to {what} {index} of {len(things)}")
-
-
-def _check_inside(span: Buffer, buffer: Buffer) -> None:
-    """Raise unless a buffer is inside of the memory that was offered."""
-    if len(buffer.shape) != len(buffer.strides):
-        raise TransportError(f"strides {buffer.strides} for a block of shape {buffer.shape}")
-    low, high = buffer.span if buffer.nbytes else (buffer.address, buffer.address)
-    if low < span.address or high > span.address + span.nbytes:
-        raise TransportError(
-            f"a block of {buffer.shape} reaches from byte {low - span.address} to "
-            f"{high - span.address} of {span.nbytes} that were offered"
-        )
+def _check_reach(shape: Integers, strides: Integers, start: Integers) -> None:
+    """Raise if addresses would not fit in 64 bits."""
+    reach = np.abs(strides.astype(float)) * shape
+    if (reach.sum(axis=1) + np.abs(start.astype(float)) > _MAX_REACH).any():
+        raise SpecError("a block has strides that no memory has")

@@ -133,7 +133,7 @@ class ReplicaConnection:
             SharedMemoryTransport(fd_connection=self._files),
             CudaIpcTransport(fd_connection=self._files),
         )
-        self.source = RemoteSource(agreed, list(tensors.values()), transports)
+        self.source = RemoteSource(agreed, tensors, welcome.tied, want, transports)
         used = {welcome.tied.get(each.name, each.name) for each in want.tensors}
         self.unused = tuple(name for name in tensors if name not in used)
         self.session = welcome.session

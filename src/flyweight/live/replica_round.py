@@ -40,8 +40,8 @@ class UpdateOptions:
 class SinkResult:
     """What a sink received in a round, before the round is committed."""
 
-    digests: tuple[int, ...]
-    """The digest of each copy; empty if the round does not verify."""
+    digests: bytes
+    """The digest of each copy, 64 bits each; empty if the round does not verify."""
     copy_seconds: float
     verify_seconds: float
 
@@ -101,7 +101,7 @@ class ReplicaRound:
             )
         self.source.open(begin)
         self.nbytes = self.source.nbytes
-        self._missing_buckets = set(self.source.bucket_numbers)
+        self._missing_buckets = set(self.source.buckets)
 
     def check_running(self) -> None:
         """Raise if the publisher is gone or has aborted the round."""
@@ -145,15 +145,15 @@ class ReplicaRound:
         except TransportError:
             # All bytes and their digests were here before the publisher went.
             is_gone = self.connection.is_lost and not self._is_aborted
-            if not is_gone or self.begin.digests is None or self.source.bucket_numbers:
+            if not is_gone or self.begin.digests is None or self.source.buckets:
                 raise
             message = messages.Commit(self.begin.round, self.begin.digests)
         if not isinstance(message, messages.Commit):
             raise TransportError(f"the publisher sent {type(message).__name__}, not a commit")
         if message.digests != result.digests:
             raise DigestMismatch(
-                f"{len(result.digests)} digests of version {self.begin.version} are not those that "
-                f"were committed"
+                f"{len(result.digests) // 8} digests of version {self.begin.version} are not those "
+                f"that were committed"
             )
 
     def report(self, result: SinkResult, verified: str) -> UpdateReport:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from time import monotonic, perf_counter
 
-from flyweight.digest import DigestKind
+import numpy as np
+
 from flyweight.errors import (
     DigestMismatch,
     FlyweightError,
@@ -24,42 +25,10 @@ from flyweight.errors import (
 )
 from flyweight.live import messages
 from flyweight.live.connection import Connection, spin_seconds
-from flyweight.live.lanes import HOST, Offers
-from flyweight.live.published_model import PublishedVersion
+from flyweight.live.lanes import Lanes, Offers
+from flyweight.live.published_model import DigestKey, PublishedVersion
 from flyweight.live.report import ReplicaReport
-from flyweight.live.source import BucketFill, PublishedSource, Region
-
-
-@dataclass(frozen=True, eq=False)
-class Agreement:
-    """The copies that a replica gets, and the blocks that they go to."""
-
-    copies: tuple[messages.Copy, ...]
-    sinks: Sequence[messages.Block]
-    nbytes: int
-    devices: frozenset[str]
-    """The GPUs that the replica's process sees."""
-    _regions: dict[DigestKind, tuple[Region, ...]] = field(default_factory=dict)
-
-    @cached_property
-    def is_on_host(self) -> bool:
-        """True if the replica receives everything in host memory."""
-        return all(sink.place == HOST for sink in self.sinks)
-
-    def digest_kind(self, source: PublishedSource) -> DigestKind:
-        """Return 'xxh3' if both sides are on the host, else 'words', which a GPU can compute.
-
-        Files have digests of kind 'words', which need not be computed from their bytes.
-        """
-        return "xxh3" if source.is_on_host and self.is_on_host else "words"
-
-    def regions(self, kind: DigestKind) -> tuple[Region, ...]:
-        """Return the region that each copy reads, with this kind of digest."""
-        if kind not in self._regions:
-            self._regions[kind] = tuple(
-                Region(copy.source, copy.source_offset, copy.shape, kind) for copy in self.copies
-            )
-        return self._regions[kind]
+from flyweight.live.source import Agreement, BucketFill
 
 
 @dataclass(eq=False)
@@ -81,7 +50,7 @@ class Member:
     """True while it is in a round, or about to be."""
     request_in_round: int = 0
     """The number of the request that the round answers, even if it was withdrawn since."""
-    lanes: tuple[Offers, dict[int, str]] | None = None
+    lanes: tuple[Offers, Lanes] | None = None
     lists_number: int = 0
     """The number of the lists of places, slots and buckets that it was sent last."""
     lists_sent: object = None
@@ -133,11 +102,6 @@ class MemberRound:
     @property
     def is_running(self) -> bool:
         return self.error is None and not self.is_committed
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """The region that each copy reads."""
-        return self.agreement.regions(self.begin.digest_kind)
 
     @property
     def report(self) -> ReplicaReport:
@@ -218,7 +182,7 @@ class Round:
         self._spin_seconds = spin_seconds(bool(version.source.devices))
         self.members: list[MemberRound] = []
         self.changed = threading.Condition()
-        self._expected: Mapping[Region, int] | None = None
+        self._expected: Mapping[DigestKey, bytes] | None = None
         self._started, self._last_going = perf_counter(), 0.0
         self.digest_seconds = 0.0
 
@@ -264,9 +228,8 @@ class Round:
         in_slot: dict[int, int] = {}
         started: BucketFill | None = None
         for fill in self._fills:
-            bucket = fill.bucket
-            before = in_slot.get(bucket.slot)
-            is_same_slot = started is not None and started.bucket.slot == bucket.slot
+            before = in_slot.get(fill.slot)
+            is_same_slot = started is not None and started.slot == fill.slot
             if started is not None and (is_same_slot or not self._is_empty(before)):
                 self._finish(started)
                 started = None
@@ -274,9 +237,9 @@ class Round:
                 self._wait(
                     partial(MemberRound.has_emptied, bucket=before), f"emptied bucket {before}"
                 )
-            if not any(bucket.number in member.buckets for member in self._running()):
+            if not any(fill.number in member.buckets for member in self._running()):
                 continue
-            in_slot[bucket.slot] = bucket.number
+            in_slot[fill.slot] = fill.number
             fill.start()
             if started is not None:
                 self._finish(started)
@@ -287,7 +250,7 @@ class Round:
     def _finish(self, fill: BucketFill) -> None:
         """Wait until a bucket is full, and tell the members that need it."""
         fill.run(monotonic() + self._timeout_seconds)
-        number = fill.bucket.number
+        number = fill.number
         for member in self._running():
             if number in member.buckets:
                 member.last_progress = monotonic()  # only now it has something to do
@@ -296,19 +259,17 @@ class Round:
     def _is_empty(self, bucket: int | None) -> bool:
         return bucket is None or all(each.has_emptied(bucket) for each in self._running())
 
-    def _digests(self) -> Mapping[Region, int]:
+    def _digests(self) -> Mapping[DigestKey, bytes]:
         """Return the digests of the source.
 
         They come before the copies, so that a write between them is detected.
         """
         if not self._should_verify:
             return {}
-        if self.version.digests is not None:
-            return self.version.digests
         started = perf_counter()
-        regions = dict.fromkeys(region for each in self._running() for region in each.regions)
-        found = self.version.source.digests(list(regions), monotonic() + self._timeout_seconds)
-        self.digest_seconds = perf_counter() - started
+        wanted = [(each.agreement, each.begin.digest_kind) for each in self._running()]
+        found = self.version.digests_of(wanted, monotonic() + self._timeout_seconds)
+        self.digest_seconds += perf_counter() - started
         return found
 
     def _wait(self, is_reached: Callable[[MemberRound], bool], step: str) -> None:
@@ -366,9 +327,9 @@ class Round:
         for member in self._running():
             if member.done is None:
                 continue
-            expected: tuple[int, ...] = ()
+            expected = b""
             if self._should_verify:
-                expected = tuple(self._expected[each] for each in member.regions)
+                expected = self._expected[member.agreement, member.begin.digest_kind]
             if member.done.digests != expected:
                 wrong = self._differing(member, member.done.digests, expected)
                 member.is_touched = True
@@ -387,10 +348,9 @@ class Round:
             member.send(messages.Commit(self.number, expected))
             member.seconds = perf_counter() - self._started
 
-    def _differing(
-        self, member: MemberRound, found: tuple[int, ...], expected: tuple[int, ...]
-    ) -> list[str]:
+    def _differing(self, member: MemberRound, found: bytes, expected: bytes) -> list[str]:
         if len(found) != len(expected):
-            return [f"{len(found)} digests, {len(expected)} expected"]
-        pairs = zip(member.agreement.copies, found, expected, strict=True)
-        return sorted({self.version.source.blocks[c.source].name for c, a, b in pairs if a != b})
+            return [f"{len(found) // 8} digests, {len(expected) // 8} expected"]
+        differs = np.frombuffer(found, np.uint64) != np.frombuffer(expected, np.uint64)
+        blocks = np.unique(member.agreement.copies.source[differs])
+        return sorted({self.version.source.name_of(block) for block in blocks.tolist()})

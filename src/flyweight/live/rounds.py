@@ -15,23 +15,26 @@ from dataclasses import dataclass
 from logging import getLogger
 from time import monotonic, perf_counter
 
+import numpy as np
+
 from flyweight.checks import check_seconds
 from flyweight.errors import FlyweightError, PeerFailed, PeerLost, SpecError, TransferTimeout
 from flyweight.live.lanes import (
     MAPPED,
     TRANSPORTS,
     BucketSlots,
+    Lanes,
     Offers,
     TransportChoice,
     Transports,
-    bucketed_blocks,
     lane_names,
 )
 from flyweight.live.members import Members
 from flyweight.live.messages import Begin
 from flyweight.live.published_model import PublishedModel, PublishedVersion
 from flyweight.live.report import ReplicaReport
-from flyweight.live.round import Agreement, Member, MemberRound, Round
+from flyweight.live.round import Member, MemberRound, Round
+from flyweight.live.source import Agreement
 from flyweight.verbs.find import PathLike, open_source, versions
 
 _log = getLogger("flyweight.live")
@@ -85,13 +88,10 @@ class Rounds:
         self.available: PublishedVersion | None = None
         """The version that replicas can take at once, between two publishes."""
 
-    def lanes(self, version: PublishedVersion, member: Member) -> dict[int, str]:
+    def lanes(self, version: PublishedVersion, member: Member) -> Lanes:
         """Return the lane of each block for a member; raise if the transport is impossible."""
         if member.lanes is None or member.lanes[0] is not version.offers:
-            agreed = _agreement(member)
-            found = version.offers.lanes(
-                agreed.copies, agreed.sinks, agreed.devices, self._options.transport
-            )
+            found = version.offers.lanes(_agreement(member), self._options.transport)
             member.lanes = version.offers, found
             if (reason := version.offers.refusal) and not self._has_warned:
                 self._has_warned = True
@@ -114,7 +114,7 @@ class Rounds:
                 lanes = None
                 if held is None or live.source.devices:
                     lanes = self.lanes(live, member)
-                if held is None or (lanes and set(lanes.values()) == {MAPPED}):
+                if held is None or (lanes and set(lanes) == {MAPPED}):
                     from_model.append(member)
                 else:
                     self.lanes(held, member)
@@ -134,9 +134,7 @@ class Rounds:
         on_release: Callable[[], None] = lambda: None,
     ) -> Round:
         """Return a round that `run` runs; `Round` explains `on_release`."""
-        slots.lay_out(
-            version.source, bucketed_blocks([self.lanes(version, member) for member in members])
-        )
+        slots.lay_out(version.source, [self.lanes(version, member) for member in members])
         digest_seconds = self._add_digests(version, members, timeout_seconds)
         with self._members.changed:
             self.last_number += 1
@@ -163,25 +161,26 @@ class Rounds:
         if version.digests is None or not self._options.should_verify:
             return 0.0
         agreed = [(each, each.digest_kind(version.source)) for each in map(_agreement, members)]
-        regions = dict.fromkeys(region for each, kind in agreed for region in each.regions(kind))
-        new = [region for region in regions if region not in version.digests]
         started = perf_counter()
-        version.digests.update(version.source.digests(new, monotonic() + timeout_seconds))
+        version.digests_of(agreed, monotonic() + timeout_seconds)
         return perf_counter() - started
 
     def _member_round(self, round_: Round, member: Member, slots: BucketSlots) -> MemberRound:
         version, agreed = round_.version, _agreement(member)
         lanes = self.lanes(version, member)
         buckets = slots.buckets_for(lanes)
-        lists = version.offers, slots, slots.generation, tuple(each.number for each in buckets)
+        lists = version.offers, slots, slots.generation, tuple(buckets)
         has_lists = member.lists_sent == lists
         if not has_lists:
             member.lists_sent = lists
             member.lists_number += 1
         kind, digests = agreed.digest_kind(version.source), None
         if version.digests is not None and self._options.should_verify:
-            digests = tuple(version.digests[region] for region in agreed.regions(kind))
-        mapped = [number for number, lane in lanes.items() if lane == MAPPED]
+            digests = version.digests[agreed, kind]
+        memory = None
+        if not has_lists:
+            mapped = lanes.get(MAPPED, np.empty(0, np.int64))
+            memory = slots.memory(buckets, *version.offers.places(mapped))
         begin = Begin(
             round=round_.number,
             ask=member.request_in_round,
@@ -193,14 +192,17 @@ class Rounds:
             digest_kind=kind,
             digests=digests,
             lists=member.lists_number,
-            places=None if has_lists else version.offers.places(mapped),
-            slots=None if has_lists else {each.slot: slots.handles[each.slot] for each in buckets},
-            buckets=None if has_lists else buckets,
+            memory=memory,
             values=dict(version.values),
         )
-        numbers = frozenset(each.number for each in buckets)
         return MemberRound(
-            round_.changed, round_.connection, member, agreed, begin, numbers, bool(mapped)
+            round_.changed,
+            round_.connection,
+            member,
+            agreed,
+            begin,
+            frozenset(buckets),
+            MAPPED in lanes,
         )
 
     def run(self, round_: Round) -> None:

@@ -1,92 +1,116 @@
 """The blocks that a publisher can give, where each one is in memory, and their digests.
 
 The source is a trainer's model, an opened snapshot, or the copy that is held in shared memory
-for replicas that ask between two publishes. Copies and digests that are prepared for a source
-live as long as it does.
+for replicas that ask between two publishes. A block has a number, its row in the tables. Copies
+and digests that are prepared for a source live as long as it does.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from time import monotonic
-from typing import NamedTuple
+
+import numpy as np
 
 from flyweight.adapters.model import Model
-from flyweight.digest import Digest, DigestKind
-from flyweight.errors import PlanError, TransferTimeout, listed
+from flyweight.digest import Digest, DigestKind, Words
+from flyweight.errors import PlanError, SpecError, TransferTimeout, listed
 from flyweight.formats.stored import Stored, same_bytes, whole_digest
-from flyweight.live.copies import BufferCopy, Copiers, PreparedCopies, PreparedDigests
-from flyweight.live.messages import Block, Bucket, Copy, Piece, Tensor, Want
+from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
+from flyweight.live.messages import Boxes, Tensor, Want, numbers
+from flyweight.live.plan import plan, whole_boxes
 from flyweight.memory import Buffer
+from flyweight.memory_table import HOST, NOWHERE, BufferTable, Integers
+from flyweight.plans.buckets import PieceTable
+from flyweight.plans.copy_table import BoxTable, CopyTable
 from flyweight.plans.fit import check_fit
-from flyweight.plans.reshard import reshard
 from flyweight.ports import Source
-from flyweight.spec.box import Box, strides_of
-from flyweight.spec.layout import Shard
+from flyweight.spec.box import Box
 from flyweight.spec.manifest import Manifest, TensorSpec
 from flyweight.transports.shared_memory import SharedMemoryTransport
 
 ALIGN_BYTES = 512
 _READ_BYTES = 4 << 20
+_MAX_PREPARED = 16
 
 
-class Region(NamedTuple):
-    """The items of a block that a copy reads, and how they are digested."""
+@dataclass(frozen=True, eq=False)
+class Regions:
+    """The items of blocks that copies read, one row each."""
 
-    block: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    kind: DigestKind
+    block: Integers
+    offset: Integers
+    """Counted from the block's corner."""
+    shape: Integers
 
 
-@dataclass(frozen=True)
-class SourceBlock:
-    """A box of a tensor that a publisher has."""
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """The copies that a replica gets, and the blocks that they go to."""
 
-    tensor: int
-    name: str
-    spec: TensorSpec
-    box: Box
-    buffer: Buffer | None
-    """Its memory; None if it can only be read, from files or from an unknown device."""
+    copies: CopyTable
+    sink_places: Sequence[str]
+    """The device of each of the replica's blocks: the uuid of a GPU, or "" for the host."""
+    nbytes: int
+    devices: frozenset[str]
+    """The GPUs that the replica's process sees."""
+    regions: Regions = field(init=False)
 
-    @property
-    def items(self) -> Box:
-        return self.spec.stored(self.box)
+    def __post_init__(self) -> None:
+        copies = self.copies
+        regions = Regions(copies.source, copies.source_offset, copies.shape)
+        object.__setattr__(self, "regions", regions)
 
-    @property
-    def nbytes(self) -> int:
-        return self.spec.box_bytes(self.box)
+    @cached_property
+    def is_on_host(self) -> bool:
+        """True if the replica receives everything in host memory."""
+        return not any(self.sink_places)
+
+    def digest_kind(self, source: PublishedSource) -> DigestKind:
+        """Return 'xxh3' if both sides are on the host, else 'words', which a GPU can compute.
+
+        Files have digests of kind 'words', which need not be computed from their bytes.
+        """
+        return "xxh3" if source.is_on_host and self.is_on_host else "words"
 
 
 class PublishedSource:
     """The blocks of one model, with the copies and digests that were prepared for them."""
 
-    def __init__(self, source: Source, blocks: Sequence[SourceBlock], copiers: Copiers) -> None:
+    def __init__(
+        self, source: Source, boxes: BoxTable, memory: BufferTable, copiers: Copiers
+    ) -> None:
+        """Describe a source.
+
+        boxes: the blocks, in items, of the tensors of the source's manifest.
+        memory: where each block is; NOWHERE if it can only be read.
+        """
         self.manifest: Manifest = source.manifest
-        self.source, self.blocks, self.copiers = source, blocks, copiers
-        self.by_name: dict[str, list[int]] = {}
-        for number, block in enumerate(blocks):
-            self.by_name.setdefault(block.name, []).append(number)
+        self.source, self.copiers = source, copiers
+        self.boxes, self.memory = boxes, memory
+        self.names = list(self.manifest.tensors)
         self._digesting = threading.Lock()
-        self._prepared: dict[DigestKind, tuple[list[Region], PreparedDigests]] = {}
+        self._prepared: dict[Regions, PreparedDigests] = {}
 
     @classmethod
     def of(cls, source: Source, copiers: Copiers) -> PublishedSource:
         """Return the blocks of a model in memory, or of an opened snapshot."""
-        blocks: list[SourceBlock] = []
+        boxes: list[tuple[int, Box]] = []
+        buffers: list[Buffer | None] = []
         for number, (name, spec) in enumerate(source.manifest.tensors.items()):
-            found: list[tuple[Box, Buffer | None]]
             if isinstance(source, Model):
-                found = [(block.box, block.buffer) for block in source.blocks(name)]
+                for block in source.blocks(name):
+                    boxes.append((number, spec.stored(block.box)))
+                    buffers.append(block.buffer)
             else:
-                found = [(box, None) for box in source.boxes(name)]
-            blocks += [SourceBlock(number, name, spec, *each) for each in found]
-        return cls(source, blocks, copiers)
+                found = [(number, spec.stored(box)) for box in source.boxes(name)]
+                boxes += found
+                buffers += [None] * len(found)
+        table = BoxTable.of(boxes)
+        return cls(source, table, BufferTable.of(buffers, table.shape), copiers)
 
     def read_from(self, stored: Stored) -> PublishedSource:
         """Return the same blocks, read from a snapshot; raise PlanError if it does not fit."""
@@ -100,88 +124,95 @@ class PublishedSource:
                 raise PlanError(
                     f"{name!r} and {alias!r} are one tensor in the model and differ in the snapshot"
                 )
-        blocks = [replace(block, buffer=None) for block in self.blocks]
-        return PublishedSource(stored, blocks, self.copiers)
+        nowhere = replace(self.memory, device=np.full(len(self.boxes), NOWHERE), owner=None)
+        found_source = PublishedSource(stored, self.boxes, nowhere, self.copiers)
+        found_source.names = self.names
+        return found_source
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(Tensor.of(name, spec) for name, spec in self.manifest.tensors.items())
 
     @cached_property
-    def sources(self) -> tuple[Block, ...]:
-        return tuple(Block(b.tensor, b.box.offset, b.box.shape) for b in self.blocks)
+    def packed_boxes(self) -> Boxes:
+        """The blocks, as they are told to replicas."""
+        return Boxes.of(self.boxes)
+
+    @cached_property
+    def item_bytes(self) -> Integers:
+        """The width of the items of each block."""
+        widths = [self.manifest.spec(name).item_bytes for name in self.names]
+        return np.array(widths, np.int64)[self.boxes.tensor]
+
+    @cached_property
+    def nbytes(self) -> Integers:
+        """The bytes of each block."""
+        return self.boxes.num_items * self.item_bytes
 
     @cached_property
     def devices(self) -> list[int]:
         """The CUDA devices that some of the blocks are on."""
-        return sorted(
-            {b.buffer.device for b in self.blocks if b.buffer and b.buffer.device is not None}
-        )
+        return [int(each) for each in np.unique(self.memory.device) if each >= 0]
 
     @cached_property
     def is_on_host(self) -> bool:
         """True if all blocks are in host memory."""
-        return all(b.buffer is not None and b.buffer.device is None for b in self.blocks)
+        return bool((self.memory.device == HOST).all())
 
     @cached_property
-    def whole_blocks(self) -> list[Region]:
-        """Every block as a region, with the kind of digest that is fastest for its memory."""
-        kind: DigestKind = "xxh3" if self.is_on_host else "words"
-        shapes = [block.items.shape for block in self.blocks]
-        return [Region(n, (0,) * len(shape), shape, kind) for n, shape in enumerate(shapes)]
+    def whole_blocks(self) -> Regions:
+        """Every block as a region."""
+        return Regions(
+            np.arange(len(self.boxes)), np.zeros_like(self.boxes.shape), self.boxes.shape
+        )
+
+    @property
+    def fast_digest_kind(self) -> DigestKind:
+        """The kind of digest that is fastest for the memory of this source."""
+        return "xxh3" if self.is_on_host else "words"
+
+    def name_of(self, block: int) -> str:
+        """Return the name of a block's tensor."""
+        return self.names[int(self.boxes.tensor[block])]
 
     def has_same_blocks(self, other: PublishedSource) -> bool:
         """True if an agreement with a replica for one source holds for the other."""
         return (
             self.tensors == other.tensors
             and self.manifest.tied == other.manifest.tied
-            and self.sources == other.sources
+            and self.packed_boxes == other.packed_boxes
         )
 
     def has_same_memory(self, other: PublishedSource) -> bool:
         """True if every block is at the same address: at most values that are no tensors differ."""
-        return list(map(_memory, self.blocks)) == list(map(_memory, other.blocks))
+        return all(
+            np.array_equal(getattr(self.memory, name), getattr(other.memory, name))
+            for name in ("address", "strides", "device")
+        )
 
-    def nbytes_of(self, copy: Copy) -> int:
-        return prod(copy.shape) * self.blocks[copy.source].spec.item_bytes
-
-    def plan(self, want: Want) -> tuple[Copy, ...]:
+    def plan(self, want: Want) -> Agreement:
         """Return the copies that fill what a replica wants; raise PlanError if none can."""
         wanted = {each.name: each.spec() for each in want.tensors}
+        if len(wanted) != len(want.tensors):
+            raise PlanError(f"{len(want.tensors)} tensors are wanted by {len(wanted)} names")
         self._check_specs(wanted)
-        tied, names = self.manifest.tied, list(wanted)
-        sinks: dict[str, list[Shard]] = {name: [] for name in names}
-        for number, block in enumerate(want.blocks):
-            if not 0 <= block.tensor < len(names):
-                raise PlanError(f"block {number} is of tensor {block.tensor} of {len(names)}")
-            name, box = names[block.tensor], block.box()
-            if not Box.whole(wanted[name].shape).contains(box):
-                raise PlanError(f"{name!r} is {wanted[name].shape}, {box} is wanted of it")
-            sinks[name].append(Shard(number, box))
-        unused = self.manifest.tensors.keys() - {tied.get(name, name) for name in names}
+        tied = self.manifest.tied
+        sinks = want.blocks.table(whole_boxes(list(wanted.values())))
+        place = numbers(want.place)
+        if len(place) != len(sinks) or (
+            len(place) and not 0 <= place.min() <= place.max() < len(want.places)
+        ):
+            raise SpecError(f"{len(sinks)} blocks have {len(place)} devices")
+        unused = self.manifest.tensors.keys() - {tied.get(name, name) for name in wanted}
         if unused and not want.may_leave:
             raise PlanError(
                 f"the publisher has {len(unused)} tensors that the replica lacks: "
                 f"{listed(unused)}; make the replica with extra='report' to leave them out"
             )
-        sources = {
-            name: [Shard(n, self.blocks[n].box) for n in self.by_name.get(tied.get(name, name), [])]
-            for name in names
-        }
-        found = []
-        for copy in reshard(sources, sinks).copies():
-            spec, origin = wanted[copy.name], self.blocks[copy.source.rank]
-            items = spec.stored(copy.box)
-            found.append(
-                Copy(
-                    copy.source.rank,
-                    copy.sink.rank,
-                    items.within(origin.items).offset,
-                    items.within(spec.stored(copy.sink.box)).offset,
-                    items.shape,
-                )
-            )
-        return tuple(found)
+        copies = plan(self.names, tied, self.boxes, list(wanted), sinks)
+        nbytes = int((copies.num_items * self.item_bytes[copies.source]).sum())
+        places = [want.places[n] for n in place.tolist()]
+        return Agreement(copies, places, nbytes, frozenset(want.devices))
 
     def _check_specs(self, wanted: Mapping[str, TensorSpec]) -> None:
         known = set(self.manifest.names)
@@ -194,78 +225,82 @@ class PublishedSource:
         have = {name: self.manifest.spec(name) for name in wanted}
         check_fit(have, wanted, source="at the publisher", sink="at the replica")
 
-    def read(self, piece: Piece, into: Buffer) -> None:
-        """Read a piece of a block that is not in memory into a buffer on the host."""
-        block, target = self.blocks[piece.source], into.flat()
+    def read(self, block: int, items: Box, into: Buffer) -> None:
+        """Read items of a block that is not in memory into a buffer on the host."""
+        target = into.flat()
         assert target is not None
-        box = block.spec.elements(_box(piece).moved(block.items.offset))
-        data = self.source.read(block.name, box, into=target)
+        _, box = self._located(block, items)
+        data = self.source.read(self.name_of(block), box, into=target)
         if data.ctypes.data != target.ctypes.data:
             target[:] = data
 
-    def digests(self, regions: Sequence[Region], deadline: float) -> dict[Region, int]:
+    def _located(self, block: int, items: Box) -> tuple[TensorSpec, Box]:
+        """Return the spec of a block's tensor, and items of the block as a box of the tensor."""
+        spec = self.manifest.spec(self.name_of(block))
+        extra = len(items.shape) - len(spec.shape)
+        moved = items.moved(self.boxes.offset[block].tolist())
+        return spec, spec.elements(Box(moved.offset[extra:], moved.shape[extra:]))
+
+    def digests(self, regions: Regions, kind: DigestKind, deadline: float) -> Words:
         """Return the digest of each region."""
-        in_memory: dict[DigestKind, list[Region]] = {}
-        for each in regions:
-            if self.blocks[each.block].buffer is not None:
-                in_memory.setdefault(each.kind, []).append(each)
-        found: dict[Region, int] = {}
+        in_memory = self.memory.device[regions.block] != NOWHERE
+        rows = np.flatnonzero(in_memory)
+        found: Words = np.zeros(len(regions.block), np.uint64)
         with self._digesting:  # prepared digests of a device can run once at a time
-            for kind, some in in_memory.items():
-                if kind not in self._prepared or self._prepared[kind][0] != some:
-                    buffers = [self._buffer(each) for each in some]
-                    self._prepared[kind] = some, PreparedDigests(buffers)
-                values = self._prepared[kind][1].digests(kind, deadline)
-                found.update(zip(some, values, strict=True))
-        for each in regions:
-            if each not in found:
-                found[each] = self._digest_of_file(each, deadline)
+            if len(rows):
+                if regions not in self._prepared:
+                    memory = self.memory.regions(
+                        regions.block[rows], regions.offset[rows], regions.shape[rows]
+                    )
+                    while len(self._prepared) >= _MAX_PREPARED:
+                        del self._prepared[next(iter(self._prepared))]
+                    self._prepared[regions] = PreparedDigests(memory)
+                found[rows] = self._prepared[regions].digests(kind, deadline)
+        for row in np.flatnonzero(~in_memory).tolist():
+            items = Box(tuple(regions.offset[row].tolist()), tuple(regions.shape[row].tolist()))
+            found[row] = self._digest_of_file(int(regions.block[row]), items, kind, deadline)
         return found
 
-    def _buffer(self, region: Region) -> Buffer:
-        buffer = self.blocks[region.block].buffer
-        assert buffer is not None
-        return buffer.block(Box(region.offset, region.shape))
-
-    def _digest_of_file(self, region: Region, deadline: float) -> int:
-        block = self.blocks[region.block]
-        corner = Box(region.offset, region.shape).moved(block.items.offset)
-        whole = block.spec.elements(corner)
-        is_whole = whole.shape == block.spec.shape and region.kind == "words"
-        if is_whole and isinstance(self.source, Stored):
-            known = whole_digest(self.source, block.name)
+    def _digest_of_file(self, block: int, items: Box, kind: DigestKind, deadline: float) -> int:
+        name, (spec, whole) = self.name_of(block), self._located(block, items)
+        if whole.shape == spec.shape and kind == "words" and isinstance(self.source, Stored):
+            known = whole_digest(self.source, name)
             if known is not None:
                 return known
-        digest, at = Digest(block.spec.box_bytes(whole), region.kind), 0
-        for items in block.spec.chunks(whole, _READ_BYTES):
+        corner = spec.stored(whole).offset
+        digest, at = Digest(spec.box_bytes(whole), kind), 0
+        for chunk in spec.chunks(whole, _READ_BYTES):
             if monotonic() > deadline:
-                raise TransferTimeout(f"{block.name!r} was not read in time")
-            data = self.source.read(block.name, block.spec.elements(items.moved(corner.offset)))
+                raise TransferTimeout(f"{name!r} was not read in time")
+            data = self.source.read(name, spec.elements(chunk.moved(corner)))
             digest.add(at, data)
             at += len(data)
         return digest.value()
 
 
-def _memory(block: SourceBlock) -> tuple[object, ...] | None:
-    at = block.buffer
-    return None if at is None else (at.address, at.shape, at.strides, at.item_bytes, at.device)
-
-
 class BucketFill:
     """Fills one bucket: prepared copies from memory, and reads from files."""
 
-    def __init__(self, source: PublishedSource, bucket: Bucket, slot: Buffer) -> None:
-        self.bucket, self._source = bucket, source
-        copies: list[BufferCopy] = []
-        self._reads: list[tuple[Piece, Buffer]] = []
-        for piece in bucket.pieces:
-            block = source.blocks[piece.source]
-            target = row_major_view(slot, piece.at, piece.shape, block.spec.item_bytes)
-            if block.buffer is None:
-                self._reads.append((piece, target))
-            else:
-                copies.append(BufferCopy(target, block.buffer.block(_box(piece)), 0))
-        self._copies = PreparedCopies(copies, source.copiers, is_bucket=True)
+    def __init__(
+        self, source: PublishedSource, number: int, slot: int, pieces: PieceTable, memory: Buffer
+    ) -> None:
+        """Prepare to fill a bucket; `memory` is that of its slot."""
+        self.number, self.slot, self._source = number, slot, source
+        self.pieces = pieces
+        sink = row_major(memory, pieces.at, pieces.shape, source.item_bytes[pieces.block])
+        in_memory = source.memory.device[pieces.block] != NOWHERE
+        rows = np.flatnonzero(in_memory)
+        self._reads = [
+            (int(pieces.block[row]), pieces.box(row), sink.buffer(row))
+            for row in np.flatnonzero(~in_memory).tolist()
+        ]
+        taken = pieces.take(rows)
+        copies = BufferCopies.whole(
+            sink.take(rows),
+            source.memory.regions(taken.block, taken.offset, taken.shape),
+            np.arange(len(rows)),
+        )
+        self._copies = PreparedCopies(copies, source.copiers, copies.sink.nbytes, is_bucket=True)
 
     def start(self) -> None:
         """Queue the copies of devices without waiting for them."""
@@ -273,26 +308,27 @@ class BucketFill:
 
     def run(self, deadline: float) -> None:
         """Return once the bucket is full."""
-        self._copies.run([None], deadline)
-        for piece, target in self._reads:
+        self._copies.run(deadline)
+        for block, items, target in self._reads:
             if monotonic() > deadline:
-                name = self._source.blocks[piece.source].name
-                raise TransferTimeout(f"{name!r} was not read in time")
-            self._source.read(piece, target)
+                raise TransferTimeout(f"{self._source.name_of(block)!r} was not read in time")
+            self._source.read(block, items, target)
 
     def close(self) -> None:
         self._copies.close()
 
 
-def _box(piece: Piece) -> Box:
-    return Box(piece.offset, piece.shape)
-
-
-def row_major_view(buffer: Buffer, at: int, shape: tuple[int, ...], item_bytes: int) -> Buffer:
-    """Return the items that start at byte `at` of a flat buffer, in row-major order."""
-    strides = tuple(item_bytes * stride for stride in strides_of(shape))
-    return replace(
-        buffer, address=buffer.address + at, shape=shape, strides=strides, item_bytes=item_bytes
+def row_major(buffer: Buffer, at: Integers, shape: Integers, item_bytes: Integers) -> BufferTable:
+    """Return items in row-major order that start at bytes `at` of a flat buffer."""
+    inner = np.cumprod(shape[:, :0:-1], axis=1, dtype=np.int64)[:, ::-1]
+    strides = np.concatenate([inner, np.ones((len(shape), 1), np.int64)], axis=1)
+    return BufferTable(
+        buffer.address + at,
+        shape,
+        strides * item_bytes[:, None],
+        item_bytes,
+        np.full(len(shape), HOST if buffer.device is None else buffer.device),
+        buffer,
     )
 
 
@@ -300,33 +336,22 @@ class HeldCopy:
     """A copy of a whole model in shared memory, which outlives the trainer's next step."""
 
     def __init__(self, model: PublishedSource, transport: SharedMemoryTransport) -> None:
-        at, starts = 0, []
-        for block in model.blocks:
-            starts.append(at)
-            at += -(-block.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        self._memory = transport.allocate(at)
-        placed = list(zip(model.blocks, starts, strict=True))
-        blocks = [
-            replace(
-                block,
-                buffer=row_major_view(self._memory, at, block.items.shape, block.spec.item_bytes),
-            )
-            for block, at in placed
-        ]
-        self.source = PublishedSource(model.source, blocks, model.copiers)
-        pieces = tuple(
-            Piece(number, (0,) * len(block.items.shape), block.items.shape, at)
-            for number, (block, at) in enumerate(placed)
-            if block.nbytes
+        ends = np.cumsum(-(-model.nbytes // ALIGN_BYTES) * ALIGN_BYTES)
+        starts = ends - (-(-model.nbytes // ALIGN_BYTES) * ALIGN_BYTES)
+        self._memory = transport.allocate(int(ends[-1]) if len(ends) else 0)
+        memory = row_major(self._memory, starts, model.boxes.shape, model.item_bytes)
+        self.source = PublishedSource(model.source, model.boxes, memory, model.copiers)
+        full = np.flatnonzero(model.nbytes)
+        self._pieces = PieceTable(
+            full, np.zeros_like(model.boxes.shape[full]), model.boxes.shape[full], starts[full]
         )
-        self._bucket = Bucket(0, 0, pieces)
-        self._fill = BucketFill(model, self._bucket, self._memory)
+        self._fill = BucketFill(model, 0, 0, self._pieces, self._memory)
 
     def copy_from(self, model: PublishedSource) -> None:
         """Copy the next version from these tensors, which replace those before."""
         self.source.source = model.source  # otherwise it would keep the old tensors alive
         self._fill.close()
-        self._fill = BucketFill(model, self._bucket, self._memory)
+        self._fill = BucketFill(model, 0, 0, self._pieces, self._memory)
 
     def refill(self, deadline: float) -> None:
         """Copy the model as it is now."""

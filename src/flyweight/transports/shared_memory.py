@@ -34,6 +34,7 @@ from flyweight.memory import (
     shared_mappings,
     without_fork,
 )
+from flyweight.memory_table import Integers
 from flyweight.spec.strict_json import Number
 from flyweight.transports.fd_passing import SPARE_FILES, FdConnection, FdServer
 
@@ -126,9 +127,9 @@ class SharedMemoryTransport:
                 self._remove(segment)
 
     def offer(self, buffer: Buffer) -> SharedMemoryHandle:
-        _span(buffer)
+        low, high = _span(buffer)
         with self._lock:
-            if self.can_offer_in_place([buffer]) == [True]:
+            if low < high and self.segments_of(np.array([low]), np.array([high]))[0] >= 0:
                 return self.offer_in_place([buffer])[0]
             copy = self.allocate(buffer.nbytes)
             np.copyto(copy.items().reshape(-1), buffer.items().reshape(-1).view(np.uint8))
@@ -161,15 +162,20 @@ class SharedMemoryTransport:
                 for segment, buffer in zip(segments, buffers, strict=True)
             ]
 
-    def can_offer_in_place(self, buffers: Sequence[Buffer]) -> list[bool]:
-        """Return for each buffer whether an offer of it needs no copy."""
+    def segments_of(self, low: Integers, high: Integers) -> Integers:
+        """Return the number of the segment that each block lies in, from `low` to `high`.
+
+        The number is -1 for a block whose offer needs a copy: no other process can map it.
+        """
         mappings, _ = _shared_files()
-        return [
-            each.device is None
-            and bool(each.nbytes)
-            and _containing(mappings, *each.span) is not None
-            for each in buffers
-        ]
+        with self._lock:
+            found = {each.start: each.end for each in (*mappings, *self._segments)}
+        starts, ends = np.array(sorted(found.items()), np.int64).reshape(-1, 2).T
+        index = np.searchsorted(starts, low, side="right") - 1
+        is_inside = (index >= 0) & (high <= np.append(ends, -1)[index])
+        numbers = np.full(len(low), -1)
+        numbers[is_inside] = np.unique(index[is_inside], return_inverse=True)[1]
+        return numbers
 
     def _check_files(
         self, spans: Sequence[tuple[int, int]], mappings: Sequence[SharedMapping]

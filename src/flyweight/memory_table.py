@@ -1,0 +1,122 @@
+"""Buffer tables: where the blocks of a very large model lie, as arrays.
+
+A row is what `flyweight.memory.Buffer` is for one block. All rows have the same number of dims:
+blocks with fewer have leading dims of size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyweight.memory import Buffer
+
+Integers = NDArray[np.int64]
+HOST, NOWHERE = -1, -2
+"""The `device` of memory of the host, and of a block that is not in memory."""
+
+
+_NOTHING = Buffer(0, (), (), 1, None)
+
+
+@dataclass(frozen=True, eq=False)
+class BufferTable:
+    """Blocks of memory; `strides` count bytes, `shape` items of `item_bytes`."""
+
+    address: Integers
+    shape: Integers
+    strides: Integers
+    """Two dimensions each: a row per block, a column per dim."""
+    item_bytes: Integers
+    device: Integers
+    """The number of the CUDA device, or HOST, or NOWHERE."""
+    owner: object
+    """Keeps the memory alive."""
+
+    @classmethod
+    def of(cls, buffers: Sequence[Buffer | None], shape: Integers | None = None) -> BufferTable:
+        """Return a table of buffers; None is a block that is not in memory.
+
+        shape: the shape of each block, padded to the number of dims of the table; by default that
+            of the buffers.
+        """
+        rows = [_NOTHING if each is None else each for each in buffers]
+        if shape is None:
+            num_dims = max((len(each.shape) for each in rows), default=1) or 1
+            ones = (1,) * num_dims
+            sizes = [(*ones[len(each.shape) :], *each.shape) for each in rows]
+            shape = np.array(sizes, np.int64).reshape(-1, num_dims)
+        zeros = (0,) * shape.shape[1]
+        strides = [(*zeros[len(each.strides) :], *each.strides) for each in rows]
+        device = [-1 if each.device is None else each.device for each in rows]
+        table = cls(
+            np.array([each.address for each in rows], np.int64),
+            shape,
+            np.array(strides, np.int64).reshape(shape.shape),
+            np.array([each.item_bytes for each in rows], np.int64),
+            np.array(device, np.int64),
+            [each.owner for each in rows],
+        )
+        table.device[[n for n, each in enumerate(buffers) if each is None]] = NOWHERE
+        return table
+
+    def __len__(self) -> int:
+        return len(self.address)
+
+    @cached_property
+    def nbytes(self) -> Integers:
+        found: Integers = self.shape.prod(axis=1, dtype=np.int64) * self.item_bytes
+        return found
+
+    @cached_property
+    def is_contiguous(self) -> NDArray[np.bool_]:
+        """Which blocks lie row-major without gaps; dims of size 1 have no stride to check."""
+        inner = np.cumprod(self.shape[:, :0:-1], axis=1, dtype=np.int64)[:, ::-1]
+        ones = np.ones((len(self), 1), np.int64)
+        wanted = np.concatenate([inner, ones], axis=1) * self.item_bytes[:, None]
+        is_right = (self.shape == 1) | (self.strides == wanted)
+        found: NDArray[np.bool_] = is_right.all(axis=1) | (self.nbytes == 0)
+        return found
+
+    @cached_property
+    def spans(self) -> tuple[Integers, Integers]:
+        """The addresses of the first byte of each block, and of the end of its last byte."""
+        reach = self.strides * np.maximum(self.shape - 1, 0)
+        low = self.address + np.minimum(reach, 0).sum(axis=1)
+        high = self.address + np.maximum(reach, 0).sum(axis=1) + self.item_bytes
+        is_empty = self.nbytes == 0
+        return np.where(is_empty, self.address, low), np.where(is_empty, self.address, high)
+
+    def take(self, rows: NDArray[Any]) -> BufferTable:
+        """Return the blocks of these rows."""
+        return BufferTable(
+            self.address[rows],
+            self.shape[rows],
+            self.strides[rows],
+            self.item_bytes[rows],
+            self.device[rows],
+            self.owner,
+        )
+
+    def regions(self, rows: Integers, offset: Integers, shape: Integers) -> BufferTable:
+        """Return a part of the block of each row; `offset` counts items from the block's corner."""
+        of = self.take(rows)
+        return replace(of, address=of.address + (offset * of.strides).sum(axis=1), shape=shape)
+
+    def buffer(self, row: int) -> Buffer:
+        """Return one block."""
+        device = int(self.device[row])
+        assert device != NOWHERE
+        return Buffer(
+            int(self.address[row]),
+            tuple(self.shape[row].tolist()),
+            tuple(self.strides[row].tolist()),
+            int(self.item_bytes[row]),
+            self.owner,
+            device=None if device == HOST else device,
+        )

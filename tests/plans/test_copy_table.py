@@ -1,0 +1,93 @@
+"""Copy tables against `reshard`, which plans one tensor at a time."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flyweight.errors import PlanError
+from flyweight.plans import copy_table
+from flyweight.plans.copy_table import BoxTable, plan_copies
+from flyweight.spec.box import Box
+from flyweight.spec.layout import Layout
+
+
+@st.composite
+def models(draw):
+    """Draw shapes, and how each tensor is cut at both ends: several are cut alike."""
+    kinds = []
+    for _ in range(draw(st.integers(1, 3))):
+        shape = tuple(draw(st.lists(st.integers(0, 6), min_size=0, max_size=3)))
+        cuts = []
+        for _ in range(2):
+            sizes, cut = {"a": draw(st.integers(1, 3)), "b": draw(st.integers(1, 3))}, {}
+            for axis in sizes:
+                dim = draw(st.integers(-1, len(shape) - 1))
+                if dim >= 0:
+                    cut[dim] = (*cut.get(dim, ()), axis)
+            cuts.append(Layout(sizes, cut).boxes(shape))
+        kinds.append((shape, *cuts))
+    return draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
+
+
+def filled(copies, sources, sinks):
+    """Return how often each item of each sink box is written, after checking what is read."""
+    seen = [Counter() for _ in range(len(sinks))]
+    for n in range(len(copies)):
+        source, sink = int(copies.source[n]), int(copies.sink[n])
+        assert sources.tensor[source] == sinks.tensor[sink]
+        shape = tuple(copies.shape[n].tolist())
+        read = Box(tuple(copies.source_offset[n].tolist()), shape)
+        written = Box(tuple(copies.sink_offset[n].tolist()), shape)
+        assert Box.whole(sources.box(source).shape).contains(read)
+        assert read.moved(sources.box(source).offset) == written.moved(sinks.box(sink).offset)
+        runs = written.runs(sinks.box(sink).shape)
+        seen[sink].update(i for at, length in runs for i in range(at, at + length))
+    return seen
+
+
+@given(models(), st.randoms(use_true_random=False))
+def test_every_item_of_every_sink_box_comes_exactly_once(model, random):
+    boxes = [(n, box) for n, (_, cut, _) in enumerate(model) for box in cut]
+    wanted = [(n, box) for n, (_, _, cut) in enumerate(model) for box in cut]
+    random.shuffle(boxes)
+    sources, sinks = BoxTable.of(boxes), BoxTable.of(wanted)
+    copies = plan_copies(sources, sinks, [f"t{n}" for n in range(len(model))])
+    assert (np.diff(copies.sink) >= 0).all()
+    for row, seen in enumerate(filled(copies, sources, sinks)):
+        assert seen == Counter(range(sinks.box(row).num_elements))
+
+
+def test_two_cuts_with_one_signature_are_planned_apart(monkeypatch):
+    monkeypatch.setattr(copy_table, "_mixed", np.zeros_like)
+    halves, thirds = [Box((0,), (3,)), Box((3,), (3,))], [Box((0,), (2,)), Box((2,), (4,))]
+    sources = BoxTable.of([(n, box) for n in range(6) for box in (halves if n % 2 else thirds)])
+    sinks = BoxTable.of([(n, Box((1,), (4,))) for n in range(6)])
+    copies = plan_copies(sources, sinks, list("abcdef"))
+    assert [Counter(range(4))] * 6 == filled(copies, sources, sinks)
+
+
+def test_sources_that_hold_the_same_box_take_turns():
+    box, num = Box((0,), (8,)), 400
+    sources = BoxTable.of([(n, box) for n in range(num) for _ in range(4)])
+    sinks = BoxTable.of([(n, box) for n in range(num)])
+    copies = plan_copies(sources, sinks, [str(n) for n in range(num)])
+    assert set(Counter((copies.source % 4).tolist()).values()) == {100}
+
+
+def test_what_no_source_has_is_named():
+    sources = BoxTable.of([(0, Box((0,), (8,))), (1, Box((0,), (4,)))])
+    sinks = BoxTable.of([(0, Box((0,), (8,))), (1, Box((0,), (8,)))])
+    with pytest.raises(PlanError, match="4 of the 8 elements") as caught:
+        plan_copies(sources, sinks, ["first", "second"])
+    assert "second" in str(caught.value)
+    with pytest.raises(PlanError, match="'second'"):
+        plan_copies(BoxTable.of([(0, Box((0,), (8,)))]), sinks, ["first", "second"])
+
+
+def test_a_table_without_rows_makes_no_copies():
+    nothing = BoxTable.of([])
+    assert len(plan_copies(nothing, nothing, [])) == 0
+    assert len(plan_copies(BoxTable.of([(0, Box((0,), (4,)))]), nothing, ["a"])) == 0
