@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from logging import getLogger
 from queue import SimpleQueue
 from time import monotonic
 
@@ -26,6 +27,7 @@ from flyweight.live import messages
 from flyweight.live.address import Claim
 from flyweight.live.connection import HEARTBEATS, Connection
 from flyweight.live.published_model import PublishedModel
+from flyweight.live.report import ReplicaReport
 from flyweight.live.round import Member, MemberRound, Round
 from flyweight.live.source import Agreement
 from flyweight.transports.fd_passing import FdServer
@@ -34,6 +36,8 @@ _MAX_AGREEMENTS = 15
 _WATCHER_SECONDS = 5.0
 """The shortest silence for which a watcher is given up: watchers do not know `silence_seconds`."""
 _LISTENER_SECONDS = 2.0
+_MAX_REFUSED = 100
+_log = getLogger("flyweight.live")
 
 
 class Members:
@@ -51,7 +55,14 @@ class Members:
         """True once the connection's thread has ended by an error."""
         self._is_closed = False
         self._watchers: dict[bytes, float] = {}
+        self._refused: dict[str, ReplicaReport] = {}
+        """The replicas that were refused since the last publish, by name."""
         self._agreements: dict[messages.Want, Agreement] = {}
+        self._wants: SimpleQueue[tuple[Member, messages.Want] | None] = SimpleQueue()
+        # Not in the connection's thread: a plan takes a while, and heartbeats must go on.
+        self._planner = threading.Thread(
+            target=self._answer_wants, name="flyweight-plans", daemon=True
+        )
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # A daemon: a listener that never returns must not keep the process alive.
         self._announcer = threading.Thread(
@@ -82,6 +93,7 @@ class Members:
         self._files, self._on_request = files, on_request
         self._news = msgspec.structs.replace(self._news, version=self.version)
         self._announcer.start()
+        self._planner.start()
         self.connection.start()
 
     def announce(self, kind: str, **fields: int | float | str | None) -> None:
@@ -179,9 +191,11 @@ class Members:
                 self.connection.send(messages.Bye("the publisher was closed"), id)
             self.by_id.clear()
         self.connection.close()
+        self._wants.put(None)
         self._events.put(None)
-        if self._announcer.ident is not None:
-            self._announcer.join(_LISTENER_SECONDS)
+        for thread in (self._planner, self._announcer):
+            if thread.ident is not None:
+                thread.join(_LISTENER_SECONDS)
 
     # Messages from replicas, in the connection's thread.
 
@@ -237,7 +251,7 @@ class Members:
     def _on_message(self, member: Member, message: messages.FromReplica) -> None:
         match message:
             case messages.Want():
-                self._on_want(member, message)
+                self._wants.put((member, message))
             case messages.Ask():
                 if member.agreement is None:
                     text = "a Want must come before the first Ask"
@@ -258,23 +272,60 @@ class Members:
             case _:
                 pass
 
-    def _on_want(self, member: Member, want: messages.Want) -> None:
-        source = self._model.source
+    # Plans, in a thread of their own.
+
+    def _answer_wants(self) -> None:
+        """Answer what replicas want with an agreement, one after the other."""
+        while (asked := self._wants.get()) is not None:
+            member, want = asked
+            try:
+                agreement = self._agreed(want)
+            except FlyweightError as error:
+                self._refuse_member(member, error)
+            except Exception as error:  # an error in our own code, which must not end the thread
+                _log.exception("the plan for replica %s failed", member.name)
+                self._refuse_member(member, PeerFailed(f"{type(error).__name__}: {error}"))
+            else:
+                self._agree(member, agreement)
+
+    def _agreed(self, want: messages.Want) -> Agreement:
         # Most replicas want the same, and a plan for many tensors takes a while.
         if want not in self._agreements:
-            try:
-                agreement = source.plan(want)
-            except FlyweightError as error:
-                self._refuse(member.id, error)
-                return
+            agreement = self._model.source.plan(want)
             self._agreements = dict(list(self._agreements.items())[-_MAX_AGREEMENTS:])
             self._agreements[want] = agreement
-        agreed = member.agreement = self._agreements[want]
-        member.forget_lists()
-        self._send(member, messages.Agreed(source.packed_boxes))
+        return self._agreements[want]
+
+    def _agree(self, member: Member, agreement: Agreement) -> None:
+        with self.changed:
+            if self.by_id.get(member.id) is not member:
+                return  # it has gone meanwhile
+            member.agreement = agreement
+            member.forget_lists()
+            self._refused.pop(member.name, None)
+            self._send(member, messages.Agreed(self._model.source.packed_boxes))
+            self.changed.notify_all()
         pid = member.hello.pid
-        self.announce("replica.joined", name=member.name, pid=pid, nbytes=agreed.nbytes)
+        self.announce("replica.joined", name=member.name, pid=pid, nbytes=agreement.nbytes)
         self._send_news()
+
+    def _refuse_member(self, member: Member, error: FlyweightError) -> None:
+        """Tell a replica why it is refused, and the trainer with the next publish."""
+        with self.changed:
+            if self.by_id.get(member.id) is member:
+                pid = member.hello.pid
+                report = ReplicaReport(member.name, pid, 0, 0.0, 0.0, 0.0, "nothing", error)
+                self._refused.pop(member.name, None)
+                self._refused[member.name] = report
+                while len(self._refused) > _MAX_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+                self._refuse(member.id, error)
+
+    def take_refused(self) -> list[ReplicaReport]:
+        """Return the replicas that were refused since the last call."""
+        with self.changed:
+            found, self._refused = list(self._refused.values()), {}
+            return found
 
     # Lost replicas.
 

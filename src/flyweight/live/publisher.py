@@ -16,7 +16,14 @@ from typing import Literal, overload
 from warnings import warn
 
 from flyweight.checks import check_seconds, check_version
-from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError, VersionError
+from flyweight.errors import (
+    PeerLost,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+    VersionError,
+    listed,
+)
 from flyweight.events import emit
 from flyweight.live.address import Address, Claim
 from flyweight.live.lanes import BucketSlots, TransportChoice, Transports
@@ -254,9 +261,11 @@ class Publisher:
                 if len(found) >= num_replicas:
                     break
                 if left <= 0:
+                    refused = [f"{e.name}: {e.error}" for e in self._members.take_refused()]
+                    why = f"; {len(refused)} were refused: {listed(refused)}" if refused else ""
                     raise TransferTimeout(
                         f"{len(found)} of {num_replicas} replicas requested version {version} "
-                        f"in time; {len(self.replicas)} are connected"
+                        f"in time; {len(self.replicas)} are connected{why}"
                     )
                 self._members.changed.wait(left)
             for member in found:
@@ -302,7 +311,8 @@ class Publisher:
         progress = [member for round_ in rounds for member in round_.members]
         digest_seconds = sum(round_.digest_seconds for round_ in rounds)
         digest_seconds += 0.0 if held is None else held.digest_seconds
-        replicas = (*failed, *(each.report for each in progress))
+        refused = self._members.take_refused()
+        replicas = (*refused, *failed, *(each.report for each in progress))
         nbytes, seconds = sum(each.nbytes for each in replicas), perf_counter() - started
         report = PublishReport(version, nbytes, seconds, digest_seconds, replicas)
         self._members.set_state(self._rounds.last_number, version, "idle", progress, seconds)

@@ -12,6 +12,7 @@ from flyweight.errors import FlyweightError, TransferTimeout, VersionError
 from flyweight.ports import UpdateReport
 
 TIMEOUT_SECONDS = 30.0
+_MAX_REASONS = 5
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,13 @@ class PublishReport:
             return f"version {self.version}: no replica was listening"
         lanes = "+".join(sorted({each.strategy for each in self.replicas}))
         failed = f", {len(self.failed)} failed" if self.failed else ""
-        return (
+        text = (
             f"version {self.version}: {self.nbytes} bytes to {len(self.replicas)} replicas{failed} "
             f"in {1000 * self.seconds:.1f} ms, {self.gb_per_second:.1f} GB/s, {lanes}"
         )
+        reasons = [f"{each.name!r}: {each.error}" for each in self.failed[:_MAX_REASONS]]
+        more = len(self.failed) - len(reasons)
+        return "; ".join([text, *reasons, *([f"and {more} more"] if more else [])])
 
 
 class Lease:

@@ -168,8 +168,9 @@ class SharedMemoryTransport:
         The number is -1 for a block whose offer needs a copy: no other process can map it.
         """
         mappings, _ = _shared_files()
+        found = {each.start: each.end for each in mappings}
         with self._lock:
-            found = {each.start: each.end for each in (*mappings, *self._segments)}
+            found.update({each.start: each.end for each in self._segments})
         starts, ends = np.array(sorted(found.items()), np.int64).reshape(-1, 2).T
         index = np.searchsorted(starts, low, side="right") - 1
         is_inside = (index >= 0) & (high <= np.append(ends, -1)[index])
