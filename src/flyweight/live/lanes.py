@@ -81,15 +81,19 @@ class Offers:
             if device == HOST_MEMORY:
                 index = transports.host.segments_of(low[rows], high[rows])
             else:
-                index = _allocations_of(device, low[rows], high[rows])
+                index = allocations_of(device, low[rows], high[rows])
             self._range[rows] = np.where(index < 0, -1, index + len(self._ranges))
-            for number in range(index.max(initial=-1) + 1):
-                inside = rows[index == number]
-                start, end = int(low[inside].min()), int(high[inside].max())
-                on = None if device == HOST_MEMORY else device
-                self._ranges.append(
-                    _Range(Buffer.flat_at(start, end - start, memory.owner, device=on))
-                )
+            on = None if device == HOST_MEMORY else device
+            inside = index >= 0
+            index, low_of, high_of = index[inside], low[rows][inside], high[rows][inside]
+            starts = np.full(index.max(initial=-1) + 1, np.iinfo(np.int64).max)
+            ends = np.zeros_like(starts)
+            np.minimum.at(starts, index, low_of)
+            np.maximum.at(ends, index, high_of)
+            self._ranges += [
+                _Range(Buffer.flat_at(start, end - start, memory.owner, device=on))
+                for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+            ]
 
     @property
     def refusal(self) -> str:
@@ -187,22 +191,23 @@ class _Range:
             self.refusal, self.is_tried = transport.refusal(self.buffer), True
 
 
-def _allocations_of(device: int, low: Integers, high: Integers) -> Integers:
+def allocations_of(device: int, low: Integers, high: Integers) -> Integers:
     """Return the number of the allocation that each block lies in.
 
     Where a framework maps memory in parts, allocations that share a block count as one.
     """
-    number, end = -1, 0
+    order = np.argsort(low, kind="stable")
+    starts, ends = low[order], np.maximum.accumulate(high[order])
     found = np.empty(len(low), np.int64)
-    for row in np.argsort(low, kind="stable").tolist():
-        first, last = int(low[row]), int(high[row])
-        if first >= end:
-            allocation = driver.allocation_at(device, first)
-            number, end = number + 1, allocation.start + allocation.nbytes
-        while last > end:
+    number = first = 0
+    while first < len(order):
+        end, last = int(starts[first]), first
+        while last == first or ends[last - 1] > end:
             allocation = driver.allocation_at(device, end)
             end = allocation.start + allocation.nbytes
-        found[row] = number
+            last = int(np.searchsorted(starts, end))
+        found[order[first:last]] = number
+        number, first = number + 1, last
     return found
 
 
