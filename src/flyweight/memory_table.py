@@ -37,6 +37,8 @@ class BufferTable:
     """The number of the CUDA device, or HOST, or NOWHERE."""
     owner: object
     """Keeps the memory alive."""
+    is_writable: bool = True
+    """False if one of the blocks is read-only."""
 
     @classmethod
     def of(cls, buffers: Sequence[Buffer | None], shape: Integers | None = None) -> BufferTable:
@@ -61,6 +63,7 @@ class BufferTable:
             np.array([each.item_bytes for each in rows], np.int64),
             np.array(device, np.int64),
             [each.owner for each in rows],
+            all(each.is_writable for each in rows),
         )
         table.device[[n for n, each in enumerate(buffers) if each is None]] = NOWHERE
         return table
@@ -101,6 +104,7 @@ class BufferTable:
             self.item_bytes[rows],
             self.device[rows],
             self.owner,
+            self.is_writable,
         )
 
     def regions(self, rows: Integers, offset: Integers, shape: Integers) -> BufferTable:
@@ -118,5 +122,6 @@ class BufferTable:
             tuple(self.strides[row].tolist()),
             int(self.item_bytes[row]),
             self.owner,
-            device=None if device == HOST else device,
+            self.is_writable,
+            None if device == HOST else device,
         )

@@ -19,6 +19,7 @@ from flyweight.cuda import driver  # noqa: E402
 from flyweight.cuda.copies import Copier  # noqa: E402
 from flyweight.errors import HandleGone, SpecError, TransferTimeout, TransportError  # noqa: E402
 from flyweight.memory import Buffer  # noqa: E402
+from flyweight.memory_table import BufferTable  # noqa: E402
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport  # noqa: E402
 from flyweight.transports.fd_passing import FdConnection, FdServer  # noqa: E402
 
@@ -39,6 +40,10 @@ def buffer_of(tensor):
     strides = tuple(width * stride for stride in tensor.stride())
     device = tensor.get_device() if tensor.is_cuda else None
     return Buffer(tensor.data_ptr(), tuple(tensor.shape), strides, width, tensor, device=device)
+
+
+def table_of(tensors):
+    return BufferTable.of([buffer_of(tensor) for tensor in tensors])
 
 
 def content(buffer):
@@ -376,7 +381,7 @@ def test_a_table_of_copies_is_made_as_often_as_asked():
 
     def copy_thrice():
         copier = Copier(0)
-        table = copier.table([(buffer_of(sink), buffer_of(source)) for sink, source in pairs])
+        table = copier.table(*map(table_of, zip(*pairs, strict=True)))
         assert (len(table.rest), table.num_tasks) == (4, 6 + 2 + 39 + 1)
         for _ in range(3):
             for tensor in (*sources, big):
@@ -398,7 +403,7 @@ def test_a_table_writes_no_byte_beyond_its_sinks():
     wanted = room.clone()
     copier = Copier(0)
     cuts = [(0, 16), (32, 47), (64, 4097), (8192, 8193), (20_000, 90_001)]
-    table = copier.table([(buffer_of(room[a:b]), buffer_of(source[a:b])) for a, b in cuts])
+    table = copier.table(*(table_of(each[a:b] for a, b in cuts) for each in (room, source)))
     assert not table.rest
     copier.run(table)
     copier.wait(30)
@@ -436,6 +441,18 @@ def test_copies_that_make_no_sense_are_refused():
     sink, source = numbers(300, 300, 8, 8), numbers(8, 8, 300, 300).permute(3, 2, 1, 0)
     with pytest.raises(SpecError, match="more than 65536 calls"):
         copier.copy(buffer_of(sink), buffer_of(source))
+    with pytest.raises(SpecError, match="more than 65536 calls"):
+        copier.table(table_of([sink]), table_of([source]))
+    copier.close()
+
+
+def test_a_table_without_copies_takes_no_memory():
+    copier = Copier(0)
+    table = copier.table(table_of([]), table_of([]))
+    assert (table.rest, table.tasks, table.num_tasks) == ((), None, 0)
+    copier.run(table)
+    copier.wait(30)
+    copier.free_table(table)
     copier.close()
 
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from itertools import product
-from math import prod
+from functools import cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from flyweight.cuda.copy_tasks import Dim, copy_tasks, driver_dims, kernel_rows, offsets
 from flyweight.cuda.driver import (
     allocate,
     call,
@@ -30,16 +28,16 @@ from flyweight.cuda.driver import (
     primary_context,
     wait_until,
 )
-from flyweight.errors import MissingDependency, SpecError, TransportError
+from flyweight.errors import MissingDependency, TransportError
 from flyweight.memory import Buffer
+from flyweight.memory_table import BufferTable
 
 _NUM_STREAMS = 8
 _PIECE_BYTES = 256 << 20  # small enough that one huge tensor keeps all streams busy
-_TABLE_BYTES = 32 << 20  # larger copies are as fast by the driver
-_MAX_COPIES = 1 << 16
-_MAX_PITCH = 2**31 - 1
 _NOT_READY = 600
 _HOST, _DEVICE = 1, 2
+LAUNCH_BYTES = 32 << 20
+"""Copies of this size and more are as fast by the driver as by the kernel."""
 
 
 class _Side(ctypes.Structure):
@@ -57,76 +55,6 @@ class _Copy3D(ctypes.Structure):
         ("sink", _Side),
         *((name, c_size_t) for name in ("width", "height", "depth")),
     )
-
-
-_Dim = tuple[int, int, int]
-"""The size of a dim, and its byte strides at the sink and at the source."""
-
-
-@lru_cache(maxsize=1 << 16)
-def _dims(
-    shape: tuple[int, ...], sink: tuple[int, ...], source: tuple[int, ...], item_bytes: int
-) -> tuple[tuple[_Dim, ...], tuple[_Dim, ...]]:
-    """Return the dims to loop over, and the inner dims that the driver copies in one call."""
-    dims = sorted(
-        (each for each in zip(shape, sink, source, strict=True) if each[0] != 1),
-        key=lambda dim: (dim[1], dim[2]),
-    )
-    if any(stride < item_bytes for _, stride, _ in dims):
-        raise SpecError(f"items of the sink share bytes: shape {shape}, byte strides {sink}")
-    merged: list[_Dim] = [(item_bytes, 1, 1)]
-    for size, to, at in dims:
-        inner, inner_to, inner_at = merged[-1]
-        if (to, at) == (inner * inner_to, inner * inner_at):
-            merged[-1] = (inner * size, inner_to, inner_at)
-        else:
-            merged.append((size, to, at))
-    merged.reverse()
-    cut = next(cut for cut in range(max(len(merged) - 3, 0), len(merged)) if _fits(merged[cut:]))
-    if prod(size for size, _, _ in merged[:cut]) > _MAX_COPIES:
-        raise SpecError(
-            f"copy of shape {shape} from byte strides {source} to {sink} takes more than "
-            f"{_MAX_COPIES} calls of the driver; copy it to contiguous memory first"
-        )
-    return tuple(merged[:cut]), tuple(merged[cut:])
-
-
-def run_bytes(sink: Buffer, source: Buffer) -> int:
-    """Return the length of the runs in which a copy is contiguous on both sides, in bytes."""
-    _, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
-    return block[-1][0]
-
-
-def _fits(dims: Sequence[_Dim]) -> bool:
-    """True if the driver can copy rows, or planes of rows, of this shape."""
-    *outer, (width, _, _) = dims
-    for side in (1, 2):
-        if outer and not width <= outer[-1][side] <= _MAX_PITCH:
-            return False
-        if len(outer) == 2:
-            height, odd = divmod(outer[0][side], outer[1][side])
-            if odd or height < outer[1][0]:
-                return False
-    return True
-
-
-def _has_items(sink: Buffer, source: Buffer) -> bool:
-    """True if there is something to copy; raise SpecError if the buffers do not fit."""
-    if (sink.shape, sink.item_bytes) != (source.shape, source.item_bytes):
-        raise SpecError(
-            f"source is {source.shape} items of {source.item_bytes} bytes, "
-            f"sink is {sink.shape} of {sink.item_bytes}"
-        )
-    if not sink.is_writable:
-        raise SpecError(f"sink of shape {sink.shape} is read-only")
-    return 0 not in sink.shape
-
-
-def _offsets(dims: Sequence[_Dim]) -> Iterator[tuple[int, int]]:
-    """Yield the byte offset at the sink and at the source for each step of a loop over dims."""
-    for steps in product(*(range(size) for size, _, _ in dims)):
-        to = sum(step * dim[1] for step, dim in zip(steps, dims, strict=True))
-        yield to, sum(step * dim[2] for step, dim in zip(steps, dims, strict=True))
 
 
 def _per_load(line: str) -> str:
@@ -176,27 +104,15 @@ def _kernel(device: int) -> c_void_p:
     return kernel
 
 
-def _tasks(copies: Sequence[tuple[int, int, int]]) -> NDArray[np.uint64]:
-    """Split copies, (sink, source, bytes) each, into tasks of the kernel."""
-    whole = np.array(copies, np.uint64).reshape(-1, 3)
-    step = np.uint64(_TASK_BYTES)
-    counts = (whole[:, 2] + step - np.uint64(1)) // step
-    first = np.cumsum(counts) - counts
-    tasks = np.repeat(whole, counts.astype(np.int64), axis=0)
-    offsets = np.arange(len(tasks), dtype=np.uint64) - np.repeat(first, counts.astype(np.int64))
-    offsets *= step
-    tasks[:, :2] += offsets[:, None]
-    tasks[:, 2] = np.minimum(tasks[:, 2] - offsets, step)
-    return tasks
-
-
 @dataclass(frozen=True, eq=False)
 class CopyTable:
-    """Copies that run again and again, and the tasks of one launch. Keeps the buffers alive."""
+    """Copies that run again and again, and the tasks of one launch. Keeps the memory alive."""
 
-    pairs: tuple[tuple[Buffer, Buffer], ...]
+    sink: BufferTable
+    source: BufferTable
     rest: tuple[tuple[Buffer, Buffer], ...]
-    tasks: Buffer
+    """The copies that no kernel makes, sink and source each."""
+    tasks: Buffer | None
     num_tasks: int
     task_bytes: int
 
@@ -232,13 +148,14 @@ class Copier:
         Raises SpecError if the buffers differ in shape or item width, if items of the sink share
         bytes, or if the strides need more than 65536 calls of the driver.
         """
-        if not _has_items(sink, source):
+        dims = driver_dims(sink, source)
+        if dims is None:
             return
-        walk, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
+        walk, block = dims
         self._held.append((sink, source))
         check("cuCtxPushCurrent_v2", self._push(self._context))
         try:
-            for to, at in _offsets(walk) if walk else ((0, 0),):
+            for to, at in offsets(walk) if walk else ((0, 0),):
                 if len(block) == 1:
                     self._queue_flat(sink.address + to, source.address + at, block[0][0])
                 else:
@@ -247,44 +164,38 @@ class Copier:
             self._pop(self._popped)
 
     def table(
-        self, pairs: Sequence[tuple[Buffer, Buffer]], *, launch_bytes: int = _TABLE_BYTES
+        self, sink: BufferTable, source: BufferTable, *, launch_bytes: int = LAUNCH_BYTES
     ) -> CopyTable:
-        """Return a table of copies, (sink, source) each, for `run`.
+        """Return a table of copies, from each row of `source` to that of `sink`, for `run`.
 
         One launch of a kernel makes those of less than `launch_bytes` that are contiguous: for
         thousands of small tensors, many times faster than queueing each one. A table takes 24
         bytes of device memory per 128 KiB until `free_table`. Raises as `copy` does.
         """
-        flat: list[tuple[int, int, int]] = []
-        rest: list[tuple[Buffer, Buffer]] = []
-        for sink, source in pairs:
-            if not _has_items(sink, source):
-                continue
-            walk, block = _dims(sink.shape, sink.strides, source.strides, sink.item_bytes)
-            is_small = not walk and len(block) == 1 and block[0][0] < launch_bytes
-            is_here = sink.device == source.device == self._device
-            if is_small and is_here and sink.address % 16 == source.address % 16 == 0:
-                flat.append((sink.address, source.address, block[0][0]))
-            else:
-                rest.append((sink, source))
-        tasks = _tasks(flat)
-        place = allocate(self._device, tasks.nbytes)
-        self._tables.append(place)
+        is_flat = kernel_rows(sink, source, self._device, launch_bytes)
+        left = np.flatnonzero(~is_flat & (sink.nbytes > 0))
+        rest = tuple((sink.buffer(row), source.buffer(row)) for row in left.tolist())
+        for pair in rest:
+            driver_dims(*pair)  # raises now rather than in a round
+        nbytes = sink.nbytes[is_flat]
+        tasks = copy_tasks(sink.address[is_flat], source.address[is_flat], nbytes, _TASK_BYTES)
+        place = None
         if len(tasks):
+            place = allocate(self._device, tasks.nbytes)
+            self._tables.append(place)
             with current_context(self._device):
                 call("cuMemcpyHtoD_v2", place.address, tasks.ctypes.data, tasks.nbytes)
-        nbytes = sum(each[2] for each in flat)
-        return CopyTable(tuple(pairs), tuple(rest), place, len(tasks), nbytes)
+        return CopyTable(sink, source, rest, place, len(tasks), int(nbytes.sum()))
 
     def free_table(self, table: CopyTable) -> None:
         """Free a table's memory; none of its copies may be under way. Safe to repeat."""
-        if table.tasks in self._tables:
+        if table.tasks is not None and table.tasks in self._tables:
             self._tables.remove(table.tasks)
             free(table.tasks)
 
     def run(self, table: CopyTable) -> None:
         """Queue all copies of a table that this copier made."""
-        if table.num_tasks:
+        if table.tasks is not None:
             self._held.append(table)
             self._queued_bytes[0] += table.task_bytes
             address = c_uint64(table.tasks.address)
@@ -346,7 +257,7 @@ class Copier:
             check("cuMemcpyAsync", self._copy_1d(sink + start, source + start, piece, stream))
 
     def _queue_rows(
-        self, sink: Buffer, to: int, source: Buffer, at: int, dims: Sequence[_Dim]
+        self, sink: Buffer, to: int, source: Buffer, at: int, dims: Sequence[Dim]
     ) -> None:
         (depth, *_), (height, *pitches), (width, *_) = ((1, 0, 0), *dims)[-3:]
         copy = _Copy3D(width=width, height=height, depth=depth)
@@ -389,8 +300,3 @@ def tensor_at(buffer: Buffer) -> Any:
         "version": 2,
     }
     return torch.as_tensor(_ArrayInterface(interface), device=f"cuda:{buffer.device}")
-
-
-def copy_strided(sink: Buffer, source: Buffer) -> None:
-    """Queue a copy by torch, for strides that the driver can copy only in small parts."""
-    tensor_at(sink).copy_(tensor_at(source))

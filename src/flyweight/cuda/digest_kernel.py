@@ -8,7 +8,7 @@ Tensors that are not contiguous are first copied into scratch memory, a block at
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from flyweight.cuda.copies import tensor_at
+from flyweight.cuda.copy_tasks import split
 from flyweight.cuda.driver import wait_until
-from flyweight.digest import ROW_BYTES, ROW_WORDS, fmix, splitmix
+from flyweight.digest import ROW_BYTES, ROW_WORDS, Words, fmix, splitmix
 from flyweight.errors import MissingDependency, SpecError
 from flyweight.memory import Buffer
+from flyweight.memory_table import HOST, BufferTable, Integers
 from flyweight.spec.box import Box
 
 SCRATCH_BYTES = 16 << 20
@@ -78,21 +80,20 @@ def _kernel() -> Any:
 
 
 class DeviceDigests:
-    """Digests of the same buffers, round after round; memory for them is allocated once.
+    """Digests of the same blocks, round after round; memory for them is allocated once.
 
-    Keeps the buffers alive. Needs torch and triton. For one thread at a time.
+    Keeps the blocks alive. Needs torch and triton. For one thread at a time.
     """
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._buffers = tuple(buffers)
-        devices = {buffer.device for buffer in buffers}
-        if len(devices) > 1 or None in devices:
-            raise SpecError(
-                f"buffers of devices {sorted(map(str, devices))}, all must be of one device"
-            )
-        self._device = devices.pop() if devices else None
+    def __init__(self, blocks: BufferTable) -> None:
+        self._blocks = blocks
+        devices = np.unique(blocks.device).tolist()
+        if devices and (len(devices) > 1 or devices[0] < 0):
+            names = ["host" if each == HOST else each for each in devices]
+            raise SpecError(f"blocks of devices {names}, all must be of one device")
+        self._device: int | None = devices[0] if devices else None
         self._is_started = False
-        self._nbytes = np.array([buffer.nbytes for buffer in buffers], np.uint64)
+        self._start = fmix(blocks.nbytes.astype(np.uint64))
         if self._device is None:
             return
         try:
@@ -104,8 +105,8 @@ class DeviceDigests:
         tables = (splitmix(columns) | np.uint64(1)).view(np.int64)
         with self._torch.cuda.device(self._device):
             self._tables = self._torch.from_numpy(tables).to(place)
-            self._sums = self._torch.zeros(len(buffers), dtype=self._torch.int64, device=place)
-            self._host = self._torch.zeros(len(buffers), dtype=self._torch.int64, pin_memory=True)
+            self._sums = self._torch.zeros(len(blocks), dtype=self._torch.int64, device=place)
+            self._host = self._torch.zeros(len(blocks), dtype=self._torch.int64, pin_memory=True)
             self._event = self._torch.cuda.Event()
             self._steps = self._planned(place)
 
@@ -130,38 +131,33 @@ class DeviceDigests:
             self._host.copy_(self._sums, non_blocking=True)
             self._event.record()
 
-    def values(self, timeout_seconds: float) -> list[int]:
-        """Return the digest of each buffer's bytes in row-major order; raise TransferTimeout."""
+    def values(self, timeout_seconds: float) -> Words:
+        """Return the digest of each block's bytes in row-major order; raise TransferTimeout."""
         if self._device is None:
-            return []
+            return np.empty(0, np.uint64)
         self.start()
         self._is_started = False
-        what = f"digests of {len(self._buffers)} buffers on device {self._device} were not there"
+        what = f"digests of {len(self._blocks)} blocks on device {self._device} were not there"
         wait_until(self._event.query, timeout_seconds, what)
-        sums = self._host.numpy().view(np.uint64)
-        return [int(value) for value in fmix(fmix(self._nbytes) + sums)]
+        return fmix(self._start + self._host.numpy().view(np.uint64))
 
-    def _planned(self, place: str) -> list[tuple[Any, Any, list[tuple[int, Any]]]]:
-        """Return steps: a copy to scratch memory, if any, then the tasks by width of a read."""
-        torch = self._torch
-        plain: list[_Task] = []
-        steps: list[tuple[Any, Any, list[tuple[int, Any]]]] = []
-        scratch = None
+    def _planned(self, place: str) -> list[_Step]:
+        """Return the steps: contiguous blocks, then each part of others by way of scratch."""
+        torch, memory = self._torch, self._blocks
 
-        def launches(tasks: Sequence[_Task]) -> list[tuple[int, Any]]:
-            groups = {unit: [task[1:] for task in tasks if task[0] == unit] for unit in (16, 8, 1)}
-            return [
-                (unit, torch.from_numpy(np.array(group, np.int64)).to(place))
-                for unit, group in groups.items()
-                if group
-            ]
+        def launches(tasks: Tasks) -> list[tuple[int, Any]]:
+            return [(unit, torch.from_numpy(each).to(place)) for unit, each in tasks.items()]
 
-        for index, buffer in enumerate(self._buffers):
-            if buffer.is_contiguous:
-                plain.extend(_tasks(buffer.address, buffer.nbytes, 0, index))
-                continue
-            if scratch is None:
-                scratch = torch.empty(SCRATCH_BYTES + ROW_BYTES, dtype=torch.uint8, device=place)
+        flat = np.flatnonzero(memory.is_contiguous)
+        starts = np.zeros_like(flat)
+        tasks = digest_tasks(memory.address[flat], memory.nbytes[flat], starts, flat)
+        steps: list[_Step] = [(None, None, launches(tasks))]
+        strided = np.flatnonzero(~memory.is_contiguous).tolist()
+        if not strided:
+            return steps
+        scratch = torch.empty(SCRATCH_BYTES + ROW_BYTES, dtype=torch.uint8, device=place)
+        for index in strided:
+            buffer = memory.buffer(index)
             held = row = done = 0
             for block in _blocks(buffer):
                 source = tensor_at(block)
@@ -171,27 +167,43 @@ class DeviceDigests:
                 is_last = done == buffer.nbytes
                 num_rows, rest = divmod(end, ROW_BYTES)
                 ready = end if is_last else end - rest
-                tasks = list(_tasks(scratch.data_ptr(), ready, row, index))
+                of_block = (scratch.data_ptr(), ready, row, index)
+                tasks = digest_tasks(*(np.array([each], np.int64) for each in of_block))
                 steps.append((sink, source, launches(tasks)))
                 if not is_last and num_rows and rest:
                     steps.append((scratch[:rest], scratch[end - rest : end], []))
                 held, row = rest, row + num_rows
-        return [(None, None, launches(plain)), *steps]
+        return steps
 
 
-_Task = tuple[int, int, int, int, int]
-"""The width of a read, then the kernel's arguments: address, bytes, first row, index."""
+_Step = tuple[Any, Any, list[tuple[int, Any]]]
+"""A copy to scratch memory, sink and source, if any; then tasks by the width of a read."""
+Tasks = dict[int, Integers]
+"""The kernel's tasks by the width of a read, a row each: address, bytes, first row, index."""
 
 
-def _tasks(address: int, nbytes: int, first_row: int, index: int) -> Iterator[_Task]:
-    """Split contiguous bytes, which begin with a row of their tensor, into tasks."""
-    unit = 16 if address % 16 == 0 else 8 if address % 8 == 0 else 1
-    step = _NUM_ROWS * ROW_BYTES
-    whole = nbytes - nbytes % step if unit > 1 else 0
-    for start, end, each in ((0, whole, unit), (whole, nbytes, 1)):
-        for at in range(start, end, _TASK_ROWS * ROW_BYTES):
-            size = min(_TASK_ROWS * ROW_BYTES, end - at)
-            yield each, address + at, size, first_row + at // ROW_BYTES, index
+def digest_tasks(
+    address: Integers, nbytes: Integers, first_row: Integers, index: Integers
+) -> Tasks:
+    """Split contiguous bytes, which begin with a row of their tensor, into tasks.
+
+    first_row: the number of that row.
+    index: the number of the tensor, whose sum the task adds to.
+    """
+    unit = np.where(address % 16 == 0, 16, np.where(address % 8 == 0, 8, 1))
+    whole = np.where(unit > 1, nbytes - nbytes % (_NUM_ROWS * ROW_BYTES), 0)
+    aligned = _parts(address, whole, first_row, index)
+    ends = _parts(address + whole, nbytes - whole, first_row + whole // ROW_BYTES, index)
+    units = np.where(aligned[:, 0] % 16 == 0, 16, 8)
+    found = {16: aligned[units == 16], 8: aligned[units == 8], 1: ends}
+    return {unit: tasks for unit, tasks in found.items() if len(tasks)}
+
+
+def _parts(address: Integers, nbytes: Integers, first_row: Integers, index: Integers) -> Integers:
+    rows, at = split(nbytes, _TASK_ROWS * ROW_BYTES)
+    size = np.minimum(nbytes[rows] - at, _TASK_ROWS * ROW_BYTES)
+    columns = [address[rows] + at, size, first_row[rows] + at // ROW_BYTES, index[rows]]
+    return np.ascontiguousarray(np.stack(columns, axis=1))
 
 
 def _blocks(buffer: Buffer) -> Iterator[Buffer]:

@@ -22,7 +22,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from flyweight.cuda import driver
-from flyweight.cuda.copies import Copier, copy_strided, run_bytes
+from flyweight.cuda.copies import LAUNCH_BYTES, Copier, tensor_at
+from flyweight.cuda.copy_tasks import run_bytes
 from flyweight.cuda.digest_kernel import DeviceDigests
 from flyweight.digest import SMALL_BYTES, Digest, DigestKind, Words, short_digests, small_digests
 from flyweight.errors import TransferTimeout
@@ -205,7 +206,7 @@ class PreparedCopies:
         is_host = (sink.device == HOST) & (source.device == HOST)
         is_small = is_host & sink.is_contiguous & source.is_contiguous
         is_small &= (sink.nbytes <= SMALL_BYTES) & (sink.nbytes == region_bytes[copies.region])
-        small = copies.take(np.flatnonzero(is_small))
+        small = copies.take(is_small)
         self.small_regions = small.region
         """The regions whose bytes come in one small contiguous copy each."""
         self._small = _SmallBlocks(small.sink, small.source)
@@ -219,9 +220,7 @@ class PreparedCopies:
                 source.buffer(row),
             )
         ]
-        on_devices = np.flatnonzero(~is_host).tolist()
-        pairs = [(sink.buffer(row), source.buffer(row)) for row in on_devices]
-        self._on_devices = copiers.prepare(pairs, is_bucket=is_bucket)
+        self._on_devices = copiers.prepare(copies.take(~is_host), is_bucket=is_bucket)
         self._is_started = False
         self._kept: BufferCopies | None = copies  # chunks do not own their memory, tables do
 
@@ -286,25 +285,24 @@ class PreparedDeviceCopies:
     """Prepared copies from or to one device."""
 
     def __init__(
-        self,
-        device: int,
-        copier: Copier,
-        pairs: Sequence[tuple[Buffer, Buffer]],
-        *,
-        is_bucket: bool,
+        self, device: int, copier: Copier, copies: BufferCopies, *, is_bucket: bool
     ) -> None:
         self._device, self._copier = device, copier
-        self.strided = [each for each in pairs if _is_strided(*each)]
-        plain = [each for each in pairs if not _is_strided(*each)]
+        sink, source = copies.sink, copies.source
+        is_strided = (sink.device == source.device) & (sink.nbytes > _RUN_BYTES)
+        is_strided &= run_bytes(sink, source) < _RUN_BYTES
+        rows = np.flatnonzero(is_strided).tolist()
+        self.strided = [(tensor_at(sink.buffer(n)), tensor_at(source.buffer(n))) for n in rows]
+        """Copies by torch: the driver would split them into tiny runs."""
         # A bucket is small: to queue each of its copies takes longer than to run one kernel.
-        self._table = (
-            copier.table(plain, launch_bytes=1 << 62) if is_bucket else copier.table(plain)
-        )
+        most = 1 << 62 if is_bucket else LAUNCH_BYTES
+        plain = copies.take(~is_strided)
+        self._table = copier.table(plain.sink, plain.source, launch_bytes=most)
 
     def start(self) -> None:
         self._copier.run(self._table)
         for sink, source in self.strided:
-            copy_strided(sink, source)
+            sink.copy_(source)
 
     def wait(self, deadline: float) -> None:
         self._copier.wait(max(deadline - monotonic(), 0.001))
@@ -313,15 +311,6 @@ class PreparedDeviceCopies:
 
     def close(self) -> None:
         self._copier.free_table(self._table)
-
-
-def _is_strided(sink: Buffer, source: Buffer) -> bool:
-    """True for copies inside one device that the driver would split into tiny runs."""
-    return (
-        sink.device == source.device
-        and sink.nbytes > _RUN_BYTES
-        and run_bytes(sink, source) < _RUN_BYTES
-    )
 
 
 class Copiers:
@@ -334,23 +323,19 @@ class Copiers:
         self._copiers: dict[tuple[int, int], Copier] = {}
         self._turn = 0
 
-    def prepare(
-        self, pairs: Sequence[tuple[Buffer, Buffer]], *, is_bucket: bool
-    ) -> list[PreparedDeviceCopies]:
+    def prepare(self, copies: BufferCopies, *, is_bucket: bool) -> list[PreparedDeviceCopies]:
         """Group copies by the device that runs them: the sink's device if it has one."""
         self._turn ^= 1
-        by_device: dict[int, list[tuple[Buffer, Buffer]]] = {}
-        for sink, source in pairs:
-            device = sink.device if sink.device is not None else source.device
-            assert device is not None
-            by_device.setdefault(device, []).append((sink, source))
+        sink, source = copies.sink.device, copies.source.device
+        on = np.where(sink == HOST, source, sink)
         found = []
-        for device, each in sorted(by_device.items()):
+        for device in np.unique(on).tolist():
             key = device, self._turn if is_bucket else 0
             if key not in self._copiers:
                 self._copiers[key] = Copier(device)
+            some = copies.take(on == device)
             found.append(
-                PreparedDeviceCopies(device, self._copiers[key], each, is_bucket=is_bucket)
+                PreparedDeviceCopies(device, self._copiers[key], some, is_bucket=is_bucket)
             )
         return found
 
@@ -379,8 +364,7 @@ class PreparedDigests:
         self._on_devices: list[tuple[Integers, DeviceDigests]] = []
         for device in np.unique(memory.device[~is_host]).tolist():
             rows = np.flatnonzero(memory.device == device)
-            buffers = [memory.buffer(row) for row in rows.tolist()]
-            self._on_devices.append((rows, DeviceDigests(buffers)))
+            self._on_devices.append((rows, DeviceDigests(memory.take(rows))))
 
     def start(self) -> None:
         """Queue the work of devices, behind copies that were queued before."""
