@@ -13,7 +13,11 @@ from flyweight.errors import SpecError
 from flyweight.memory import Buffer
 from flyweight.memory_table import BufferTable
 
-ADDRESSES = st.integers(1, 1 << 40) | st.integers(1, 1 << 20).map(lambda n: 16 * n)
+ADDRESSES = st.builds(
+    lambda line, byte: 16 * line + byte,
+    st.integers(1, 1 << 40),
+    st.sampled_from([0, 0, 0, 8, 4, 1]),
+)
 
 
 @st.composite
@@ -71,10 +75,25 @@ def test_each_row_is_what_the_copy_is_alone(copies, most_bytes):
 
 
 @pytest.mark.parametrize(
+    ("nbytes", "to", "at", "is_kernels"),
+    [
+        (4095, 4096, 8192, True),
+        (4096, 4096, 8192, False),
+        (64, 4096, 8200, False),
+        (64, 4104, 8192, False),
+        (0, 4096, 8192, False),
+    ],
+)
+def test_the_kernel_copies_small_aligned_blocks(nbytes, to, at, is_kernels):
+    pair = [Buffer.flat_at(address, nbytes, None, device=0) for address in (to, at)]
+    assert kernel_rows(*tables([pair]), 0, 4096).tolist() == [is_kernels]
+
+
+@pytest.mark.parametrize(
     ("sink", "source", "message"),
     [
         ({"strides": (6, 2)}, {"shape": (4, 4)}, r"source is \(4, 4\) items of 2 bytes, sink is"),
-        ({"item_bytes": 4}, {}, r"items of 2 bytes, sink is \(4, 3\) of 4"),
+        ({"item_bytes": 4, "strides": (12, 4)}, {}, r"items of 2 bytes, sink is \(4, 3\) of 4"),
         ({"strides": (0, 2)}, {}, "items of the sink share bytes"),
         ({"strides": (-6, 2)}, {}, "items of the sink share bytes"),
         ({"strides": (6, 1)}, {}, "items of the sink share bytes"),

@@ -251,7 +251,6 @@ class Replica:
 
     def _update(self, options: UpdateOptions) -> UpdateReport:
         started, deadline = perf_counter(), monotonic() + options.timeout_seconds
-        self._forget_if_moved()
         while True:
             self._check_open()
             connection = self._publisher.joined(deadline, options.is_over)
