@@ -1,11 +1,13 @@
 """A replica that is refused: the trainer hears of it, with the reason."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
 import flyweight as fw
 from child_processes import until
-from flyweight.errors import DTypeMismatch, PlanError, TransferTimeout
+from flyweight.errors import DTypeMismatch, PlanError, SpecError, TransferTimeout
 
 MODEL = {"w": np.zeros(4, np.float32), "b": np.ones(2, np.float32)}
 REFUSED = {
@@ -48,3 +50,14 @@ def test_a_replica_that_is_refused_and_then_agrees_is_not_reported(address):
         ):
             until(lambda: publisher.replicas)
             assert publisher.publish(1).replicas == ()
+
+
+@pytest.mark.parametrize("has_publisher", [True, False])
+def test_a_model_that_cannot_be_written_is_refused_at_once(address, has_publisher):
+    engine = {name: array.copy() for name, array in MODEL.items()}
+    engine["b"].setflags(write=False)
+    with (
+        fw.Publisher(MODEL, address) if has_publisher else nullcontext(),
+        pytest.raises(SpecError, match="1 tensors are read-only memory: 'b'"),
+    ):
+        fw.Replica(engine, address)

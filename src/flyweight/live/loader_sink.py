@@ -40,6 +40,9 @@ class LoaderSink:
     def is_current(self) -> bool:
         return bool(self.specs)
 
+    def check(self) -> None:
+        """Do nothing: a loader makes its own tensors."""
+
     def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
         self.specs = dict(tensors)
         place = self.loader.place

@@ -58,8 +58,6 @@ class MemorySink:
         self._identity: Identity | None = None
         self._prepared: _PreparedRound | None = None
         self._devices: list[int] = []
-        if layout is None:
-            adapt(thing).check_writable()  # raise now rather than at the first update
 
     @property
     def has_devices(self) -> bool:
@@ -67,6 +65,10 @@ class MemorySink:
 
     def is_current(self) -> bool:
         return self._identity is not None and self._identity.is_same()
+
+    def check(self) -> None:
+        if self._layout is None:
+            adapt(self._thing).check_writable()
 
     def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
         found = Identity(self._thing)

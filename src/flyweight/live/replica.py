@@ -111,6 +111,8 @@ class Replica:
         self._is_open, self._pid = True, os.getpid()
         with suppress(PeerLost, TransferTimeout):  # the publisher may start later
             self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
+        if not self.is_connected:
+            self._sink.check()  # to join has checked it already
 
     @property
     def version(self) -> int | None:

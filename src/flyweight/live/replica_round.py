@@ -215,6 +215,9 @@ class UpdateSink(Protocol):
     def is_current(self) -> bool:
         """True while the tensors are those that `want` returned."""
 
+    def check(self) -> None:
+        """Raise SpecError if its tensors cannot be written, before there is a publisher."""
+
     def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> messages.Want:
         """Return which boxes of the publisher's tensors it wants.
 
