@@ -239,6 +239,7 @@ def adapt(
     cut_names = []
     values: dict[str, Leaf] = {}
     paths: dict[str, Path] = {}
+    plain = torch_module.plain_types()
     for name, leaf, path in walk(thing):
         if leaf is thing:
             raise SpecError(f"{type(thing).__name__} is no model: not a module, a layer or a dict")
@@ -250,8 +251,7 @@ def adapt(
                 f"not empty, of at most {MAX_NAME_CHARS} characters"
             )
         try:
-            cuts_found = (each.cut_of(leaf) for each in (sharded, torch_module, paddle_layer))
-            cut = next((each for each in cuts_found if each is not None), None)
+            cut = None if type(leaf) in plain else _cut_of(leaf)
             if cut is not None and not cut.blocks:
                 continue
             tensor = tensor_of(leaf if cut is None else cut.local)
@@ -274,6 +274,11 @@ def adapt(
             )
         blocks = _laid_out(tensors, layout())
     return Model(tensors, blocks, values, paths, thing)
+
+
+def _cut_of(leaf: object) -> Cut | None:
+    found = (each.cut_of(leaf) for each in (sharded, torch_module, paddle_layer))
+    return next((each for each in found if each is not None), None)
 
 
 def _blocks(tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:

@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from operator import attrgetter
 from typing import Any, TypeGuard, cast
@@ -57,41 +57,64 @@ def is_tensor(thing: object) -> TypeGuard[Any]:
     return torch is not None and isinstance(thing, torch.Tensor)
 
 
+def plain_types() -> tuple[type, ...]:
+    """Return the types of tensors that are neither cut nor wrapped."""
+    torch = _torch()
+    return () if torch is None else (torch.Tensor, torch.nn.Parameter)
+
+
 def tensor_of(leaf: object) -> Tensor | None:
     if not is_tensor(leaf):
         return None
-    torch, tensor = _torch(), leaf
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
-        raise SpecError("lazy parameter has no shape yet; run the module once first")
+    tensor = leaf
+    if type(tensor) not in plain_types():
+        _check_type(tensor)
     if tensor.is_nested:
         raise SpecError("nested tensor: its pieces have shapes of their own")
-    dtype = _dtype_of(tensor.dtype)
-    if tensor.layout != torch.strided or dtype is None:
-        raise SpecError(f"torch tensor of layout {tensor.layout} and dtype {tensor.dtype}")
     if tensor.is_conj() or tensor.is_neg():
         raise SpecError("lazily conjugated or negated tensor; call .resolve_conj().resolve_neg()")
-    device = tensor.device.type
-    if device == "meta":
+    dtype, device = _kind(tensor.dtype, tensor.layout, tensor.device)
+    spec, items, strides = _layout(dtype, tuple(tensor.shape), tensor.stride())
+    address = tensor.data_ptr()
+    if not address and spec.nbytes:
+        raise SpecError("tensor whose memory was freed: its storage has no bytes")
+    # Not the tensor itself: it drops its memory when its `data` is set to another tensor.
+    owner, number = tensor.detach(), None if device is None else tensor.get_device()
+    memory = Buffer(address, items, strides, spec.item_bytes, owner, device=number)
+    return Tensor(spec, memory, device)
+
+
+def _check_type(tensor: Any) -> None:
+    """Raise SpecError for a subclass of tensor that has no memory of its own."""
+    torch = _torch()
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise SpecError("lazy parameter has no shape yet; run the module once first")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise SpecError(f"{type(tensor).__name__} is not a plain tensor; pass its local tensor")
+
+
+@lru_cache(maxsize=256)  # models have many tensors, and few kinds and layouts of them
+def _kind(dtype: Any, layout: Any, device: Any) -> tuple[DType, TorchDevice | None]:
+    found = BY_TORCH.get(str(dtype).removeprefix("torch."))
+    if layout != _torch().strided or found is None:
+        raise SpecError(f"torch tensor of layout {layout} and dtype {dtype}")
+    if device.type == "meta":
         raise SpecError("tensor on the meta device has no memory; call .to_empty(device=...)")
-    items = shape = tuple(tensor.shape)
+    return found, None if device.type == "cpu" else TorchDevice(device)
+
+
+@lru_cache(maxsize=1024)
+def _layout(
+    dtype: DType, items: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[TensorSpec, tuple[int, ...], tuple[int, ...]]:
+    """Return a tensor's spec, and its shape in items with their strides in bytes."""
+    shape = items
     if dtype.bits < 8:  # torch counts packed bytes, we count elements
         if not shape:
-            raise SpecError(f"scalar of packed dtype {tensor.dtype}")
+            raise SpecError(f"scalar of packed dtype {dtype}")
         shape = (*shape[:-1], shape[-1] * 8 // dtype.bits)
     spec = TensorSpec(dtype, shape)
-    if not _is_plain(torch, tensor):
-        raise SpecError(f"{type(tensor).__name__} is not a plain tensor; pass its local tensor")
-    if spec.nbytes and tensor.data_ptr() == 0:
-        raise SpecError("tensor whose memory was freed: its storage has no bytes")
-    width = spec.item_bytes
-    strides = tuple([width * stride for stride in tensor.stride()])
-    # Not the tensor itself: it drops its memory when its `data` is set to another tensor.
-    owner = tensor.detach()
-    if device == "cpu":
-        return Tensor(spec, Buffer(tensor.data_ptr(), items, strides, width, owner))
-    number = tensor.get_device()
-    memory = Buffer(tensor.data_ptr(), items, strides, width, owner, device=number)
-    return Tensor(spec, memory, TorchDevice(tensor.device))
+    return spec, items, tuple([spec.item_bytes * stride for stride in strides])
 
 
 def empty(spec: TensorSpec, device: str) -> Any:
@@ -139,18 +162,6 @@ def cut_of(leaf: object) -> Cut | None:
         else:
             cuts.append((dim, mesh.size(axis), coordinate[axis], turns))
     return Cut(local, shape, cut_blocks(shape, cuts + after))
-
-
-@cache
-def _dtype_of(dtype: object) -> DType | None:
-    return BY_TORCH.get(str(dtype).removeprefix("torch."))
-
-
-def _is_plain(torch: Any, tensor: Any) -> bool:
-    kind = type(tensor)
-    return kind in (torch.Tensor, torch.nn.Parameter) or (
-        getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
-    )
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,15 @@ def walk(thing: object, name: str = "", path: Path = ()) -> Iterator[tuple[str, 
     else:
         yield name, thing, path
         return
+    plain = torch_module.plain_types()
     for key, value in items:
         if not isinstance(key, (str, int)):
             raise SpecError(f"key {key!r} under {name!r} is a {type(key).__name__}, not text")
-        yield from walk(value, f"{name}.{key}" if name else str(key), (*path, key))
+        full_name = f"{name}.{key}" if name else str(key)
+        if type(value) in plain:  # without a step into it: a model has many of them
+            yield full_name, value, (*path, key)
+        else:
+            yield from walk(value, full_name, (*path, key))
 
 
 def is_settable(thing: Any, path: Path) -> bool:
