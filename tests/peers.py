@@ -10,7 +10,7 @@ import zmq
 
 from flyweight.digest import Digest
 from flyweight.host import birth_of
-from flyweight.live import messages
+from flyweight.live import frames, messages
 from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.box import Box
 from flyweight.transports.fd_passing import FdServer
@@ -34,7 +34,7 @@ class FakeReplica:
         self._socket.connect(f"ipc://{directory}/control")
 
     def say(self, message):
-        self.send(messages.encode(message))
+        self.send(frames.encode(message))
 
     def send(self, *frames):
         self._socket.send_multipart(frames)
@@ -42,7 +42,7 @@ class FakeReplica:
     def hear(self, timeout=5):
         """Return the next message, whatever it is."""
         assert self._socket.poll(1000 * timeout), "no answer"
-        return messages.decode_from_publisher(self._socket.recv())
+        return frames.decode_from_publisher(self._socket.recv())
 
     def has_heard(self):
         """True if something was said that `hear` has not returned yet."""
@@ -94,12 +94,12 @@ class FakePublisher:
         return digests_of(self.content)
 
     def say(self, message):
-        self._socket.send_multipart([self._peer, messages.encode(message)])
+        self._socket.send_multipart([self._peer, frames.encode(message)])
 
     def hear(self, timeout=5):
         assert self._socket.poll(1000 * timeout), "nobody speaks"
         self._peer, frame = self._socket.recv_multipart()
-        return messages.decode_from_replica(frame)
+        return frames.decode_from_replica(frame)
 
     def has_heard(self):
         return bool(self._socket.poll(100))

@@ -15,7 +15,7 @@ from flyweight.errors import (
     TransferTimeout,
     TransportError,
 )
-from flyweight.live import messages
+from flyweight.live import frames, messages
 from flyweight.live.messages import packed
 from flyweight.live.rounds import Rounds
 from flyweight.spec.box import Box
@@ -69,7 +69,7 @@ def test_an_error_of_ours_in_the_connection_is_told_and_leaves_nobody_waiting(
 
 
 def garbage():
-    hello = messages.encode(messages.Hello("x", "y", 1))
+    hello = frames.encode(messages.Hello("x", "y", 1))
     body = msgspec.msgpack.encode
     return {
         "empty": b"",
@@ -82,7 +82,7 @@ def garbage():
         "another type": b"fw\x01" + body({"type": "Hello", "token": 1, "name": "", "pid": ""}),
         "unknown message": b"fw\x01" + body({"type": "Exec", "code": "1"}),
         "unknown field": b"fw\x01" + body({"type": "Tick", "more": 1}),
-        "a publisher's": messages.encode(messages.Commit(1, b"")),
+        "a publisher's": frames.encode(messages.Commit(1, b"")),
         "deep": b"fw\x01" + b"\x91" * 100000,
         "numbers": b"fw\x01" + body({"type": "Emptied", "round": 2**70 % 2**63, "bucket": -5}),
     }
@@ -109,13 +109,13 @@ def test_garbage_is_answered_or_ignored_and_harms_nobody(address, name):
 
 
 def test_another_protocol_is_refused_with_both_numbers(address):
-    frame = bytearray(messages.encode(messages.Hello("x", "y", 1)))
+    frame = bytearray(frames.encode(messages.Hello("x", "y", 1)))
     frame[2] = 77
     with fw.Publisher(weights(1), address), FakeReplica(address) as peer:
         peer.send(bytes(frame))
         answer = peer.hear()
         assert answer.kind == "PeerRefused"
-        ours = f"this one {messages.PROTOCOL}; install the"
+        ours = f"this one {frames.PROTOCOL}; install the"
         assert answer.text.startswith(f"the other side speaks protocol 77, {ours}")
 
 

@@ -57,6 +57,10 @@ class Address:
     def fd_socket(self) -> Path:
         return check_socket_path(self.directory / "door")
 
+    def fd_socket_of(self, rank: int) -> Path:
+        """Return the socket for files of another rank of the publisher."""
+        return check_socket_path(self.directory / f"door.{rank}")
+
     @property
     def token_file(self) -> Path:
         return self.directory / "token"

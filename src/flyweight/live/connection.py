@@ -17,7 +17,8 @@ import zmq
 
 from flyweight.errors import TransportError
 from flyweight.forks import call_in_child
-from flyweight.live.messages import MAX_MESSAGE_BYTES, Message, encode
+from flyweight.live.frames import MAX_MESSAGE_BYTES, encode
+from flyweight.live.messages import Message
 from flyweight.transports.fd_passing import FdConnection, check_files
 
 HEARTBEATS = 5

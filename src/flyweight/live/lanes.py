@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from flyweight.cuda import driver
 from flyweight.errors import FlyweightError, PlanError, listed
 from flyweight.live.messages import Handle, Memory, Pieces, Places, packed
-from flyweight.live.source import ALIGN_BYTES, Agreement, BucketFill, PublishedSource
+from flyweight.live.source import ALIGN_BYTES, BucketFill, PublishedSource, Share
 from flyweight.memory import Buffer
 from flyweight.memory_table import HOST as HOST_MEMORY
 from flyweight.memory_table import Integers
@@ -71,6 +73,7 @@ class Offers:
 
     def __init__(self, source: PublishedSource, transports: Transports) -> None:
         self._source, self._transports = source, transports
+        self._lanes: WeakKeyDictionary[Share, Lanes] = WeakKeyDictionary()
         self._ranges: list[_Range] = []
         self._range = np.full(len(source.boxes), -1)
         """The range that each block lies in; -1 if other processes cannot map it."""
@@ -100,10 +103,14 @@ class Offers:
         """Why some memory of a device cannot be mapped by other processes; "" if all can."""
         return next((each.refusal for each in self._ranges if each.refusal), "")
 
-    def lanes(self, agreement: Agreement, transport: TransportChoice) -> Lanes:
+    def lanes(self, share: Share, transport: TransportChoice) -> Lanes:
         """Return the lane of each block that a replica wants something of."""
-        copies = agreement.copies
-        used = np.unique(copies.source)
+        if share not in self._lanes:
+            self._lanes[share] = self._chosen(share, transport)
+        return self._lanes[share]
+
+    def _chosen(self, share: Share, transport: TransportChoice) -> Lanes:
+        used = np.unique(share.regions.block)
         device = self._source.memory.device[used]
         found: dict[str, Integers] = {}
         is_host = device == HOST_MEMORY
@@ -111,9 +118,9 @@ class Offers:
         for each in np.unique(device[device >= 0]).tolist():
             rows = device == each
             uuid = driver.uuid(each)
-            if transport == "host" or uuid not in agreement.devices:
+            if transport == "host" or uuid not in share.devices:
                 continue
-            is_read = ~np.isin(used, self._unreadable(agreement, each)) & rows
+            is_read = ~np.isin(used, self._unreadable(share, each)) & rows
             is_mappable = is_read & self._is_mappable(used)
             if transport == "bucketed":
                 is_mappable[:] = False
@@ -131,14 +138,10 @@ class Offers:
             )
         return {lane: blocks for lane, blocks in sorted(found.items()) if len(blocks)}
 
-    def _unreadable(self, agreement: Agreement, device: int) -> Integers:
+    def _unreadable(self, share: Share, device: int) -> Integers:
         """Return the blocks that go to memory which cannot be filled from a device."""
-        copies, places = agreement.copies, agreement.sink_places
-        bad = {each for each in set(places) if not _can_read(device, each)}
-        if not bad:
-            return np.empty(0, np.int64)
-        is_bad = np.array([place in bad for place in places])
-        return np.unique(copies.source[is_bad[copies.sink]])
+        is_bad = np.array([not _can_read(device, each) for each in share.places], bool)
+        return np.unique(share.regions.block[is_bad[share.place]])
 
     def _is_mappable(self, blocks: Integers) -> NDArray[np.bool_]:
         """Return which blocks of devices other processes can map."""
@@ -149,8 +152,10 @@ class Offers:
         found: NDArray[np.bool_] = can_map[numbers]
         return found
 
-    def places(self, blocks: Integers) -> tuple[tuple[Handle, ...], Places]:
-        """Offer the memory of blocks, and return where they are in it."""
+    def places(self, share: Share, blocks: Integers) -> tuple[tuple[Handle, ...], Places]:
+        """Offer the memory of blocks, and return where a replica finds them in it."""
+        rows, renumbered = share.renumbered(blocks)
+        blocks = blocks[rows]
         numbers, index = np.unique(self._range[blocks], return_inverse=True)
         ranges = [self._ranges[number] for number in numbers.tolist()]
         new = [each for each in ranges if each.handle is None]
@@ -161,7 +166,7 @@ class Offers:
         starts = np.array([each.buffer.address for each in ranges], np.int64)
         places = Places(
             memory.strides.shape[1],
-            packed(blocks),
+            packed(renumbered),
             packed(index),
             packed(memory.address[blocks] - starts[index]),
             packed(memory.strides[blocks]),
@@ -226,6 +231,26 @@ def _can_read(device: int, target: str) -> bool:
     return other is not None and driver.can_access_peer(other, device)
 
 
+_memory_numbers = count(1)
+
+
+def new_memory_number() -> int:
+    """Return a number that no other memory of this process has."""
+    return next(_memory_numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class OfferedMemory:
+    """What a replica is told of the memory that its share goes through."""
+
+    number: int
+    """Its id: a replica that has it need not be told again."""
+    memory: Memory
+    lanes: Lanes
+    generation: int
+    """The lanes and the layout of buckets that it was made from."""
+
+
 class BucketSlots:
     """Memory that buckets are filled into and read from in turn, kept from round to round."""
 
@@ -238,6 +263,8 @@ class BucketSlots:
         self.fills: list[BucketFill] = []
         self._slots: dict[int, Buffer] = {}
         self._handles: dict[int, Handle] = {}
+        self._offered: WeakKeyDictionary[Share, OfferedMemory] = WeakKeyDictionary()
+        """What was offered last for each share."""
 
     def lay_out(self, source: PublishedSource, lanes: Sequence[Lanes]) -> None:
         """Plan buckets for the blocks of all these lanes; keep the last plan if it fits."""
@@ -294,7 +321,17 @@ class BucketSlots:
         assert device is not None
         return driver.allocate(device, nbytes)
 
-    def buckets_for(self, lanes: Lanes) -> dict[int, PieceTable]:
+    def offer(self, share: Share, lanes: Lanes, offers: Offers) -> OfferedMemory:
+        """Offer the memory that a share goes through, unless it is what was offered last."""
+        last = self._offered.get(share)
+        if last is None or last.lanes is not lanes or last.generation != self.generation:
+            mapped = lanes.get(MAPPED, np.empty(0, np.int64))
+            memory = self._memory(share, self._buckets_for(lanes), *offers.places(share, mapped))
+            last = OfferedMemory(new_memory_number(), memory, lanes, self.generation)
+            self._offered[share] = last
+        return last
+
+    def _buckets_for(self, lanes: Lanes) -> dict[int, PieceTable]:
         """Return the buckets that a replica needs, with only the pieces that it needs."""
         found = {}
         for fill, lane in zip(self.fills, self._lanes, strict=True):
@@ -303,26 +340,31 @@ class BucketSlots:
                 found[fill.number] = fill.pieces.take(rows)
         return found
 
-    def memory(
-        self, buckets: Mapping[int, PieceTable], handles: tuple[Handle, ...], places: Places
+    def _memory(
+        self,
+        share: Share,
+        buckets: Mapping[int, PieceTable],
+        handles: tuple[Handle, ...],
+        places: Places,
     ) -> Memory:
         """Return the memory of a round: these buckets, and blocks that are mapped."""
         slot_of = {number: self.fills[number].slot for number in buckets}
-        counts = [len(each) for each in buckets.values()]
-        num_dims = places.num_dims
-        columns = [
-            np.concatenate([getattr(each, name) for each in buckets.values()])
-            if buckets
-            else np.empty(0, np.int64)
-            for name in ("block", "offset", "shape", "at")
-        ]
+        found: list[list[Integers]] = [[] for _ in range(5)]
+        for number, pieces in buckets.items():
+            rows, renumbered = share.renumbered(pieces.block)
+            taken = pieces.take(rows)
+            columns = np.full(len(rows), number), renumbered, taken.offset, taken.shape, taken.at
+            for column, more in zip(found, columns, strict=True):
+                column.append(more)
+        empty = np.empty(0, np.int64)
         return Memory(
             handles,
             places,
             {slot: self._handles[slot] for slot in sorted(set(slot_of.values()))},
             slot_of,
             Pieces(
-                num_dims, packed(np.repeat(list(buckets), counts)), *(packed(c) for c in columns)
+                places.num_dims,
+                *(packed(np.concatenate(column) if column else empty) for column in found),
             ),
         )
 
@@ -337,6 +379,7 @@ class BucketSlots:
             else:
                 driver.free(slot)
         self._key, self.fills, self._slots, self._handles, self._lanes = None, [], {}, {}, []
+        self._offered.clear()
 
 
 def lane_names(lanes: Lanes) -> str:

@@ -23,13 +23,13 @@ from flyweight.errors import FlyweightError, PeerFailed, PeerLost, PeerRefused, 
 from flyweight.events import emit
 from flyweight.forks import call_in_child
 from flyweight.host import birth_of
-from flyweight.live import messages
+from flyweight.live import frames, messages
 from flyweight.live.address import Claim
 from flyweight.live.connection import HEARTBEATS, Connection
-from flyweight.live.published_model import PublishedModel
 from flyweight.live.report import ReplicaReport
 from flyweight.live.round import Member, MemberRound, Round
-from flyweight.live.source import Agreement
+from flyweight.live.source_blocks import Agreement
+from flyweight.live.sources import Sources
 from flyweight.transports.fd_passing import FdServer
 
 _MAX_AGREEMENTS = 15
@@ -43,10 +43,9 @@ _log = getLogger("flyweight.live")
 class Members:
     """Handles the messages of replicas. `changed` guards all state."""
 
-    def __init__(self, claim: Claim, model: PublishedModel, silence_seconds: float) -> None:
-        self._claim, self._model = claim, model
-        self._silence_seconds = silence_seconds
-        self._session = secrets.token_hex(8)
+    def __init__(self, claim: Claim, silence_seconds: float) -> None:
+        self._claim, self._silence_seconds = claim, silence_seconds
+        self.session = secrets.token_hex(8)
         self.changed = threading.Condition(threading.RLock())
         self.by_id: dict[bytes, Member] = {}
         self.version: int | None = None
@@ -84,13 +83,16 @@ class Members:
         """Replace the lock after a fork: the thread that held it does not exist in the child."""
         self.changed = threading.Condition(threading.RLock())
 
-    def start(self, files: FdServer, on_request: Callable[[Member], None]) -> None:
+    def start(
+        self, sources: Sources, files: FdServer, on_request: Callable[[Member], None]
+    ) -> None:
         """Accept replicas from now on.
 
+        sources: the ranks that publish.
         files: where replicas fetch memory; closed if the connection's thread fails.
         on_request: called with each member that requests a version and is in no round.
         """
-        self._files, self._on_request = files, on_request
+        self._sources, self._files, self._on_request = sources, files, on_request
         self._news = msgspec.structs.replace(self._news, version=self.version)
         self._announcer.start()
         self._planner.start()
@@ -136,6 +138,12 @@ class Members:
                 denied = messages.Denied(member.request.ask, type(error).__name__, str(error))
                 self._send(member, denied)
                 member.request, member.error = None, str(error)
+
+    def refuse_round(self, member: Member, error: FlyweightError) -> ReplicaReport:
+        """Tell a replica that a round cannot serve it; return that for the trainer."""
+        self.fail(member, error)
+        pid = member.hello.pid
+        return ReplicaReport(member.name, pid, 0, 0.0, 0.0, 0.0, "nothing", error)
 
     def reserve(self, member: Member) -> None:
         """Reserve a member for the round that answers its request."""
@@ -187,7 +195,8 @@ class Members:
             if self._is_closed:
                 return
             self._is_closed = True
-            for id in (*self.by_id, *self._watchers):
+            followers = [each.id for each in self._sources.followers if each.id]
+            for id in (*self.by_id, *self._watchers, *followers):
                 self.connection.send(messages.Bye("the publisher was closed"), id)
             self.by_id.clear()
         self.connection.close()
@@ -204,7 +213,7 @@ class Members:
 
     def _on_frame(self, id: bytes, frame: bytes) -> None:
         try:
-            message = messages.decode_from_replica(frame)
+            message = frames.decode_from_replica(frame)
         except FlyweightError as error:
             self._refuse(id, error)
             return
@@ -215,6 +224,8 @@ class Members:
                     del self._watchers[id]
             elif isinstance(message, messages.Hello):
                 self._on_hello(id, message)
+            elif (follower := self._sources.follower(id)) is not None:
+                self._sources.on_message(follower, message)
             elif id in self.by_id:
                 self.by_id[id].last_seen = monotonic()
                 self._on_message(self.by_id[id], message)
@@ -232,23 +243,28 @@ class Members:
             text = f"the publisher at {self._claim.address} has another token"
             self.connection.send(messages.Refusal("PeerRefused", text), id)
             return
-        if hello.is_watcher:
+        if hello.role == "watcher":
             self._watchers[id] = monotonic()
             self._send_news()
             return
-        self.by_id[id] = Member(id, hello, monotonic())
-        source = self._model.source
+        blocks = self._sources.blocks
+        if hello.role == "source":
+            if (error := self._sources.on_hello(id, hello)) is not None:
+                self._refuse(id, error)
+                return
+        else:
+            self.by_id[id] = Member(id, hello, monotonic())
         welcome = messages.Welcome(
-            self._session,
+            self.session,
             *(birth_of() or (os.getpid(), 0)),
-            source.tensors,
-            dict(source.manifest.tied),
+            blocks.described if hello.role == "replica" else (),
+            dict(blocks.tied) if hello.role == "replica" else {},
             self._silence_seconds,
             self.version,
         )
         self.connection.send(welcome, id)
 
-    def _on_message(self, member: Member, message: messages.FromReplica) -> None:
+    def _on_message(self, member: Member, message: frames.FromReplica) -> None:
         match message:
             case messages.Want():
                 self._wants.put((member, message))
@@ -291,7 +307,7 @@ class Members:
     def _agreed(self, want: messages.Want) -> Agreement:
         # Most replicas want the same, and a plan for many tensors takes a while.
         if want not in self._agreements:
-            agreement = self._model.source.plan(want)
+            agreement = self._sources.blocks.plan(want)
             self._agreements = dict(list(self._agreements.items())[-_MAX_AGREEMENTS:])
             self._agreements[want] = agreement
         return self._agreements[want]
@@ -301,9 +317,9 @@ class Members:
             if self.by_id.get(member.id) is not member:
                 return  # it has gone meanwhile
             member.agreement = agreement
-            member.forget_lists()
+            member.lists_sent = None
             self._refused.pop(member.name, None)
-            self._send(member, messages.Agreed(self._model.source.packed_boxes))
+            self._send(member, self._sources.blocks.agreed)
             self.changed.notify_all()
         pid = member.hello.pid
         self.announce("replica.joined", name=member.name, pid=pid, nbytes=agreement.nbytes)
@@ -345,10 +361,15 @@ class Members:
                 if member.hello.line == line:
                     text = f"replica {member.name!r}, process {member.hello.pid}, is gone"
                     self._lose(member.id, PeerLost(text))
+            for follower in self._sources.followers:
+                if follower.line == line:
+                    self._sources.lose(follower, PeerLost("its process is gone"))
 
     def _lose(self, id: bytes, error: FlyweightError) -> None:
         with self.changed:
             self._watchers.pop(id, None)
+            if (follower := self._sources.follower(id)) is not None:
+                self._sources.lose(follower, error)
             member = self.by_id.pop(id, None)
             if member is None:
                 return
@@ -370,6 +391,13 @@ class Members:
                     self._lose(member.id, TransferTimeout(text))
                 else:
                     self._send(member, messages.Tick())
+            for follower in self._sources.followers:
+                if follower.id and now - max(follower.last_seen, awake) > self._silence_seconds:
+                    text = f"it was silent for {self._silence_seconds:g} s"
+                    self.connection.send(messages.Bye(text), follower.id)
+                    self._sources.lose(follower, TransferTimeout(text))
+                elif follower.id:
+                    self.connection.send(messages.Tick(), follower.id)
             for id, last_seen in list(self._watchers.items()):
                 if now - max(last_seen, awake) > max(self._silence_seconds, _WATCHER_SECONDS):
                     del self._watchers[id]

@@ -1,22 +1,20 @@
-"""The messages between a publisher and its replicas: their types, encoding and limits.
+"""The messages between a publisher and its replicas.
 
-Each message is one frame: two magic bytes, the protocol's number, then msgpack. The number
-is outside of the msgpack, so that two versions of the library can still tell each other
-that they differ. A class has the name and the fields that its message has on the wire;
-`docs/protocol.md` describes the conversation.
+A class has the name and the fields that its message has on the wire; `docs/protocol.md` describes
+the conversation, and `frames.py` how a message becomes bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from flyweight.digest import DigestKind
-from flyweight.errors import PeerRefused, SpecError, TransportError
+from flyweight.errors import SpecError
 from flyweight.memory_table import Integers
 from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.dtype import dtype_named
@@ -24,15 +22,11 @@ from flyweight.spec.manifest import MAX_DIMS, MAX_NAME_CHARS, Leaf, TensorSpec
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
-PROTOCOL = 4
-MAX_MESSAGE_BYTES = 256 << 20
-_MAGIC = b"fw"
-
 Handle = SharedMemoryHandle | CudaIpcHandle
 Numbers = tuple[int, ...]
 
 
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     pass
 
 
@@ -58,11 +52,11 @@ def _spec(dtype: str, shape: Numbers) -> TensorSpec:
     return TensorSpec(dtype_named(dtype), shape)
 
 
-class _Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Columns of 64-bit little-endian integers: many thousand rows need no object each."""
 
 
-class Boxes(_Table, frozen=True):
+class Boxes(Table, frozen=True):
     """Boxes of tensors, in items."""
 
     num_dims: int
@@ -100,7 +94,7 @@ class Boxes(_Table, frozen=True):
         return found
 
 
-class Places(_Table, frozen=True):
+class Places(Table, frozen=True):
     """Where a replica can map some of the publisher's blocks; strides are in bytes."""
 
     num_dims: int
@@ -113,7 +107,7 @@ class Places(_Table, frozen=True):
     strides: bytes
 
 
-class Pieces(_Table, frozen=True):
+class Pieces(Table, frozen=True):
     """The contents of buckets: items of the publisher's blocks, in row-major order."""
 
     num_dims: int
@@ -139,7 +133,7 @@ def numbers(data: bytes, num_columns: int | None = None) -> Integers:
     return found if num_columns is None else found.reshape(-1, columns)
 
 
-class Hello(_Message, frozen=True):
+class Hello(Message, frozen=True):
     """Replica: joins, with the token that proves it may."""
 
     token: str
@@ -147,10 +141,14 @@ class Hello(_Message, frozen=True):
     pid: int
     line: str = ""
     """The name of its connection for files, by which the publisher learns of its death."""
-    is_watcher: bool = False
+    role: Literal["replica", "watcher", "source"] = "replica"
+    """A watcher is only told the news; a source is another rank of the publisher itself."""
+    rank: int = 0
+    """Which of the ranks it is, of its replica or of the publisher."""
+    num_ranks: int = 1
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(Message, frozen=True):
     """Publisher: who it is and which tensors it has."""
 
     session: str
@@ -164,7 +162,7 @@ class Welcome(_Message, frozen=True):
     version: int | None
 
 
-class Want(_Message, frozen=True):
+class Want(Message, frozen=True):
     """Replica: the boxes that it wants, and the devices that they are on."""
 
     tensors: tuple[Tensor, ...]
@@ -179,20 +177,24 @@ class Want(_Message, frozen=True):
     """The uuids of the GPUs that its process sees, and whose memory it can map."""
 
 
-class Agreed(_Message, frozen=True):
+class Agreed(Message, frozen=True):
     """Publisher: the blocks that it has of its tensors. Both sides work out the same plan."""
 
     sources: Boxes
+    places: tuple[str, ...]
+    """The devices that occur: the uuid of a GPU, or "" for the host."""
+    place: bytes
+    """The index of the device of each block."""
 
 
-class Refusal(_Message, frozen=True):
+class Refusal(Message, frozen=True):
     """Publisher: rejects the replica, with the name of an error class and its text."""
 
     kind: str
     text: str
 
 
-class Ask(_Message, frozen=True):
+class Ask(Message, frozen=True):
     """Replica: requests a version, or any that it does not have."""
 
     ask: int
@@ -206,7 +208,7 @@ class Ask(_Message, frozen=True):
     """True if `have` is enough, once the publisher confirms that it is what is requested."""
 
 
-class Denied(_Message, frozen=True):
+class Denied(Message, frozen=True):
     """Publisher: the requested version will never come."""
 
     ask: int
@@ -214,19 +216,19 @@ class Denied(_Message, frozen=True):
     text: str
 
 
-class Kept(_Message, frozen=True):
+class Kept(Message, frozen=True):
     """Publisher: confirms that the replica already has what it requests; nothing is sent."""
 
     ask: int
 
 
-class Withdraw(_Message, frozen=True):
+class Withdraw(Message, frozen=True):
     """Replica: no longer waits for its request."""
 
     ask: int
 
 
-class Memory(_Table, frozen=True):
+class Memory(Table, frozen=True):
     """The memory that a round goes through."""
 
     handles: tuple[Handle, ...]
@@ -238,7 +240,7 @@ class Memory(_Table, frozen=True):
     pieces: Pieces
 
 
-class Begin(_Message, frozen=True):
+class Begin(Message, frozen=True):
     """Publisher: starts a round. Its memory is None if it is that of the last round."""
 
     round: int
@@ -258,33 +260,33 @@ class Begin(_Message, frozen=True):
     values: dict[str, Leaf]
 
 
-class Filled(_Message, frozen=True):
+class Filled(Message, frozen=True):
     """Publisher: a bucket is in its slot, ready to be read."""
 
     round: int
     bucket: int
 
 
-class Emptied(_Message, frozen=True):
+class Emptied(Message, frozen=True):
     """Replica: has read a bucket; its slot is free."""
 
     round: int
     bucket: int
 
 
-class Going(_Message, frozen=True):
+class Going(Message, frozen=True):
     """Publisher: the round goes on, it waits for other replicas."""
 
     round: int
 
 
-class Copied(_Message, frozen=True):
+class Copied(Message, frozen=True):
     """Replica: everything is copied; the memory that it read may change."""
 
     round: int
 
 
-class Done(_Message, frozen=True):
+class Done(Message, frozen=True):
     """Replica: the digests of what it holds now, one for each copy, 64 bits each."""
 
     round: int
@@ -293,14 +295,14 @@ class Done(_Message, frozen=True):
     verify_seconds: float
 
 
-class Commit(_Message, frozen=True):
+class Commit(Message, frozen=True):
     """Publisher: the digests are right, the replica holds the version."""
 
     round: int
     digests: bytes
 
 
-class Abort(_Message, frozen=True):
+class Abort(Message, frozen=True):
     """Publisher: the round is over for this replica, without a commit."""
 
     round: int
@@ -308,7 +310,7 @@ class Abort(_Message, frozen=True):
     text: str
 
 
-class Fault(_Message, frozen=True):
+class Fault(Message, frozen=True):
     """Replica: cannot continue; `is_touched` if its old version is partly overwritten."""
 
     round: int
@@ -317,11 +319,11 @@ class Fault(_Message, frozen=True):
     is_touched: bool
 
 
-class Tick(_Message, frozen=True):
+class Tick(Message, frozen=True):
     """Either side: heartbeat."""
 
 
-class Bye(_Message, frozen=True):
+class Bye(Message, frozen=True):
     """Either side: disconnects, and says why."""
 
     text: str
@@ -339,7 +341,7 @@ class ReplicaNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     error: str
 
 
-class News(_Message, frozen=True):
+class News(Message, frozen=True):
     """Publisher, to watchers: its state and that of its replicas."""
 
     version: int | None
@@ -349,58 +351,3 @@ class News(_Message, frozen=True):
     seconds: float
     strategy: str
     replicas: tuple[ReplicaNews, ...]
-
-
-FromReplica = Hello | Want | Ask | Withdraw | Emptied | Copied | Done | Fault | Tick | Bye
-FromPublisher = (
-    Welcome
-    | Agreed
-    | Refusal
-    | Denied
-    | Kept
-    | Begin
-    | Filled
-    | Going
-    | Commit
-    | Abort
-    | Tick
-    | Bye
-    | News
-)
-Message = FromReplica | FromPublisher
-
-_ENCODER = msgspec.msgpack.Encoder()
-_FROM_REPLICA: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromReplica)
-_FROM_PUBLISHER: msgspec.msgpack.Decoder[FromPublisher] = msgspec.msgpack.Decoder(FromPublisher)
-
-
-def encode(message: Message) -> bytes:
-    return _MAGIC + bytes([PROTOCOL]) + _ENCODER.encode(message)
-
-
-def decode_from_replica(frame: bytes) -> FromReplica:
-    return _decode(_FROM_REPLICA, frame)
-
-
-def decode_from_publisher(frame: bytes) -> FromPublisher:
-    return _decode(_FROM_PUBLISHER, frame)
-
-
-MessageT = TypeVar("MessageT")
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frame: bytes) -> MessageT:
-    """Return the message; raise PeerRefused for another protocol, else TransportError."""
-    if frame[:2] != _MAGIC or len(frame) < 3:
-        raise TransportError(
-            f"{len(frame)} bytes that start with {frame[:8]!r} are not a message of flyweight"
-        )
-    if frame[2] != PROTOCOL:
-        raise PeerRefused(
-            f"the other side speaks protocol {frame[2]}, this one {PROTOCOL}; install the same "
-            f"version of flyweight on both"
-        )
-    try:
-        return decoder.decode(memoryview(frame)[3:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
-        raise TransportError(f"cannot decode a message of {len(frame)} bytes: {cause}") from cause

@@ -20,11 +20,11 @@ from flyweight.errors import DigestMismatch, PlanError, listed
 from flyweight.formats.stored import Stored
 from flyweight.live.copies import Copiers
 from flyweight.live.lanes import Offers, Transports
-from flyweight.live.source import Agreement, HeldCopy, PublishedSource
+from flyweight.live.source import HeldCopy, PublishedSource, Regions, Share
 from flyweight.spec.manifest import Leaf
 
-DigestKey = tuple[Agreement, DigestKind]
-"""What is digested: the regions that an agreement reads, and how."""
+DigestKey = tuple[Share, DigestKind]
+"""What is digested: the regions that a share reads, and how."""
 
 
 @dataclass(eq=False)
@@ -45,17 +45,19 @@ class PublishedVersion:
     """The time spent on checking that nothing changed while the version was copied."""
     is_replaced: bool = False
     """True once another version is about to overwrite its memory."""
+    is_shared: bool = False
+    """True if the other ranks of the publisher have their parts of it."""
 
     def digests_of(self, wanted: Sequence[DigestKey], deadline: float) -> Mapping[DigestKey, bytes]:
         """Return the digests of what replicas read, with those known before if they are kept."""
         found = {} if self.digests is None else self.digests
-        for agreement, kind in wanted:
-            if (agreement, kind) not in found:
-                found[agreement, kind] = self._digests(agreement, kind, deadline).tobytes()
+        for share, kind in wanted:
+            if (share, kind) not in found:
+                found[share, kind] = self._digests(share.regions, kind, deadline).tobytes()
         return found
 
-    def _digests(self, agreement: Agreement, kind: DigestKind, deadline: float) -> Words:
-        regions, source, whole = agreement.regions, self.source, self.whole_digests
+    def _digests(self, regions: Regions, kind: DigestKind, deadline: float) -> Words:
+        source, whole = self.source, self.whole_digests
         if whole is not None and kind == source.fast_digest_kind:
             is_whole = (regions.shape == source.boxes.shape[regions.block]).all(axis=1)
             if is_whole.all():
@@ -107,7 +109,9 @@ class PublishedModel:
     def live(self, version: int, parent: int | None) -> PublishedVersion:
         """Return the model's own memory as a version."""
         values = self.source.manifest.values
-        return PublishedVersion(version, parent, self.source, self.offers, "published", values)
+        return PublishedVersion(
+            version, parent, self.source, self.offers, "published", values, is_shared=True
+        )
 
     def snapshot(self, version: int | None, *, hold: bool, deadline: float) -> PublishedVersion:
         """Return an opened snapshot as a version: read from its files, or copied to memory."""

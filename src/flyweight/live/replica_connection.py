@@ -25,7 +25,7 @@ from flyweight.errors import (
 )
 from flyweight.forks import call_in_child
 from flyweight.host import birth_of
-from flyweight.live import messages
+from flyweight.live import frames, messages
 from flyweight.live.address import Address
 from flyweight.live.connection import HEARTBEATS, Connection
 from flyweight.live.lanes import Transports
@@ -39,7 +39,7 @@ HEARTBEAT_SECONDS = 1.0
 _MIN_ANSWER_SECONDS = 0.1
 _RETRY_SECONDS = 0.02
 
-MessageT = TypeVar("MessageT", bound=messages.FromPublisher)
+MessageT = TypeVar("MessageT", bound=frames.FromPublisher)
 ChooseTensors = Callable[[Mapping[str, TensorSpec], Mapping[str, str]], messages.Want]
 
 
@@ -74,7 +74,7 @@ class ReplicaConnection:
         check_files()
         self.address = address
         self._changed = threading.Condition()
-        self._inbox: deque[messages.FromPublisher] = deque()
+        self._inbox: deque[frames.FromPublisher] = deque()
         self._error: FlyweightError | None = None
         self._last_seen = monotonic()
         self._silence_seconds = float("inf")
@@ -219,7 +219,7 @@ class ReplicaConnection:
         *,
         spin_seconds: float = 0.0,
         is_over: Callable[[], bool] = _never,
-    ) -> messages.FromPublisher:
+    ) -> frames.FromPublisher:
         """Return the next message; raise what ended the connection, or TransferTimeout.
 
         spin_seconds: busy-wait for this long first, for a message that is due soon.
@@ -267,7 +267,7 @@ class ReplicaConnection:
 
     def _on_frame(self, _: bytes, frame: bytes) -> None:
         try:
-            message = messages.decode_from_publisher(frame)
+            message = frames.decode_from_publisher(frame)
         except FlyweightError as error:
             self._lose(error)
             return

@@ -8,10 +8,11 @@ slots that a lost member had not emptied are free again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, perf_counter
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -25,10 +26,11 @@ from flyweight.errors import (
 )
 from flyweight.live import messages
 from flyweight.live.connection import Connection, spin_seconds
-from flyweight.live.lanes import Lanes, Offers
-from flyweight.live.published_model import DigestKey, PublishedVersion
+from flyweight.live.published_model import PublishedVersion
 from flyweight.live.report import ReplicaReport
-from flyweight.live.source import Agreement, BucketFill
+from flyweight.live.source import BucketFill
+from flyweight.live.source_blocks import Agreement
+from flyweight.live.source_part import fill_in_turn
 
 
 @dataclass(eq=False)
@@ -50,11 +52,8 @@ class Member:
     """True while it is in a round, or about to be."""
     request_in_round: int = 0
     """The number of the request that the round answers, even if it was withdrawn since."""
-    lanes: tuple[Offers, Lanes] | None = None
-    lists_number: int = 0
-    """The number of the lists of places, slots and buckets that it was sent last."""
-    lists_sent: object = None
-    """The lists that it was sent last, so that they are not sent again."""
+    lists_sent: int | None = None
+    """The number of the memory that it was told of last, so that it is not told again."""
     version: int | None = None
     state: str = "joined"
     error: str = ""
@@ -64,10 +63,6 @@ class Member:
     @property
     def name(self) -> str:
         return self.hello.name
-
-    def forget_lists(self) -> None:
-        """Choose lanes and send lists again in the next round."""
-        self.lanes = self.lists_sent = None
 
 
 @dataclass(eq=False)
@@ -80,10 +75,14 @@ class MemberRound:
     member: Member
     agreement: Agreement
     begin: messages.Begin
+    expected: bytes
+    """The digests of what it must hold in the end; empty if nothing is verified."""
     buckets: frozenset[int]
     """The buckets that it needs."""
     is_mapped: bool
-    """True if it reads the source's own memory."""
+    """True if it reads the memory of this process's model itself."""
+    on_emptied: WeakMethod[Callable[[], None]]
+    """Called when it needs less than before."""
     last_progress: float = 0.0
     """When it last sent something, or got something to do."""
     has_begun: bool = False
@@ -145,6 +144,7 @@ class MemberRound:
                     self.is_touched = is_touched
                     self.error = error_named(kind, text)
             self.changed.notify_all()
+        self._relay()
 
     def lose(self, error: FlyweightError) -> None:
         """End the round for a member that is gone."""
@@ -152,6 +152,11 @@ class MemberRound:
             if self.is_running:
                 self.error, self.is_touched = error, True
                 self.changed.notify_all()
+        self._relay()
+
+    def _relay(self) -> None:
+        if (on_emptied := self.on_emptied()) is not None:
+            on_emptied()
 
 
 class Round:
@@ -164,25 +169,34 @@ class Round:
         connection: Connection,
         *,
         fills: Sequence[BucketFill],
-        should_verify: bool,
+        num_ranks: int,
+        tell_rank: Callable[[int, messages.Message], None],
+        name_of: Callable[[int], str],
         beginning: threading.Condition,
         on_release: Callable[[], None],
         timeout_seconds: float,
     ) -> None:
         """Prepare a round; add its `members`, then `run` it.
 
+        fills: the buckets of this process. Those of all ranks together are numbered in turn.
+        num_ranks, tell_rank: the number of source ranks, and how to send one of them a message.
+        name_of: returns the name of a block's tensor.
         beginning: a lock that is held while the round begins; a version is marked as replaced only
             under it, and a round whose version is replaced does not begin.
         on_release: called once nothing reads the source's memory, maybe more than once.
         timeout_seconds: a member without progress for this long is given up.
         """
         self.number, self.version, self.connection = number, version, connection
-        self._fills, self._should_verify, self._beginning = fills, should_verify, beginning
+        self._fills, self._num_ranks, self._tell_rank = fills, num_ranks, tell_rank
+        self._name_of, self._beginning = name_of, beginning
         self._on_release, self._timeout_seconds = on_release, timeout_seconds
         self._spin_seconds = spin_seconds(bool(version.source.devices))
         self.members: list[MemberRound] = []
+        self.refused: list[ReplicaReport] = []
+        """The members that the round cannot serve."""
         self.changed = threading.Condition()
-        self._expected: Mapping[DigestKey, bytes] | None = None
+        self._filled_elsewhere: set[int] = set()
+        """The buckets of other ranks that are full, and that some member has not emptied."""
         self._started, self._last_going = perf_counter(), 0.0
         self.digest_seconds = 0.0
 
@@ -195,7 +209,6 @@ class Round:
         """Run the round until every member has committed or failed."""
         self._started = perf_counter()
         try:
-            self._expected = self._digests()
             with self._beginning:
                 if self.version.is_replaced:
                     return
@@ -224,53 +237,46 @@ class Round:
         return [member for member in self.members if member.is_running]
 
     def _fill_buckets(self) -> None:
-        """Fill each bucket once its slot is free; devices fill one while the last is finished."""
-        in_slot: dict[int, int] = {}
-        started: BucketFill | None = None
-        for fill in self._fills:
-            before = in_slot.get(fill.slot)
-            is_same_slot = started is not None and started.slot == fill.slot
-            if started is not None and (is_same_slot or not self._is_empty(before)):
-                self._finish(started)
-                started = None
-            if before is not None:
-                self._wait(
-                    partial(MemberRound.has_emptied, bucket=before), f"emptied bucket {before}"
-                )
-            if not any(fill.number in member.buckets for member in self._running()):
-                continue
-            in_slot[fill.slot] = fill.number
-            fill.start()
-            if started is not None:
-                self._finish(started)
-            started = fill
-        if started is not None:
-            self._finish(started)
+        """Fill the buckets of this process, in turn with the members that empty them."""
+        fill_in_turn(
+            self._fills,
+            is_needed=lambda n: any(self._numbered(n) in m.buckets for m in self._running()),
+            is_empty=lambda n: self._is_empty(self._numbered(n)),
+            wait_empty=lambda n: self._wait(
+                partial(MemberRound.has_emptied, bucket=self._numbered(n)), f"emptied bucket {n}"
+            ),
+            on_filled=lambda n: self.on_filled(self._numbered(n)),
+            timeout_seconds=self._timeout_seconds,
+        )
 
-    def _finish(self, fill: BucketFill) -> None:
-        """Wait until a bucket is full, and tell the members that need it."""
-        fill.run(monotonic() + self._timeout_seconds)
-        number = fill.number
+    def _numbered(self, fill: int) -> int:
+        """Return the number that members know a bucket of this process by."""
+        return fill * self._num_ranks
+
+    def on_filled(self, bucket: int) -> None:
+        """Tell the members that need a bucket that it is full."""
         for member in self._running():
-            if number in member.buckets:
+            if bucket in member.buckets:
                 member.last_progress = monotonic()  # only now it has something to do
-                member.send(messages.Filled(self.number, number))
+                member.send(messages.Filled(self.number, bucket))
+        if bucket % self._num_ranks:
+            with self.changed:
+                self._filled_elsewhere.add(bucket)
+            self.relay_emptied()
 
-    def _is_empty(self, bucket: int | None) -> bool:
-        return bucket is None or all(each.has_emptied(bucket) for each in self._running())
+    def relay_emptied(self) -> None:
+        """Tell other ranks which of their buckets all members have emptied."""
+        if not self._filled_elsewhere:
+            return
+        with self.changed:
+            empty = [each for each in self._filled_elsewhere if self._is_empty(each)]
+            self._filled_elsewhere.difference_update(empty)
+        for bucket in empty:
+            number, rank = divmod(bucket, self._num_ranks)
+            self._tell_rank(rank, messages.Emptied(self.number, number))
 
-    def _digests(self) -> Mapping[DigestKey, bytes]:
-        """Return the digests of the source.
-
-        They come before the copies, so that a write between them is detected.
-        """
-        if not self._should_verify:
-            return {}
-        started = perf_counter()
-        wanted = [(each.agreement, each.begin.digest_kind) for each in self._running()]
-        found = self.version.digests_of(wanted, monotonic() + self._timeout_seconds)
-        self.digest_seconds += perf_counter() - started
-        return found
+    def _is_empty(self, bucket: int) -> bool:
+        return all(each.has_emptied(bucket) for each in self._running())
 
     def _wait(self, is_reached: Callable[[MemberRound], bool], step: str) -> None:
         """Return when every running member has reached a step; give up those that are overdue.
@@ -313,23 +319,20 @@ class Round:
                 return
             member.error = error
             self.changed.notify_all()
+        self.relay_emptied()
         if member.has_begun:
             member.send(messages.Abort(self.number, type(error).__name__, str(error)))
 
     def _has_done(self) -> bool:
         """True if some member waits for its commit."""
-        return self._expected is not None and any(m.done is not None for m in self._running())
+        return any(member.done is not None for member in self._running())
 
     def _commit_done(self) -> None:
         """Commit the members that hold the right bytes, and fail those that do not."""
-        if self._expected is None:
-            return
         for member in self._running():
             if member.done is None:
                 continue
-            expected = b""
-            if self._should_verify:
-                expected = self._expected[member.agreement, member.begin.digest_kind]
+            expected = member.expected
             if member.done.digests != expected:
                 wrong = self._differing(member, member.done.digests, expected)
                 member.is_touched = True
@@ -353,4 +356,4 @@ class Round:
             return [f"{len(found) // 8} digests, {len(expected) // 8} expected"]
         differs = np.frombuffer(found, np.uint64) != np.frombuffer(expected, np.uint64)
         blocks = np.unique(member.agreement.copies.source[differs])
-        return sorted({self.version.source.name_of(block) for block in blocks.tolist()})
+        return sorted({self._name_of(block) for block in blocks.tolist()})

@@ -10,31 +10,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from logging import getLogger
 from time import monotonic, perf_counter
-
-import numpy as np
+from weakref import WeakMethod
 
 from flyweight.checks import check_seconds
-from flyweight.errors import FlyweightError, PeerFailed, PeerLost, SpecError, TransferTimeout
+from flyweight.errors import (
+    FlyweightError,
+    PeerFailed,
+    PeerLost,
+    PlanError,
+    SpecError,
+    TransferTimeout,
+)
 from flyweight.live.lanes import (
     MAPPED,
     TRANSPORTS,
     BucketSlots,
-    Lanes,
     Offers,
     TransportChoice,
     Transports,
-    lane_names,
 )
 from flyweight.live.members import Members
 from flyweight.live.messages import Begin
 from flyweight.live.published_model import PublishedModel, PublishedVersion
-from flyweight.live.report import ReplicaReport
 from flyweight.live.round import Member, MemberRound, Round
-from flyweight.live.source import Agreement
+from flyweight.live.source_blocks import Agreement
+from flyweight.live.sources import RoundOffer, Sources
 from flyweight.verbs.find import PathLike, open_source, versions
 
 _log = getLogger("flyweight.live")
@@ -75,9 +79,10 @@ class Rounds:
         options: PublisherOptions,
         transports: Transports,
         model: PublishedModel,
+        sources: Sources,
     ) -> None:
         self._members, self._options = members, options
-        self._transports, self._model = transports, model
+        self._transports, self._model, self._sources = transports, model, sources
         self._running: set[Round] = set()
         self._threads: set[threading.Thread] = set()
         """The threads of catch-up rounds."""
@@ -88,43 +93,6 @@ class Rounds:
         self.available: PublishedVersion | None = None
         """The version that replicas can take at once, between two publishes."""
 
-    def lanes(self, version: PublishedVersion, member: Member) -> Lanes:
-        """Return the lane of each block for a member; raise if the transport is impossible."""
-        if member.lanes is None or member.lanes[0] is not version.offers:
-            found = version.offers.lanes(_agreement(member), self._options.transport)
-            member.lanes = version.offers, found
-            if (reason := version.offers.refusal) and not self._has_warned:
-                self._has_warned = True
-                _log.warning("tensors go through buckets instead of being mapped: %s", reason)
-                self._members.announce("publish.unmapped", reason=reason)
-        return member.lanes[1]
-
-    def choose_sources(
-        self, live: PublishedVersion, held: PublishedVersion | None, members: Sequence[Member]
-    ) -> tuple[list[Member], list[Member], list[ReplicaReport]]:
-        """Split members: those that read the model, those that read the held copy, and failures.
-
-        If a copy is held, only members that map the whole model on a device read the model.
-        """
-        from_model: list[Member] = []
-        from_copy: list[Member] = []
-        failed: list[ReplicaReport] = []
-        for member in members:
-            try:
-                lanes = None
-                if held is None or live.source.devices:
-                    lanes = self.lanes(live, member)
-                if held is None or (lanes and set(lanes) == {MAPPED}):
-                    from_model.append(member)
-                else:
-                    self.lanes(held, member)
-                    from_copy.append(member)
-            except FlyweightError as error:  # the transport is impossible for this member only
-                self._members.fail(member, error)
-                pid = member.hello.pid
-                failed.append(ReplicaReport(member.name, pid, 0, 0.0, 0.0, 0.0, "nothing", error))
-        return from_model, from_copy, failed
-
     def prepare(
         self,
         version: PublishedVersion,
@@ -134,64 +102,57 @@ class Rounds:
         on_release: Callable[[], None] = lambda: None,
     ) -> Round:
         """Return a round that `run` runs; `Round` explains `on_release`."""
-        slots.lay_out(version.source, [self.lanes(version, member) for member in members])
-        digest_seconds = self._add_digests(version, members, timeout_seconds)
+        sources = self._sources
         with self._members.changed:
             self.last_number += 1
             number = self.last_number
+        agreements = list(dict.fromkeys(map(_agreement, members)))
+        offers, digest_seconds = sources.offer(number, version, agreements, slots, timeout_seconds)
         round_ = Round(
             number,
             version,
             self._members.connection,
             fills=slots.fills,
-            should_verify=self._options.should_verify,
+            num_ranks=sources.num_ranks,
+            tell_rank=sources.tell_rank,
+            name_of=sources.blocks.name_of,
             beginning=self._members.changed,
             on_release=on_release,
             timeout_seconds=timeout_seconds,
         )
         round_.digest_seconds = digest_seconds
-        round_.members += [self._member_round(round_, member, slots) for member in members]
+        for member in members:
+            offer = offers[_agreement(member)]
+            if offer.error is None:
+                round_.members.append(self._member_round(round_, member, offer))
+            else:  # the transport is impossible for this member only
+                round_.refused.append(self._members.refuse_round(member, offer.error))
+        self._warn_if_unmapped(version)
         self._members.join_round(round_)
         return round_
 
-    def _add_digests(
-        self, version: PublishedVersion, members: Sequence[Member], timeout_seconds: float
-    ) -> float:
-        """Compute the digests that a version which keeps them does not have yet."""
-        if version.digests is None or not self._options.should_verify:
-            return 0.0
-        agreed = [(each, each.digest_kind(version.source)) for each in map(_agreement, members)]
-        started = perf_counter()
-        version.digests_of(agreed, monotonic() + timeout_seconds)
-        return perf_counter() - started
+    def _warn_if_unmapped(self, version: PublishedVersion) -> None:
+        if (reason := version.offers.refusal) and not self._has_warned:
+            self._has_warned = True
+            _log.warning("tensors go through buckets instead of being mapped: %s", reason)
+            self._members.announce("publish.unmapped", reason=reason)
 
-    def _member_round(self, round_: Round, member: Member, slots: BucketSlots) -> MemberRound:
-        version, agreed = round_.version, _agreement(member)
-        lanes = self.lanes(version, member)
-        buckets = slots.buckets_for(lanes)
-        lists = version.offers, slots, slots.generation, tuple(buckets)
-        has_lists = member.lists_sent == lists
-        if not has_lists:
-            member.lists_sent = lists
-            member.lists_number += 1
-        kind, digests = agreed.digest_kind(version.source), None
-        if version.digests is not None and self._options.should_verify:
-            digests = version.digests[agreed, kind]
-        memory = None
-        if not has_lists:
-            mapped = lanes.get(MAPPED, np.empty(0, np.int64))
-            memory = slots.memory(buckets, *version.offers.places(mapped))
+    def _member_round(self, round_: Round, member: Member, offer: RoundOffer) -> MemberRound:
+        version, memory = round_.version, None
+        has_digests = version.digests is not None and self._options.should_verify
+        if member.lists_sent != offer.lists:
+            member.lists_sent, memory = offer.lists, offer.memory
         begin = Begin(
             round=round_.number,
             ask=member.request_in_round,
             version=version.version,
             parent=version.parent,
             origin=version.origin,
-            strategy=lane_names(lanes),
+            strategy=offer.strategy,
             should_verify=self._options.should_verify,
-            digest_kind=kind,
-            digests=digests,
-            lists=member.lists_number,
+            digest_kind=offer.digest_kind,
+            digests=offer.digests if has_digests else None,
+            lists=offer.lists,
             memory=memory,
             values=dict(version.values),
         )
@@ -199,11 +160,31 @@ class Rounds:
             round_.changed,
             round_.connection,
             member,
-            agreed,
+            _agreement(member),
             begin,
-            frozenset(buckets),
-            MAPPED in lanes,
+            offer.digests,
+            frozenset(offer.memory.bucket_slots),
+            offer.is_mapped,
+            WeakMethod(round_.relay_emptied),
         )
+
+    def choose_sources(
+        self, live: PublishedVersion, held: PublishedVersion | None, members: Sequence[Member]
+    ) -> tuple[list[Member], list[Member]]:
+        """Split members: those that read the model, and those that read the held copy.
+
+        If a copy is held, only members that map the whole model on a device read the model.
+        """
+        if held is None:
+            return list(members), []
+        from_model = []
+        if live.source.devices and not self._sources.followers:
+            for member in members:
+                with suppress(PlanError):  # the transport is impossible for this member
+                    share = _agreement(member).whole
+                    if set(live.offers.lanes(share, self._options.transport)) == {MAPPED}:
+                        from_model.append(member)
+        return from_model, [member for member in members if member not in from_model]
 
     def run(self, round_: Round) -> None:
         """Run a round; `abort` ends it early."""
@@ -316,7 +297,7 @@ class Rounds:
             raise
         finally:
             with self._members.changed:
-                member.forget_lists()  # the slots are closed
+                member.lists_sent = None  # the slots are closed
                 self._threads.discard(threading.current_thread())
                 self.release_members([member])
 
@@ -329,8 +310,8 @@ class Rounds:
         self.run(round_)
         seconds = perf_counter() - started
         members.set_state(round_.number, members.version, "idle", round_.members, seconds)
-        (progress,) = round_.members
-        if progress.has_begun:
+        progress = round_.members[0] if round_.members else None
+        if progress is not None and progress.has_begun:
             members.announce(
                 "serve.done",
                 name=member.name,
@@ -359,7 +340,7 @@ class Rounds:
                 self._members.confirm(member, request)
             return None
         stored = stack.enter_context(open_source(store, version=request.version))
-        source = self._model.source.read_from(stored)
+        source = self._sources.blocks.read_from(stored, self._model.source)
         offers = Offers(source, self._transports)
         stack.callback(offers.close)
         manifest = stored.manifest

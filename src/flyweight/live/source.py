@@ -1,4 +1,4 @@
-"""The blocks that a publisher can give, where each one is in memory, and their digests.
+"""The blocks that a process can give, where each one is in memory, and their digests.
 
 The source is a trainer's model, an opened snapshot, or the copy that is held in shared memory
 for replicas that ask between two publishes. A block has a number, its row in the tables. Copies
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
 
@@ -17,16 +17,13 @@ import numpy as np
 
 from flyweight.adapters.model import Model
 from flyweight.digest import Digest, DigestKind, Words
-from flyweight.errors import PlanError, SpecError, TransferTimeout, listed
-from flyweight.formats.stored import Stored, same_bytes, whole_digest
+from flyweight.errors import TransferTimeout
+from flyweight.formats.stored import Stored, whole_digest
 from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
-from flyweight.live.messages import Boxes, Tensor, Want, numbers
-from flyweight.live.plan import plan, whole_boxes
 from flyweight.memory import Buffer
 from flyweight.memory_table import HOST, NOWHERE, BufferTable, Integers
 from flyweight.plans.buckets import PieceTable
-from flyweight.plans.copy_table import BoxTable, CopyTable
-from flyweight.plans.fit import check_fit
+from flyweight.plans.copy_table import BoxTable
 from flyweight.ports import Source
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Manifest, TensorSpec
@@ -48,56 +45,69 @@ class Regions:
 
 
 @dataclass(frozen=True, eq=False)
-class Agreement:
-    """The copies that a replica gets, and the blocks that they go to."""
+class Share:
+    """The copies for a replica that read blocks of one process."""
 
-    copies: CopyTable
-    sink_places: Sequence[str]
-    """The device of each of the replica's blocks: the uuid of a GPU, or "" for the host."""
-    nbytes: int
+    number: int
+    """Its id, which no other share of the same publisher has."""
+    regions: Regions
+    """What each copy reads, with blocks as this process numbers them."""
+    source: Integers
+    """The number that the replica knows each copy's block by."""
+    places: Sequence[str]
+    """The devices that occur: the uuid of a GPU, or "" for the host."""
+    place: Integers
+    """The index of the device that each copy writes to."""
     devices: frozenset[str]
     """The GPUs that the replica's process sees."""
-    regions: Regions = field(init=False)
 
-    def __post_init__(self) -> None:
-        copies = self.copies
-        regions = Regions(copies.source, copies.source_offset, copies.shape)
-        object.__setattr__(self, "regions", regions)
+    def renumbered(self, blocks: Integers) -> tuple[Integers, Integers]:
+        """Return, for blocks of this process, an index into them and the replica's numbers.
+
+        A block that ranks have under two names has two numbers.
+        """
+        known, numbers = self._numbers
+        first, end = np.searchsorted(known, blocks), np.searchsorted(known, blocks, "right")
+        index = np.repeat(np.arange(len(blocks)), end - first)
+        return index, numbers[first[index] + np.arange(len(index)) - np.searchsorted(index, index)]
 
     @cached_property
-    def is_on_host(self) -> bool:
-        """True if the replica receives everything in host memory."""
-        return not any(self.sink_places)
-
-    def digest_kind(self, source: PublishedSource) -> DigestKind:
-        """Return 'xxh3' if both sides are on the host, else 'words', which a GPU can compute.
-
-        Files have digests of kind 'words', which need not be computed from their bytes.
-        """
-        return "xxh3" if source.is_on_host and self.is_on_host else "words"
+    def _numbers(self) -> tuple[Integers, Integers]:
+        pairs = np.unique(np.stack([self.regions.block, self.source], axis=1), axis=0)
+        return pairs[:, 0], pairs[:, 1]
 
 
 class PublishedSource:
     """The blocks of one model, with the copies and digests that were prepared for them."""
 
     def __init__(
-        self, source: Source, boxes: BoxTable, memory: BufferTable, copiers: Copiers
+        self,
+        source: Source,
+        boxes: BoxTable,
+        memory: BufferTable,
+        copiers: Copiers,
+        tensors: Mapping[str, TensorSpec] | None = None,
     ) -> None:
         """Describe a source.
 
-        boxes: the blocks, in items, of the tensors of the source's manifest.
+        boxes: the blocks, in items, of `tensors`.
         memory: where each block is; NOWHERE if it can only be read.
+        tensors: by default those of the source.
         """
         self.manifest: Manifest = source.manifest
         self.source, self.copiers = source, copiers
         self.boxes, self.memory = boxes, memory
-        self.names = list(self.manifest.tensors)
+        self.tensors = self.manifest.tensors if tensors is None else tensors
+        self.names = list(self.tensors)
         self._digesting = threading.Lock()
         self._prepared: dict[Regions, PreparedDigests] = {}
 
     @classmethod
-    def of(cls, source: Source, copiers: Copiers) -> PublishedSource:
-        """Return the blocks of a model in memory, or of an opened snapshot."""
+    def of(cls, source: Source, copiers: Copiers, num_dims: int = 1) -> PublishedSource:
+        """Return the blocks of a model in memory, or of an opened snapshot.
+
+        num_dims: the least number of dims of the tables; those of all ranks must have the same.
+        """
         boxes: list[tuple[int, Box]] = []
         buffers: list[Buffer | None] = []
         for number, (name, spec) in enumerate(source.manifest.tensors.items()):
@@ -110,38 +120,13 @@ class PublishedSource:
                 boxes += found
                 buffers += [None] * len(found)
         table = BoxTable.of(boxes)
+        table = table.widened(max(num_dims, table.num_dims))
         return cls(source, table, BufferTable.of(buffers, table.shape), copiers)
-
-    def read_from(self, stored: Stored) -> PublishedSource:
-        """Return the same blocks, read from a snapshot; raise PlanError if it does not fit."""
-        known = set(stored.manifest.names)
-        for name, spec in self.manifest.tensors.items():
-            if name not in known or stored.manifest.spec(name) != spec:
-                found = stored.manifest.spec(name) if name in known else "missing"
-                raise PlanError(f"{name!r} is {spec} in the model and {found} in the snapshot")
-        for alias, name in self.manifest.tied.items():
-            if alias in known and not same_bytes(stored, name, stored, alias):
-                raise PlanError(
-                    f"{name!r} and {alias!r} are one tensor in the model and differ in the snapshot"
-                )
-        nowhere = replace(self.memory, device=np.full(len(self.boxes), NOWHERE), owner=None)
-        found_source = PublishedSource(stored, self.boxes, nowhere, self.copiers)
-        found_source.names = self.names
-        return found_source
-
-    @cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(Tensor.of(name, spec) for name, spec in self.manifest.tensors.items())
-
-    @cached_property
-    def packed_boxes(self) -> Boxes:
-        """The blocks, as they are told to replicas."""
-        return Boxes.of(self.boxes)
 
     @cached_property
     def item_bytes(self) -> Integers:
         """The width of the items of each block."""
-        widths = [self.manifest.spec(name).item_bytes for name in self.names]
+        widths = [spec.item_bytes for spec in self.tensors.values()]
         return np.array(widths, np.int64)[self.boxes.tensor]
 
     @cached_property
@@ -178,9 +163,9 @@ class PublishedSource:
     def has_same_blocks(self, other: PublishedSource) -> bool:
         """True if an agreement with a replica for one source holds for the other."""
         return (
-            self.tensors == other.tensors
+            list(self.tensors.items()) == list(other.tensors.items())
             and self.manifest.tied == other.manifest.tied
-            and self.packed_boxes == other.packed_boxes
+            and self.boxes.is_same(other.boxes)
         )
 
     def has_same_memory(self, other: PublishedSource) -> bool:
@@ -189,41 +174,6 @@ class PublishedSource:
             np.array_equal(getattr(self.memory, name), getattr(other.memory, name))
             for name in ("address", "strides", "device")
         )
-
-    def plan(self, want: Want) -> Agreement:
-        """Return the copies that fill what a replica wants; raise PlanError if none can."""
-        wanted = {each.name: each.spec() for each in want.tensors}
-        if len(wanted) != len(want.tensors):
-            raise PlanError(f"{len(want.tensors)} tensors are wanted by {len(wanted)} names")
-        self._check_specs(wanted)
-        tied = self.manifest.tied
-        sinks = want.blocks.table(whole_boxes(list(wanted.values())))
-        place = numbers(want.place)
-        if len(place) != len(sinks) or (
-            len(place) and not 0 <= place.min() <= place.max() < len(want.places)
-        ):
-            raise SpecError(f"{len(sinks)} blocks have {len(place)} devices")
-        unused = self.manifest.tensors.keys() - {tied.get(name, name) for name in wanted}
-        if unused and not want.may_leave:
-            raise PlanError(
-                f"the publisher has {len(unused)} tensors that the replica lacks: "
-                f"{listed(unused)}; make the replica with extra='report' to leave them out"
-            )
-        copies = plan(self.names, tied, self.boxes, list(wanted), sinks)
-        nbytes = int((copies.num_items * self.item_bytes[copies.source]).sum())
-        places = [want.places[n] for n in place.tolist()]
-        return Agreement(copies, places, nbytes, frozenset(want.devices))
-
-    def _check_specs(self, wanted: Mapping[str, TensorSpec]) -> None:
-        known = set(self.manifest.names)
-        missing = [name for name in wanted if name not in known]
-        if missing:
-            raise PlanError(
-                f"the replica wants {len(missing)} tensors that the publisher lacks: "
-                f"{listed(missing)}"
-            )
-        have = {name: self.manifest.spec(name) for name in wanted}
-        check_fit(have, wanted, source="at the publisher", sink="at the replica")
 
     def read(self, block: int, items: Box, into: Buffer) -> None:
         """Read items of a block that is not in memory into a buffer on the host."""
@@ -236,7 +186,7 @@ class PublishedSource:
 
     def _located(self, block: int, items: Box) -> tuple[TensorSpec, Box]:
         """Return the spec of a block's tensor, and items of the block as a box of the tensor."""
-        spec = self.manifest.spec(self.name_of(block))
+        spec = self.tensors[self.name_of(block)]
         extra = len(items.shape) - len(spec.shape)
         moved = items.moved(self.boxes.offset[block].tolist())
         return spec, spec.elements(Box(moved.offset[extra:], moved.shape[extra:]))
@@ -340,7 +290,9 @@ class HeldCopy:
         starts = ends - (-(-model.nbytes // ALIGN_BYTES) * ALIGN_BYTES)
         self._memory = transport.allocate(int(ends[-1]) if len(ends) else 0)
         memory = row_major(self._memory, starts, model.boxes.shape, model.item_bytes)
-        self.source = PublishedSource(model.source, model.boxes, memory, model.copiers)
+        self.source = PublishedSource(
+            model.source, model.boxes, memory, model.copiers, model.tensors
+        )
         full = np.flatnonzero(model.nbytes)
         self._pieces = PieceTable(
             full, np.zeros_like(model.boxes.shape[full]), model.boxes.shape[full], starts[full]

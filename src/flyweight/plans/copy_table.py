@@ -65,6 +65,13 @@ class BoxTable:
     def box(self, row: int) -> Box:
         return Box(tuple(self.offset[row].tolist()), tuple(self.shape[row].tolist()))
 
+    def is_same(self, other: BoxTable) -> bool:
+        """True if the other table has the same rows."""
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("tensor", "offset", "shape")
+        )
+
     def widened(self, num_dims: int) -> BoxTable:
         """Return the same boxes with leading dims of size 1 added, up to this number of dims."""
         extra = num_dims - self.num_dims

@@ -122,9 +122,12 @@ class FdServer:
         self._thread.start()
         call_in_child(self._close_in_child)
 
-    def offer(self, fd: int) -> str:
-        """Take a file over, and return the key under which connections get duplicates of it."""
-        key = secrets.token_hex(8)
+    def offer(self, fd: int, key: str = "") -> str:
+        """Take a file over, and return the key under which connections get duplicates of it.
+
+        key: the key that another server offers the file under; by default a new one.
+        """
+        key = key or secrets.token_hex(8)
         with self._lock:
             self._files[key] = fd
         return key

@@ -1,0 +1,115 @@
+"""Frames: how a message becomes bytes, and back.
+
+A frame is two magic bytes, the protocol's number, then msgpack. The number is outside of the
+msgpack, so that two versions of the library can still tell each other that they differ.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from flyweight.errors import PeerRefused, TransportError
+from flyweight.live.messages import (
+    Abort,
+    Agreed,
+    Ask,
+    Begin,
+    Bye,
+    Commit,
+    Copied,
+    Denied,
+    Done,
+    Emptied,
+    Fault,
+    Filled,
+    Going,
+    Hello,
+    Kept,
+    Message,
+    News,
+    Refusal,
+    Tick,
+    Want,
+    Welcome,
+    Withdraw,
+)
+from flyweight.live.rank_messages import Ended, Hold, HoldsCopy, Offered, Ready, Released, Start
+
+PROTOCOL = 4
+MAX_MESSAGE_BYTES = 256 << 20
+_MAGIC = b"fw"
+
+FromReplica = (
+    Hello
+    | Want
+    | Ask
+    | Withdraw
+    | Emptied
+    | Copied
+    | Done
+    | Fault
+    | Tick
+    | Bye
+    | Ready
+    | Offered
+    | HoldsCopy
+    | Filled
+)
+FromPublisher = (
+    Welcome
+    | Agreed
+    | Refusal
+    | Denied
+    | Kept
+    | Begin
+    | Filled
+    | Going
+    | Commit
+    | Abort
+    | Tick
+    | Bye
+    | News
+    | Hold
+    | Start
+    | Emptied
+    | Released
+    | Ended
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_REPLICA: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromReplica)
+_FROM_PUBLISHER: msgspec.msgpack.Decoder[FromPublisher] = msgspec.msgpack.Decoder(FromPublisher)
+
+
+def encode(message: Message) -> bytes:
+    return _MAGIC + bytes([PROTOCOL]) + _ENCODER.encode(message)
+
+
+def decode_from_replica(frame: bytes) -> FromReplica:
+    return _decode(_FROM_REPLICA, frame)
+
+
+def decode_from_publisher(frame: bytes) -> FromPublisher:
+    return _decode(_FROM_PUBLISHER, frame)
+
+
+MessageT = TypeVar("MessageT")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frame: bytes) -> MessageT:
+    """Return the message; raise PeerRefused for another protocol, else TransportError."""
+    if frame[:2] != _MAGIC or len(frame) < 3:
+        raise TransportError(
+            f"{len(frame)} bytes that start with {frame[:8]!r} are not a message of flyweight"
+        )
+    if frame[2] != PROTOCOL:
+        raise PeerRefused(
+            f"the other side speaks protocol {frame[2]}, this one {PROTOCOL}; install the same "
+            f"version of flyweight on both"
+        )
+    try:
+        return decoder.decode(memoryview(frame)[3:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
+        raise TransportError(f"cannot decode a message of {len(frame)} bytes: {cause}") from cause

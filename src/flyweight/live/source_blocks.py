@@ -1,0 +1,201 @@
+"""The blocks that all source ranks hold together, as one table, and the plans of replicas over it.
+
+A replica sees one publisher with one list of tensors and blocks. Which rank holds a block is known
+here only: an agreement is divided into one share for each rank that the replica reads from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+
+import numpy as np
+
+from flyweight.cuda import driver
+from flyweight.digest import DigestKind
+from flyweight.errors import PlanError, SpecError, listed
+from flyweight.formats.stored import Stored, same_bytes
+from flyweight.live.messages import Agreed, Boxes, Tensor, Want, numbers, packed
+from flyweight.live.plan import plan, whole_boxes
+from flyweight.live.source import PublishedSource, Regions, Share
+from flyweight.memory_table import HOST, BufferTable, Integers
+from flyweight.plans.copy_table import BoxTable, CopyTable
+from flyweight.plans.fit import check_fit
+from flyweight.plans.merged_source import HeldTable, merge_held
+from flyweight.spec.manifest import Leaf, TensorSpec
+
+_share_numbers = count(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The devices that blocks are on: the uuid of a GPU, or "" for the host."""
+
+    names: Sequence[str]
+    index: Integers
+    """The index of each block's device in `names`."""
+
+    @classmethod
+    def of(cls, memory: BufferTable) -> Places:
+        found, index = np.unique(np.maximum(memory.device, HOST), return_inverse=True)
+        names = ["" if each == HOST else driver.uuid(int(each)) for each in found]
+        return cls(names, index.astype(np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """The copies that a replica gets."""
+
+    copies: CopyTable
+    nbytes: int
+    is_on_host: bool
+    """True if the replica receives everything in host memory."""
+    whole: Share
+    """All copies, from a process that has every block."""
+    shares: Mapping[int, tuple[Integers, Share]]
+    """For each source rank that is read: the numbers of the copies, and its share."""
+
+    def digest_kind(self, *, is_source_on_host: bool) -> DigestKind:
+        """Return 'xxh3' if both sides are on the host, else 'words', which a GPU can compute.
+
+        Files have digests of kind 'words', which need not be computed from their bytes.
+        """
+        return "xxh3" if is_source_on_host and self.is_on_host else "words"
+
+
+class SourceBlocks:
+    """The tensors of a model and the blocks of them that each source rank holds."""
+
+    def __init__(self, held: Sequence[HeldTable], places: Sequence[Places]) -> None:
+        """Merge what ranks hold; raise PlanError, naming ranks, if they do not fit together."""
+        merged = merge_held(held)
+        self.tensors: Mapping[str, TensorSpec] = merged.tensors
+        self.tied: Mapping[str, str] = merged.tied
+        self.values: Mapping[str, Leaf] = merged.values
+        self.boxes: BoxTable = merged.boxes
+        self.names = list(self.tensors)
+        self.num_ranks = len(held)
+        self.rank, self.block = merged.rank, merged.block
+        """The rank that holds each block, and the block's number there."""
+        self.place_names = sorted({name for each in places for name in each.names})
+        flat = np.concatenate([common_places(self.place_names, e.names)[e.index] for e in places])
+        first = np.cumsum([0, *(len(each.index) for each in places)])
+        self._place: Integers = flat[first[self.rank] + self.block]
+
+    @cached_property
+    def described(self) -> tuple[Tensor, ...]:
+        """The tensors, as replicas are told of them."""
+        return tuple(Tensor.of(name, spec) for name, spec in self.tensors.items())
+
+    @cached_property
+    def agreed(self) -> Agreed:
+        """What replicas must know of the blocks to make the plan that `plan` makes."""
+        return Agreed(Boxes.of(self.boxes), tuple(self.place_names), packed(self._place))
+
+    @cached_property
+    def item_bytes(self) -> Integers:
+        """The width of the items of each block."""
+        widths = [spec.item_bytes for spec in self.tensors.values()]
+        return np.array(widths, np.int64)[self.boxes.tensor]
+
+    def name_of(self, block: int) -> str:
+        """Return the name of a block's tensor."""
+        return self.names[int(self.boxes.tensor[block])]
+
+    def is_held_by(self, rank: int) -> bool:
+        """True if one rank has every block, under the same number."""
+        return bool((self.rank == rank).all()) and np.array_equal(
+            self.block, np.arange(len(self.block))
+        )
+
+    def plan(self, want: Want) -> Agreement:
+        """Return the copies that fill what a replica wants; raise PlanError if none can."""
+        wanted = {each.name: each.spec() for each in want.tensors}
+        if len(wanted) != len(want.tensors):
+            raise PlanError(f"{len(want.tensors)} tensors are wanted by {len(wanted)} names")
+        self._check_specs(wanted)
+        sinks = want.blocks.table(whole_boxes(list(wanted.values())))
+        place = numbers(want.place)
+        if len(place) != len(sinks) or (
+            len(place) and not 0 <= place.min() <= place.max() < len(want.places)
+        ):
+            raise SpecError(f"{len(sinks)} blocks have {len(place)} devices")
+        unused = self.tensors.keys() - {self.tied.get(name, name) for name in wanted}
+        if unused and not want.may_leave:
+            raise PlanError(
+                f"the publisher has {len(unused)} tensors that the replica lacks: "
+                f"{listed(unused)}; make the replica with extra='report' to leave them out"
+            )
+        copies = plan(
+            self.names,
+            self.tied,
+            self.boxes,
+            list(wanted),
+            sinks,
+            source_places=self._place,
+            sink_places=common_places(self.place_names, want.places)[place],
+        )
+        return self._agreement(copies, want, place[copies.sink])
+
+    def _agreement(self, copies: CopyTable, want: Want, place: Integers) -> Agreement:
+        devices = frozenset(want.devices)
+
+        def share(rows: Integers, block: Integers) -> Share:
+            regions = Regions(block[rows], copies.source_offset[rows], copies.shape[rows])
+            return Share(
+                next(_share_numbers),
+                regions,
+                copies.source[rows],
+                want.places,
+                place[rows],
+                devices,
+            )
+
+        whole = share(np.arange(len(copies)), copies.source)
+        rank, block = self.rank[copies.source], self.block[copies.source]
+        shares = {}
+        for each in np.unique(rank).tolist():
+            rows = np.flatnonzero(rank == each)
+            shares[each] = rows, whole if self.is_held_by(each) else share(rows, block)
+        nbytes = int((copies.num_items * self.item_bytes[copies.source]).sum())
+        return Agreement(copies, nbytes, not any(want.places), whole, shares)
+
+    def _check_specs(self, wanted: Mapping[str, TensorSpec]) -> None:
+        missing = [name for name in wanted if name not in self.tensors and name not in self.tied]
+        if missing:
+            raise PlanError(
+                f"the replica wants {len(missing)} tensors that the publisher lacks: "
+                f"{listed(missing)}"
+            )
+        have = {name: self.tensors[self.tied.get(name, name)] for name in wanted}
+        check_fit(have, wanted, source="at the publisher", sink="at the replica")
+
+    def read_from(self, stored: Stored, like: PublishedSource) -> PublishedSource:
+        """Return the same blocks, read from a snapshot; raise PlanError if it does not fit."""
+        known = set(stored.manifest.names)
+        for name, spec in self.tensors.items():
+            if name not in known or stored.manifest.spec(name) != spec:
+                found = stored.manifest.spec(name) if name in known else "missing"
+                raise PlanError(f"{name!r} is {spec} in the model and {found} in the snapshot")
+        for alias, name in self.tied.items():
+            if alias in known and not same_bytes(stored, name, stored, alias):
+                raise PlanError(
+                    f"{name!r} and {alias!r} are one tensor in the model and differ in the snapshot"
+                )
+        nowhere = BufferTable.of([None] * len(self.boxes), self.boxes.shape)
+        return PublishedSource(stored, self.boxes, nowhere, like.copiers, self.tensors)
+
+
+def held_table(source: PublishedSource) -> HeldTable:
+    """Return what a process holds, for `SourceBlocks`."""
+    return HeldTable(
+        source.tensors, dict(source.manifest.tied), source.manifest.values, source.boxes
+    )
+
+
+def common_places(places: Sequence[str], others: Sequence[str]) -> Integers:
+    """Return the number of each of the others in `places`; -1 if it is none of them."""
+    known = {place: number for number, place in enumerate(places)}
+    return np.array([known.get(each, -1) for each in others], np.int64)

@@ -1,0 +1,114 @@
+"""What one process gives of a published version: memory and digests for the shares of replicas.
+
+A publisher with one rank has one part. With many ranks, each has its own, and rank 0 joins the
+offers of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+
+from flyweight.digest import DigestKind
+from flyweight.errors import PlanError
+from flyweight.live.lanes import MAPPED, BucketSlots, TransportChoice, lane_names
+from flyweight.live.published_model import PublishedVersion
+from flyweight.live.rank_messages import ShareOffer
+from flyweight.live.source import BucketFill, Share
+
+
+@dataclass(frozen=True)
+class WantedShare:
+    """A share that a round needs."""
+
+    share: Share
+    digest_kind: DigestKind
+    known_lists: int
+    """The number of the memory that was offered for it before; 0 if none was."""
+
+
+def offer_shares(
+    version: PublishedVersion,
+    wanted: Sequence[WantedShare],
+    slots: BucketSlots,
+    *,
+    transport: TransportChoice,
+    should_verify: bool,
+    deadline: float,
+) -> tuple[list[ShareOffer], float]:
+    """Return an offer for each share, and the seconds that were spent on digests.
+
+    Digests come before the copies, so that a write between them is detected.
+    """
+    lanes, errors = {}, {}
+    for each in wanted:
+        try:
+            lanes[each.share] = version.offers.lanes(each.share, transport)
+        except PlanError as error:  # the transport is impossible for this replica only
+            errors[each.share] = str(error)
+    slots.lay_out(version.source, list(lanes.values()))
+    started = perf_counter()
+    found = {}
+    if should_verify:
+        keys = [(each.share, each.digest_kind) for each in wanted if each.share in lanes]
+        found = version.digests_of(keys, deadline)
+    digest_seconds = perf_counter() - started
+    offers = []
+    for each in wanted:
+        share = each.share
+        if share in errors:
+            offers.append(ShareOffer("nothing", False, 0, None, b"", errors[share]))
+            continue
+        offered = slots.offer(share, lanes[share], version.offers)
+        is_known = offered.number == each.known_lists
+        offers.append(
+            ShareOffer(
+                lane_names(lanes[share]),
+                MAPPED in lanes[share],
+                offered.number,
+                None if is_known else offered.memory,
+                found.get((share, each.digest_kind), b""),
+            )
+        )
+    return offers, digest_seconds
+
+
+def fill_in_turn(
+    fills: Sequence[BucketFill],
+    *,
+    is_needed: Callable[[int], bool],
+    is_empty: Callable[[int], bool],
+    wait_empty: Callable[[int], None],
+    on_filled: Callable[[int], None],
+    timeout_seconds: float,
+) -> None:
+    """Fill each bucket once its slot is free; devices fill one while the last is finished.
+
+    is_needed, is_empty: whether a replica still needs a bucket; whether all have emptied it.
+    wait_empty: returns once all have emptied a bucket, or raises.
+    """
+
+    def finish(fill: BucketFill) -> None:
+        fill.run(monotonic() + timeout_seconds)
+        on_filled(fill.number)
+
+    in_slot: dict[int, int] = {}
+    started: BucketFill | None = None
+    for fill in fills:
+        before = in_slot.get(fill.slot)
+        is_free = before is None or is_empty(before)
+        if started is not None and (started.slot == fill.slot or not is_free):
+            finish(started)
+            started = None
+        if before is not None:
+            wait_empty(before)
+        if not is_needed(fill.number):
+            continue
+        in_slot[fill.slot] = fill.number
+        fill.start()
+        if started is not None:
+            finish(started)
+        started = fill
+    if started is not None:
+        finish(started)

@@ -1,0 +1,506 @@
+"""Sources: the ranks that publish a model together, as rank 0 sees them.
+
+Every rank offers its own memory and digests. Rank 0 joins the offers and passes on the files of
+the other ranks' memory, so a replica sees one publisher, with one list of blocks and buckets. A
+publisher of one rank is the same, without followers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from flyweight.digest import DigestKind
+from flyweight.errors import (
+    FlyweightError,
+    PeerFailed,
+    PeerLost,
+    PlanError,
+    TransferTimeout,
+    VersionError,
+    error_named,
+    listed,
+)
+from flyweight.live import messages
+from flyweight.live.address import Address
+from flyweight.live.frames import FromReplica
+from flyweight.live.lanes import BucketSlots, TransportChoice, new_memory_number
+from flyweight.live.messages import Handle, Memory, Message, Pieces, Places, numbers, packed
+from flyweight.live.published_model import PublishedVersion
+from flyweight.live.rank_messages import (
+    Ended,
+    HoldsCopy,
+    Offered,
+    Ready,
+    Released,
+    ShareOffer,
+    ShareTable,
+    Start,
+    StartedShare,
+)
+from flyweight.live.report import PublishReport
+from flyweight.live.round import Round
+from flyweight.live.source import Share
+from flyweight.live.source_blocks import Agreement, SourceBlocks
+from flyweight.live.source_part import WantedShare, offer_shares
+from flyweight.memory_table import Integers
+from flyweight.transports.cuda_ipc import CudaIpcHandle
+from flyweight.transports.fd_passing import FdConnection, FdServer
+
+REMEMBERED_SHARES = 64
+"""How many shares a follower remembers; rank 0 knows which, as both see the same messages."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoundOffer:
+    """What all source ranks offer one replica for a round."""
+
+    strategy: str
+    is_mapped: bool
+    """True if the replica reads the memory of this process's model itself."""
+    lists: int
+    """The number of `memory`."""
+    memory: Memory
+    digest_kind: DigestKind
+    digests: bytes
+    error: FlyweightError | None = None
+    """Why the replica cannot be served."""
+
+
+@dataclass(eq=False)
+class SourceRank:
+    """A rank other than 0."""
+
+    rank: int
+    id: bytes = b""
+    """The id of its connection; empty before it has connected."""
+    line: str = ""
+    last_seen: float = 0.0
+    files: FdConnection | None = None
+    ready: int | None = None
+    """The version that it publishes and that is not over yet."""
+    missed: Ended | None = None
+    """The publish that failed before it was ready."""
+    offered: Offered | None = None
+    copy: HoldsCopy | None = None
+    shares: dict[int, Share] = field(default_factory=dict)
+    """The shares that it remembers, the latest last."""
+    memory: dict[int, tuple[int, Memory]] = field(default_factory=dict)
+    """The memory that it has offered for each share, and its number."""
+    keys: set[str] = field(default_factory=set)
+    """The files of its memory that this process passes on."""
+
+
+class Sources:
+    """The source ranks of a publisher. The lock of its members guards all state."""
+
+    def __init__(
+        self,
+        blocks: SourceBlocks,
+        changed: threading.Condition,
+        send: Callable[[Message, bytes], None],
+        files: FdServer,
+        *,
+        transport: TransportChoice,
+        should_verify: bool,
+    ) -> None:
+        self.blocks, self.num_ranks = blocks, blocks.num_ranks
+        self._changed, self._send, self._files = changed, send, files
+        self._transport, self._should_verify = transport, should_verify
+        self.followers = [SourceRank(rank) for rank in range(1, self.num_ranks)]
+        self.failure: FlyweightError | None = None
+        """Why no version can be published any more: a rank is lost."""
+        self.round: Round | None = None
+        """The round that reads the models of all ranks."""
+        self._joined: WeakKeyDictionary[Agreement, tuple[object, int, Memory]] = WeakKeyDictionary()
+
+    # Joining.
+
+    def follower(self, id: bytes) -> SourceRank | None:
+        """Return the rank that has a connection."""
+        return next((each for each in self.followers if each.id == id), None)
+
+    def on_hello(self, id: bytes, hello: messages.Hello) -> FlyweightError | None:
+        """Accept a rank; return why it is refused."""
+        rank = hello.rank
+        if hello.num_ranks != self.num_ranks or not 0 < rank < self.num_ranks:
+            return PeerLost(
+                f"rank {rank} of {hello.num_ranks} joined a publisher of {self.num_ranks} ranks"
+            )
+        follower = self.followers[rank - 1]
+        if follower.id:
+            return PeerLost(f"rank {rank} has joined this publisher already")
+        follower.id, follower.line, follower.last_seen = id, hello.line, monotonic()
+        return None
+
+    def wait_joined(self, address: Address, token: str, deadline: float) -> None:
+        """Return once every rank has connected; raise TransferTimeout naming those that have not."""
+        self._wait(lambda each: bool(each.id), "joined", deadline)
+        for each in self.followers:
+            seconds = max(deadline - monotonic(), 0.1)
+            path = address.fd_socket_of(each.rank)
+            each.files = FdConnection(path, token=token, timeout_seconds=seconds)
+
+    def on_message(self, follower: SourceRank, message: FromReplica) -> None:
+        """Record what a follower says."""
+        follower.last_seen = monotonic()
+        rank, round_ = follower.rank, self.round
+        match message:
+            case Ready(version=version):
+                missed, follower.missed = follower.missed, None
+                if missed is not None and missed.version == version:
+                    self._send(missed, follower.id)
+                else:
+                    follower.ready = version
+            case Offered():
+                follower.offered = message
+            case HoldsCopy():
+                follower.copy = message
+            case messages.Withdraw():
+                follower.ready = None
+            case messages.Filled(round=number, bucket=bucket):
+                if round_ is not None and round_.number == number:
+                    round_.on_filled(bucket * self.num_ranks + rank)
+            case messages.Fault(kind=kind, text=text):
+                self._fail(error_named(kind, f"source rank {rank}: {text}"), is_lost=False)
+            case messages.Bye(text=text):
+                self.lose(follower, PeerLost(f"it disconnected: {text}"))
+            case _:
+                pass
+
+    def lose(self, follower: SourceRank, error: FlyweightError) -> None:
+        """End every round that reads a rank which is gone."""
+        text = f"source rank {follower.rank}: {error}; make new publishers on all ranks"
+        self._fail(type(error)(text), is_lost=True)
+
+    def _fail(self, error: FlyweightError, *, is_lost: bool) -> None:
+        with self._changed:
+            if is_lost and self.failure is None:
+                self.failure = error
+            self._publish_error = self._publish_error or error
+            if self.round is not None:
+                self.round.abort(error)
+            self._changed.notify_all()
+
+    _publish_error: FlyweightError | None = None
+    """What a follower has reported since the publish began."""
+
+    def check(self) -> None:
+        """Raise what a follower has reported since the publish began, or that one is lost."""
+        error = self.failure or self._publish_error
+        if error is not None:
+            raise error
+
+    # A publish.
+
+    def wait_ready(self, version: int, deadline: float) -> None:
+        """Return once every rank publishes this version."""
+        self._publish_error = None
+        self._wait(lambda each: each.ready is not None, f"published version {version}", deadline)
+        other = {0: version, **{each.rank: each.ready for each in self.followers}}
+        if set(other.values()) != {version}:
+            each = ", ".join(f"rank {rank} publishes {number}" for rank, number in other.items())
+            raise VersionError(f"all ranks must publish the same version: {each}")
+
+    def _wait(self, is_done: Callable[[SourceRank], bool], step: str, deadline: float) -> None:
+        with self._changed:
+            while True:
+                self.check()
+                late = [str(each.rank) for each in self.followers if not is_done(each)]
+                if not late:
+                    return
+                left = deadline - monotonic()
+                if left <= 0:
+                    raise TransferTimeout(
+                        f"{len(late)} of {self.num_ranks} source ranks have not {step} in time: "
+                        f"{listed(late)}"
+                    )
+                self._changed.wait(left)
+
+    def tell(self, message: Message) -> None:
+        """Send a message to every rank that takes part in the publish."""
+        for each in self.followers:
+            if each.ready is not None:
+                self._send(message, each.id)
+
+    def tell_rank(self, rank: int, message: Message) -> None:
+        """Send a message to a rank other than 0."""
+        self._send(message, self.followers[rank - 1].id)
+
+    def wait_copies(self, version: int, deadline: float) -> list[HoldsCopy]:
+        """Return what each rank says of the copy that it holds of this version."""
+        self._wait(
+            lambda each: each.copy is not None and each.copy.version == version,
+            f"copied version {version}",
+            deadline,
+        )
+        return [each.copy for each in self.followers if each.copy is not None]
+
+    def release(self, version: int) -> None:
+        """Tell the other ranks that nobody reads their models any more."""
+        self.tell(Released(version))
+
+    def end(self, version: int, report: PublishReport | None, error: BaseException | None) -> None:
+        """Tell the other ranks how the publish ended."""
+        kind, text = ("", "") if error is None else (type(error).__name__, str(error))
+        if error is not None and not isinstance(error, FlyweightError):
+            kind, text = PeerFailed.__name__, f"source rank 0: {kind}: {text}"
+        ended = Ended(version, 0, 0.0, 0.0, (), kind, text)
+        if report is not None:
+            ended = report.message()
+        with self._changed:
+            self.tell(ended)
+            for each in self.followers:
+                if each.ready is None and error is not None:
+                    each.missed = ended
+                each.ready = each.offered = each.copy = None
+
+    # Offers.
+
+    def offer(
+        self,
+        number: int,
+        version: PublishedVersion,
+        agreements: Sequence[Agreement],
+        slots: BucketSlots,
+        timeout_seconds: float,
+    ) -> tuple[Mapping[Agreement, RoundOffer], float]:
+        """Return what all ranks offer for each agreement, and the seconds spent on digests here.
+
+        number: the number of the round.
+        version: read from the models of all ranks, or from memory or files of this process alone.
+        """
+        deadline = monotonic() + timeout_seconds
+        is_shared = version.is_shared and bool(self.followers)
+        is_on_host = version.source.is_on_host and (not is_shared or self._is_on_host)
+        kinds = [each.digest_kind(is_source_on_host=is_on_host) for each in agreements]
+        if is_shared:
+            for follower in self.followers:
+                self._start(follower, number, version.version, agreements, kinds, timeout_seconds)
+        wanted = []
+        for agreement, kind in zip(agreements, kinds, strict=True):
+            found = agreement.shares.get(0) if is_shared else (None, agreement.whole)
+            if found is not None:
+                wanted.append((agreement, WantedShare(found[1], kind, 0)))
+        offers, seconds = offer_shares(
+            version,
+            [each for _, each in wanted],
+            slots,
+            transport=self._transport,
+            should_verify=self._should_verify,
+            deadline=deadline,
+        )
+        parts: dict[Agreement, dict[int, ShareOffer]] = {each: {} for each in agreements}
+        for (agreement, _), offer in zip(wanted, offers, strict=True):
+            parts[agreement][0] = offer
+        if is_shared:
+            self._wait(
+                lambda each: each.offered is not None and each.offered.round == number,
+                "offered their memory",
+                deadline,
+            )
+            for follower in self.followers:
+                self._take_offers(follower, agreements, parts)
+        joined = {
+            each: self._join(each, parts[each], kind, is_shared=is_shared)
+            for each, kind in zip(agreements, kinds, strict=True)
+        }
+        return joined, seconds
+
+    @property
+    def _is_on_host(self) -> bool:
+        return not any(self.blocks.place_names)
+
+    def _start(
+        self,
+        follower: SourceRank,
+        number: int,
+        version: int,
+        agreements: Sequence[Agreement],
+        kinds: Sequence[DigestKind],
+        timeout_seconds: float,
+    ) -> None:
+        wanted = [
+            (agreement.shares[follower.rank][1], kind)
+            for agreement, kind in zip(agreements, kinds, strict=True)
+            if follower.rank in agreement.shares
+        ]
+        known = set(follower.shares)
+        for share, _ in wanted:
+            remember(follower.shares, share)
+        for forgotten in follower.memory.keys() - follower.shares.keys():
+            del follower.memory[forgotten]
+        shares = [
+            StartedShare(
+                share.number,
+                kind,
+                follower.memory.get(share.number, (0, None))[0],
+                None if share.number in known else share_table(share),
+            )
+            for share, kind in wanted
+        ]
+        follower.offered = None
+        self._send(Start(number, version, tuple(shares), timeout_seconds), follower.id)
+
+    def _take_offers(
+        self,
+        follower: SourceRank,
+        agreements: Sequence[Agreement],
+        parts: Mapping[Agreement, dict[int, ShareOffer]],
+    ) -> None:
+        assert follower.offered is not None
+        rank, offers = follower.rank, iter(follower.offered.offers)
+        for agreement in agreements:
+            if rank in agreement.shares:
+                _, share = agreement.shares[rank]
+                offer = next(offers, None)
+                if offer is None:
+                    raise PeerFailed(f"source rank {rank} offers less than the round needs")
+                if offer.memory is not None:
+                    follower.memory[share.number] = offer.lists, offer.memory
+                parts[agreement][rank] = offer
+        self._pass_on_files(follower)
+
+    def _pass_on_files(self, follower: SourceRank) -> None:
+        """Offer the files of a rank's memory under the keys that they have there."""
+        assert follower.files is not None
+        needed = {key for _, memory in follower.memory.values() for key in _keys(memory)}
+        if follower.copy is not None:
+            needed.add(follower.copy.handle.key)
+        for key in needed - follower.keys:
+            self._files.offer(follower.files.fetch(key), key)
+        for key in follower.keys - needed:
+            self._files.release(key)
+        follower.keys = needed
+
+    def _join(
+        self,
+        agreement: Agreement,
+        parts: Mapping[int, ShareOffer],
+        kind: DigestKind,
+        *,
+        is_shared: bool,
+    ) -> RoundOffer:
+        """Return the offers of all ranks as one."""
+        errors = [each.error for each in parts.values() if each.error]
+        lanes = {lane for each in parts.values() for lane in each.strategy.split("+")}
+        strategy = "+".join(sorted(lanes - {"nothing"})) or "nothing"
+        if errors:
+            error = PlanError(errors[0])
+            return RoundOffer("nothing", False, 0, _NOTHING, kind, b"", error)
+        if self.num_ranks == 1:
+            (each,) = parts.values()
+            assert each.memory is not None
+            return RoundOffer(strategy, each.is_mapped, each.lists, each.memory, kind, each.digests)
+        key = tuple((rank, each.lists) for rank, each in parts.items())
+        last = self._joined.get(agreement)
+        if last is None or last[0] != key:
+            memory = self._joined_memory(agreement, parts)
+            last = self._joined[agreement] = key, new_memory_number(), memory
+        digests = np.zeros(len(agreement.copies), np.uint64)
+        for rank, each in parts.items():
+            rows = agreement.shares[rank][0] if is_shared else np.arange(len(digests))
+            if each.digests:
+                if len(each.digests) != 8 * len(rows):
+                    raise PeerFailed(f"source rank {rank} has digested other copies")
+                digests[rows] = np.frombuffer(each.digests, np.uint64)
+        found = digests.tobytes() if self._should_verify else b""
+        is_mapped = 0 in parts and parts[0].is_mapped
+        return RoundOffer(strategy, is_mapped, last[1], last[2], kind, found)
+
+    def _joined_memory(self, agreement: Agreement, parts: Mapping[int, ShareOffer]) -> Memory:
+        handles: list[Handle] = []
+        slots: dict[int, Handle] = {}
+        bucket_slots: dict[int, int] = {}
+        places: list[tuple[Integers, ...]] = []
+        pieces: list[tuple[Integers, ...]] = []
+        num_dims, count = self.blocks.boxes.num_dims, self.num_ranks
+        for rank, offer in parts.items():
+            memory = offer.memory
+            if memory is None:
+                share = agreement.shares[rank][1]
+                _, memory = self.followers[rank - 1].memory[share.number]
+            found, piece = memory.places, memory.pieces
+            places.append(
+                (
+                    numbers(found.source),
+                    numbers(found.handle) + len(handles),
+                    numbers(found.start),
+                    numbers(found.strides, num_dims),
+                )
+            )
+            pieces.append(
+                (
+                    numbers(piece.bucket) * count + rank,
+                    numbers(piece.source),
+                    numbers(piece.offset, num_dims),
+                    numbers(piece.shape, num_dims),
+                    numbers(piece.at),
+                )
+            )
+            handles += memory.handles
+            slots |= {slot * count + rank: handle for slot, handle in memory.slots.items()}
+            bucket_slots |= {
+                bucket * count + rank: slot * count + rank
+                for bucket, slot in memory.bucket_slots.items()
+            }
+        return Memory(
+            tuple(handles),
+            Places(num_dims, *(packed(np.concatenate(each)) for each in zip(*places, strict=True))),
+            slots,
+            bucket_slots,
+            Pieces(num_dims, *(packed(np.concatenate(each)) for each in zip(*pieces, strict=True))),
+        )
+
+    def close(self) -> None:
+        """Disconnect from the files of the other ranks. Safe to repeat."""
+        for each in self.followers:
+            if each.files is not None:
+                each.files.close()
+
+
+_NOTHING = Memory((), Places(1, b"", b"", b"", b""), {}, {}, Pieces(1, b"", b"", b"", b"", b""))
+
+
+def _keys(memory: Memory) -> set[str]:
+    """Return the keys of the files that memory is fetched by."""
+    found = set()
+    for handle in (*memory.handles, *memory.slots.values()):
+        if isinstance(handle, CudaIpcHandle):
+            found |= {piece.key for piece in handle.pieces}
+            found |= {handle.register} if handle.register else set()
+        else:
+            found.add(handle.key)
+    return found
+
+
+def share_table(share: Share) -> ShareTable:
+    """Return a share as a message."""
+    regions = share.regions
+    return ShareTable(
+        share.number,
+        regions.shape.shape[1],
+        packed(regions.block),
+        packed(regions.offset),
+        packed(regions.shape),
+        packed(share.source),
+        tuple(share.places),
+        packed(share.place),
+        tuple(sorted(share.devices)),
+    )
+
+
+def remember(shares: dict[int, Share], share: Share) -> None:
+    """Remember a share as the latest; forget the one that was not used for longest.
+
+    Rank 0 and a follower call it for the same shares in the same order.
+    """
+    shares.pop(share.number, None)
+    shares[share.number] = share
+    while len(shares) > REMEMBERED_SHARES:
+        del shares[next(iter(shares))]
