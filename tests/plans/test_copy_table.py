@@ -27,7 +27,8 @@ def models(draw):
                 dim = draw(st.integers(-1, len(shape) - 1))
                 if dim >= 0:
                     cut[dim] = (*cut.get(dim, ()), axis)
-            cuts.append(Layout(sizes, cut).boxes(shape))
+            layout = Layout(sizes, cut)
+            cuts.append([layout.box(rank, shape) for rank in range(layout.num_ranks)])
         kinds.append((shape, *cuts))
     return draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
 
@@ -75,6 +76,7 @@ def test_sources_that_hold_the_same_box_take_turns():
     sinks = BoxTable.of([(n, box) for n in range(num)])
     copies = plan_copies(sources, sinks, [str(n) for n in range(num)])
     assert set(Counter((copies.source % 4).tolist()).values()) == {100}
+    assert (np.diff(copies.source % 4) != 0).all()  # and no rank is read for long while others wait
 
 
 def test_what_no_source_has_is_named():
@@ -91,3 +93,41 @@ def test_a_table_without_rows_makes_no_copies():
     nothing = BoxTable.of([])
     assert len(plan_copies(nothing, nothing, [])) == 0
     assert len(plan_copies(BoxTable.of([(0, Box((0,), (4,)))]), nothing, ["a"])) == 0
+
+
+def test_a_source_on_the_sinks_own_place_is_taken():
+    box, num = Box((0,), (8,)), 40
+    sources = BoxTable.of([(n, box) for n in range(num) for _ in range(4)])
+    sinks = BoxTable.of([(n, box) for n in range(num) for _ in range(2)])
+    source_places = np.tile([0, 1, 2, 2], num)
+    sink_places = np.tile([2, 5], num)  # nothing is on place 5
+    copies = plan_copies(
+        sources, sinks, [str(n) for n in range(num)],
+        source_places=source_places, sink_places=sink_places,
+    )  # fmt: skip
+    near = copies.source[copies.sink % 2 == 0] % 4
+    assert Counter(near.tolist()) == {2: 20, 3: 20}
+    # The others make up for it: every rank sends as much.
+    assert Counter((copies.source % 4).tolist()) == {0: 20, 1: 20, 2: 20, 3: 20}
+
+
+def test_what_only_one_rank_holds_counts_before_replicas_are_dealt_out():
+    box, num = Box((0,), (8,)), 30
+    rows = [(n, box) for n in range(num) for _ in range(3 if n % 3 else 1)]
+    ranks = [rank for n in range(num) for rank in ((0, 1, 2) if n % 3 else (2,))]
+    copies = plan_copies(
+        BoxTable.of(rows), BoxTable.of([(n, box) for n in range(num)]),
+        [str(n) for n in range(num)], source_ranks=np.array(ranks),
+    )  # fmt: skip
+    assert Counter(np.array(ranks)[copies.source].tolist()) == {0: 10, 1: 10, 2: 10}
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 40))
+def test_things_are_dealt_to_whoever_has_least(loads, size, count):
+    takers = copy_table._dealt(np.array(loads), size, count)
+    assert len(takers) == count
+    expected = list(loads)
+    for _ in range(count):
+        expected[expected.index(min(expected))] += size
+    found = np.array(loads) + size * np.bincount(takers, minlength=len(loads))
+    assert sorted(found.tolist()) == sorted(expected)

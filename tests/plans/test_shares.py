@@ -102,6 +102,20 @@ def test_a_tie_on_one_rank_only_is_two_tensors():
     ]
 
 
+@pytest.mark.parametrize(
+    ("boxes", "tied"),
+    [
+        ({"a": [(0, 8)], "b": [(0, 8)], "c": [(0, 8)]}, {"a": "b", "b": "c"}),
+        ({"a": [(0, 4), (4, 4)], "b": [(0, 8)], "c": [(0, 8)]}, {"a": "b", "c": "b"}),
+    ],
+)
+def test_a_tie_to_a_tie_or_between_other_boxes_is_two_tensors(boxes, tied):
+    boxes = {name: [Box((at,), (n,)) for at, n in each] for name, each in boxes.items()}
+    sharing = share_out([holding({name: spec(8) for name in boxes}, boxes, tied)])
+    assert "a" not in sharing.tied
+    assert "a" in sharing.tensors
+
+
 def test_a_tie_does_not_hide_what_is_missing():
     tensors = {"embed": spec(8), "head": spec(8)}
     first = holding(tensors, {name: [Box((0,), (4,))] for name in tensors}, {"head": "embed"})

@@ -17,9 +17,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from flyweight.plans.reshard import Route, reshard
+from flyweight.plans.reshard import reshard
 from flyweight.spec.box import Box
 from flyweight.spec.layout import Shard
+from flyweight.spec.manifest import TensorSpec
 
 Integers = NDArray[np.int64]
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -48,6 +49,18 @@ class BoxTable:
             np.array(offset, np.int64).reshape(-1, num_dims),
             np.array(shape, np.int64).reshape(-1, num_dims),
         )
+
+    @classmethod
+    def whole(cls, specs: Sequence[TensorSpec]) -> BoxTable:
+        """Return one box for each tensor, which is all of it."""
+        keys = [(spec.dtype.bits, spec.shape) for spec in specs]
+        alike = dict(zip(keys, specs, strict=True))  # few, of very many tensors
+        boxes = cls.of(
+            [(n, spec.stored(Box.whole(spec.shape))) for n, spec in enumerate(alike.values())]
+        )
+        kinds = {key: n for n, key in enumerate(alike)}
+        kind = np.array([kinds[key] for key in keys], np.int64)
+        return cls(np.arange(len(specs)), boxes.offset[kind], boxes.shape[kind])
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -135,21 +148,41 @@ class CopyTable:
         return found
 
 
-def plan_copies(sources: BoxTable, sinks: BoxTable, names: Sequence[str]) -> CopyTable:
+def plan_copies(
+    sources: BoxTable,
+    sinks: BoxTable,
+    names: Sequence[str],
+    *,
+    source_ranks: Integers | None = None,
+    source_places: Integers | None = None,
+    sink_places: Integers | None = None,
+) -> CopyTable:
     """Return the copies that fill every sink box; raise PlanError if some item cannot come.
 
-    Rows of both tables refer to tensors by their number in `names`. Sources that hold the same
-    box take turns.
+    Rows of both tables refer to tensors by their number in `names`. Of several sources of a box,
+    one on the sink's own place is taken; of those that are left, the one on the rank that has the
+    fewest items to send. The same tables always give the same copies.
+
+    source_ranks: the rank that holds each source box; otherwise a tensor's first box is on
+    rank 0, its second on rank 1 and so on.
+    source_places, sink_places: the device of each box, as a number; both or neither.
     """
     num_dims = max(sources.num_dims, sinks.num_dims)
     sources, sinks = sources.widened(num_dims), sinks.widened(num_dims)
-    found = list(_groups_of_copies(sources, sinks, names))
-    source, sink, offset, shape = (
-        np.concatenate([each[n] for each in found]) if found else np.empty((0, num_dims), np.int64)
-        for n in range(4)
-    )
-    if not found:
-        source = sink = np.empty(0, np.int64)
+    fills = [
+        fill
+        for group, held, taken in groups_cut_alike(sources, sinks, len(names))
+        for fill in _fills(sources, held, sinks, taken, names[int(group[0])])
+    ]
+    ranks = _turns(sources, len(names)) if source_ranks is None else source_ranks
+    chosen = _chosen_sources(fills, ranks, source_places, sink_places)
+    if not fills:
+        none, empty = np.empty(0, np.int64), np.empty((0, num_dims), np.int64)
+        return CopyTable(none, none, empty, empty, empty)
+    source, sink = np.concatenate(chosen), np.concatenate([fill.taken for fill in fills])
+    counts = [len(fill.taken) for fill in fills]
+    offset = np.repeat([fill.box.offset for fill in fills], counts, axis=0)
+    shape = np.repeat([fill.box.shape for fill in fills], counts, axis=0)
     order = np.argsort(sink, kind="stable")
     source, sink, offset, shape = source[order], sink[order], offset[order], shape[order]
     return CopyTable(
@@ -157,32 +190,35 @@ def plan_copies(sources: BoxTable, sinks: BoxTable, names: Sequence[str]) -> Cop
     )
 
 
-_Copies = tuple[Integers, Integers, Integers, Integers]
+def groups_cut_alike(
+    sources: BoxTable, sinks: BoxTable, num_tensors: int
+) -> Iterator[tuple[Integers, Integers, Integers]]:
+    """Yield the wanted tensors in groups whose boxes are equal in both tables.
 
-
-def _groups_of_copies(
-    sources: BoxTable, sinks: BoxTable, names: Sequence[str]
-) -> Iterator[_Copies]:
-    """Yield the copies of all tensors that are cut alike, with offsets in the whole tensor."""
-    source_rows, source_first, source_counts = sources.rows_of(len(names))
-    sink_rows, sink_first, sink_counts = sinks.rows_of(len(names))
-    mixed = sources.signatures(len(names)) * np.uint64(3) + sinks.signatures(len(names))
-    wanted = np.flatnonzero(sink_counts)
-    _, inverse = np.unique(mixed[wanted], return_inverse=True)
-    by_group = wanted[np.argsort(inverse, kind="stable")]
-    ends = np.cumsum(np.bincount(inverse))
-    todo = np.split(by_group, ends[:-1]) if len(wanted) else []
+    Each group has its tensors, and for each of them a row of rows of `sources` and of `sinks`.
+    Both tables have the same number of dims.
+    """
+    source_rows, source_first, source_counts = sources.rows_of(num_tensors)
+    sink_rows, sink_first, sink_counts = sinks.rows_of(num_tensors)
+    mixed = sources.signatures(num_tensors) * np.uint64(3) + sinks.signatures(num_tensors)
+    todo = _equal(mixed, np.flatnonzero(sink_counts))
     while todo:
         group = todo.pop()
-        first = int(group[0])
         held = _rows(source_rows, source_first, source_counts, group)
         taken = _rows(sink_rows, sink_first, sink_counts, group)
         is_alike = _is_alike(sources, held) & _is_alike(sinks, taken)
         if not is_alike.all():  # two cuts with one signature
             todo.append(group[~is_alike])
             group, held, taken = group[is_alike], held[is_alike], taken[is_alike]
-        route = _route(sources, held[0], sinks, taken[0], names[first])
-        yield from _written_down(route, group, held, taken)
+        yield group, held, taken
+
+
+def _equal(numbers: NDArray[np.uint64], of: Integers) -> list[Integers]:
+    """Return the indexes `of` some numbers, those of equal numbers together."""
+    if not len(of):
+        return []
+    _, inverse = np.unique(numbers[of], return_inverse=True)
+    return np.split(of[np.argsort(inverse, kind="stable")], np.cumsum(np.bincount(inverse))[:-1])
 
 
 def _rows(order: Integers, first: Integers, counts: Integers, group: Integers) -> Integers:
@@ -205,22 +241,81 @@ def _is_alike(boxes: BoxTable, rows: Integers) -> NDArray[np.bool_]:
     return found
 
 
-def _route(sources: BoxTable, held: Integers, sinks: BoxTable, taken: Integers, name: str) -> Route:
-    have = [Shard(n, sources.box(row)) for n, row in enumerate(held.tolist())]
-    want = [Shard(n, sinks.box(row)) for n, row in enumerate(taken.tolist())]
-    return reshard({name: have}, {name: want}).routes[name]
+def _turns(boxes: BoxTable, num_tensors: int) -> Integers:
+    """Return the position of each box among those of its tensor."""
+    order, first, counts = boxes.rows_of(num_tensors)
+    turns = np.empty(len(order), np.int64)
+    turns[order] = np.arange(len(order)) - np.repeat(first, counts)
+    return turns
 
 
-def _written_down(
-    route: Route, group: Integers, held: Integers, taken: Integers
-) -> Iterator[_Copies]:
-    for sink, blocks in route.fills:
+@dataclass(frozen=True, eq=False)
+class _Fill:
+    """A box of tensors that are cut alike: which sinks want it, and which sources hold it."""
+
+    box: Box
+    held: Integers
+    """The rows of the sources of each tensor, one of which is to be chosen."""
+    taken: Integers
+    """The row of the sink of each tensor."""
+
+
+def _fills(
+    sources: BoxTable, held: Integers, sinks: BoxTable, taken: Integers, name: str
+) -> Iterator[_Fill]:
+    have = [Shard(n, sources.box(row)) for n, row in enumerate(held[0].tolist())]
+    want = [Shard(n, sinks.box(row)) for n, row in enumerate(taken[0].tolist())]
+    for sink, blocks in reshard({name: have}, {name: want}).routes[name].fills:
         for block in blocks:
-            choices = np.array([replica.rank for replica in block.replicas])
-            chosen = choices[(group + sink.rank) % len(choices)]
-            source = held[np.arange(len(group)), chosen]
-            offset, shape = (
-                np.broadcast_to(np.array(each, np.int64), (len(group), len(each)))
-                for each in (block.box.offset, block.box.shape)
+            choices = [replica.rank for replica in block.replicas]
+            yield _Fill(block.box, held[:, choices], taken[:, sink.rank])
+
+
+def _chosen_sources(
+    fills: Sequence[_Fill],
+    ranks: Integers,
+    source_places: Integers | None,
+    sink_places: Integers | None,
+) -> list[Integers]:
+    """Return the source of each tensor of each fill."""
+    loads = np.zeros(int(ranks.max(initial=0)) + 1, np.int64)
+    chosen = [fill.held[:, 0] for fill in fills]
+    several = []
+    for number, fill in enumerate(fills):
+        if fill.held.shape[1] > 1:
+            several.append(number)
+        else:
+            loads += fill.box.num_elements * np.bincount(
+                ranks[chosen[number]], minlength=len(loads)
             )
-            yield source, taken[:, sink.rank], offset, shape
+    several.sort(key=lambda number: -fills[number].box.num_elements)
+    for number in several:  # the largest first: small ones make even what is left
+        fill = fills[number]
+        holders = ranks[fill.held]
+        if source_places is not None and sink_places is not None:
+            is_near = source_places[fill.held] == sink_places[fill.taken][:, None]
+            holders = np.where(is_near | ~is_near.any(axis=1, keepdims=True), holders, -1)
+        signatures = np.zeros(len(holders), np.uint64)
+        for column in holders.T:
+            signatures = _mixed(signatures + column.astype(np.uint64))
+        for group in _equal(signatures, np.arange(len(holders))):
+            choices = np.flatnonzero(holders[group[0]] >= 0)
+            load = loads[holders[group[0], choices]]
+            turns = _dealt(load, fill.box.num_elements, len(group))
+            chosen[number][group] = fill.held[group, choices[turns]]
+            found = ranks[chosen[number][group]]
+            loads += fill.box.num_elements * np.bincount(found, minlength=len(loads))
+    return chosen
+
+
+def _dealt(loads: Integers, size: int, count: int) -> Integers:
+    """Deal out `count` things of a size so that loads become even; return who gets each."""
+    ordered = np.sort(loads)
+    levels = (np.cumsum(ordered) + count * size) // np.arange(1, len(loads) + 1)
+    level = levels[np.flatnonzero(levels >= ordered)[-1]]  # of those that get something
+    counts = np.maximum(level - loads, 0) // size
+    late = np.argsort(loads + counts * size, kind="stable")[: count - int(counts.sum())]
+    counts[late] += 1
+    takers = np.repeat(np.arange(len(loads)), counts)
+    turns = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
+    return takers[np.argsort(turns, kind="stable")]  # in turns: a sink reads from all at once
