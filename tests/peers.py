@@ -118,7 +118,7 @@ class FakePublisher:
 
     def agree(self):
         self.hear_of(messages.Want)
-        self.say(messages.Agreed(boxes([(0, Box.whole((len(self.content),)))])))
+        self.say(messages.Agreed(boxes([(0, Box.whole((len(self.content),)))]), bytes(8), ("",), bytes(8)))
 
     def begin(
         self, *, number=1, version=5, digests=None, num_buckets=0, should_verify=True, **handle

@@ -68,6 +68,19 @@ class BufferTable:
         table.device[[n for n, each in enumerate(buffers) if each is None]] = NOWHERE
         return table
 
+    @classmethod
+    def joined(cls, tables: Sequence[BufferTable]) -> BufferTable:
+        """Return the rows of all tables, which have the same number of dims."""
+        return cls(
+            np.concatenate([each.address for each in tables]),
+            np.concatenate([each.shape for each in tables]),
+            np.concatenate([each.strides for each in tables]),
+            np.concatenate([each.item_bytes for each in tables]),
+            np.concatenate([each.device for each in tables]),
+            [each.owner for each in tables],
+            all(each.is_writable for each in tables),
+        )
+
     def __len__(self) -> int:
         return len(self.address)
 

@@ -56,7 +56,7 @@ def test_a_child_that_was_forked_while_replicas_are_heard_can_look_at_them(
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr("flyweight.live.publisher.Members", KnownMembers)
+    monkeypatch.setattr("flyweight.live.leader.Members", KnownMembers)
 
     def hold():
         """Run while an update holds the lock of its connection."""

@@ -1,7 +1,7 @@
 """Addresses: `unix:run/policy` is a private directory where a publisher is found.
 
-It contains the socket for messages (`control`), the socket for files (`door`), the token,
-and the lock that keeps a second publisher out.
+It contains the socket for messages (`control`), the socket for files (`door`), those of other
+ranks (`door.1` and so on), the token, and the lock that keeps a second publisher out.
 """
 
 from __future__ import annotations
@@ -88,6 +88,18 @@ class Address:
             raise PeerRefused(f"{str(self.token_file)!r} does not contain a token")
         return text.decode("ascii")
 
+    def make_directory(self) -> None:
+        """Make the directory if it does not exist; raise if another user can enter it."""
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            self.check_private()
+        except OSError as cause:
+            raise TransportError(
+                f"cannot make directory {str(self.directory)!r}: {cause.strerror}"
+            ) from cause
+        self.check_private()
+
     def check_private(self) -> None:
         """Raise unless the directory exists and no other user can enter it."""
         try:
@@ -116,15 +128,7 @@ class Claim:
                 f"token has {len(self.token)} characters; it needs 1 to {_MAX_TOKEN_BYTES} of ASCII"
             )
         _ = address.control, address.fd_socket
-        try:
-            address.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except FileExistsError:
-            address.check_private()
-        except OSError as cause:
-            raise TransportError(
-                f"cannot make directory {str(address.directory)!r}: {cause.strerror}"
-            ) from cause
-        address.check_private()
+        address.make_directory()
         try:
             self._check_free()
         except SpecError:
@@ -205,6 +209,10 @@ class Claim:
                 found = os.lstat(path)
                 is_socket = path in (self.address.control, self.address.fd_socket)
                 if stat.S_ISSOCK(found.st_mode) if is_socket else _is_token(path, found):
+                    path.unlink()
+        for path in self.address.directory.glob("door.*"):  # of other ranks, which are gone
+            with suppress(FileNotFoundError):
+                if path.suffix[1:].isdigit() and stat.S_ISSOCK(os.lstat(path).st_mode):
                     path.unlink()
 
     def close(self) -> None:

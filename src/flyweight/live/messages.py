@@ -22,6 +22,7 @@ from flyweight.spec.manifest import MAX_DIMS, MAX_NAME_CHARS, Leaf, TensorSpec
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
+MAX_RANKS = 1 << 16
 Handle = SharedMemoryHandle | CudaIpcHandle
 Numbers = tuple[int, ...]
 
@@ -181,6 +182,8 @@ class Agreed(Message, frozen=True):
     """Publisher: the blocks that it has of its tensors. Both sides work out the same plan."""
 
     sources: Boxes
+    rank: bytes
+    """The rank of the publisher that holds each block."""
     places: tuple[str, ...]
     """The devices that occur: the uuid of a GPU, or "" for the host."""
     place: bytes

@@ -3,31 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flyweight.memory_table import Integers
 from flyweight.plans.copy_table import BoxTable, CopyTable, plan_copies
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import TensorSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """Who holds each of the publisher's blocks: of equal blocks the nearest is read."""
+
+    rank: Integers
+    place: Integers
+    """The device, as a number."""
 
 
 def plan(
     names: Sequence[str],
     tied: Mapping[str, str],
     sources: BoxTable,
+    holders: Holders,
+    *,
     wanted: Sequence[str],
     sinks: BoxTable,
+    sink_places: Integers,
 ) -> CopyTable:
     """Return the copies that fill a replica's blocks; raise PlanError if some item cannot come.
 
     names: the publisher's tensors, whose blocks `sources` has.
     tied: other names for some of them.
     wanted: the replica's tensors, whose blocks `sinks` has. Each must be in `names` or `tied`.
+    sink_places: the device of each of the replica's blocks, as a number that `holders` has too.
     """
     number = {name: n for n, name in enumerate(names)}
     tensor = np.array([number[tied.get(name, name)] for name in wanted], np.int64)
-    return plan_copies(sources, replace(sinks, tensor=tensor[sinks.tensor]), names)
+    return plan_copies(
+        sources,
+        replace(sinks, tensor=tensor[sinks.tensor]),
+        names,
+        source_ranks=holders.rank,
+        source_places=holders.place,
+        sink_places=sink_places,
+    )
+
+
+def common_places(places: Sequence[str], others: Sequence[str]) -> Integers:
+    """Return the number of each of the others in `places`; -1 if it is none of them."""
+    known = {place: number for number, place in enumerate(places)}
+    return np.array([known.get(each, -1) for each in others], np.int64)
 
 
 def whole_boxes(specs: Sequence[TensorSpec]) -> BoxTable:

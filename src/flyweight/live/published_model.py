@@ -21,6 +21,7 @@ from flyweight.formats.stored import Stored
 from flyweight.live.copies import Copiers
 from flyweight.live.lanes import Offers, Transports
 from flyweight.live.source import HeldCopy, PublishedSource, Regions, Share
+from flyweight.memory import Buffer
 from flyweight.spec.manifest import Leaf
 
 DigestKey = tuple[Share, DigestKind]
@@ -76,8 +77,12 @@ class PublishedModel:
         self._identity = None if self.stored else Identity(thing)
         self._held: tuple[HeldCopy, Offers] | None = None
 
-    def open(self, transports: Transports) -> None:
-        self._transports = transports
+    def open(self, transports: Transports, num_dims: int = 1) -> None:
+        """Offer memory from now on; `num_dims` is the least number of dims of the tables."""
+        self._transports, self._num_dims = transports, num_dims
+        if self.source.boxes.num_dims < num_dims:
+            source = self.source.source
+            self.source = PublishedSource.of(source, self.copiers, num_dims)
         self.offers = Offers(self.source, transports)
 
     def refresh(self) -> bool:
@@ -85,7 +90,7 @@ class PublishedModel:
         if self._identity is not None and self._identity.is_same():
             return False
         identity = Identity(self._thing)
-        source = PublishedSource.of(adapt(self._thing), self.copiers)
+        source = PublishedSource.of(adapt(self._thing), self.copiers, self._num_dims)
         if not source.has_same_blocks(self.source):
             raise PlanError(
                 "the model has other tensors than when its publisher was made; make a new publisher"
@@ -183,6 +188,11 @@ class PublishedModel:
             held = HeldCopy(self.source, self._transports.host)
             self._held = held, Offers(held.source, self._transports)
         return self._held
+
+    @property
+    def held_memory(self) -> Buffer:
+        """All memory of the held copy."""
+        return self._held_copy()[0].memory
 
     def close(self) -> None:
         """Release all offers, and the memory of the held copy."""

@@ -1,40 +1,32 @@
 """Publisher: offers each new version of a model to the replicas that request one.
 
-The thread that calls `publish` runs the round; replicas connect and send requests at any time.
-A trainer's memory is read only until `publish` returns, or until `Lease.wait_copied` does.
-Between two publishes a replica gets the version that is held in shared memory or the newest
-snapshot of a store, if there is one, and otherwise waits for the next publish.
+A trainer's memory is read only until `publish` returns, or until `Lease.wait_copied` does. If
+several ranks hold the model together, rank 0 leads (`leader.py`) and the others follow
+(`follower.py`).
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from contextlib import ExitStack
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Literal, overload
 from warnings import warn
 
+import msgspec
+
 from flyweight.checks import check_seconds, check_version
-from flyweight.errors import (
-    PeerLost,
-    SpecError,
-    TransferTimeout,
-    TransportError,
-    VersionError,
-    listed,
-)
-from flyweight.events import emit
+from flyweight.errors import TransferTimeout, TransportError, VersionError
 from flyweight.live.address import Address, Claim
-from flyweight.live.lanes import BucketSlots, TransportChoice, Transports
-from flyweight.live.members import Members
-from flyweight.live.published_model import PublishedModel, PublishedVersion
+from flyweight.live.follower import Follower
+from flyweight.live.lanes import TransportChoice
+from flyweight.live.leader import Leader
+from flyweight.live.meeting import blocks_alone, blocks_together, holding_of, rendezvous_for
+from flyweight.live.options import PublisherOptions
+from flyweight.live.published_model import PublishedModel
+from flyweight.live.rank_messages import Invitation
 from flyweight.live.report import TIMEOUT_SECONDS, Lease, PublishReport
-from flyweight.live.round import Member, Round
-from flyweight.live.rounds import PublisherOptions, Rounds
-from flyweight.transports.cuda_ipc import CudaIpcTransport
-from flyweight.transports.fd_passing import FdServer
-from flyweight.transports.shared_memory import SharedMemoryTransport
+from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.verbs.find import PathLike
 
 SILENCE_SECONDS = 15.0
@@ -59,9 +51,15 @@ class Publisher:
         token: str | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
+        process_group: object = None,
+        rank: int | None = None,
+        num_ranks: int | None = None,
         strategy: TransportChoice | None = None,
     ) -> None:
         """Listen at an address. A model's tensors are not read before the first `publish`.
+
+        If several ranks hold the model together, each of them makes a publisher at the same
+        address, and all of them call `publish`. Nothing is gathered: replicas read from all ranks.
 
         source: a model, a dict of tensors, or an opened snapshot, which replicas can take at once.
         address: `unix:DIRECTORY`; the directory is made if it does not exist.
@@ -78,6 +76,9 @@ class Publisher:
             this user can read.
         timeout_seconds: a replica that makes no progress in a round for this long is given up.
         silence_seconds: a replica that sends nothing for this long is given up.
+        process_group: a process group of torch or Paddle whose ranks hold the model together. The
+            default group is used if the model has DTensors, dist tensors or `Sharded` tensors.
+        rank, num_ranks: which of how many ranks this is, without a process group.
         strategy: the deprecated name of `transport`.
         """
         if strategy is not None:
@@ -94,44 +95,58 @@ class Publisher:
             silence_seconds=silence_seconds,
         )
         number = None if version is None else check_version(version)
-        self._model = PublishedModel(source)
         self._publishing = threading.Lock()
         self._is_open, self._pid = True, os.getpid()
-        with ExitStack() as stack:
-            claim = Claim(Address.parse(address), token)
-            stack.callback(claim.close)
-            self._open(claim, number, stack)
-            self._address = str(claim.address)
-            self._closing = stack.pop_all()
+        place, model = Address.parse(address), PublishedModel(source)
+        self._address = str(place)
+        rendezvous = rendezvous_for(model.source, place, process_group, rank, num_ranks)
+        self._side: Leader | Follower
+        if rendezvous.num_ranks == 1:
+            blocks = blocks_alone(model.source)
+            self._side = Leader(model, self._options, Claim(place, token), blocks, number)
+        else:
+            self._side = self._meet(model, place, token, rendezvous)
 
-    def _open(self, claim: Claim, version: int | None, stack: ExitStack) -> None:
-        """Open sockets and memory, and accept replicas."""
-        model, options = self._model, self._options
-        members = self._members = Members(claim, model, options.silence_seconds)
-        stack.callback(members.close)
-        files = FdServer(
-            claim.address.fd_socket, token=claim.token, on_hangup=members.on_process_gone
-        )
-        stack.callback(files.close)
-        transports = Transports(
-            SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files)
-        )
-        stack.callback(transports.close)
-        stack.callback(model.copiers.close)
-        model.open(transports)
-        self._slots = BucketSlots(transports, options.bucket_bytes, options.depth)
-        stack.callback(self._slots.close)
-        self._rounds = Rounds(members, options, transports, model)
-        if model.stored is not None:
-            deadline = monotonic() + options.timeout_seconds
-            available = model.snapshot(version, hold=options.hold, deadline=deadline)
-            self._rounds.available, members.version = available, available.version
-        members.start(files, self._rounds.serve)
+    def _meet(
+        self, model: PublishedModel, address: Address, token: str | None, rendezvous: Rendezvous
+    ) -> Leader | Follower:
+        """Meet the other ranks, which all make a publisher now."""
+        options = self._options
+        deadline = monotonic() + options.timeout_seconds
+        with join_group(rendezvous, timeout_seconds=options.timeout_seconds) as group:
+            holdings = group.gather_typed("describe", holding_of(model.source, options))
+            side: Leader | Follower
+            if rendezvous.rank == 0:
+                blocks = blocks_together(holdings)
+                side = Leader(model, options, Claim(address, token), blocks)
+                try:
+                    group.broadcast("invite", msgspec.to_builtins(side.invitation))
+                    side.wait_joined(deadline)
+                    group.broadcast("joined", None)
+                except BaseException:
+                    side.close()
+                    raise
+                return side
+            invitation = msgspec.convert(group.broadcast("invite", None), Invitation)
+            side = Follower(
+                model,
+                options,
+                invitation,
+                rank=rendezvous.rank,
+                num_ranks=rendezvous.num_ranks,
+                deadline=deadline,
+            )
+            try:
+                group.broadcast("joined", None)
+            except BaseException:
+                side.close()
+                raise
+            return side
 
     @property
     def version(self) -> int | None:
         """The version that was published last; None before the first."""
-        return self._members.version
+        return self._side.version
 
     @property
     def address(self) -> str:
@@ -140,15 +155,13 @@ class Publisher:
 
     @property
     def replicas(self) -> list[str]:
-        """The names of the connected replicas."""
-        with self._members.changed:
-            return [each.name for each in self._members.by_id.values() if each.agreement]
+        """The names of the connected replicas, as rank 0 knows them."""
+        return self._side.replicas()
 
     @property
     def waiting(self) -> list[str]:
-        """The names of the replicas that wait for a version."""
-        with self._members.changed:
-            return [each.name for each in self._members.waiting()]
+        """The names of the replicas that wait for a version, as rank 0 knows them."""
+        return self._side.waiting()
 
     @overload
     def publish(
@@ -195,30 +208,32 @@ class Publisher:
         timeout = self._options.timeout_seconds
         if timeout_seconds is not None:
             timeout = check_seconds("timeout_seconds", timeout_seconds)
-        deadline = monotonic() + timeout
-        members: list[Member] = []
         lease = Lease(check_version(version))
         self._check_open()
         if not self._publishing.acquire(timeout=max(timeout, 0)):
             raise TransferTimeout(f"the last publish is still under way after {timeout:g} s")
         try:
             self._check_next(version)
-            members = self._gather(version, num_replicas, deadline)
-            self._refresh()  # after the wait for replicas, in which the model may change
-            self._model.synchronize(deadline)
+            run = self._side.begin(version, num_replicas, timeout, lambda: self._is_open)
+
+            def publish() -> None:
+                try:
+                    lease.run(lambda: run(lease))
+                finally:
+                    self._publishing.release()
+
             if background:
-                threading.Thread(
-                    target=self._publish,
-                    args=(lease, members, timeout),
-                    name="flyweight-publish",
-                    daemon=True,
-                ).start()
+                thread = threading.Thread(target=publish, name="flyweight-publish", daemon=True)
+                try:
+                    thread.start()
+                except BaseException as error:
+                    self._side.give_up(version, error)
+                    raise
                 return lease
         except BaseException:
-            self._rounds.release_members(members)
             self._publishing.release()
             raise
-        self._publish(lease, members, timeout)
+        publish()
         return lease.wait(0)
 
     def _check_open(self) -> None:
@@ -228,131 +243,17 @@ class Publisher:
             )
         if not self._is_open:
             raise TransportError(f"the publisher at {self.address} is closed")
-        if self._members.has_failed:
-            raise TransportError(
-                f"the connection of the publisher at {self.address} has ended by an error, which "
-                f"its thread has shown; close the publisher and make another"
-            )
+        self._side.check_open()
 
     def _check_next(self, version: int) -> None:
         self._check_open()
-        if self._model.stored is not None:
-            raise SpecError("the source is a snapshot, which replicas take without a publish")
+        self._side.check_source()
         last = self.version
         if last is not None and version <= last:
             raise VersionError(
                 f"version {version} does not follow {last}, which was published last; versions "
                 f"only grow"
             )
-
-    def _gather(self, version: int, num_replicas: int, deadline: float) -> list[Member]:
-        """Reserve the members that wait for this version; deny those that wait for an older one."""
-        with self._members.changed:
-            while True:
-                found = []
-                for member in self._members.waiting():
-                    wanted = None if member.request is None else member.request.version
-                    if wanted is not None and wanted < version:
-                        self._members.deny(member, version)
-                    elif wanted in (None, version):
-                        found.append(member)
-                self._check_open()
-                left = deadline - monotonic()
-                if len(found) >= num_replicas:
-                    break
-                if left <= 0:
-                    refused = [f"{e.name}: {e.error}" for e in self._members.take_refused()]
-                    why = f"; {len(refused)} were refused: {listed(refused)}" if refused else ""
-                    raise TransferTimeout(
-                        f"{len(found)} of {num_replicas} replicas requested version {version} "
-                        f"in time; {len(self.replicas)} are connected{why}"
-                    )
-                self._members.changed.wait(left)
-            for member in found:
-                self._members.reserve(member)
-            return found
-
-    def _refresh(self) -> None:
-        """Offer the model's tensors anew if they were replaced."""
-        if self._model.refresh():
-            self._slots.close()
-            with self._members.changed:
-                for member in self._members.by_id.values():
-                    member.forget_lists()  # they would keep the old tensors alive
-
-    def _publish(self, lease: Lease, members: list[Member], timeout_seconds: float) -> None:
-        try:
-            lease.run(lambda: self._run_rounds(lease, members, timeout_seconds))
-        finally:
-            try:
-                self._rounds.release_members(members)
-            finally:
-                self._publishing.release()
-
-    def _run_rounds(
-        self, lease: Lease, members: list[Member], timeout_seconds: float
-    ) -> PublishReport:
-        """Run the rounds of one publish: from the model's memory, and from the held copy."""
-        version, parent, started = lease.version, self.version, perf_counter()
-        live = self._model.live(version, parent)
-        held = self._hold(version, parent, timeout_seconds) if self._options.hold else None
-        from_model, from_copy, failed = self._rounds.choose_sources(live, held, members)
-        if not from_model:
-            lease.release()
-        rounds: list[Round] = []
-        for source, some in ((live, from_model), (held, from_copy)):
-            if source is not None and some:
-                release = lease.release if source is live else lambda: None
-                rounds.append(
-                    self._rounds.prepare(source, some, self._slots, timeout_seconds, release)
-                )
-                self._run_round(rounds[-1], parent, is_held=held is not None)
-        self._members.version = version
-        progress = [member for round_ in rounds for member in round_.members]
-        digest_seconds = sum(round_.digest_seconds for round_ in rounds)
-        digest_seconds += 0.0 if held is None else held.digest_seconds
-        refused = self._members.take_refused()
-        replicas = (*refused, *failed, *(each.report for each in progress))
-        nbytes, seconds = sum(each.nbytes for each in replicas), perf_counter() - started
-        report = PublishReport(version, nbytes, seconds, digest_seconds, replicas)
-        self._members.set_state(self._rounds.last_number, version, "idle", progress, seconds)
-        emit(
-            "publish.done",
-            version=version,
-            nbytes=nbytes,
-            seconds=seconds,
-            num_replicas=len(replicas),
-            num_failed=len(report.failed),
-            strategy="+".join(sorted({each.strategy for each in replicas})),
-        )
-        return report
-
-    def _run_round(self, round_: Round, parent: int | None, *, is_held: bool) -> None:
-        """Run a round; if it raises and nobody has the version, its number can be used again."""
-        members, version = self._members, round_.members[0].begin.version
-        members.version = version
-        members.set_state(round_.number, version, "publishing", round_.members, 0.0)
-        try:
-            self._rounds.run(round_)
-        except BaseException:
-            if not is_held and not any(each.is_committed for each in round_.members):
-                members.version = parent
-            raise
-
-    def _hold(self, version: int, parent: int | None, timeout_seconds: float) -> PublishedVersion:
-        """Copy the model to shared memory, once nobody reads the copy of the last version."""
-        held = self._model.hold(
-            version,
-            parent,
-            should_verify=self._options.should_verify,
-            deadline=monotonic() + timeout_seconds,
-            before_copy=lambda: self._rounds.retire_available(version, timeout_seconds),
-        )
-        with self._members.changed:
-            self._rounds.available, self._members.version = held, version
-            # Serve the requests that came meanwhile now, not after the rounds of this publish.
-            self._rounds.release_members(())
-        return held
 
     def close(self) -> None:
         """Disconnect all replicas and free everything. Safe to repeat.
@@ -362,20 +263,15 @@ class Publisher:
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
-        self._rounds.close()
-        with self._members.changed:
-            self._members.changed.notify_all()  # ends a publish that waits for replicas
+        self._side.stop()
         deadline = monotonic() + self._options.timeout_seconds
         is_over = self._publishing.acquire(timeout=self._options.timeout_seconds)
-        if not self._rounds.join(deadline) or not is_over:
-            self._rounds.abort(PeerLost("the publisher was closed"))
+        if not self._side.wait_rounds(deadline) or not is_over:
+            self._side.abort()
             if not is_over:
                 self._publishing.acquire(timeout=_CLOSE_SECONDS)
-            self._rounds.join(monotonic() + _CLOSE_SECONDS)
-        self._members.close()
-        self._model.close()
-        self._closing.close()
-        self._rounds.available = None  # its buffers would keep their memory
+            self._side.wait_rounds(monotonic() + _CLOSE_SECONDS)
+        self._side.close()
 
     def __enter__(self) -> Publisher:
         return self

@@ -125,6 +125,7 @@ class Offered(Message, frozen=True):
 
     round: int
     offers: tuple[ShareOffer, ...]
+    values: dict[str, Leaf]
     digest_seconds: float
 
 
@@ -158,6 +159,6 @@ class Ended(Message, frozen=True):
     seconds: float
     digest_seconds: float
     replicas: tuple[ReplicaResult, ...]
-    kind: str
-    text: str
+    kind: str = ""
+    text: str = ""
     """The class and the text of the error that ended it; both are empty if there was none."""

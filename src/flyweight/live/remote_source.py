@@ -14,8 +14,18 @@ from numpy.typing import NDArray
 
 from flyweight.errors import SpecError, TransportError
 from flyweight.live.lanes import Transports
-from flyweight.live.messages import Agreed, Begin, Handle, Memory, Pieces, Places, Want, numbers
-from flyweight.live.plan import plan, whole_boxes
+from flyweight.live.messages import (
+    MAX_RANKS,
+    Agreed,
+    Begin,
+    Handle,
+    Memory,
+    Pieces,
+    Places,
+    Want,
+    numbers,
+)
+from flyweight.live.plan import Holders, common_places, plan, whole_boxes
 from flyweight.live.source import row_major
 from flyweight.memory import Buffer
 from flyweight.memory_table import HOST, BufferTable, Integers
@@ -68,7 +78,21 @@ class RemoteSource:
         wanted = [each.name for each in want.tensors]
         wholes = whole_boxes([each.spec() for each in want.tensors])
         self.sinks: BoxTable = want.blocks.table(wholes)
-        self.copies = plan(list(tensors), tied, self._boxes, wanted, self.sinks)
+        place, sink_place = numbers(agreed.place), numbers(want.place)
+        holders = Holders(numbers(agreed.rank), place)
+        if not len(place) == len(holders.rank) == len(self._boxes):
+            raise TransportError(f"{len(self._boxes)} blocks have {len(place)} devices")
+        self._check_index(place, len(agreed.places), "device")
+        self._check_index(holders.rank, MAX_RANKS, "rank")
+        self.copies = plan(
+            list(tensors),
+            tied,
+            self._boxes,
+            holders,
+            wanted=wanted,
+            sinks=self.sinks,
+            sink_places=common_places(agreed.places, want.places)[sink_place],
+        )
         self.copy_bytes: Integers = self.copies.num_items * self._item_bytes[self.copies.source]
         self.nbytes = int(self.copy_bytes.sum())
         self._transports = transports

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from time import monotonic, sleep
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from flyweight.errors import (
     FlyweightError,
@@ -63,7 +63,9 @@ class ReplicaConnection:
         token: str | None,
         name: str,
         *,
-        is_watcher: bool = False,
+        role: Literal["replica", "watcher", "source"] = "replica",
+        rank: int = 0,
+        num_ranks: int = 1,
         deadline: float = float("inf"),
         is_over: Callable[[], bool] = _never,
     ) -> None:
@@ -107,7 +109,9 @@ class ReplicaConnection:
             )
             stack.callback(self._connection.close)
             self._connection.start()
-            self.send(messages.Hello(known, name, os.getpid(), self._files.name, is_watcher))
+            self.send(
+                messages.Hello(known, name, os.getpid(), self._files.name, role, rank, num_ranks)
+            )
             self._closing = stack.pop_all()
         call_in_child(self._replace_lock)
 
@@ -121,10 +125,7 @@ class ReplicaConnection:
         choose: takes the publisher's tensors and the names that are tied to others, and returns
             which boxes the replica wants.
         """
-        welcome = self.expect(messages.Welcome, deadline, "a welcome", is_over=is_over)
-        self._check_process(welcome)
-        self._silence_seconds = welcome.silence_seconds
-        self._connection.set_heartbeat(min(HEARTBEAT_SECONDS, welcome.silence_seconds / HEARTBEATS))
+        welcome = self.welcomed(deadline, is_over)
         tensors = {each.name: each.spec() for each in welcome.tensors}
         want = choose(tensors, welcome.tied)
         self.send(want)
@@ -137,6 +138,14 @@ class ReplicaConnection:
         used = {welcome.tied.get(each.name, each.name) for each in want.tensors}
         self.unused = tuple(name for name in tensors if name not in used)
         self.session = welcome.session
+
+    def welcomed(self, deadline: float, is_over: Callable[[], bool] = _never) -> messages.Welcome:
+        """Return the publisher's answer to the hello, and send heartbeats as it expects."""
+        welcome = self.expect(messages.Welcome, deadline, "a welcome", is_over=is_over)
+        self._check_process(welcome)
+        self._silence_seconds = welcome.silence_seconds
+        self._connection.set_heartbeat(min(HEARTBEAT_SECONDS, welcome.silence_seconds / HEARTBEATS))
+        return welcome
 
     def _check_process(self, welcome: messages.Welcome) -> None:
         """Raise PeerLost if messages and memory come from two processes.

@@ -27,6 +27,7 @@ from flyweight.errors import (
 from flyweight.live import messages
 from flyweight.live.connection import Connection, spin_seconds
 from flyweight.live.published_model import PublishedVersion
+from flyweight.live.rank_messages import Released
 from flyweight.live.report import ReplicaReport
 from flyweight.live.source import BucketFill
 from flyweight.live.source_blocks import Agreement
@@ -195,6 +196,9 @@ class Round:
         self.refused: list[ReplicaReport] = []
         """The members that the round cannot serve."""
         self.changed = threading.Condition()
+        self._has_begun = False
+        self._early: list[int] = []
+        """The buckets of other ranks that were full before the round began."""
         self._filled_elsewhere: set[int] = set()
         """The buckets of other ranks that are full, and that some member has not emptied."""
         self._started, self._last_going = perf_counter(), 0.0
@@ -218,6 +222,7 @@ class Round:
                 self._on_release()
             self._wait(lambda member: member.is_copied, "copied the weights")
             self._on_release()
+            self._tell_ranks(Released(self.version.version))
             self._wait(lambda member: not member.is_running, "sent its digests")
         except BaseException as error:
             stopped = PeerFailed(f"the publisher stopped: {type(error).__name__}: {error}")
@@ -232,6 +237,10 @@ class Round:
         for member in self._running():
             member.last_progress, member.has_begun = now, True
             member.send(member.begin)
+        with self.changed:
+            self._has_begun, early = True, self._early
+        for bucket in early:
+            self.on_filled(bucket)
 
     def _running(self) -> list[MemberRound]:
         return [member for member in self.members if member.is_running]
@@ -255,6 +264,10 @@ class Round:
 
     def on_filled(self, bucket: int) -> None:
         """Tell the members that need a bucket that it is full."""
+        with self.changed:
+            if not self._has_begun:
+                self._early.append(bucket)
+                return
         for member in self._running():
             if bucket in member.buckets:
                 member.last_progress = monotonic()  # only now it has something to do
@@ -274,6 +287,10 @@ class Round:
         for bucket in empty:
             number, rank = divmod(bucket, self._num_ranks)
             self._tell_rank(rank, messages.Emptied(self.number, number))
+
+    def _tell_ranks(self, message: messages.Message) -> None:
+        for rank in range(1, self._num_ranks if self.version.is_shared else 1):
+            self._tell_rank(rank, message)
 
     def _is_empty(self, bucket: int) -> bool:
         return all(each.has_emptied(bucket) for each in self._running())
@@ -306,6 +323,7 @@ class Round:
                 self._give_up(member, TransferTimeout(text))
             if monotonic() - self._last_going > self._going_seconds:
                 self._last_going = monotonic()
+                self._tell_ranks(messages.Going(self.number))
                 for member in self._running():
                     member.send(messages.Going(self.number))
 

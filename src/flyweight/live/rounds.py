@@ -11,63 +11,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from logging import getLogger
 from time import monotonic, perf_counter
 from weakref import WeakMethod
 
-from flyweight.checks import check_seconds
 from flyweight.errors import (
     FlyweightError,
     PeerFailed,
     PeerLost,
     PlanError,
-    SpecError,
     TransferTimeout,
 )
 from flyweight.live.lanes import (
     MAPPED,
-    TRANSPORTS,
     BucketSlots,
     Offers,
-    TransportChoice,
     Transports,
 )
 from flyweight.live.members import Members
 from flyweight.live.messages import Begin
+from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel, PublishedVersion
 from flyweight.live.round import Member, MemberRound, Round
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import RoundOffer, Sources
-from flyweight.verbs.find import PathLike, open_source, versions
+from flyweight.verbs.find import open_source, versions
 
 _log = getLogger("flyweight.live")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublisherOptions:
-    """The options of a publisher; `Publisher` explains them."""
-
-    hold: bool
-    store: PathLike | None
-    transport: TransportChoice
-    bucket_bytes: int | None
-    depth: int | None
-    should_verify: bool
-    timeout_seconds: float
-    silence_seconds: float
-
-    def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise SpecError(f"transport is {self.transport!r}, not one of {', '.join(TRANSPORTS)}")
-        if self.depth is not None and (type(self.depth) is not int or self.depth < 1):
-            raise SpecError(f"depth is {self.depth!r}, at least 1 bucket is needed")
-        size = self.bucket_bytes
-        if size is not None and (type(size) is not int or size < 4096):
-            raise SpecError(f"bucket_bytes is {size!r}, at least 4096 are needed")
-        check_seconds("timeout_seconds", self.timeout_seconds)
-        if check_seconds("silence_seconds", self.silence_seconds) <= 0:
-            raise SpecError("silence_seconds is 0, it must be greater: every replica would be lost")
 
 
 class Rounds:

@@ -282,13 +282,19 @@ def row_major(buffer: Buffer, at: Integers, shape: Integers, item_bytes: Integer
     )
 
 
+def aligned_starts(nbytes: Integers) -> Integers:
+    """Return where blocks start that lie one after the other, aligned."""
+    sizes = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return np.cumsum(sizes) - sizes
+
+
 class HeldCopy:
     """A copy of a whole model in shared memory, which outlives the trainer's next step."""
 
     def __init__(self, model: PublishedSource, transport: SharedMemoryTransport) -> None:
-        ends = np.cumsum(-(-model.nbytes // ALIGN_BYTES) * ALIGN_BYTES)
-        starts = ends - (-(-model.nbytes // ALIGN_BYTES) * ALIGN_BYTES)
-        self._memory = transport.allocate(int(ends[-1]) if len(ends) else 0)
+        starts = aligned_starts(model.nbytes)
+        end = int(starts[-1] + model.nbytes[-1]) if len(starts) else 0
+        self._memory = transport.allocate(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
         memory = row_major(self._memory, starts, model.boxes.shape, model.item_bytes)
         self.source = PublishedSource(
             model.source, model.boxes, memory, model.copiers, model.tensors
@@ -298,6 +304,11 @@ class HeldCopy:
             full, np.zeros_like(model.boxes.shape[full]), model.boxes.shape[full], starts[full]
         )
         self._fill = BucketFill(model, 0, 0, self._pieces, self._memory)
+
+    @property
+    def memory(self) -> Buffer:
+        """All of it: the blocks one after the other, each at a multiple of 512 bytes."""
+        return self._memory
 
     def copy_from(self, model: PublishedSource) -> None:
         """Copy the next version from these tensors, which replace those before."""

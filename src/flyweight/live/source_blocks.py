@@ -14,16 +14,17 @@ from itertools import count
 import numpy as np
 
 from flyweight.cuda import driver
-from flyweight.digest import DigestKind
+from flyweight.digest import DigestKind, Words
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.formats.stored import Stored, same_bytes
 from flyweight.live.messages import Agreed, Boxes, Tensor, Want, numbers, packed
-from flyweight.live.plan import plan, whole_boxes
-from flyweight.live.source import PublishedSource, Regions, Share
+from flyweight.live.plan import Holders, common_places, plan, whole_boxes
+from flyweight.live.source import PublishedSource, Regions, Share, aligned_starts, row_major
+from flyweight.memory import Buffer
 from flyweight.memory_table import HOST, BufferTable, Integers
 from flyweight.plans.copy_table import BoxTable, CopyTable
 from flyweight.plans.fit import check_fit
-from flyweight.plans.merged_source import HeldTable, merge_held
+from flyweight.plans.merged_source import HeldTable, MergedSource, merge_held
 from flyweight.spec.manifest import Leaf, TensorSpec
 
 _share_numbers = count(1)
@@ -70,19 +71,23 @@ class SourceBlocks:
 
     def __init__(self, held: Sequence[HeldTable], places: Sequence[Places]) -> None:
         """Merge what ranks hold; raise PlanError, naming ranks, if they do not fit together."""
-        merged = merge_held(held)
+        merged = merge_held(held) if len(held) > 1 else _alone(held[0])
         self.tensors: Mapping[str, TensorSpec] = merged.tensors
         self.tied: Mapping[str, str] = merged.tied
         self.values: Mapping[str, Leaf] = merged.values
         self.boxes: BoxTable = merged.boxes
-        self.names = list(self.tensors)
+        self.names: list[str] = list(self.tensors)
         self.num_ranks = len(held)
-        self.rank, self.block = merged.rank, merged.block
+        self.rank: Integers = merged.rank
+        self.block: Integers = merged.block
         """The rank that holds each block, and the block's number there."""
         self.place_names = sorted({name for each in places for name in each.names})
         flat = np.concatenate([common_places(self.place_names, e.names)[e.index] for e in places])
         first = np.cumsum([0, *(len(each.index) for each in places)])
-        self._place: Integers = flat[first[self.rank] + self.block]
+        self._held = held
+        self._flat: Integers = first[self.rank] + self.block
+        """The position of each block if those of each rank follow those of the last."""
+        self._place: Integers = flat[self._flat]
 
     @cached_property
     def described(self) -> tuple[Tensor, ...]:
@@ -92,7 +97,9 @@ class SourceBlocks:
     @cached_property
     def agreed(self) -> Agreed:
         """What replicas must know of the blocks to make the plan that `plan` makes."""
-        return Agreed(Boxes.of(self.boxes), tuple(self.place_names), packed(self._place))
+        return Agreed(
+            Boxes.of(self.boxes), packed(self.rank), tuple(self.place_names), packed(self._place)
+        )
 
     @cached_property
     def item_bytes(self) -> Integers:
@@ -132,9 +139,9 @@ class SourceBlocks:
             self.names,
             self.tied,
             self.boxes,
-            list(wanted),
-            sinks,
-            source_places=self._place,
+            Holders(self.rank, self._place),
+            wanted=list(wanted),
+            sinks=sinks,
             sink_places=common_places(self.place_names, want.places)[place],
         )
         return self._agreement(copies, want, place[copies.sink])
@@ -172,6 +179,26 @@ class SourceBlocks:
         have = {name: self.tensors[self.tied.get(name, name)] for name in wanted}
         check_fit(have, wanted, source="at the publisher", sink="at the replica")
 
+    def copied_memory(self, rank: int, copy: Buffer) -> BufferTable:
+        """Return where the blocks of a rank lie in the copy that it holds."""
+        held = self._held[rank]
+        widths = np.array([spec.item_bytes for spec in held.tensors.values()], np.int64)
+        boxes = held.boxes.widened(self.boxes.num_dims)
+        item_bytes = widths[boxes.tensor]
+        return row_major(
+            copy, aligned_starts(boxes.num_items * item_bytes), boxes.shape, item_bytes
+        )
+
+    def joined_copy(self, own: PublishedSource, memories: Sequence[BufferTable]) -> PublishedSource:
+        """Return all blocks as a source, from the memory of each rank's blocks."""
+        memory = BufferTable.joined(memories).take(self._flat)
+        return PublishedSource(own.source, self.boxes, memory, own.copiers, self.tensors)
+
+    def joined_words(self, words: Sequence[Words]) -> Words:
+        """Return a word for each block, from one for each block of each rank."""
+        found: Words = np.concatenate(words)[self._flat]
+        return found
+
     def read_from(self, stored: Stored, like: PublishedSource) -> PublishedSource:
         """Return the same blocks, read from a snapshot; raise PlanError if it does not fit."""
         known = set(stored.manifest.names)
@@ -195,7 +222,9 @@ def held_table(source: PublishedSource) -> HeldTable:
     )
 
 
-def common_places(places: Sequence[str], others: Sequence[str]) -> Integers:
-    """Return the number of each of the others in `places`; -1 if it is none of them."""
-    known = {place: number for number, place in enumerate(places)}
-    return np.array([known.get(each, -1) for each in others], np.int64)
+def _alone(held: HeldTable) -> MergedSource:
+    """Return what the only rank holds; a replica whose plan lacks something is refused."""
+    numbers = np.arange(len(held.boxes))
+    return MergedSource(
+        held.tensors, held.tied, held.values, held.boxes, np.zeros_like(numbers), numbers
+    )

@@ -6,14 +6,14 @@ offers of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from flyweight.digest import DigestKind
 from flyweight.errors import PlanError
 from flyweight.live.lanes import MAPPED, BucketSlots, TransportChoice, lane_names
-from flyweight.live.published_model import PublishedVersion
+from flyweight.live.published_model import DigestKey, PublishedVersion
 from flyweight.live.rank_messages import ShareOffer
 from flyweight.live.source import BucketFill, Share
 
@@ -49,7 +49,7 @@ def offer_shares(
             errors[each.share] = str(error)
     slots.lay_out(version.source, list(lanes.values()))
     started = perf_counter()
-    found = {}
+    found: Mapping[DigestKey, bytes] = {}
     if should_verify:
         keys = [(each.share, each.digest_kind) for each in wanted if each.share in lanes]
         found = version.digests_of(keys, deadline)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from weakref import WeakKeyDictionary
 
@@ -29,7 +29,13 @@ from flyweight.errors import (
 from flyweight.live import messages
 from flyweight.live.address import Address
 from flyweight.live.frames import FromReplica
-from flyweight.live.lanes import BucketSlots, TransportChoice, new_memory_number
+from flyweight.live.lanes import (
+    BucketSlots,
+    Offers,
+    TransportChoice,
+    Transports,
+    new_memory_number,
+)
 from flyweight.live.messages import Handle, Memory, Message, Pieces, Places, numbers, packed
 from flyweight.live.published_model import PublishedVersion
 from flyweight.live.rank_messages import (
@@ -37,7 +43,6 @@ from flyweight.live.rank_messages import (
     HoldsCopy,
     Offered,
     Ready,
-    Released,
     ShareOffer,
     ShareTable,
     Start,
@@ -45,13 +50,16 @@ from flyweight.live.rank_messages import (
 )
 from flyweight.live.report import PublishReport
 from flyweight.live.round import Round
-from flyweight.live.source import Share
+from flyweight.live.source import PublishedSource, Share
 from flyweight.live.source_blocks import Agreement, SourceBlocks
 from flyweight.live.source_part import WantedShare, offer_shares
 from flyweight.memory_table import Integers
+from flyweight.plans.shares import agreed_values
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.fd_passing import FdConnection, FdServer
+from flyweight.transports.shared_memory import SharedMemoryHandle, SharedMemoryTransport
 
+GOING_SECONDS = 1.0
 REMEMBERED_SHARES = 64
 """How many shares a follower remembers; rank 0 knows which, as both see the same messages."""
 
@@ -105,18 +113,24 @@ class Sources:
         changed: threading.Condition,
         send: Callable[[Message, bytes], None],
         files: FdServer,
+        transports: Transports,
         *,
         transport: TransportChoice,
         should_verify: bool,
     ) -> None:
         self.blocks, self.num_ranks = blocks, blocks.num_ranks
-        self._changed, self._send, self._files = changed, send, files
+        self._changed, self._send = changed, send
+        self._files, self._transports = files, transports
         self._transport, self._should_verify = transport, should_verify
         self.followers = [SourceRank(rank) for rank in range(1, self.num_ranks)]
         self.failure: FlyweightError | None = None
         """Why no version can be published any more: a rank is lost."""
         self.round: Round | None = None
         """The round that reads the models of all ranks."""
+        self._filled: list[tuple[int, int]] = []
+        """The buckets, with their rounds, that were filled before their round began."""
+        self._copies: tuple[list[SharedMemoryHandle], PublishedSource, Offers] | None = None
+        """The copies that all ranks hold, as one source, and the handles that it is made of."""
         self._joined: WeakKeyDictionary[Agreement, tuple[object, int, Memory]] = WeakKeyDictionary()
 
     # Joining.
@@ -139,7 +153,7 @@ class Sources:
         return None
 
     def wait_joined(self, address: Address, token: str, deadline: float) -> None:
-        """Return once every rank has connected; raise TransferTimeout naming those that have not."""
+        """Return once every rank has connected; raise TransferTimeout naming the others."""
         self._wait(lambda each: bool(each.id), "joined", deadline)
         for each in self.followers:
             seconds = max(deadline - monotonic(), 0.1)
@@ -164,8 +178,11 @@ class Sources:
             case messages.Withdraw():
                 follower.ready = None
             case messages.Filled(round=number, bucket=bucket):
+                bucket = bucket * self.num_ranks + rank
                 if round_ is not None and round_.number == number:
-                    round_.on_filled(bucket * self.num_ranks + rank)
+                    round_.on_filled(bucket)
+                else:  # a follower fills its buckets as soon as it has offered them
+                    self._filled.append((number, bucket))
             case messages.Fault(kind=kind, text=text):
                 self._fail(error_named(kind, f"source rank {rank}: {text}"), is_lost=False)
             case messages.Bye(text=text):
@@ -198,6 +215,23 @@ class Sources:
 
     # A publish.
 
+    def attach(self, round_: Round) -> None:
+        """Pass what the other ranks say on to a round, until `detach`."""
+        with self._changed:
+            self.round = round_
+            for number, bucket in self._filled:
+                if number == round_.number:
+                    round_.on_filled(bucket)
+            self._filled.clear()
+            error = self.failure or self._publish_error
+        if error is not None:
+            round_.abort(error)
+
+    def detach(self) -> None:
+        with self._changed:
+            self.round = None
+            self._filled.clear()
+
     def wait_ready(self, version: int, deadline: float) -> None:
         """Return once every rank publishes this version."""
         self._publish_error = None
@@ -220,7 +254,8 @@ class Sources:
                         f"{len(late)} of {self.num_ranks} source ranks have not {step} in time: "
                         f"{listed(late)}"
                     )
-                self._changed.wait(left)
+                self.tell(messages.Going(0))
+                self._changed.wait(min(left, GOING_SECONDS))
 
     def tell(self, message: Message) -> None:
         """Send a message to every rank that takes part in the publish."""
@@ -232,27 +267,48 @@ class Sources:
         """Send a message to a rank other than 0."""
         self._send(message, self.followers[rank - 1].id)
 
-    def wait_copies(self, version: int, deadline: float) -> list[HoldsCopy]:
-        """Return what each rank says of the copy that it holds of this version."""
+    def join_copies(self, own: PublishedVersion, deadline: float) -> PublishedVersion:
+        """Return the copies that all ranks hold of a version as one, which this process can read.
+
+        own: the copy that this process holds.
+        """
         self._wait(
-            lambda each: each.copy is not None and each.copy.version == version,
-            f"copied version {version}",
+            lambda each: each.copy is not None and each.copy.version == own.version,
+            f"copied version {own.version}",
             deadline,
         )
-        return [each.copy for each in self.followers if each.copy is not None]
+        copies = [each.copy for each in self.followers if each.copy is not None]
+        handles = [each.handle for each in copies]
+        if self._copies is None or self._copies[0] != handles:
+            memories = [own.source.memory]
+            for follower, copy in zip(self.followers, copies, strict=True):
+                assert follower.files is not None
+                self._pass_on_files(follower)  # also keeps a file open: only so it can be offered
+                memory = SharedMemoryTransport(fd_connection=follower.files).open(copy.handle)
+                memories.append(self.blocks.copied_memory(follower.rank, memory))
+            source = self.blocks.joined_copy(own.source, memories)
+            self.close_copies()
+            self._copies = handles, source, Offers(source, self._transports)
+        _, source, offers = self._copies
+        digests = None
+        if own.whole_digests is not None and all(each.digests for each in copies):
+            parts = [np.frombuffer(each.digests, np.uint64) for each in copies]
+            digests = self.blocks.joined_words([own.whole_digests, *parts])
+        return replace(own, source=source, offers=offers, whole_digests=digests)
 
-    def release(self, version: int) -> None:
-        """Tell the other ranks that nobody reads their models any more."""
-        self.tell(Released(version))
+    def close_copies(self) -> None:
+        """Offer the copies that all ranks hold no more."""
+        if self._copies is not None:
+            self._copies[2].close()
+        self._copies = None
 
     def end(self, version: int, report: PublishReport | None, error: BaseException | None) -> None:
         """Tell the other ranks how the publish ended."""
         kind, text = ("", "") if error is None else (type(error).__name__, str(error))
         if error is not None and not isinstance(error, FlyweightError):
             kind, text = PeerFailed.__name__, f"source rank 0: {kind}: {text}"
-        ended = Ended(version, 0, 0.0, 0.0, (), kind, text)
-        if report is not None:
-            ended = report.message()
+        failed = Ended(version, 0, 0.0, 0.0, (), kind, text)
+        ended = failed if report is None else report.message()
         with self._changed:
             self.tell(ended)
             for each in self.followers:
@@ -281,7 +337,10 @@ class Sources:
         kinds = [each.digest_kind(is_source_on_host=is_on_host) for each in agreements]
         if is_shared:
             for follower in self.followers:
-                self._start(follower, number, version.version, agreements, kinds, timeout_seconds)
+                shares = self._started_shares(follower, agreements, kinds)
+                follower.offered = None
+                start = Start(number, version.version, shares, timeout_seconds)
+                self._send(start, follower.id)
         wanted = []
         for agreement, kind in zip(agreements, kinds, strict=True):
             found = agreement.shares.get(0) if is_shared else (None, agreement.whole)
@@ -306,6 +365,8 @@ class Sources:
             )
             for follower in self.followers:
                 self._take_offers(follower, agreements, parts)
+            offered = [each.offered.values for each in self.followers if each.offered is not None]
+            version.values = agreed_values([version.values, *offered])
         joined = {
             each: self._join(each, parts[each], kind, is_shared=is_shared)
             for each, kind in zip(agreements, kinds, strict=True)
@@ -316,15 +377,11 @@ class Sources:
     def _is_on_host(self) -> bool:
         return not any(self.blocks.place_names)
 
-    def _start(
-        self,
-        follower: SourceRank,
-        number: int,
-        version: int,
-        agreements: Sequence[Agreement],
-        kinds: Sequence[DigestKind],
-        timeout_seconds: float,
-    ) -> None:
+    @staticmethod
+    def _started_shares(
+        follower: SourceRank, agreements: Sequence[Agreement], kinds: Sequence[DigestKind]
+    ) -> tuple[StartedShare, ...]:
+        """Return the shares of a round that read a rank, with tables of those it does not know."""
         wanted = [
             (agreement.shares[follower.rank][1], kind)
             for agreement, kind in zip(agreements, kinds, strict=True)
@@ -335,7 +392,7 @@ class Sources:
             remember(follower.shares, share)
         for forgotten in follower.memory.keys() - follower.shares.keys():
             del follower.memory[forgotten]
-        shares = [
+        return tuple(
             StartedShare(
                 share.number,
                 kind,
@@ -343,9 +400,7 @@ class Sources:
                 None if share.number in known else share_table(share),
             )
             for share, kind in wanted
-        ]
-        follower.offered = None
-        self._send(Start(number, version, tuple(shares), timeout_seconds), follower.id)
+        )
 
     def _take_offers(
         self,
@@ -459,6 +514,7 @@ class Sources:
 
     def close(self) -> None:
         """Disconnect from the files of the other ranks. Safe to repeat."""
+        self.close_copies()
         for each in self.followers:
             if each.files is not None:
                 each.files.close()

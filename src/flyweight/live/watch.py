@@ -32,7 +32,7 @@ def watch(
     while True:
         try:
             connection = ReplicaConnection(
-                place, token, "watcher", is_watcher=True, deadline=deadline
+                place, token, "watcher", role="watcher", deadline=deadline
             )
             break
         except PeerLost:

@@ -1,0 +1,249 @@
+"""Follower: a rank other than 0 of a publisher. It offers its part of the model in rank 0's rounds.
+
+All of it happens in `publish`: the follower says that it is ready, does what rank 0 asks for, and
+returns the report that rank 0 sends at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from time import monotonic
+
+from flyweight.errors import PeerFailed, TransferTimeout, TransportError, error_named
+from flyweight.live import messages
+from flyweight.live.address import Address
+from flyweight.live.frames import FromPublisher
+from flyweight.live.lanes import BucketSlots, Transports
+from flyweight.live.messages import numbers
+from flyweight.live.options import PublisherOptions
+from flyweight.live.published_model import PublishedModel
+from flyweight.live.rank_messages import (
+    Ended,
+    Hold,
+    HoldsCopy,
+    Invitation,
+    Offered,
+    Ready,
+    Released,
+    ShareTable,
+    Start,
+)
+from flyweight.live.replica_connection import ReplicaConnection
+from flyweight.live.report import Lease, PublishReport
+from flyweight.live.source import Regions, Share
+from flyweight.live.source_part import WantedShare, fill_in_turn, offer_shares
+from flyweight.live.sources import remember
+from flyweight.transports.cuda_ipc import CudaIpcTransport
+from flyweight.transports.fd_passing import FdServer
+from flyweight.transports.shared_memory import SharedMemoryTransport
+
+
+class Follower:
+    """The connection of a rank to rank 0, and the memory that it offers."""
+
+    def __init__(
+        self,
+        model: PublishedModel,
+        options: PublisherOptions,
+        invitation: Invitation,
+        *,
+        rank: int,
+        num_ranks: int,
+        deadline: float,
+    ) -> None:
+        self._model, self._options = model, options
+        self._shares: dict[int, Share] = {}
+        self.version: int | None = None
+        """The version that was published last."""
+        self._round = 0
+        self._emptied: set[int] = set()
+        self._ended: Ended | None = None
+        address = Address.parse(invitation.address)
+        with ExitStack() as stack:
+            files = FdServer(address.fd_socket_of(rank), token=invitation.token)
+            stack.callback(files.close)
+            self._transports = Transports(
+                SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files)
+            )
+            stack.callback(self._transports.close)
+            stack.callback(model.copiers.close)
+            model.open(self._transports, invitation.num_dims)
+            stack.callback(model.close)
+            self._slots = BucketSlots(self._transports, options.bucket_bytes, options.depth)
+            stack.callback(self._slots.close)
+            self._connection = ReplicaConnection(
+                address,
+                invitation.token,
+                f"source rank {rank}",
+                role="source",
+                rank=rank,
+                num_ranks=num_ranks,
+                deadline=deadline,
+            )
+            stack.callback(self._connection.disconnect, "the publisher was closed")
+            session = self._connection.welcomed(deadline).session
+            if session != invitation.session:
+                raise TransportError(f"another publisher started at {address} just now")
+            self._closing = stack.pop_all()
+
+    def begin(
+        self, version: int, num_replicas: int, timeout_seconds: float, is_open: Callable[[], bool]
+    ) -> Callable[[Lease], PublishReport]:
+        """Return the function that publishes; rank 0 decides how many replicas to wait for."""
+        return lambda lease: self._publish(lease, timeout_seconds)
+
+    def give_up(self, version: int, error: BaseException) -> None:
+        """Tell rank 0 that this rank cannot publish."""
+        self._report(error)
+
+    def _publish(self, lease: Lease, timeout_seconds: float) -> PublishReport:
+        """Take part in the publish of a version; return rank 0's report."""
+        version = lease.version
+        self._ended, self._round, self._emptied = None, 0, set()
+        self._connection.send(Ready(version))
+        try:
+            while self._ended is None:
+                message = self._next(timeout_seconds, f"version {version} from rank 0")
+                match message:
+                    case Hold(version=number) if number == version:
+                        self._hold(message)
+                    case Start(version=number) if number == version:
+                        self._take_part(message, lease)
+                    case Released(version=number) if number == version:
+                        lease.release()
+                    case _:
+                        continue
+        except BaseException as error:
+            if self._ended is None:
+                self._report(error)
+            raise
+        if self._ended.kind:
+            raise error_named(self._ended.kind, self._ended.text)
+        self.version = version
+        return PublishReport.of(self._ended)
+
+    def _report(self, error: BaseException) -> None:
+        """Tell rank 0 that this rank does not go on with the publish."""
+        if isinstance(error, TransferTimeout) and not self._round:
+            self._connection.send(messages.Withdraw(0))
+        else:
+            kind, text = type(error).__name__, str(error)
+            self._connection.send(messages.Fault(self._round, kind, text, False))
+
+    def _next(self, timeout_seconds: float, what: str) -> FromPublisher:
+        """Return the next message of this publish; note what has been emptied, and the end."""
+        deadline = monotonic() + timeout_seconds
+        while True:
+            message = self._connection.next(deadline, what)
+            match message:
+                case messages.Going():
+                    deadline = monotonic() + timeout_seconds
+                case messages.Emptied(round=number, bucket=bucket):
+                    if number == self._round:
+                        self._emptied.add(bucket)
+                        return message
+                case Ended():
+                    self._ended = message
+                    return message
+                case _:
+                    return message
+
+    def _hold(self, hold: Hold) -> None:
+        held = self._model.hold(
+            hold.version,
+            None,
+            should_verify=self._options.should_verify,
+            deadline=monotonic() + hold.timeout_seconds,
+            before_copy=lambda: None,
+        )
+        (handle,) = self._transports.host.offer_in_place([self._model.held_memory])
+        digests = b"" if held.whole_digests is None else held.whole_digests.tobytes()
+        copy = HoldsCopy(hold.version, handle, digests, held.digest_seconds)
+        self._connection.send(copy)
+
+    def _take_part(self, start: Start, lease: Lease) -> None:
+        """Offer what a round needs, and fill its buckets."""
+        deadline = monotonic() + start.timeout_seconds
+        self._round, self._emptied = start.round, set()
+        if self._model.refresh():
+            self._slots.close()
+        self._model.synchronize(deadline)
+        wanted = []
+        for each in start.shares:
+            known = self._shares.get(each.number)
+            share = known if each.table is None else _share(each.table)
+            if share is None:
+                raise PeerFailed(f"rank 0 refers to share {each.number}, never sent")
+            remember(self._shares, share)
+            wanted.append(WantedShare(share, each.digest_kind, each.known_lists))
+        version = self._model.live(start.version, None)
+        offers, seconds = offer_shares(
+            version,
+            wanted,
+            self._slots,
+            transport=self._options.transport,
+            should_verify=self._options.should_verify,
+            deadline=deadline,
+        )
+        self._connection.send(Offered(start.round, tuple(offers), dict(version.values), seconds))
+        fill_in_turn(
+            self._slots.fills,
+            is_needed=lambda bucket: self._ended is None,
+            is_empty=self._emptied.__contains__,
+            wait_empty=lambda bucket: self._wait_empty(bucket, start.timeout_seconds),
+            on_filled=lambda n: self._connection.send(messages.Filled(start.round, n)),
+            timeout_seconds=start.timeout_seconds,
+        )
+        if not any(each.is_mapped for each in offers):
+            lease.release()
+
+    def _wait_empty(self, bucket: int, timeout_seconds: float) -> None:
+        while bucket not in self._emptied and self._ended is None:
+            self._next(timeout_seconds, f"the news that bucket {bucket} is empty")
+
+    def check_open(self) -> None:
+        """Raise what ended the connection to rank 0."""
+        self._connection.check_open(0)
+
+    def check_source(self) -> None:
+        """Do nothing: a snapshot has no followers."""
+
+    def replicas(self) -> list[str]:
+        """Return nothing: replicas connect to rank 0."""
+        return []
+
+    def waiting(self) -> list[str]:
+        """Return nothing: replicas connect to rank 0."""
+        return []
+
+    def stop(self) -> None:
+        """Do nothing: the publish under way may end."""
+
+    def wait_rounds(self, deadline: float) -> bool:
+        """Return True: rounds between two publishes need no follower."""
+        return True
+
+    def abort(self) -> None:
+        """End the publish under way."""
+        self._connection.disconnect("the publisher was closed")
+
+    def close(self) -> None:
+        """Disconnect from rank 0, and free everything. Safe to repeat."""
+        self._closing.close()
+
+
+def _share(table: ShareTable) -> Share:
+    regions = Regions(
+        numbers(table.block),
+        numbers(table.offset, table.num_dims),
+        numbers(table.shape, table.num_dims),
+    )
+    return Share(
+        table.number,
+        regions,
+        numbers(table.source),
+        table.places,
+        numbers(table.place),
+        frozenset(table.devices),
+    )

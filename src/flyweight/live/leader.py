@@ -1,0 +1,300 @@
+"""Leader: rank 0 of a publisher, often the only one. It accepts replicas and runs the rounds.
+
+The thread that calls `publish` runs the round; replicas connect and send requests at any time.
+Between two publishes a replica gets the version that is held in shared memory or the newest
+snapshot of a store, if there is one, and otherwise waits for the next publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from time import monotonic, perf_counter
+
+from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError, listed
+from flyweight.events import emit
+from flyweight.live import messages
+from flyweight.live.address import Claim
+from flyweight.live.lanes import BucketSlots, Transports
+from flyweight.live.members import Members
+from flyweight.live.options import PublisherOptions
+from flyweight.live.published_model import PublishedModel, PublishedVersion
+from flyweight.live.rank_messages import Hold, Invitation
+from flyweight.live.report import Lease, PublishReport
+from flyweight.live.round import Member, Round
+from flyweight.live.rounds import Rounds
+from flyweight.live.source_blocks import SourceBlocks
+from flyweight.live.sources import GOING_SECONDS, Sources
+from flyweight.transports.cuda_ipc import CudaIpcTransport
+from flyweight.transports.fd_passing import FdServer
+from flyweight.transports.shared_memory import SharedMemoryTransport
+
+
+class Leader:
+    """The sockets of a publisher, its replicas, and the other ranks."""
+
+    def __init__(
+        self,
+        model: PublishedModel,
+        options: PublisherOptions,
+        claim: Claim,
+        blocks: SourceBlocks,
+        version: int | None = None,
+    ) -> None:
+        """Open sockets and memory, and accept replicas and ranks.
+
+        claim: closed with the leader, also if this fails.
+        version: the version of a snapshot that has no number.
+        """
+        self._model, self._options, self._claim = model, options, claim
+        self._gathered: list[Member] = []
+        """The members that the publish under way serves."""
+        with ExitStack() as stack:
+            stack.callback(claim.close)
+            members = self.members = Members(claim, options.silence_seconds)
+            stack.callback(members.close)
+            files = FdServer(
+                claim.address.fd_socket, token=claim.token, on_hangup=members.on_process_gone
+            )
+            stack.callback(files.close)
+            transports = Transports(
+                SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files)
+            )
+            stack.callback(transports.close)
+            stack.callback(model.copiers.close)
+            model.open(transports, blocks.boxes.num_dims)
+            self._slots = BucketSlots(transports, options.bucket_bytes, options.depth)
+            stack.callback(self._slots.close)
+            self._sources = Sources(
+                blocks,
+                members.changed,
+                members.connection.send,
+                files,
+                transports,
+                transport=options.transport,
+                should_verify=options.should_verify,
+            )
+            stack.callback(self._sources.close)
+            self._rounds = Rounds(members, options, transports, model, self._sources)
+            if model.stored is not None:
+                deadline = monotonic() + options.timeout_seconds
+                available = model.snapshot(version, hold=options.hold, deadline=deadline)
+                self._rounds.available, members.version = available, available.version
+            members.start(self._sources, files, self._rounds.serve)
+            self._closing = stack.pop_all()
+
+    @property
+    def version(self) -> int | None:
+        """The version that was published last."""
+        return self.members.version
+
+    @property
+    def invitation(self) -> Invitation:
+        """What the other ranks need to join."""
+        num_dims = self._sources.blocks.boxes.num_dims
+        address, token = str(self._claim.address), self._claim.token
+        return Invitation(address, token, self.members.session, num_dims)
+
+    def wait_joined(self, deadline: float) -> None:
+        """Return once all other ranks have joined."""
+        self._sources.wait_joined(self._claim.address, self._claim.token, deadline)
+
+    def check_open(self) -> None:
+        """Raise if no version can be published any more."""
+        if self.members.has_failed:
+            raise TransportError(
+                f"the connection of the publisher at {self._claim.address} has ended by an error, "
+                f"which its thread has shown; close the publisher and make another"
+            )
+        if self._sources.failure is not None:
+            raise self._sources.failure
+
+    def check_source(self) -> None:
+        """Raise if the source is no model."""
+        if self._model.stored is not None:
+            raise SpecError("the source is a snapshot, which replicas take without a publish")
+
+    def begin(
+        self, version: int, num_replicas: int, timeout_seconds: float, is_open: Callable[[], bool]
+    ) -> Callable[[Lease], PublishReport]:
+        """Wait for the other ranks and the replicas; return the function that publishes."""
+        deadline = monotonic() + timeout_seconds
+        try:
+            self._sources.wait_ready(version, deadline)
+            self._gathered = self._gather(version, num_replicas, deadline, is_open)
+            self._refresh()  # after the wait for replicas, in which the model may change
+            self._model.synchronize(deadline)
+        except BaseException as error:
+            self.give_up(version, error)
+            raise
+        return lambda lease: self._publish(lease, timeout_seconds)
+
+    def give_up(self, version: int, error: BaseException) -> None:
+        """End a publish that has failed, here and on the other ranks."""
+        try:
+            self._release_gathered()
+        finally:
+            self._sources.end(version, None, error)
+
+    def _release_gathered(self) -> None:
+        members, self._gathered = self._gathered, []
+        self._rounds.release_members(members)
+
+    def _gather(
+        self, version: int, num_replicas: int, deadline: float, is_open: Callable[[], bool]
+    ) -> list[Member]:
+        """Reserve the members that wait for this version; deny those that wait for an older one."""
+        with self.members.changed:
+            while True:
+                found = []
+                for member in self.members.waiting():
+                    wanted = None if member.request is None else member.request.version
+                    if wanted is not None and wanted < version:
+                        self.members.deny(member, version)
+                    elif wanted in (None, version):
+                        found.append(member)
+                self.check_open()
+                if not is_open():
+                    raise TransportError(f"the publisher at {self._claim.address} is closed")
+                self._sources.check()
+                left = deadline - monotonic()
+                if len(found) >= num_replicas:
+                    break
+                if left <= 0:
+                    refused = [f"{e.name}: {e.error}" for e in self.members.take_refused()]
+                    why = f"; {len(refused)} were refused: {listed(refused)}" if refused else ""
+                    raise TransferTimeout(
+                        f"{len(found)} of {num_replicas} replicas requested version {version} "
+                        f"in time; {len(self.replicas())} are connected{why}"
+                    )
+                self._sources.tell(messages.Going(0))
+                self.members.changed.wait(min(left, GOING_SECONDS))
+            for member in found:
+                self.members.reserve(member)
+            return found
+
+    def replicas(self) -> list[str]:
+        """Return the names of the connected replicas."""
+        with self.members.changed:
+            return [each.name for each in self.members.by_id.values() if each.agreement]
+
+    def waiting(self) -> list[str]:
+        """Return the names of the replicas that wait for a version."""
+        with self.members.changed:
+            return [each.name for each in self.members.waiting()]
+
+    def _refresh(self) -> None:
+        """Offer the model's tensors anew if they were replaced."""
+        if self._model.refresh():
+            self._slots.close()
+
+    def _publish(self, lease: Lease, timeout_seconds: float) -> PublishReport:
+        try:
+            report = self._run_rounds(lease, self._gathered, timeout_seconds)
+        except BaseException as error:
+            self.give_up(lease.version, error)
+            raise
+        try:
+            self._release_gathered()
+        finally:
+            self._sources.end(lease.version, report, None)
+        return report
+
+    def _run_rounds(
+        self, lease: Lease, members: list[Member], timeout_seconds: float
+    ) -> PublishReport:
+        """Run the rounds of one publish: from the models' memory, and from the held copies."""
+        version, parent, started = lease.version, self.version, perf_counter()
+        live = self._model.live(version, parent)
+        held = self._hold(version, parent, timeout_seconds) if self._options.hold else None
+        from_model, from_copy = self._rounds.choose_sources(live, held, members)
+        if not from_model:
+            lease.release()
+        rounds: list[Round] = []
+        for source, some in ((live, from_model), (held, from_copy)):
+            if source is not None and some:
+                release = lease.release if source is live else lambda: None
+                rounds.append(
+                    self._rounds.prepare(source, some, self._slots, timeout_seconds, release)
+                )
+                self._run_round(rounds[-1], parent, is_held=held is not None)
+        self.members.version = version
+        progress = [member for round_ in rounds for member in round_.members]
+        digest_seconds = sum(round_.digest_seconds for round_ in rounds)
+        digest_seconds += 0.0 if held is None else held.digest_seconds
+        refused = [*self.members.take_refused(), *(each for r in rounds for each in r.refused)]
+        replicas = (*refused, *(each.report for each in progress))
+        nbytes, seconds = sum(each.nbytes for each in replicas), perf_counter() - started
+        report = PublishReport(version, nbytes, seconds, digest_seconds, replicas)
+        self.members.set_state(self._rounds.last_number, version, "idle", progress, seconds)
+        emit(
+            "publish.done",
+            version=version,
+            nbytes=nbytes,
+            seconds=seconds,
+            num_replicas=len(replicas),
+            num_failed=len(report.failed),
+            strategy="+".join(sorted({each.strategy for each in replicas})),
+        )
+        return report
+
+    def _run_round(self, round_: Round, parent: int | None, *, is_held: bool) -> None:
+        """Run a round; if it raises and nobody has the version, its number can be used again."""
+        members, version = self.members, round_.version.version
+        members.version = version
+        members.set_state(round_.number, version, "publishing", round_.members, 0.0)
+        if round_.version.is_shared:
+            self._sources.attach(round_)
+        try:
+            self._rounds.run(round_)
+            self._sources.check()
+        except BaseException:
+            if not is_held and not any(each.is_committed for each in round_.members):
+                members.version = parent
+            raise
+        finally:
+            self._sources.detach()
+
+    def _hold(self, version: int, parent: int | None, timeout_seconds: float) -> PublishedVersion:
+        """Copy the model to shared memory, once nobody reads the copy of the last version."""
+        deadline = monotonic() + timeout_seconds
+
+        def before_copy() -> None:
+            self._rounds.retire_available(version, timeout_seconds)
+            self._sources.tell(Hold(version, timeout_seconds))
+
+        held = self._model.hold(
+            version,
+            parent,
+            should_verify=self._options.should_verify,
+            deadline=deadline,
+            before_copy=before_copy,
+        )
+        if self._sources.followers:
+            held = self._sources.join_copies(held, deadline)
+        with self.members.changed:
+            self._rounds.available, self.members.version = held, version
+            # Serve the requests that came meanwhile now, not after the rounds of this publish.
+            self._rounds.release_members(())
+        return held
+
+    def stop(self) -> None:
+        """Start no more rounds, and end a publish that waits for replicas."""
+        self._rounds.close()
+        with self.members.changed:
+            self.members.changed.notify_all()
+
+    def wait_rounds(self, deadline: float) -> bool:
+        """Wait for catch-up rounds that run; return whether all are over."""
+        return self._rounds.join(deadline)
+
+    def abort(self) -> None:
+        """End the rounds that still run."""
+        self._rounds.abort(PeerLost("the publisher was closed"))
+
+    def close(self) -> None:
+        """Disconnect all replicas and free everything. Safe to repeat."""
+        self.members.close()
+        self._model.close()
+        self._closing.close()
+        self._rounds.available = None  # its buffers would keep their memory

@@ -1,0 +1,97 @@
+"""The meeting of the ranks that publish a model together, before the first publish.
+
+They meet through the key-value store of their process group, never through a collective. Rank 0
+learns what each rank holds, and checks that it is one model; every rank learns if that fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flyweight.adapters.model import Model, partial_names
+from flyweight.errors import PlanError, SpecError, listed
+from flyweight.live.address import Address
+from flyweight.live.messages import MAX_RANKS, Boxes, Tensor, numbers, packed
+from flyweight.live.options import PublisherOptions
+from flyweight.live.plan import whole_boxes
+from flyweight.live.rank_messages import Holding
+from flyweight.live.source import PublishedSource
+from flyweight.live.source_blocks import Places, SourceBlocks, held_table
+from flyweight.plans.merged_source import HeldTable
+from flyweight.ranks.file_store import FileStore
+from flyweight.ranks.process_group import default_group, rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous
+
+
+def rendezvous_for(
+    source: PublishedSource,
+    address: Address,
+    process_group: object,
+    rank: int | None,
+    num_ranks: int | None,
+) -> Rendezvous:
+    """Return where the ranks of a publisher meet; a model that is whole is published alone."""
+    parts = partial_names(source.source) if isinstance(source.source, Model) else []
+    if rank is not None or num_ranks is not None:
+        if process_group is not None:
+            raise SpecError("give a process_group, or rank and num_ranks, not both")
+        if type(num_ranks) is not int or not 1 <= num_ranks <= MAX_RANKS:
+            raise SpecError(f"num_ranks is {num_ranks!r}, expected 1 to {MAX_RANKS}")
+        if type(rank) is not int or not 0 <= rank < num_ranks:
+            raise SpecError(f"rank is {rank!r}, expected 0 to {num_ranks - 1}")
+        found = Rendezvous()
+        if num_ranks > 1:
+            address.make_directory()
+            store = FileStore(address.directory / "ranks")
+            found = Rendezvous(rank, num_ranks, store, f"flyweight/{address}")
+    elif process_group is not None or (parts and default_group() is not None):
+        found = rendezvous_of(process_group)
+    else:
+        found = Rendezvous()
+    if parts and found.num_ranks == 1:
+        raise PlanError(
+            f"{len(parts)} tensors are only in part on this rank: {listed(parts)}; make a publisher "
+            f"on every rank that holds a part, with process_group=, or with rank= and num_ranks="
+        )
+    if found.num_ranks > 1 and not isinstance(source.source, Model):
+        raise SpecError("a snapshot is whole: one publisher alone publishes it")
+    return found
+
+
+def holding_of(source: PublishedSource, options: PublisherOptions) -> Holding:
+    """Return what this rank holds, as rank 0 is told."""
+    places = Places.of(source.memory)
+    return Holding(
+        tuple(Tensor.of(name, spec) for name, spec in source.tensors.items()),
+        dict(source.manifest.tied),
+        dict(source.manifest.values),
+        Boxes.of(source.boxes),
+        tuple(places.names),
+        packed(places.index),
+        options.common,
+    )
+
+
+def blocks_alone(source: PublishedSource) -> SourceBlocks:
+    """Return the blocks of a publisher of one rank."""
+    return SourceBlocks([held_table(source)], [Places.of(source.memory)])
+
+
+def blocks_together(holdings: Sequence[Holding]) -> SourceBlocks:
+    """Return the blocks of all ranks; raise an error that names ranks if they do not fit."""
+    for rank, each in enumerate(holdings):
+        if each.settings != holdings[0].settings:
+            raise SpecError(
+                f"publishers of one model need the same options: rank 0 has "
+                f"{holdings[0].settings}, rank {rank} {each.settings}"
+            )
+    held, places = [], []
+    for rank, each in enumerate(holdings):
+        tensors = {tensor.name: tensor.spec() for tensor in each.tensors}
+        boxes = each.boxes.table(whole_boxes(list(tensors.values())))
+        index = numbers(each.place)
+        if len(index) != len(boxes):
+            raise SpecError(f"rank {rank}: {len(boxes)} blocks have {len(index)} devices")
+        held.append(HeldTable(tensors, each.tied, each.values, boxes))
+        places.append(Places(each.places, index))
+    return SourceBlocks(held, places)

@@ -1,0 +1,41 @@
+"""The options of a publisher that its rounds need, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flyweight.checks import check_seconds
+from flyweight.errors import SpecError
+from flyweight.live.lanes import TRANSPORTS, TransportChoice
+from flyweight.verbs.find import PathLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublisherOptions:
+    """The options of a publisher; `Publisher` explains them."""
+
+    hold: bool
+    store: PathLike | None
+    transport: TransportChoice
+    bucket_bytes: int | None
+    depth: int | None
+    should_verify: bool
+    timeout_seconds: float
+    silence_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise SpecError(f"transport is {self.transport!r}, not one of {', '.join(TRANSPORTS)}")
+        if self.depth is not None and (type(self.depth) is not int or self.depth < 1):
+            raise SpecError(f"depth is {self.depth!r}, at least 1 bucket is needed")
+        size = self.bucket_bytes
+        if size is not None and (type(size) is not int or size < 4096):
+            raise SpecError(f"bucket_bytes is {size!r}, at least 4096 are needed")
+        check_seconds("timeout_seconds", self.timeout_seconds)
+        if check_seconds("silence_seconds", self.silence_seconds) <= 0:
+            raise SpecError("silence_seconds is 0, it must be greater: every replica would be lost")
+
+    @property
+    def common(self) -> str:
+        """The options that must be the same on all ranks, as text."""
+        return f"hold={self.hold}, should_verify={self.should_verify}, transport={self.transport!r}"
