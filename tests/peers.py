@@ -10,7 +10,7 @@ import zmq
 
 from flyweight.digest import Digest
 from flyweight.host import birth_of
-from flyweight.live import frames, messages
+from flyweight.live import frames, message_tables, messages
 from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.box import Box
 from flyweight.transports.fd_passing import FdServer
@@ -118,7 +118,11 @@ class FakePublisher:
 
     def agree(self):
         self.hear_of(messages.Want)
-        self.say(messages.Agreed(boxes([(0, Box.whole((len(self.content),)))]), bytes(8), ("",), bytes(8)))
+        self.say(
+            messages.Agreed(
+                boxes([(0, Box.whole((len(self.content),)))]), bytes(8), ("",), bytes(8)
+            )
+        )
 
     def begin(
         self, *, number=1, version=5, digests=None, num_buckets=0, should_verify=True, **handle
@@ -132,13 +136,15 @@ class FakePublisher:
         shown = SharedMemoryHandle(**{**said, **handle})
         size = len(self.content) // max(num_buckets, 1)
         starts, ones = [n * size for n in range(num_buckets)], [] if num_buckets else [0]
-        packed = messages.packed
+        packed = message_tables.packed
         memory = messages.Memory(
             () if num_buckets else (shown,),
-            messages.Places(1, packed(ones), packed(ones), packed(ones), packed([1] * len(ones))),
+            message_tables.Places(
+                1, packed(ones), packed(ones), packed(ones), packed([1] * len(ones))
+            ),
             {0: shown} if num_buckets else {},
             dict.fromkeys(range(num_buckets), 0),
-            messages.Pieces(
+            message_tables.Pieces(
                 1,
                 packed(range(num_buckets)),
                 packed([0] * num_buckets),
@@ -199,12 +205,14 @@ def digests_of(*contents):
 
 def boxes(pairs):
     """Return boxes as they are sent, each with the number of its tensor."""
-    return messages.Boxes.of(BoxTable.of(pairs))
+    return message_tables.Boxes.of(BoxTable.of(pairs))
 
 
 def want(tensors, pairs, *, may_leave=False):
     """Return what a replica wants: boxes of these tensors, on the host."""
-    return messages.Want(tensors, boxes(pairs), ("",), messages.packed([0] * len(pairs)), may_leave)
+    return messages.Want(
+        tensors, boxes(pairs), ("",), message_tables.packed([0] * len(pairs)), may_leave
+    )
 
 
 def _of_kind(hear, kinds, timeout):

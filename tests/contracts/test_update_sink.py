@@ -7,7 +7,8 @@ from flyweight.adapters.loader import Loader
 from flyweight.errors import TransportError
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
-from flyweight.live.messages import Agreed, Begin, Boxes, Memory, Pieces, Places, packed
+from flyweight.live.message_tables import Boxes, Pieces, Places, packed
+from flyweight.live.messages import Agreed, Begin, Memory
 from flyweight.live.plan import whole_boxes
 from flyweight.live.remote_source import RemoteSource
 from flyweight.memory import Buffer

@@ -16,7 +16,7 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.live import frames, messages
-from flyweight.live.messages import packed
+from flyweight.live.message_tables import packed
 from flyweight.live.rounds import Rounds
 from flyweight.spec.box import Box
 from live_rounds import welcomed

@@ -9,7 +9,7 @@ import pytest
 import flyweight as fw
 from child_processes import Child
 from flyweight.errors import DigestMismatch, TransportError
-from flyweight.live import messages
+from flyweight.live import message_tables, messages
 from flyweight.spec.box import Box
 from live_rounds import (
     CONTENT,
@@ -56,22 +56,25 @@ def other_places(begin, **columns):
     places = begin.memory.places
     found = {}
     for name, value in columns.items():
-        numbers = messages.numbers(getattr(places, name)).copy()
+        numbers = message_tables.numbers(getattr(places, name)).copy()
         numbers[0] = value
-        found[name] = messages.packed(numbers)
+        found[name] = message_tables.packed(numbers)
     return changed(begin, places=msgspec.structs.replace(places, **found))
 
 
 def one_bucket(begin, shape, at=0, *, slot=0, bucket=0, block=0, offset=(0, 0)):
     """Send the first block in a bucket, in the memory of its place."""
-    packed, memory = messages.packed, begin.memory
+    packed, memory = message_tables.packed, begin.memory
     places = memory.places
-    rest = messages.Places(
+    rest = message_tables.Places(
         places.num_dims,
-        *(packed(messages.numbers(c)[1:]) for c in (places.source, places.handle, places.start)),
-        packed(messages.numbers(places.strides)[places.num_dims :]),
+        *(
+            packed(message_tables.numbers(c)[1:])
+            for c in (places.source, places.handle, places.start)
+        ),
+        packed(message_tables.numbers(places.strides)[places.num_dims :]),
     )
-    pieces = messages.Pieces(
+    pieces = message_tables.Pieces(
         2, packed([bucket]), packed([block]), packed(offset), packed(shape), packed([at])
     )
     slots, buckets = {0: memory.handles[0]}, {0: slot}

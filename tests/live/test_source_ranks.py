@@ -1,13 +1,11 @@
 """Several trainer ranks publish one model together; a replica reads from all of them."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import flyweight as fw
-from flyweight.errors import PeerFailed, PlanError, TransferTimeout, VersionError
 
 SECONDS = 10
 WHOLE = np.random.default_rng(3).random((8, 6))
@@ -47,7 +45,9 @@ def engine():
     return {"w": np.zeros_like(WHOLE), "only_0": np.zeros(5), "only_1": np.zeros(7)}
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 4096, "depth": 1}, {"hold": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_bytes": 4096, "depth": 1}, {"hold": True}], ids=str
+)
 def test_a_replica_reads_from_all_ranks(address, pool, options):
     models, target = halves(), engine()
     ranks = publishers(models, address, **options)

@@ -15,7 +15,7 @@ from flyweight.live import messages
 from flyweight.live.address import Address
 from flyweight.live.frames import FromPublisher
 from flyweight.live.lanes import BucketSlots, Transports
-from flyweight.live.messages import numbers
+from flyweight.live.message_tables import numbers
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import (

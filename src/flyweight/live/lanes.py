@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from flyweight.cuda import driver
 from flyweight.errors import FlyweightError, PlanError, listed
-from flyweight.live.messages import Handle, Memory, Pieces, Places, packed
+from flyweight.live.message_tables import Pieces, Places, packed
+from flyweight.live.messages import Handle, Memory
 from flyweight.live.source import ALIGN_BYTES, BucketFill, PublishedSource, Share
 from flyweight.memory import Buffer
 from flyweight.memory_table import HOST as HOST_MEMORY

@@ -15,7 +15,8 @@ from flyweight.adapters.loader import Loader
 from flyweight.errors import TransportError, listed
 from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST, visible_devices
-from flyweight.live.messages import Boxes, Tensor, Want, packed
+from flyweight.live.message_tables import Boxes, packed
+from flyweight.live.messages import Tensor, Want
 from flyweight.live.plan import whole_boxes
 from flyweight.live.remote_source import Arrivals
 from flyweight.live.replica_round import ReplicaRound, SinkResult

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from flyweight.adapters.model import Model, partial_names
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.live.address import Address
-from flyweight.live.messages import MAX_RANKS, Boxes, Tensor, numbers, packed
+from flyweight.live.message_tables import Boxes, numbers, packed
+from flyweight.live.messages import MAX_RANKS, Tensor
 from flyweight.live.options import PublisherOptions
 from flyweight.live.plan import whole_boxes
 from flyweight.live.rank_messages import Holding
@@ -50,8 +51,9 @@ def rendezvous_for(
         found = Rendezvous()
     if parts and found.num_ranks == 1:
         raise PlanError(
-            f"{len(parts)} tensors are only in part on this rank: {listed(parts)}; make a publisher "
-            f"on every rank that holds a part, with process_group=, or with rank= and num_ranks="
+            f"{len(parts)} tensors are only in part on this rank: {listed(parts)}; make a "
+            f"publisher on every rank that holds a part, with process_group=, or with rank= and "
+            f"num_ranks="
         )
     if found.num_ranks > 1 and not isinstance(source.source, Model):
         raise SpecError("a snapshot is whole: one publisher alone publishes it")

@@ -19,7 +19,8 @@ from flyweight.digest import SMALL_BYTES, Digest, DigestKind, short_digests
 from flyweight.errors import PlanError, SpecError
 from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST, visible_devices
-from flyweight.live.messages import Boxes, Tensor, Want, packed
+from flyweight.live.message_tables import Boxes, packed
+from flyweight.live.messages import Tensor, Want
 from flyweight.live.remote_source import Arrivals, RemoteSource
 from flyweight.live.replica_round import ReplicaRound, SinkResult
 from flyweight.memory import Buffer

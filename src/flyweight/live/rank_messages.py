@@ -11,7 +11,8 @@ from __future__ import annotations
 import msgspec
 
 from flyweight.digest import DigestKind
-from flyweight.live.messages import Boxes, Memory, Message, Table, Tensor
+from flyweight.live.message_tables import Boxes, Table
+from flyweight.live.messages import Memory, Message, Tensor
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.shared_memory import SharedMemoryHandle
 

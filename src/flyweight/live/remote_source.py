@@ -14,16 +14,14 @@ from numpy.typing import NDArray
 
 from flyweight.errors import SpecError, TransportError
 from flyweight.live.lanes import Transports
+from flyweight.live.message_tables import Pieces, Places, numbers
 from flyweight.live.messages import (
     MAX_RANKS,
     Agreed,
     Begin,
     Handle,
     Memory,
-    Pieces,
-    Places,
     Want,
-    numbers,
 )
 from flyweight.live.plan import Holders, common_places, plan, whole_boxes
 from flyweight.live.source import row_major

@@ -17,7 +17,8 @@ from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.formats.stored import Stored, same_bytes
-from flyweight.live.messages import Agreed, Boxes, Tensor, Want, numbers, packed
+from flyweight.live.message_tables import Boxes, numbers, packed
+from flyweight.live.messages import Agreed, Tensor, Want
 from flyweight.live.plan import Holders, common_places, plan, whole_boxes
 from flyweight.live.source import PublishedSource, Regions, Share, aligned_starts, row_major
 from flyweight.memory import Buffer

@@ -36,7 +36,8 @@ from flyweight.live.lanes import (
     Transports,
     new_memory_number,
 )
-from flyweight.live.messages import Handle, Memory, Message, Pieces, Places, numbers, packed
+from flyweight.live.message_tables import Pieces, Places, numbers, packed
+from flyweight.live.messages import Handle, Memory, Message
 from flyweight.live.published_model import PublishedVersion
 from flyweight.live.rank_messages import (
     Ended,

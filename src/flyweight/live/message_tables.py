@@ -1,0 +1,94 @@
+"""The tables that messages carry: many thousand rows, packed as columns of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from flyweight.errors import SpecError
+from flyweight.memory_table import Integers
+from flyweight.plans.copy_table import BoxTable
+from flyweight.spec.manifest import MAX_DIMS
+
+
+class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Columns of 64-bit little-endian integers: many thousand rows need no object each."""
+
+
+class Boxes(Table, frozen=True):
+    """Boxes of tensors, in items."""
+
+    num_dims: int
+    tensor: bytes
+    """The index of each box's tensor in the list of tensors."""
+    offset: bytes
+    shape: bytes
+    """`num_dims` numbers for each box; boxes with fewer dims have leading dims of size 1."""
+
+    @classmethod
+    def of(cls, table: BoxTable) -> Boxes:
+        return cls(table.num_dims, packed(table.tensor), packed(table.offset), packed(table.shape))
+
+    def table(self, whole: BoxTable) -> BoxTable:
+        """Return the boxes; raise SpecError unless each lies in its tensor.
+
+        whole: one box for each tensor, which is all of it.
+        """
+        tensor, offset = numbers(self.tensor), numbers(self.offset, self.num_dims)
+        shape = numbers(self.shape, self.num_dims)
+        if not len(tensor) == len(offset) == len(shape):
+            raise SpecError(f"{len(tensor)} boxes have {len(offset)} offsets, {len(shape)} shapes")
+        if len(tensor) and not 0 <= tensor.min() <= tensor.max() < len(whole):
+            raise SpecError(f"a box is of tensor {tensor.max()} of {len(whole)}")
+        found, num_dims = BoxTable(tensor, offset, shape), max(self.num_dims, whole.num_dims)
+        found, whole = found.widened(num_dims), whole.widened(num_dims)
+        is_outside = (found.offset < 0) | (found.shape < 0) | (found.shape > whole.shape[tensor])
+        is_outside |= found.offset > whole.shape[tensor] - found.shape
+        if is_outside.any():
+            row = int(np.flatnonzero(is_outside.any(axis=1))[0])
+            raise SpecError(
+                f"box {found.shape[row].tolist()} at {found.offset[row].tolist()} is not inside of "
+                f"tensor {tensor[row]}, {whole.shape[tensor[row]].tolist()}"
+            )
+        return found
+
+
+class Places(Table, frozen=True):
+    """Where a replica can map some of the publisher's blocks; strides are in bytes."""
+
+    num_dims: int
+    source: bytes
+    """The number of each block."""
+    handle: bytes
+    """The index of its memory in the list of handles."""
+    start: bytes
+    """The byte of that memory at which its first item starts."""
+    strides: bytes
+
+
+class Pieces(Table, frozen=True):
+    """The contents of buckets: items of the publisher's blocks, in row-major order."""
+
+    num_dims: int
+    bucket: bytes
+    source: bytes
+    offset: bytes
+    shape: bytes
+    at: bytes
+    """The byte of its bucket at which each piece starts."""
+
+
+def packed(table: Integers | Sequence[int]) -> bytes:
+    """Return numbers as bytes of a message."""
+    return np.ascontiguousarray(table, "<i8").tobytes()
+
+
+def numbers(data: bytes, num_columns: int | None = None) -> Integers:
+    """Return the numbers of a message, in rows of `num_columns` if that is given."""
+    columns = 1 if num_columns is None else num_columns
+    if not 1 <= columns <= MAX_DIMS or len(data) % (8 * columns):
+        raise SpecError(f"{len(data)} bytes are not rows of {columns} numbers")
+    found: Integers = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
+    return found if num_columns is None else found.reshape(-1, columns)
