@@ -37,6 +37,13 @@ def test_the_walks_name_files_that_exist():
     assert [file for file in files if not (SRC / file).exists()] == []
 
 
+def test_methods_without_a_file_exist_in_some_class():
+    known = set().union(*(names_in(path) for path in SRC.rglob("*.py")))
+    named = re.findall(r"`([A-Z]\w+\.\w+)`", TEXT)
+    assert len(named) > 5
+    assert [each for each in named if each not in known] == []
+
+
 def test_every_room_has_its_line():
     rooms = {
         each.stem

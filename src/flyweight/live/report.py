@@ -55,7 +55,7 @@ class PublishReport:
     digest_seconds: float
     """The time spent on digests of the published weights; replicas copy meanwhile."""
     replicas: tuple[ReplicaReport, ...] = ()
-    """One report for each replica that took part, failed or not."""
+    """One report for each replica that took part, or was refused since the last publish."""
 
     @property
     def gb_per_second(self) -> float:
