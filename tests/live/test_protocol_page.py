@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from flyweight.live import message_tables, messages
+from flyweight.plans.copy_table import MAX_COPIES, MAX_PAIRS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 KINDS = {
@@ -81,6 +82,7 @@ def test_the_text_names_only_fields_that_exist():
 def test_the_numbers_are_those_of_the_code():
     assert re.findall(r"protocol number \((\d+)\)", PAGE) == [str(messages.PROTOCOL)]
     assert re.findall(r"frame over (\d+) MiB", PAGE) == [str(messages.MAX_MESSAGE_BYTES >> 20)]
+    assert re.findall(r"more than\s(\d+)", PAGE) == [str(MAX_COPIES), str(MAX_PAIRS)]
     assert re.findall(r"`num_dims` numbers per row, from 1 to (\d+)", PAGE) == [
         str(message_tables.MAX_DIMS)
     ]

@@ -42,8 +42,9 @@ class Boxes(Table, frozen=True):
             raise SpecError(f"{len(tensor)} boxes have {len(offset)} offsets, {len(shape)} shapes")
         if len(tensor) and not 0 <= tensor.min() <= tensor.max() < len(whole):
             raise SpecError(f"a box is of tensor {tensor.max()} of {len(whole)}")
-        found, num_dims = BoxTable(tensor, offset, shape), max(self.num_dims, whole.num_dims)
-        found, whole = found.widened(num_dims), whole.widened(num_dims)
+        if self.num_dims > whole.num_dims:  # every other table would become as wide
+            raise SpecError(f"boxes have {self.num_dims} dims, the tensors {whole.num_dims}")
+        found = BoxTable(tensor, offset, shape).widened(whole.num_dims)
         is_outside = (found.offset < 0) | (found.shape < 0) | (found.shape > whole.shape[tensor])
         is_outside |= found.offset > whole.shape[tensor] - found.shape
         if is_outside.any():

@@ -31,6 +31,8 @@ from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.manifest import TensorSpec
 
 _MAX_REACH = float(2**62)
+_MAX_PARTS = 8 << 20
+"""Each piece of a block is compared with each of its copies: few numbers could make very many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,14 +196,24 @@ class RemoteSource:
         self._check_index(block, len(self._boxes), "block")
         if len(block) and pieces.num_dims != self._boxes.num_dims:
             raise SpecError(f"pieces of {pieces.num_dims} dims, blocks of {self._boxes.num_dims}")
-        unknown = set(np.unique(bucket).tolist()) - memory.bucket_slots.keys()
+        order = np.argsort(bucket, kind="stable")
+        present, starts = np.unique(bucket[order], return_index=True)
+        rows = dict(zip(present.tolist(), np.split(order, starts[1:]), strict=False))
+        unknown = rows.keys() - memory.bucket_slots.keys()
         if unknown:
             raise TransportError(f"pieces are of bucket {min(unknown)}, never sent")
-        found = {}
+        _, _, counts = self._copies_by_block
+        num_parts = int(counts[block].sum())
+        if num_parts > _MAX_PARTS:
+            raise TransportError(
+                f"{len(block)} pieces of buckets have {num_parts} parts of copies, at most "
+                f"{_MAX_PARTS} are allowed"
+            )
+        found, none = {}, np.empty(0, np.int64)
         for number, slot in memory.bucket_slots.items():
-            rows = np.flatnonzero(bucket == number)
+            some = rows.get(number, none)
             found[number] = self._in_bucket(
-                slots[slot], block[rows], offset[rows], shape[rows], at[rows]
+                slots[slot], block[some], offset[some], shape[some], at[some]
             )
         return found
 
@@ -253,6 +265,9 @@ class RemoteSource:
 
     def _check_whole(self, arrivals: Sequence[Arrivals]) -> None:
         """Raise unless every byte of every copy comes exactly once."""
+        for each in arrivals:
+            if not _is_contiguous(each.shape, self.copies.shape[each.copy]).all():
+                raise TransportError("a part of a copy comes in several places of its bytes")
         copy = np.concatenate([each.copy for each in arrivals])
         nbytes = np.concatenate([each.memory.nbytes for each in arrivals])
         offset = np.concatenate([self.byte_offsets(each) for each in arrivals])
@@ -262,7 +277,7 @@ class RemoteSource:
         if (found != self.copy_bytes).any():
             row = int(np.flatnonzero(found != self.copy_bytes)[0])
             raise TransportError(f"{found[row]} of the {self.copy_bytes[row]} bytes of a copy come")
-        # Each part is contiguous in the copy's own bytes, and starts where the last one ends.
+        # Each part is contiguous in the copy's own bytes, so it starts where the last one ends.
         is_first = np.append(True, copy[1:] != copy[:-1]) if len(copy) else np.empty(0, bool)
         expected = np.where(is_first, 0, np.append(0, (offset + nbytes)[:-1])[: len(copy)])
         if (offset != expected).any():
@@ -289,3 +304,15 @@ def _check_reach(shape: Integers, strides: Integers, start: Integers) -> None:
     reach = np.abs(strides.astype(float)) * shape
     if (reach.sum(axis=1) + np.abs(start.astype(float)) > _MAX_REACH).any():
         raise SpecError("a block has strides that no memory has")
+
+
+def _is_contiguous(shape: Integers, whole: Integers) -> NDArray[np.bool_]:
+    """Return which boxes of these shapes are one run of bytes of a whole one, row-major.
+
+    That is a range of one dim, at one index of the dims before, with all of the dims after.
+    """
+    ones = np.ones((len(shape), 1), bool)
+    is_index = np.hstack([ones, np.logical_and.accumulate(shape == 1, axis=1)[:, :-1]])
+    is_all = np.logical_and.accumulate((shape == whole)[:, ::-1], axis=1)[:, ::-1]
+    found: NDArray[np.bool_] = (is_index & np.hstack([is_all[:, 1:], ones])).any(axis=1)
+    return found

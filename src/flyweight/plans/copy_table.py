@@ -17,12 +17,18 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from flyweight.plans.reshard import reshard
+from flyweight.errors import PlanError
+from flyweight.plans.reshard import Route, reshard
 from flyweight.spec.box import Box
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import TensorSpec
 
 Integers = NDArray[np.int64]
+MAX_COPIES = 4 << 20
+"""The most copies of a plan: a small message could ask for a plan of many gigabytes."""
+MAX_PAIRS = 1 << 20
+"""The most pairs of a source's box and a sink's box of one tensor."""
+_REMEDY = "cut the tensors into fewer boxes"
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
 
@@ -169,25 +175,40 @@ def plan_copies(
     """
     num_dims = max(sources.num_dims, sinks.num_dims)
     sources, sinks = sources.widened(num_dims), sinks.widened(num_dims)
-    fills = [
-        fill
-        for group, held, taken in groups_cut_alike(sources, sinks, len(names))
-        for fill in _fills(sources, held, sinks, taken, names[int(group[0])])
-    ]
+    _check_pairs(sources, sinks, names)
+    fills: list[_Fill] = []
+    num_copies = 0
+    for group, held, taken in groups_cut_alike(sources, sinks, len(names)):
+        route = _route(sources, held[0], sinks, taken[0], names[int(group[0])])
+        num_copies += route.num_copies * len(group)
+        if num_copies > MAX_COPIES:
+            raise PlanError(f"the plan has more than {MAX_COPIES} copies; {_REMEDY}")
+        fills += _fills(route, held, taken)
     ranks = _turns(sources, len(names)) if source_ranks is None else source_ranks
     chosen = _chosen_sources(fills, ranks, source_places, sink_places)
     if not fills:
         none, empty = np.empty(0, np.int64), np.empty((0, num_dims), np.int64)
         return CopyTable(none, none, empty, empty, empty)
     source, sink = np.concatenate(chosen), np.concatenate([fill.taken for fill in fills])
-    counts = [len(fill.taken) for fill in fills]
-    offset = np.repeat([fill.box.offset for fill in fills], counts, axis=0)
-    shape = np.repeat([fill.box.shape for fill in fills], counts, axis=0)
+    offset = np.concatenate([fill.offset for fill in fills])
+    shape = np.concatenate([fill.shape for fill in fills])
     order = np.argsort(sink, kind="stable")
     source, sink, offset, shape = source[order], sink[order], offset[order], shape[order]
     return CopyTable(
         source, sink, offset - sources.offset[source], offset - sinks.offset[sink], shape
     )
+
+
+def _check_pairs(sources: BoxTable, sinks: BoxTable, names: Sequence[str]) -> None:
+    _, _, source_counts = sources.rows_of(len(names))
+    _, _, sink_counts = sinks.rows_of(len(names))
+    pairs = source_counts * sink_counts
+    if (pairs > MAX_PAIRS).any():
+        worst = int(pairs.argmax())
+        raise PlanError(
+            f"{names[worst]!r} has {source_counts[worst]} boxes at the source and "
+            f"{sink_counts[worst]} at the sink, more than {MAX_PAIRS} pairs; {_REMEDY}"
+        )
 
 
 def groups_cut_alike(
@@ -251,24 +272,44 @@ def _turns(boxes: BoxTable, num_tensors: int) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class _Fill:
-    """A box of tensors that are cut alike: which sinks want it, and which sources hold it."""
+    """Boxes that sinks want, of tensors that are cut alike, and the sources that hold each."""
 
-    box: Box
     held: Integers
-    """The rows of the sources of each tensor, one of which is to be chosen."""
+    """The rows of the sources of each box, one of which is to be chosen."""
     taken: Integers
-    """The row of the sink of each tensor."""
+    """The row of the sink of each box."""
+    offset: Integers
+    shape: Integers
+    """If there are several sources to choose from, all boxes are equal."""
+
+    @cached_property
+    def num_items(self) -> Integers:
+        found: Integers = self.shape.prod(axis=1, dtype=np.int64)
+        return found
 
 
-def _fills(
-    sources: BoxTable, held: Integers, sinks: BoxTable, taken: Integers, name: str
-) -> Iterator[_Fill]:
-    have = [Shard(n, sources.box(row)) for n, row in enumerate(held[0].tolist())]
-    want = [Shard(n, sinks.box(row)) for n, row in enumerate(taken[0].tolist())]
-    for sink, blocks in reshard({name: have}, {name: want}).routes[name].fills:
-        for block in blocks:
-            choices = [replica.rank for replica in block.replicas]
-            yield _Fill(block.box, held[:, choices], taken[:, sink.rank])
+def _route(sources: BoxTable, held: Integers, sinks: BoxTable, taken: Integers, name: str) -> Route:
+    have = [Shard(n, sources.box(row)) for n, row in enumerate(held.tolist())]
+    want = [Shard(n, sinks.box(row)) for n, row in enumerate(taken.tolist())]
+    return reshard({name: have}, {name: want}).routes[name]
+
+
+def _fills(route: Route, held: Integers, taken: Integers) -> Iterator[_Fill]:
+    """Yield the copies of a route for all tensors of a group, with offsets in the whole tensor."""
+    parts = [(sink.rank, block) for sink, blocks in route.fills for block in blocks]
+    alone = [(sink, block) for sink, block in parts if len(block.replicas) == 1]
+    several = [[each] for each in parts if len(each[1].replicas) > 1]
+    for some in [alone, *several]:
+        if not some:
+            continue
+        ranks = np.array([[each.rank for each in block.replicas] for _, block in some], np.int64)
+        box = np.array([(block.box.offset, block.box.shape) for _, block in some], np.int64)
+        yield _Fill(
+            held[:, ranks].reshape(-1, ranks.shape[1]),
+            taken[:, [sink for sink, _ in some]].reshape(-1),
+            np.tile(box[:, 0], (len(held), 1)),
+            np.tile(box[:, 1], (len(held), 1)),
+        )
 
 
 def _chosen_sources(
@@ -285,10 +326,8 @@ def _chosen_sources(
         if fill.held.shape[1] > 1:
             several.append(number)
         else:
-            loads += fill.box.num_elements * np.bincount(
-                ranks[chosen[number]], minlength=len(loads)
-            )
-    several.sort(key=lambda number: -fills[number].box.num_elements)
+            np.add.at(loads, ranks[chosen[number]], fill.num_items)
+    several.sort(key=lambda number: -int(fills[number].num_items[0]))
     for number in several:  # the largest first: small ones make even what is left
         fill = fills[number]
         holders = ranks[fill.held]
@@ -301,10 +340,10 @@ def _chosen_sources(
         for group in _equal(signatures, np.arange(len(holders))):
             choices = np.flatnonzero(holders[group[0]] >= 0)
             load = loads[holders[group[0], choices]]
-            turns = _dealt(load, fill.box.num_elements, len(group))
+            turns = _dealt(load, int(fill.num_items[0]), len(group))
             chosen[number][group] = fill.held[group, choices[turns]]
             found = ranks[chosen[number][group]]
-            loads += fill.box.num_elements * np.bincount(found, minlength=len(loads))
+            loads += fill.num_items[0] * np.bincount(found, minlength=len(loads))
     return chosen
 
 
