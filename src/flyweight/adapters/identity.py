@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flyweight.adapters.sharded import Sharded, local_of
-from flyweight.adapters.tree import FRAMEWORKS, MAX_NESTING, is_model
+from flyweight.adapters.tree import FRAMEWORKS, MAX_NESTING, is_model, reshard
 from flyweight.errors import SpecError
 
 _VALUES = (bool, int, float, str, type(None), np.generic)
@@ -28,6 +28,7 @@ class Identity:
         self._containers: list[tuple[Any, int, Collection[str]]] = []
         self._leaves: list[tuple[Any, Any, Any]] = []
         self._tensors: list[tuple[Callable[[Any], object], object, object]] = []
+        reshard(thing)  # as adapting does: whole tensors that stand in for shards do not count
         self._add(thing, 0)
 
     def _add(self, thing: Any, depth: int, unsaved: Collection[str] = ()) -> None:

@@ -97,7 +97,11 @@ class Model:
         values: Mapping[str, Leaf],
         paths: Mapping[str, Path],
         thing: object,
+        *,
+        absent: Sequence[str] = (),
     ) -> None:
+        """Describe a model; of the leaves called `absent` nothing is on this rank."""
+        self.absent = absent
         self._tensors, self._paths, self._thing = tensors, paths, thing
         first: dict[object, str] = {}
         self._blocks: dict[str, Sequence[ModelBlock]] = {}
@@ -237,7 +241,7 @@ def adapt(
     """
     tensors: dict[str, Tensor] = {}
     blocks: dict[str, list[ModelBlock]] = {}
-    cut_names = []
+    cut_names, absent = [], []
     values: dict[str, Leaf] = {}
     paths: dict[str, Path] = {}
     plain = torch_module.plain_types()
@@ -254,6 +258,7 @@ def adapt(
         try:
             cut = None if type(leaf) in plain else _cut_of(leaf)
             if cut is not None and not cut.blocks:
+                absent.append(name)
                 continue
             tensor = tensor_of(leaf if cut is None else cut.local)
             if tensor is not None:
@@ -274,7 +279,37 @@ def adapt(
                 f"{listed(cut_names)}"
             )
         blocks = _laid_out(tensors, layout())
-    return Model(tensors, blocks, values, paths, thing)
+    return Model(tensors, blocks, values, paths, thing, absent=absent)
+
+
+def is_partial(model: Model) -> bool:
+    """True if this rank does not hold some tensor as a whole: others must publish with it."""
+    return bool(partial_names(model))
+
+
+def partial_names(model: Model) -> list[str]:
+    """Return the names of tensors of which this rank holds a part, or nothing."""
+    found = [
+        name
+        for name, spec in model.manifest.tensors.items()
+        if model.blocks(name)[0].box.shape != spec.shape
+    ]
+    return [*found, *model.absent]
+
+
+def undeclared_shards(thing: object) -> list[str]:
+    """Return the names of tensors that are marked as one rank's part, and do not say which part.
+
+    Tensor parallel layers of Paddle's fleet and of Megatron mark their plain tensors so. Of
+    several ranks that hold such a tensor, each seems to hold a replica of it.
+    """
+    return [
+        name
+        for name, leaf, _ in walk(thing)
+        # torch has a function of this name
+        if getattr(leaf, "is_distributed", False) is True
+        or getattr(leaf, "tensor_model_parallel", False) is True
+    ]
 
 
 def _cut_of(leaf: object) -> Cut | None:

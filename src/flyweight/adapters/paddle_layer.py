@@ -69,7 +69,11 @@ def cut_of(leaf: object) -> Cut | None:
     cuts = []
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():
-            raise SpecError(f"dist tensor with placement {placement}: not summed yet")
+            raise SpecError(
+                f"dist tensor with placements {tensor.placements} over {sizes[axis]} ranks: its "
+                f"values are not summed yet; call paddle.distributed.reshard with Replicate() or "
+                f"Shard(dim) in place of {placement}"
+            )
         if placement.is_shard():
             dim = next(dim for dim in range(len(shape)) if placement.is_shard(dim))
             # If two axes cut one dim, only the placement's text says which cut is first.

@@ -41,7 +41,8 @@ PARTS = attrgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffe
 
 
 def state_of(module: Any) -> Mapping[str, object]:
-    """Return a module's own parameters and persistent buffers."""
+    """Return a module's own parameters and persistent buffers; of FSDP2 the shards."""
+    reshard(module)  # first: a tied tensor may be read before the hook that replaces it
     state: dict[str, object] = module.state_dict(keep_vars=True)
     extra = [name for name in state if name.endswith("_extra_state")]
     if extra:
@@ -50,6 +51,26 @@ def state_of(module: Any) -> Mapping[str, object]:
             f"({extra[0]!r}); pass a dict of its tensors"
         )
     return state
+
+
+def has_fsdp() -> bool:
+    """True if a module may be cut by FSDP2: something has imported it."""
+    return hasattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule")
+
+
+def reshard(module: Any) -> None:
+    """Put FSDP2's shards back into a module, where whole tensors are since a forward.
+
+    Those are rounded to the dtype of the forward, and stale after a step of the optimizer.
+    """
+    if has_fsdp() and any(
+        isinstance(each, sys.modules["torch.distributed.fsdp"].FSDPModule)
+        or getattr(each, "_is_fsdp_managed_module", False)  # by an FSDP module around this one
+        for each in module.modules()
+    ):
+        # By FSDP2's hooks: `FSDPModule.reshard` does nothing if a part of its group is amid a
+        # forward. Nothing is gathered.
+        module.state_dict(keep_vars=True)
 
 
 def is_tensor(thing: object) -> TypeGuard[Any]:
@@ -142,7 +163,11 @@ def cut_of(leaf: object) -> Cut | None:
     after: list[tuple[int, int, int, int]] = []
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():
-            raise SpecError(f"DTensor with placement {placement}: its values are not summed yet")
+            raise SpecError(
+                f"DTensor with placements {tensor.placements} over {mesh.size(axis)} ranks: its "
+                f"values are not summed yet; call .redistribute(placements=...) with Replicate() "
+                f"or Shard(dim) in place of {placement}"
+            )
         if not hasattr(placement, "dim"):
             continue
         dim, turns = placement.dim, int(getattr(placement, "split_factor", 1))

@@ -48,6 +48,17 @@ def state_of(thing: Any) -> Mapping[str, object] | None:
     return None
 
 
+def reshard(thing: object, depth: int = 0) -> None:
+    """Put the shards of FSDP2 modules back where whole tensors are since a forward."""
+    if depth > MAX_NESTING or not torch_module.has_fsdp():
+        return
+    if torch_module.is_module(thing):
+        torch_module.reshard(thing)
+    elif isinstance(thing, (Mapping, list, tuple)):
+        for each in thing.values() if isinstance(thing, Mapping) else thing:
+            reshard(each, depth + 1)
+
+
 def walk(thing: object, name: str = "", path: Path = ()) -> Iterator[tuple[str, object, Path]]:
     """Yield every leaf under `thing`, with its full name and its path."""
     if len(path) > MAX_NESTING:
