@@ -1,0 +1,221 @@
+"""RoundDecisions: what is decided for a replica in a round, stored once, for all its ranks.
+
+A leader that is killed between two messages would leave one rank with `commit` and another
+without. So every decision is stored before it is sent, and the first proposal wins:
+
+    leader, before the first write    "write"     rank without leader, until it hears write  "keep"
+    leader, before the first commit   "commit"    rank without leader, from then on          "fail"
+
+A rank that finds "commit" holds the new version, with "keep" the old one, and otherwise none:
+after "write" another rank may have written.
+
+The store is a directory with one file per verdict. A decision is a hard link from the name of its
+question to the file of its verdict: one system call, which fails if the name exists. So a killed
+process leaves a whole decision or none, a stopped one delays nobody, and nothing waits.
+
+The directory is of one session of the publisher. It outlives the publisher: a process that uses
+it holds a shared lock, which the kernel releases, and only a process that finds no lock removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import threading
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+from flyweight.errors import PeerLost, SpecError, StoreError
+from flyweight.forks import call_in_child
+from flyweight.host import exposure, opened
+
+Verdict = Literal["write", "keep", "commit", "fail"]
+_QUESTION_OF: dict[Verdict, str] = {
+    "write": "write",
+    "keep": "write",
+    "commit": "commit",
+    "fail": "commit",
+}
+_SESSION = re.compile(r"[0-9a-f]{1,64}")
+_PREFIX = "decisions-"
+_MADE = re.compile(r"write|keep|commit|fail|[0-9a-f]{32}\.[0-9]+\.(write|commit)")
+
+
+class RoundDecisions:
+    """The decisions of one session of a publisher, opened by one of its ranks or replicas."""
+
+    def __init__(self, directory: Path, session: str) -> None:
+        """Open the decisions of a publisher; `create` makes them. Raise PeerLost if there are none.
+
+        directory: the publisher's private directory.
+        """
+        self.path = _path(directory, session)
+        self._rounds: dict[str, int] = {}
+        """The round that each replica is in, of those that this process leads."""
+        self._lock = threading.Lock()
+        try:
+            self._file = opened(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError as cause:
+            raise PeerLost(f"no publisher has decided in {str(self.path)!r}") from cause
+        except OSError as cause:
+            raise _error(cause, "open", self.path) from cause
+        call_in_child(self._close_in_child)
+        try:
+            if whose := exposure(os.fstat(self._file)):
+                raise SpecError(
+                    f"directory {str(self.path)!r} {whose}; it has to belong to user "
+                    f"{os.geteuid()} with mode 700"
+                )
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._verdicts = {self._inode(each): each for each in _QUESTION_OF}
+        except OSError as cause:  # another process is removing it
+            self._close_file()
+            raise PeerLost(f"the decisions in {str(self.path)!r} were removed") from cause
+        except BaseException:
+            self._close_file()
+            raise
+
+    @classmethod
+    def create(cls, directory: Path, session: str) -> RoundDecisions:
+        """Make the decisions of a new session, and remove those that no process uses.
+
+        Only the publisher that has claimed `directory` calls this.
+        """
+        remove_unused(directory)
+        path = _path(directory, session)
+        try:
+            path.mkdir(mode=0o700)
+            path.chmod(0o700)  # whatever the umask is
+            for verdict in _QUESTION_OF:
+                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+                os.close(os.open(path / verdict, flags, 0o600))
+        except OSError as cause:
+            raise _error(cause, "create", path) from cause
+        return cls(directory, session)
+
+    def begin(self, replica: str, round_number: int) -> None:
+        """Remove what was decided in the replica's last round. Only the leader calls this.
+
+        All ranks of the replica wait for a version, so they have settled their last round.
+        """
+        with self._lock:
+            self._check_open()
+            self._forget(replica)
+            self._rounds[replica] = round_number
+
+    def decide(self, replica: str, round_number: int, proposal: Verdict) -> Verdict:
+        """Store a proposal if nothing is decided yet; return what is decided. Does not wait.
+
+        A process that cannot store or read the decision gets StoreError, and must not serve.
+        """
+        question = _QUESTION_OF[proposal]
+        name = _name(replica, round_number, question)
+        with self._lock:
+            self._check_open()
+            try:
+                os.link(proposal, name, src_dir_fd=self._file, dst_dir_fd=self._file)
+                return proposal
+            except OSError as cause:
+                error = _error(cause, f"decide round {round_number} of {replica!r}", self.path)
+            return self._decided(name, question, error)
+
+    def forget(self, replica: str) -> None:
+        """Remove the decisions on a replica whose processes have all ended."""
+        with self._lock:
+            self._check_open()
+            self._forget(replica)
+
+    def close(self) -> None:
+        """Stop using the decisions; the last process that does removes them. Safe to repeat.
+
+        Settle a round first: nobody who closed can ask again.
+        """
+        with self._lock:
+            if self._file >= 0:
+                _remove(self._file, self.path)
+                self._close_file()
+
+    def _decided(self, name: str, question: str, error: StoreError) -> Verdict:
+        """Return the stored verdict; raise the error if none is stored."""
+        try:
+            verdict = self._verdicts.get(self._inode(name))
+        except OSError:
+            raise error from None
+        if verdict is None or _QUESTION_OF[verdict] != question:
+            raise StoreError(f"{str(self.path / name)!r} is not a decision; remove it")
+        return verdict
+
+    def _inode(self, name: str) -> int:
+        return os.stat(name, dir_fd=self._file, follow_symlinks=False).st_ino
+
+    def _forget(self, replica: str) -> None:
+        last = self._rounds.pop(replica, None)
+        if last is not None:
+            for question in ("write", "commit"):
+                with suppress(FileNotFoundError):
+                    os.unlink(_name(replica, last, question), dir_fd=self._file)
+
+    def _check_open(self) -> None:
+        if self._file < 0:
+            raise StoreError(f"the decisions in {str(self.path)!r} are closed")
+
+    def _close_in_child(self) -> None:
+        """Close a forked child's file; its parent keeps the lock."""
+        self._lock = threading.Lock()
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def remove_unused(directory: Path) -> None:
+    """Remove the decisions of all sessions in a directory that no process uses any more."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        if not _SESSION.fullmatch(path.name.removeprefix(_PREFIX)):
+            continue
+        try:
+            file = opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # removed meanwhile, or not made by a publisher
+        try:
+            if not exposure(os.fstat(file)):
+                _remove(file, path)
+        finally:
+            os.close(file)
+
+
+def _remove(file: int, path: Path) -> None:
+    """Remove a directory of decisions, unless a process uses it; leave the files of others.
+
+    A shared lock of `file` is lost also if this fails, so of all that close at once, one succeeds.
+    """
+    with suppress(OSError):  # a lock, or a file that is not ours
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The verdicts first: without them nobody opens what is half removed.
+        for name in sorted(os.listdir(file), key=lambda name: name not in _QUESTION_OF):
+            is_file = stat.S_ISREG(os.stat(name, dir_fd=file, follow_symlinks=False).st_mode)
+            if is_file and _MADE.fullmatch(name):
+                os.unlink(name, dir_fd=file)
+        os.rmdir(path)
+
+
+def _path(directory: Path, session: str) -> Path:
+    if not _SESSION.fullmatch(session):
+        raise SpecError(f"session {session[:80]!r} is not 1 to 64 hexadecimal digits")
+    return directory / f"{_PREFIX}{session}"
+
+
+def _name(replica: str, round_number: int, question: str) -> str:
+    # Not the replica's name: another process chose it, and it may be any text.
+    digest = blake2b(replica.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return f"{digest}.{round_number:d}.{question}"
+
+
+def _error(cause: OSError, what: str, path: Path) -> StoreError:
+    return StoreError(cause.errno, f"cannot {what} in {str(path)!r}: {cause.strerror}")
