@@ -351,17 +351,3 @@ def _laid_out(
             block = ModelBlock(each.spec, each.box, tensors[name], each.place)
             blocks.setdefault(each.name, []).append(block)
     return blocks
-
-
-def is_partial(model: Model) -> bool:
-    """True if this rank does not hold some tensor as a whole: others must publish with it."""
-    return bool(partial_names(model))
-
-
-def partial_names(model: Model) -> list[str]:
-    """Return the names of tensors of which this rank holds a part, or nothing."""
-    found = []
-    for name, spec in model.manifest.tensors.items():
-        if sum(block.box.num_elements for block in model.blocks(name)) < prod(spec.shape):
-            found.append(name)
-    return found
