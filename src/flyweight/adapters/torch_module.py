@@ -65,7 +65,7 @@ def reshard(module: Any) -> None:
     """
     if has_fsdp() and any(
         isinstance(each, sys.modules["torch.distributed.fsdp"].FSDPModule)
-        or getattr(each, "_is_fsdp_managed_module", False)  # by an FSDP module around this one
+        or "_is_fsdp_managed_module" in each.__dict__  # by an FSDP module around this one
         for each in module.modules()
     ):
         # By FSDP2's hooks: `FSDPModule.reshard` does nothing if a part of its group is amid a
