@@ -99,9 +99,14 @@ class Model:
         thing: object,
         *,
         absent: Sequence[str] = (),
+        has_layout: bool = False,
     ) -> None:
-        """Describe a model; of the leaves called `absent` nothing is on this rank."""
-        self.absent = absent
+        """Describe a model.
+
+        absent: the names of leaves of which nothing is on this rank.
+        has_layout: True if some leaves say themselves how they are cut over ranks.
+        """
+        self.absent, self.has_layout = absent, has_layout
         self._tensors, self._paths, self._thing = tensors, paths, thing
         first: dict[object, str] = {}
         self._blocks: dict[str, Sequence[ModelBlock]] = {}
@@ -279,7 +284,15 @@ def adapt(
                 f"{listed(cut_names)}"
             )
         blocks = _laid_out(tensors, layout())
-    return Model(tensors, blocks, values, paths, thing, absent=absent)
+    return Model(
+        tensors,
+        blocks,
+        values,
+        paths,
+        thing,
+        absent=absent,
+        has_layout=bool(cut_names or absent),
+    )
 
 
 def is_partial(model: Model) -> bool:
@@ -292,7 +305,8 @@ def partial_names(model: Model) -> list[str]:
     found = [
         name
         for name, spec in model.manifest.tensors.items()
-        if model.blocks(name)[0].box.shape != spec.shape
+        if (blocks := model.blocks(name))[0].box.shape != spec.shape
+        and sum(block.box.num_elements for block in blocks) < prod(spec.shape)
     ]
     return [*found, *model.absent]
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flyweight.adapters.model import Model, partial_names
+from flyweight.adapters.model import Model, partial_names, undeclared_shards
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.live.address import Address
 from flyweight.live.message_tables import Boxes, numbers, packed
 from flyweight.live.messages import MAX_RANKS, Tensor
 from flyweight.live.options import PublisherOptions
 from flyweight.live.plan import whole_boxes
+from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import Holding
 from flyweight.live.source import PublishedSource
 from flyweight.live.source_blocks import Places, SourceBlocks, held_table
@@ -25,14 +26,19 @@ from flyweight.ranks.rendezvous import Rendezvous
 
 
 def rendezvous_for(
-    source: PublishedSource,
+    published: PublishedModel,
     address: Address,
     process_group: object,
     rank: int | None,
     num_ranks: int | None,
 ) -> Rendezvous:
-    """Return where the ranks of a publisher meet; a model that is whole is published alone."""
-    parts = partial_names(source.source) if isinstance(source.source, Model) else []
+    """Return where the ranks of a publisher meet.
+
+    A model whose tensors do not say how they are cut over ranks is published alone, unless the
+    caller says otherwise.
+    """
+    model = published.source.source
+    has_layout = isinstance(model, Model) and model.has_layout
     if rank is not None or num_ranks is not None:
         if process_group is not None:
             raise SpecError("give a process_group, or rank and num_ranks, not both")
@@ -45,18 +51,26 @@ def rendezvous_for(
             address.make_directory()
             store = FileStore(address.directory / "ranks")
             found = Rendezvous(rank, num_ranks, store, f"flyweight/{address}")
-    elif process_group is not None or (parts and default_group() is not None):
+    elif process_group is not None or (has_layout and default_group() is not None):
         found = rendezvous_of(process_group)
     else:
         found = Rendezvous()
+    parts = partial_names(model) if isinstance(model, Model) else []
     if parts and found.num_ranks == 1:
         raise PlanError(
             f"{len(parts)} tensors are only in part on this rank: {listed(parts)}; make a "
             f"publisher on every rank that holds a part, with process_group=, or with rank= and "
             f"num_ranks="
         )
-    if found.num_ranks > 1 and not isinstance(source.source, Model):
-        raise SpecError("a snapshot is whole: one publisher alone publishes it")
+    if found.num_ranks > 1:
+        if not isinstance(model, Model):
+            raise SpecError("a snapshot is whole: one publisher alone publishes it")
+        if unknown := undeclared_shards(published.thing):
+            raise SpecError(
+                f"{len(unknown)} tensors are marked as the part of one rank and do not say which "
+                f"part: {listed(unknown)}; put flyweight.Sharded(tensor, shape, offset) in their "
+                f"place"
+            )
     return found
 
 

@@ -72,7 +72,7 @@ class PublishedModel:
     def __init__(self, thing: object) -> None:
         """Read the names and shapes of a model's tensors; `open` offers them."""
         self.stored = thing if isinstance(thing, Stored) else None
-        self._thing, self.copiers = thing, Copiers()
+        self.thing, self.copiers = thing, Copiers()
         self.source = PublishedSource.of(self.stored or adapt(thing), self.copiers)
         self._identity = None if self.stored else Identity(thing)
         self._held: tuple[HeldCopy, Offers] | None = None
@@ -89,8 +89,8 @@ class PublishedModel:
         """Look at the model's tensors; return True if they are others, which are offered then."""
         if self._identity is not None and self._identity.is_same():
             return False
-        identity = Identity(self._thing)
-        source = PublishedSource.of(adapt(self._thing), self.copiers, self._num_dims)
+        identity = Identity(self.thing)
+        source = PublishedSource.of(adapt(self.thing), self.copiers, self._num_dims)
         if not source.has_same_blocks(self.source):
             raise PlanError(
                 "the model has other tensors than when its publisher was made; make a new publisher"

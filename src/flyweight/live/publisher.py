@@ -99,7 +99,7 @@ class Publisher:
         self._is_open, self._pid = True, os.getpid()
         place, model = Address.parse(address), PublishedModel(source)
         self._address = str(place)
-        rendezvous = rendezvous_for(model.source, place, process_group, rank, num_ranks)
+        rendezvous = rendezvous_for(model, place, process_group, rank, num_ranks)
         self._side: Leader | Follower
         if rendezvous.num_ranks == 1:
             blocks = blocks_alone(model.source)
