@@ -21,6 +21,7 @@ from flyweight.live.messages import (
     Copied,
     Denied,
     Done,
+    Drained,
     Emptied,
     Fault,
     Filled,
@@ -34,6 +35,7 @@ from flyweight.live.messages import (
     Want,
     Welcome,
     Withdraw,
+    Write,
 )
 from flyweight.live.rank_messages import Ended, Hold, HoldsCopy, Offered, Ready, Released, Start
 
@@ -47,6 +49,7 @@ FromReplica = (
     | Ask
     | Withdraw
     | Emptied
+    | Drained
     | Copied
     | Done
     | Fault
@@ -66,6 +69,7 @@ FromPublisher = (
     | Begin
     | Filled
     | Going
+    | Write
     | Commit
     | Abort
     | Tick

@@ -16,13 +16,14 @@ from flyweight.events import emit
 from flyweight.live import messages
 from flyweight.live.address import Claim
 from flyweight.live.lanes import BucketSlots, Transports
+from flyweight.live.member import Member, joined_request
 from flyweight.live.members import Members
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel, PublishedVersion
 from flyweight.live.rank_messages import Hold, Invitation
-from flyweight.live.report import Lease, PublishReport
-from flyweight.live.round import Member, Round
+from flyweight.live.report import Lease, PublishReport, ReplicaReport
 from flyweight.live.rounds import Rounds
+from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import SourceBlocks
 from flyweight.live.sources import GOING_SECONDS, Sources
 from flyweight.transports.cuda_ipc import CudaIpcTransport
@@ -146,13 +147,15 @@ class Leader:
         """Reserve the members that wait for this version; deny those that wait for an older one."""
         with self.members.changed:
             while True:
-                found = []
-                for member in self.members.waiting():
-                    wanted = None if member.request is None else member.request.version
-                    if wanted is not None and wanted < version:
-                        self.members.deny(member, version)
-                    elif wanted in (None, version):
-                        found.append(member)
+                found: list[list[Member]] = []
+                for ranks in self.members.waiting():
+                    request = joined_request(ranks)
+                    if request is None:
+                        self.members.deny_all(ranks, "its ranks request different versions")
+                    elif request.version is not None and request.version < version:
+                        self.members.deny(ranks, version)
+                    elif request.version in (None, version):
+                        found.append(ranks)
                 self.check_open()
                 if not is_open():
                     raise TransportError(f"the publisher at {self._claim.address} is closed")
@@ -169,19 +172,19 @@ class Leader:
                     )
                 self._sources.tell(messages.Going(0))
                 self.members.changed.wait(min(left, GOING_SECONDS))
-            for member in found:
-                self.members.reserve(member)
-            return found
+            for ranks in found:
+                self.members.reserve(ranks)
+            return [member for ranks in found for member in ranks]
 
     def replicas(self) -> list[str]:
         """Return the names of the connected replicas."""
         with self.members.changed:
-            return [each.name for each in self.members.by_id.values() if each.agreement]
+            return [ranks[0].name for ranks in self.members.replicas()]
 
     def waiting(self) -> list[str]:
         """Return the names of the replicas that wait for a version."""
         with self.members.changed:
-            return [each.name for each in self.members.waiting()]
+            return [ranks[0].name for ranks in self.members.waiting()]
 
     def _refresh(self) -> None:
         """Offer the model's tensors anew if they were replaced."""
@@ -210,7 +213,7 @@ class Leader:
         from_model, from_copy = self._rounds.choose_sources(live, held, members)
         if not from_model:
             lease.release()
-        rounds: list[Round] = []
+        rounds: list[RunningRound] = []
         for source, some in ((live, from_model), (held, from_copy)):
             if source is not None and some:
                 release = lease.release if source is live else lambda: None
@@ -223,7 +226,10 @@ class Leader:
         digest_seconds = sum(round_.digest_seconds for round_ in rounds)
         digest_seconds += 0.0 if held is None else held.digest_seconds
         refused = [*self.members.take_refused(), *(each for r in rounds for each in r.refused)]
-        replicas = (*refused, *(each.report for each in progress))
+        by_key: dict[str, list[ReplicaReport]] = {}
+        for each in progress:
+            by_key.setdefault(each.member.replica, []).append(each.report)
+        replicas = (*refused, *map(ReplicaReport.joined, by_key.values()))
         nbytes, seconds = sum(each.nbytes for each in replicas), perf_counter() - started
         report = PublishReport(version, nbytes, seconds, digest_seconds, replicas)
         self.members.set_state(self._rounds.last_number, version, "idle", progress, seconds)
@@ -238,7 +244,7 @@ class Leader:
         )
         return report
 
-    def _run_round(self, round_: Round, parent: int | None, *, is_held: bool) -> None:
+    def _run_round(self, round_: RunningRound, parent: int | None, *, is_held: bool) -> None:
         """Run a round; if it raises and nobody has the version, its number can be used again."""
         members, version = self.members, round_.version.version
         members.version = version

@@ -26,10 +26,12 @@ from flyweight.host import birth_of
 from flyweight.live import frames, messages
 from flyweight.live.address import Claim
 from flyweight.live.connection import HEARTBEATS, Connection
+from flyweight.live.member import Member, MemberRound, by_replica, joined_request
 from flyweight.live.report import ReplicaReport
-from flyweight.live.round import Member, MemberRound, Round
+from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import Sources
+from flyweight.ranks.decision import RoundDecisions
 from flyweight.transports.fd_passing import FdServer
 
 _MAX_AGREEMENTS = 15
@@ -53,6 +55,8 @@ class Members:
         self.has_failed = False
         """True once the connection's thread has ended by an error."""
         self._is_closed = False
+        self.decisions: RoundDecisions | None = None
+        """What is decided for replicas of several ranks; None if there were none."""
         self._watchers: dict[bytes, float] = {}
         self._refused: dict[str, ReplicaReport] = {}
         """The replicas that were refused since the last publish, by name."""
@@ -84,13 +88,13 @@ class Members:
         self.changed = threading.Condition(threading.RLock())
 
     def start(
-        self, sources: Sources, files: FdServer, on_request: Callable[[Member], None]
+        self, sources: Sources, files: FdServer, on_request: Callable[[Sequence[Member]], None]
     ) -> None:
         """Accept replicas from now on.
 
         sources: the ranks that publish.
         files: where replicas fetch memory; closed if the connection's thread fails.
-        on_request: called with each member that requests a version and is in no round.
+        on_request: called with the ranks of each replica that requests a version.
         """
         self._sources, self._files, self._on_request = sources, files, on_request
         self._news = msgspec.structs.replace(self._news, version=self.version)
@@ -109,27 +113,52 @@ class Members:
 
     # Requests and rounds.
 
-    def waiting(self) -> list[Member]:
-        """Return the members that wait for a version and are in no round."""
-        return [each for each in self.by_id.values() if each.request and not each.is_busy]
+    def waiting(self) -> list[list[Member]]:
+        """Return the ranks of each replica that waits for a version and is in no round.
 
-    def deny(self, member: Member, version: int) -> None:
+        A replica waits once all of its ranks do.
+        """
+        ready = [each for each in self.by_id.values() if each.request and not each.is_busy]
+        return [each for each in by_replica(ready) if len(each) == each[0].hello.num_ranks]
+
+    def _ranks_of(self, member: Member) -> list[Member]:
+        """Return the ranks of a member's replica; none if some have not joined."""
+        if member.hello.num_ranks == 1:
+            return [member]
+        (found,) = by_replica(e for e in self.by_id.values() if e.replica == member.replica)
+        return found if len(found) == member.hello.num_ranks else []
+
+    def replicas(self) -> list[list[Member]]:
+        """Return the ranks of each replica whose ranks have all joined."""
+        joined = by_replica(each for each in self.by_id.values() if each.agreement)
+        return [each for each in joined if len(each) == each[0].hello.num_ranks]
+
+    def deny(self, ranks: Sequence[Member], version: int) -> None:
         """Tell a replica that the version it requests will never come."""
-        assert member.request is not None
-        # Forget the request first: the replica may send another as soon as it is denied.
-        request, member.request = member.request, None
-        text = (
-            f"version {request.version} was requested, the publisher is at {version} and does not "
-            f"hold it any more"
+        request = joined_request(ranks)
+        wanted = None if request is None else request.version
+        self.deny_all(
+            ranks,
+            f"version {wanted} was requested, the publisher is at {version} and does not hold it "
+            f"any more",
         )
-        self._send(member, messages.Denied(request.ask, "VersionError", text))
 
-    def confirm(self, member: Member, request: messages.Ask) -> None:
+    def deny_all(self, ranks: Sequence[Member], text: str) -> None:
+        """Tell a replica why it gets no version."""
+        for member in ranks:
+            if member.request is not None:
+                # Forget it first: the replica may send another as soon as it is denied.
+                request, member.request = member.request, None
+                self._send(member, messages.Denied(request.ask, "VersionError", text))
+
+    def confirm(self, ranks: Sequence[Member]) -> None:
         """Tell a replica that it already has the version that it requests."""
         with self.changed:
-            if member.request is request:
-                member.request, member.state = None, "ready"
-                self._send(member, messages.Kept(request.ask))
+            if all(each.request is not None for each in ranks):
+                for member in ranks:
+                    assert member.request is not None
+                    number, member.request, member.state = member.request.ask, None, "ready"
+                    self._send(member, messages.Kept(number))
 
     def fail(self, member: Member, error: FlyweightError) -> None:
         """Tell a replica that its request failed, before its round began."""
@@ -145,18 +174,19 @@ class Members:
         pid = member.hello.pid
         return ReplicaReport(member.name, pid, 0, 0.0, 0.0, 0.0, "nothing", error)
 
-    def reserve(self, member: Member) -> None:
-        """Reserve a member for the round that answers its request."""
-        assert member.request is not None
-        member.is_busy, member.request_in_round = True, member.request.ask
+    def reserve(self, ranks: Sequence[Member]) -> None:
+        """Reserve the ranks of a replica for the round that answers their requests."""
+        for member in ranks:
+            assert member.request is not None
+            member.is_busy, member.request_in_round = True, member.request.ask
 
-    def join_round(self, round_: Round) -> None:
+    def join_round(self, round_: RunningRound) -> None:
         """Pass the messages of a round's members to it, until `leave_round`."""
         with self.changed:
             for progress in round_.members:
                 progress.member.round, progress.member.state = progress, "updating"
                 if progress.member.id not in self.by_id:
-                    progress.lose(PeerLost(f"replica {progress.name!r} is gone"))
+                    progress.lose(PeerLost(f"replica {progress.member.label} is gone"))
 
     def leave_round(self, member: Member) -> None:
         """Let a member request versions again, after its round, or if there was none."""
@@ -200,6 +230,8 @@ class Members:
                 self.connection.send(messages.Bye("the publisher was closed"), id)
             self.by_id.clear()
         self.connection.close()
+        if self.decisions is not None:
+            self.decisions.close()
         self._wants.put(None)
         self._events.put(None)
         for thread in (self._planner, self._announcer):
@@ -252,8 +284,9 @@ class Members:
             if (error := self._sources.on_hello(id, hello)) is not None:
                 self._refuse(id, error)
                 return
-        else:
-            self.by_id[id] = Member(id, hello, monotonic())
+        elif (error := self._add_member(Member(id, hello, monotonic()))) is not None:
+            self._refuse(id, error)
+            return
         welcome = messages.Welcome(
             self.session,
             *(birth_of() or (os.getpid(), 0)),
@@ -263,6 +296,30 @@ class Members:
             self.version,
         )
         self.connection.send(welcome, id)
+
+    def _add_member(self, member: Member) -> FlyweightError | None:
+        """Accept a replica, or a rank of one; return why it is refused."""
+        hello = member.hello
+        if not 1 <= hello.num_ranks <= messages.MAX_RANKS or not 0 <= hello.rank < hello.num_ranks:
+            return PeerRefused(f"rank {hello.rank} of {hello.num_ranks} is no rank of a replica")
+        for other in [each for each in self.by_id.values() if each.replica == member.replica]:
+            if other.hello.num_ranks != hello.num_ranks:
+                return PeerRefused(
+                    f"replica {hello.name!r} has {other.hello.num_ranks} ranks by its rank "
+                    f"{other.hello.rank}, and {hello.num_ranks} by rank {hello.rank}"
+                )
+            if other.hello.rank == hello.rank and other.hello.pid != hello.pid:
+                return PeerRefused(
+                    f"replica {member.label} is connected already, as process {other.hello.pid}; "
+                    f"replicas of several ranks need names of their own"
+                )
+            if other.hello.rank == hello.rank:
+                self._lose(other.id, PeerLost(f"replica {member.label} connected again"))
+        if hello.num_ranks > 1 and self.decisions is None:
+            directory = self._claim.address.directory
+            self.decisions = RoundDecisions.create(directory, self.session)
+        self.by_id[member.id] = member
+        return None
 
     def _on_message(self, member: Member, message: frames.FromReplica) -> None:
         match message:
@@ -274,17 +331,25 @@ class Members:
                     self._send(member, messages.Refusal("PeerRefused", text))
                     return
                 member.request, member.state = message, "asking"
-                if not member.is_busy:
-                    self._on_request(member)
+                ranks = self._ranks_of(member)
+                if ranks and all(each.request and not each.is_busy for each in ranks):
+                    self._on_request(ranks)
             case messages.Withdraw(ask=number):
                 if member.request is not None and member.request.ask == number:
                     member.request = None
                     member.state = "joined" if member.version is None else "ready"
-            case messages.Emptied() | messages.Copied() | messages.Done() | messages.Fault():
+            case (
+                messages.Emptied()
+                | messages.Drained()
+                | messages.Copied()
+                | messages.Done()
+                | messages.Fault()
+                | messages.Tick()
+            ):
                 if member.round is not None:
                     member.round.receive(message)
             case messages.Bye(text=text):
-                self._lose(member.id, PeerLost(f"replica {member.name!r} disconnected: {text}"))
+                self._lose(member.id, PeerLost(f"replica {member.label} disconnected: {text}"))
             case _:
                 pass
 
@@ -359,7 +424,7 @@ class Members:
         with self.changed:
             for member in list(self.by_id.values()):
                 if member.hello.line == line:
-                    text = f"replica {member.name!r}, process {member.hello.pid}, is gone"
+                    text = f"replica {member.label}, process {member.hello.pid}, is gone"
                     self._lose(member.id, PeerLost(text))
             for follower in self._sources.followers:
                 if follower.line == line:
@@ -386,7 +451,7 @@ class Members:
             awake = self.connection.awake_since
             for member in list(self.by_id.values()):
                 if now - max(member.last_seen, awake) > self._silence_seconds:
-                    text = f"replica {member.name!r} was silent for {self._silence_seconds:g} s"
+                    text = f"replica {member.label} was silent for {self._silence_seconds:g} s"
                     self._send(member, messages.Bye(text))
                     self._lose(member.id, TransferTimeout(text))
                 else:

@@ -199,6 +199,18 @@ class Going(Message, frozen=True):
     round: int
 
 
+class Drained(Message, frozen=True):
+    """Replica of several ranks: no request runs here, and nothing is written before `Write`."""
+
+    round: int
+
+
+class Write(Message, frozen=True):
+    """Publisher: all ranks of the replica have drained; each may overwrite its weights."""
+
+    round: int
+
+
 class Copied(Message, frozen=True):
     """Replica: everything is copied; the memory that it read may change."""
 
@@ -227,6 +239,8 @@ class Abort(Message, frozen=True):
     round: int
     kind: str
     text: str
+    is_touched: bool
+    """True if another rank of the replica may have written: then none keeps its version."""
 
 
 class Fault(Message, frozen=True):
@@ -240,6 +254,9 @@ class Fault(Message, frozen=True):
 
 class Tick(Message, frozen=True):
     """Either side: heartbeat."""
+
+    copied_bytes: int = 0
+    """How much a replica has copied in its round, as a sign of progress."""
 
 
 class Bye(Message, frozen=True):
@@ -270,3 +287,7 @@ class News(Message, frozen=True):
     seconds: float
     strategy: str
     replicas: tuple[ReplicaNews, ...]
+
+
+InRound = Emptied | Drained | Copied | Done | Fault | Tick
+"""What a member says to the round that it is in."""

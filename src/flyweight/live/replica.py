@@ -30,7 +30,7 @@ from flyweight.events import emit
 from flyweight.live.address import Address
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
-from flyweight.live.messages import Ask, Want
+from flyweight.live.messages import MAX_RANKS, Ask, Want
 from flyweight.live.replica_connection import Reconnect
 from flyweight.live.replica_round import ReplicaRound, UpdateOptions, UpdateSink
 from flyweight.live.report import TIMEOUT_SECONDS, check_verified
@@ -57,6 +57,7 @@ class Replica:
         name: str | None = None,
         layout: ModelLayout | None = None,
         rank: int | None = None,
+        num_ranks: int | None = None,
         extra: Literal["refuse", "report"] = "refuse",
         framework: Framework = "torch",
         device: str = "cpu",
@@ -69,6 +70,9 @@ class Replica:
         address: the publisher's address, `unix:DIRECTORY`.
         name: the name in reports and events; by default the host and the process id.
         layout: how the model's tensors are cut over ranks, with `rank` as this one.
+        rank, num_ranks: which of how many ranks of the engine this is. All of them make a replica
+            with the same `name`: none overwrites its weights before all have drained, and none
+            holds a new version before all do.
         extra: 'refuse' raises PlanError if the publisher has tensors that the model lacks; 'report'
             leaves them out and lists them in `unused`.
         framework, device: what tensors are made for a function.
@@ -79,6 +83,7 @@ class Replica:
         for what, text in (("name", name), ("token", token)):
             if text is not None and (not isinstance(text, str) or not text.isprintable()):
                 raise SpecError(f"{what} is {text!r}, not printable text")
+        self._ranks = _checked_ranks(rank, num_ranks, name)
         self.name = f"{os.uname().nodename}:{os.getpid()}" if name is None else name
         self._sink: UpdateSink
         if callable(target) and not is_model(target):
@@ -93,6 +98,7 @@ class Replica:
             Address.parse(address),
             token,
             self.name,
+            self._ranks,
             choose=self._choose,
             is_current=self._sink.is_current,
         )
@@ -193,8 +199,8 @@ class Replica:
         after the first write leaves the replica in the state 'failed'.
 
         If the model's tensors were replaced while the update waited, the version is requested
-        again for the new ones. With `before` VersionError is raised instead, since others may have
-        paused for this round; the next update takes the version.
+        again for the new ones. With `before`, or several ranks, VersionError is raised instead,
+        since others may have paused for this round; the next update takes the version.
         """
         options = UpdateOptions(
             version=None if version is None else check_version(version),
@@ -299,8 +305,8 @@ class Replica:
             if not self._prepare(round_, options):
                 return None
             result = self._sink.receive(round_)
-            round_.done(result)
             self._sink.touched()
+            round_.done(result)
             round_.wait_commit(result)
             if not self._sink.is_current():
                 raise VersionError(f"{_REPLACED} while version {version} was copied")
@@ -331,9 +337,10 @@ class Replica:
             options.before(version)
         round_.check_running()  # the call may have taken long
         if self._sink.is_current():
+            round_.wait_write()
             return True
         replaced = VersionError(f"{_REPLACED} before version {version} was copied")
-        if options.before is not None:
+        if options.before is not None or self._ranks[1] > 1:
             raise replaced
         round_.fail(replaced, is_touched=False)
         return False
@@ -375,6 +382,19 @@ class Replica:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def _checked_ranks(rank: int | None, num_ranks: int | None, name: str | None) -> tuple[int, int]:
+    """Return the rank and the number of ranks of a replica."""
+    if num_ranks is None:
+        return 0, 1
+    if type(num_ranks) is not int or not 1 <= num_ranks <= MAX_RANKS:
+        raise SpecError(f"num_ranks is {num_ranks!r}, expected 1 to {MAX_RANKS}")
+    if type(rank) is not int or not 0 <= rank < num_ranks:
+        raise SpecError(f"rank is {rank!r}, expected 0 to {num_ranks - 1}")
+    if num_ranks > 1 and name is None:
+        raise SpecError(f"the {num_ranks} ranks of a replica need a name that they share: name=")
+    return rank, num_ranks
 
 
 def _moved(version: int) -> VersionError:

@@ -30,6 +30,7 @@ from flyweight.live.address import Address
 from flyweight.live.connection import HEARTBEATS, Connection
 from flyweight.live.lanes import Transports
 from flyweight.live.remote_source import RemoteSource
+from flyweight.ranks.decision import RoundDecisions
 from flyweight.spec.manifest import TensorSpec
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.fd_passing import ANSWER_SECONDS, FdConnection, check_files
@@ -56,6 +57,8 @@ class ReplicaConnection:
     """The publisher's session; there once `join` has returned."""
     unused: tuple[str, ...]
     """The publisher's tensors that the replica does not want; there once `join` has returned."""
+    decisions: RoundDecisions | None = None
+    """What is decided for this replica, if it has several ranks."""
 
     def __init__(
         self,
@@ -74,7 +77,10 @@ class ReplicaConnection:
         A publisher that does not answer is waited for until the deadline, some seconds at most.
         """
         check_files()
-        self.address = address
+        self.address, self.name = address, name
+        self.rank, self.num_ranks = rank, num_ranks
+        self.copied_bytes: Callable[[], int] = lambda: 0
+        """How much is copied in the round under way; heartbeats tell it."""
         self._changed = threading.Condition()
         self._inbox: deque[frames.FromPublisher] = deque()
         self._error: FlyweightError | None = None
@@ -138,6 +144,9 @@ class ReplicaConnection:
         used = {welcome.tied.get(each.name, each.name) for each in want.tensors}
         self.unused = tuple(name for name in tensors if name not in used)
         self.session = welcome.session
+        if self.num_ranks > 1:
+            # Opened now: a rank that loses its publisher still finds what was decided.
+            self.decisions = RoundDecisions(self.address.directory, welcome.session)
 
     def welcomed(self, deadline: float, is_over: Callable[[], bool] = _never) -> messages.Welcome:
         """Return the publisher's answer to the hello, and send heartbeats as it expects."""
@@ -271,6 +280,8 @@ class ReplicaConnection:
         """Unmap the publisher's memory and disconnect. Safe to repeat."""
         self.source.close()
         self.disconnect()
+        if self.decisions is not None:
+            self.decisions.close()
 
     # Called by the connection's thread.
 
@@ -303,7 +314,7 @@ class ReplicaConnection:
             self._changed.notify_all()
 
     def _on_heartbeat(self, now: float) -> None:
-        self.send(messages.Tick())
+        self.send(messages.Tick(self.copied_bytes()))
         if now - max(self._last_seen, self._connection.awake_since) > self._silence_seconds:
             self._lose(
                 TransferTimeout(
@@ -326,12 +337,17 @@ class Reconnect:
         address: Address,
         token: str | None,
         name: str,
+        ranks: tuple[int, int],
         *,
         choose: ChooseTensors,
         is_current: Callable[[], bool],
     ) -> None:
-        """`choose` says which tensors to request; `is_current`, whether that is still right."""
-        self._address, self._token, self._name = address, token, name
+        """Remember what to connect with.
+
+        ranks: which rank of the replica this is, and how many there are.
+        choose: says which tensors to request; `is_current`, whether that is still right.
+        """
+        self._address, self._token, self._name, self._ranks = address, token, name, ranks
         self._choose, self._is_current = choose, is_current
         self._joining: ReplicaConnection | None = None
         self._is_open = True
@@ -360,7 +376,13 @@ class Reconnect:
             return is_over() or not self._is_open
 
         connection = self._joining = ReplicaConnection(
-            self._address, self._token, self._name, deadline=deadline, is_over=is_ended
+            self._address,
+            self._token,
+            self._name,
+            rank=self._ranks[0],
+            num_ranks=self._ranks[1],
+            deadline=deadline,
+            is_over=is_ended,
         )
         try:
             connection.join(self._choose, deadline, is_ended)

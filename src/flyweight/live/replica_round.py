@@ -13,12 +13,19 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Protocol
 
-from flyweight.errors import DigestMismatch, FlyweightError, TransportError, error_named
+from flyweight.errors import (
+    DigestMismatch,
+    FlyweightError,
+    StoreError,
+    TransportError,
+    error_named,
+)
 from flyweight.live import messages
 from flyweight.live.connection import spin_seconds
 from flyweight.live.replica_connection import ReplicaConnection
 from flyweight.live.report import unverified
 from flyweight.ports import UpdateReport
+from flyweight.ranks.decision import Verdict
 from flyweight.spec.manifest import Leaf, TensorSpec
 
 _REASON_SECONDS = 1.0
@@ -72,6 +79,7 @@ class ReplicaRound:
         self._is_aborted = False
         self.touch = touch
         self.nbytes = self._copied_bytes = 0
+        connection.copied_bytes = lambda: self._copied_bytes
         self._started, self._waited_seconds = perf_counter(), waited_seconds
 
     @property
@@ -107,6 +115,33 @@ class ReplicaRound:
         """Raise if the publisher is gone or has aborted the round."""
         self.connection.check_open(self.begin.round)
 
+    def wait_write(self) -> None:
+        """Return once all ranks of the replica have drained; at once if this is the only one.
+
+        From then on another rank may write, so this one does not keep its version either.
+        """
+        if self.connection.num_ranks == 1:
+            return
+        self.connection.send(messages.Drained(self.begin.round))
+        try:
+            message = self._next("the word to write")
+        except BaseException:
+            if not self._is_aborted and self._decided("keep") != "keep":
+                self.touch()
+            raise
+        self.touch()
+        if not isinstance(message, messages.Write):
+            raise TransportError(f"the publisher sent {type(message).__name__}, not Write")
+
+    def _decided(self, proposal: Verdict) -> Verdict:
+        """Return what is decided for all ranks, if the publisher does not tell it any more."""
+        decisions = self.connection.decisions
+        assert decisions is not None
+        try:
+            return decisions.decide(self.connection.name, self.begin.round, proposal)
+        except StoreError:
+            return "write" if proposal == "keep" else "fail"  # then nothing is sure
+
     def next_bucket(self) -> int:
         """Wait for the next bucket and return its number."""
         message = self._next("a bucket")
@@ -140,14 +175,23 @@ class ReplicaRound:
 
     def wait_commit(self, result: SinkResult) -> None:
         """Wait for the commit; raise unless it has the digests of what was received."""
+        message: messages.Filled | messages.Write | messages.Commit
         try:
             message = self._next("a commit")
-        except TransportError:
-            # All bytes and their digests were here before the publisher went.
-            is_gone = self.connection.is_lost and not self._is_aborted
-            if not is_gone or self.begin.digests is None or self.source.buckets:
+        except BaseException as error:
+            if self._is_aborted:
                 raise
-            message = messages.Commit(self.begin.round, self.begin.digests)
+            if self.connection.num_ranks > 1:
+                # The publisher has compared the digests of all ranks before it decided.
+                if self._decided("fail") != "commit":
+                    raise
+                message = messages.Commit(self.begin.round, result.digests)
+            else:
+                # All bytes and their digests were here before the publisher went.
+                is_gone = isinstance(error, TransportError) and self.connection.is_lost
+                if not is_gone or self.begin.digests is None or self.source.buckets:
+                    raise
+                message = messages.Commit(self.begin.round, self.begin.digests)
         if not isinstance(message, messages.Commit):
             raise TransportError(f"the publisher sent {type(message).__name__}, not a commit")
         if message.digests != result.digests:
@@ -183,18 +227,22 @@ class ReplicaRound:
         except TransportError:
             return None
 
-    def _next(self, what: str) -> messages.Filled | messages.Commit:
+    def _next(self, what: str) -> messages.Filled | messages.Write | messages.Commit:
         """Return the next message of this round; raise the error that aborts it."""
         deadline, this, spin = self.deadline, self.begin.round, spin_seconds(self._has_devices)
         while True:
             message = self.connection.next(deadline, what, spin_seconds=spin)
             match message:
-                case messages.Filled(round=number) | messages.Commit(round=number) if (
-                    number == this
-                ):
+                case (
+                    messages.Filled(round=number)
+                    | messages.Write(round=number)
+                    | messages.Commit(round=number)
+                ) if number == this:
                     return message
                 case messages.Abort(round=number, kind=kind, text=text) if number == this:
                     self._is_aborted = True
+                    if message.is_touched and self.connection.num_ranks > 1:
+                        self.touch()
                     raise error_named(kind, text)
                 case messages.Going(round=number) if number == this:
                     deadline = self.deadline

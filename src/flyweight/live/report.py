@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -37,6 +37,24 @@ class ReplicaReport:
     """Why it failed; None if it holds the version."""
     is_touched: bool = False
     """True if it failed and no longer holds the version that it had before."""
+
+    @classmethod
+    def joined(cls, ranks: Sequence[ReplicaReport]) -> ReplicaReport:
+        """Return the report of a replica from those of its ranks; the slowest counts."""
+        first, errors = ranks[0], [each.error for each in ranks if each.error is not None]
+        if len(ranks) == 1:
+            return first
+        return cls(
+            first.name,
+            first.pid,
+            sum(each.nbytes for each in ranks),
+            max(each.seconds for each in ranks),
+            max(each.copy_seconds for each in ranks),
+            max(each.verify_seconds for each in ranks),
+            "+".join(sorted({each.strategy for each in ranks})),
+            errors[0] if errors else None,
+            any(each.is_touched for each in ranks),
+        )
 
     @property
     def gb_per_second(self) -> float:

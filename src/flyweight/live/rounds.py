@@ -28,11 +28,12 @@ from flyweight.live.lanes import (
     Offers,
     Transports,
 )
+from flyweight.live.member import Member, MemberRound, by_replica, joined_request
 from flyweight.live.members import Members
 from flyweight.live.messages import Begin
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel, PublishedVersion
-from flyweight.live.round import Member, MemberRound, Round
+from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import RoundOffer, Sources
 from flyweight.verbs.find import open_source, versions
@@ -53,7 +54,7 @@ class Rounds:
     ) -> None:
         self._members, self._options = members, options
         self._transports, self._model, self._sources = transports, model, sources
-        self._running: set[Round] = set()
+        self._running: set[RunningRound] = set()
         self._threads: set[threading.Thread] = set()
         """The threads of catch-up rounds."""
         self._is_open = True
@@ -70,7 +71,7 @@ class Rounds:
         slots: BucketSlots,
         timeout_seconds: float,
         on_release: Callable[[], None] = lambda: None,
-    ) -> Round:
+    ) -> RunningRound:
         """Return a round that `run` runs; `Round` explains `on_release`."""
         sources = self._sources
         with self._members.changed:
@@ -78,7 +79,7 @@ class Rounds:
             number = self.last_number
         agreements = list(dict.fromkeys(map(_agreement, members)))
         offers, digest_seconds = sources.offer(number, version, agreements, slots, timeout_seconds)
-        round_ = Round(
+        round_ = RunningRound(
             number,
             version,
             self._members.connection,
@@ -86,17 +87,20 @@ class Rounds:
             num_ranks=sources.num_ranks,
             tell_rank=sources.tell_rank,
             name_of=sources.blocks.name_of,
+            decisions=self._members.decisions,
             beginning=self._members.changed,
             on_release=on_release,
             timeout_seconds=timeout_seconds,
         )
         round_.digest_seconds = digest_seconds
-        for member in members:
-            offer = offers[_agreement(member)]
-            if offer.error is None:
-                round_.members.append(self._member_round(round_, member, offer))
-            else:  # the transport is impossible for this member only
-                round_.refused.append(self._members.refuse_round(member, offer.error))
+        for ranks in by_replica(members):
+            found = [offers[_agreement(each)] for each in ranks]
+            errors = [each.error for each in found if each.error is not None]
+            for member, offer in zip(ranks, found, strict=True):
+                if errors:  # the transport is impossible for this replica only
+                    round_.refused.append(self._members.refuse_round(member, errors[0]))
+                else:
+                    round_.members.append(self._member_round(round_, member, offer))
         self._warn_if_unmapped(version)
         self._members.join_round(round_)
         return round_
@@ -107,7 +111,7 @@ class Rounds:
             _log.warning("tensors go through buckets instead of being mapped: %s", reason)
             self._members.announce("publish.unmapped", reason=reason)
 
-    def _member_round(self, round_: Round, member: Member, offer: RoundOffer) -> MemberRound:
+    def _member_round(self, round_: RunningRound, member: Member, offer: RoundOffer) -> MemberRound:
         version, memory = round_.version, None
         has_digests = version.digests is not None and self._options.should_verify
         if member.lists_sent != offer.lists:
@@ -127,15 +131,13 @@ class Rounds:
             values=dict(version.values),
         )
         return MemberRound(
-            round_.changed,
-            round_.connection,
+            WeakMethod(round_.on_event),
             member,
             _agreement(member),
             begin,
             offer.digests,
             frozenset(offer.memory.bucket_slots),
             offer.is_mapped,
-            WeakMethod(round_.relay_emptied),
         )
 
     def choose_sources(
@@ -156,7 +158,7 @@ class Rounds:
                         from_model.append(member)
         return from_model, [member for member in members if member not in from_model]
 
-    def run(self, round_: Round) -> None:
+    def run(self, round_: RunningRound) -> None:
         """Run a round; `abort` ends it early."""
         with self._members.changed:
             self._running.add(round_)
@@ -173,8 +175,8 @@ class Rounds:
         with self._members.changed:
             for member in members:
                 self._members.leave_round(member)
-            for member in self._members.waiting():
-                self.serve(member)
+            for ranks in self._members.waiting():
+                self.serve(ranks)
 
     def close(self) -> None:
         """Start no more rounds; those that run go on."""
@@ -189,26 +191,35 @@ class Rounds:
 
     # Between two publishes.
 
-    def serve(self, member: Member) -> None:
-        """Serve a member's request now if possible; otherwise it waits for a publish."""
-        request, available = member.request, self.available
-        if request is None or not self._is_open:
+    def serve(self, ranks: Sequence[Member]) -> None:
+        """Serve the request of a replica now if possible; otherwise it waits for a publish.
+
+        ranks: all ranks of the replica, each of which has sent a request.
+        """
+        available = self.available
+        if not self._is_open:
+            return
+        request = joined_request(ranks)
+        if request is None:
+            self._members.deny_all(ranks, "its ranks request different versions")
             return
         last = self._members.version
-        has_store = self._options.store is not None and member.searched_request != request.ask
+        searched = tuple(each.searched_request for each in ranks)
+        has_store = self._options.store is not None and searched != _numbers(ranks)
         newest = last if request.version is None else request.version
         may_be_newer = has_store and available is None and request.version is None
         is_newest = request.have is not None and request.have == newest and not may_be_newer
         if request.may_keep and is_newest:
-            self._members.confirm(member, request)
+            self._members.confirm(ranks)
         elif available is not None and request.version in (None, available.version):
             if available.version != request.have:
-                self._start_thread(member, available)
+                self._start_thread(ranks, available)
         elif has_store:
-            member.searched_request = request.ask  # once: later versions come by a publish
-            self._start_thread(member, None)
+            for each, number in zip(ranks, _numbers(ranks), strict=True):
+                each.searched_request = number  # once: later versions come by a publish
+            self._start_thread(ranks, None)
         elif request.version is not None and last is not None and request.version <= last:
-            self._members.deny(member, last)
+            self._members.deny(ranks, last)
 
     def retire_available(self, version: int, timeout_seconds: float) -> None:
         """Withdraw the available version, so that `version` can overwrite its memory.
@@ -227,7 +238,7 @@ class Rounds:
         for round_ in readers:
             round_.abort(TransferTimeout(f"version {version} overwrites the version that it reads"))
 
-    def _readers(self, version: PublishedVersion | None) -> list[Round]:
+    def _readers(self, version: PublishedVersion | None) -> list[RunningRound]:
         """Return the rounds that have begun to read a version."""
         return [
             each
@@ -235,10 +246,10 @@ class Rounds:
             if each.version is version and any(member.has_begun for member in each.members)
         ]
 
-    def _start_thread(self, member: Member, version: PublishedVersion | None) -> None:
-        self._members.reserve(member)
+    def _start_thread(self, ranks: Sequence[Member], version: PublishedVersion | None) -> None:
+        self._members.reserve(ranks)
         thread = threading.Thread(
-            target=self._catch_up, args=(member, version), name="flyweight-catch-up", daemon=True
+            target=self._catch_up, args=(ranks, version), name="flyweight-catch-up", daemon=True
         )
         self._threads.add(thread)
         try:
@@ -246,36 +257,44 @@ class Rounds:
         except RuntimeError as cause:  # the system's limit of threads is reached
             self._threads.discard(thread)
             text = f"the publisher cannot start a thread: {cause}; raise the limit, ulimit -u"
-            self._members.fail(member, PeerFailed(text))
-            self._members.leave_round(member)
+            for member in ranks:
+                self._members.fail(member, PeerFailed(text))
+                self._members.leave_round(member)
 
-    def _catch_up(self, member: Member, version: PublishedVersion | None) -> None:
-        """Run a round for one member, from the available version or from the store."""
+    def _catch_up(self, ranks: Sequence[Member], version: PublishedVersion | None) -> None:
+        """Run a round for one replica, from the available version or from the store."""
         started = perf_counter()
         slots = BucketSlots(self._transports, self._options.bucket_bytes, self._options.depth)
         try:
             with ExitStack() as stack:
                 stack.callback(slots.close)
                 if version is None:
-                    version = self._from_store(member, stack)
+                    version = self._from_store(ranks, stack)
                 if version is not None:
-                    self._run_catch_up(member, version, slots, started)
+                    self._run_catch_up(ranks, version, slots, started)
         except FlyweightError as error:
-            self._members.fail(member, error)
+            for member in ranks:
+                self._members.fail(member, error)
         except BaseException as error:
-            self._members.fail(member, PeerFailed(f"{type(error).__name__}: {error}"))
+            for member in ranks:
+                self._members.fail(member, PeerFailed(f"{type(error).__name__}: {error}"))
             raise
         finally:
             with self._members.changed:
-                member.lists_sent = None  # the slots are closed
+                for member in ranks:
+                    member.lists_sent = None  # the slots are closed
                 self._threads.discard(threading.current_thread())
-                self.release_members([member])
+                self.release_members(ranks)
 
     def _run_catch_up(
-        self, member: Member, version: PublishedVersion, slots: BucketSlots, started: float
+        self,
+        ranks: Sequence[Member],
+        version: PublishedVersion,
+        slots: BucketSlots,
+        started: float,
     ) -> None:
         members = self._members
-        round_ = self.prepare(version, [member], slots, self._options.timeout_seconds)
+        round_ = self.prepare(version, ranks, slots, self._options.timeout_seconds)
         members.set_state(round_.number, version.version, "serving", round_.members, 0.0)
         self.run(round_)
         seconds = perf_counter() - started
@@ -284,18 +303,18 @@ class Rounds:
         if progress is not None and progress.has_begun:
             members.announce(
                 "serve.done",
-                name=member.name,
-                pid=member.hello.pid,
+                name=ranks[0].name,
+                pid=ranks[0].hello.pid,
                 version=version.version,
                 origin=version.origin,
-                nbytes=progress.agreement.nbytes,
+                nbytes=sum(each.agreement.nbytes for each in round_.members),
                 seconds=seconds,
                 error=None if progress.error is None else str(progress.error),
             )
 
-    def _from_store(self, member: Member, stack: ExitStack) -> PublishedVersion | None:
+    def _from_store(self, ranks: Sequence[Member], stack: ExitStack) -> PublishedVersion | None:
         """Open the requested snapshot, or the newest if it is newer than what the replica has."""
-        store, request = self._options.store, member.request
+        store, request = self._options.store, joined_request(ranks)
         assert store is not None
         if request is None:
             return None
@@ -307,7 +326,7 @@ class Rounds:
             last = self._members.version
             newest = max([*found[-1:], -1 if last is None else last])
             if request.may_keep and request.have == newest:
-                self._members.confirm(member, request)
+                self._members.confirm(ranks)
             return None
         stored = stack.enter_context(open_source(store, version=request.version))
         source = self._sources.blocks.read_from(stored, self._model.source)
@@ -331,3 +350,7 @@ class Rounds:
 def _agreement(member: Member) -> Agreement:
     assert member.agreement is not None  # members cannot request a version before they agree
     return member.agreement
+
+
+def _numbers(ranks: Sequence[Member]) -> tuple[int, ...]:
+    return tuple(0 if each.request is None else each.request.ask for each in ranks)

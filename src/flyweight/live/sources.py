@@ -50,7 +50,7 @@ from flyweight.live.rank_messages import (
     StartedShare,
 )
 from flyweight.live.report import PublishReport
-from flyweight.live.round import Round
+from flyweight.live.running_round import RunningRound
 from flyweight.live.source import PublishedSource, Share
 from flyweight.live.source_blocks import Agreement, SourceBlocks
 from flyweight.live.source_part import WantedShare, offer_shares
@@ -126,7 +126,7 @@ class Sources:
         self.followers = [SourceRank(rank) for rank in range(1, self.num_ranks)]
         self.failure: FlyweightError | None = None
         """Why no version can be published any more: a rank is lost."""
-        self.round: Round | None = None
+        self.round: RunningRound | None = None
         """The round that reads the models of all ranks."""
         self._filled: list[tuple[int, int]] = []
         """The buckets, with their rounds, that were filled before their round began."""
@@ -216,7 +216,7 @@ class Sources:
 
     # A publish.
 
-    def attach(self, round_: Round) -> None:
+    def attach(self, round_: RunningRound) -> None:
         """Pass what the other ranks say on to a round, until `detach`."""
         with self._changed:
             self.round = round_

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from flyweight.live.round_state import (
+from flyweight.live.round import (
     Action,
     Decided,
     Failed,

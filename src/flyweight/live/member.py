@@ -1,0 +1,182 @@
+"""Member: a connected replica, or one rank of it, as the publisher knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from weakref import WeakMethod
+
+from flyweight.errors import FlyweightError, error_named
+from flyweight.live import messages
+from flyweight.live.report import ReplicaReport
+from flyweight.live.round import Event, Failed, Reported
+from flyweight.live.source_blocks import Agreement
+
+
+@dataclass(eq=False)
+class Member:
+    """A connected replica."""
+
+    id: bytes
+    hello: messages.Hello
+    last_seen: float
+    """When its last message arrived."""
+    agreement: Agreement | None = None
+    request: messages.Ask | None = None
+    """The version that it waits for."""
+    round: MemberRound | None = None
+    """Its progress in the round that it is in."""
+    searched_request: int = 0
+    """The number of the last request for which the store was searched."""
+    is_busy: bool = False
+    """True while it is in a round, or about to be."""
+    request_in_round: int = 0
+    """The number of the request that the round answers, even if it was withdrawn since."""
+    lists_sent: int | None = None
+    """The number of the memory that it was told of last, so that it is not told again."""
+    version: int | None = None
+    state: str = "joined"
+    error: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    @property
+    def replica(self) -> str:
+        """The key of its replica: its name, if it has several ranks.
+
+        Replicas of one rank may have any names, also equal ones.
+        """
+        return self.name if self.hello.num_ranks > 1 else self.id.hex()
+
+    @property
+    def label(self) -> str:
+        """Its name for people, with its rank if there are several."""
+        rank = f", rank {self.hello.rank}" if self.hello.num_ranks > 1 else ""
+        return f"{self.name!r}{rank}"
+
+
+@dataclass(eq=False)
+class MemberRound:
+    """One member in a round."""
+
+    feed: WeakMethod[Callable[[MemberRound, Event | None, FlyweightError | None], None]]
+    """Takes events; the round itself would be a cycle, and keep tensors alive."""
+    member: Member
+    agreement: Agreement
+    begin: messages.Begin
+    expected: bytes
+    """The digests of what it must hold in the end; empty if nothing is verified."""
+    buckets: frozenset[int]
+    """The buckets that it needs."""
+    is_mapped: bool
+    """True if it reads the memory of this process's model itself."""
+    last_progress: float = 0.0
+    """When it last did something, or got something to do."""
+    copied_bytes: int = 0
+    """How much it has copied, as it says with its heartbeats."""
+    has_begun: bool = False
+    is_gone: bool = False
+    """True if it needs to be told nothing any more: it is lost, or has said that it failed."""
+    emptied: set[int] = field(default_factory=set)
+    done: messages.Done | None = None
+    error: FlyweightError | None = None
+    is_touched: bool = False
+    is_committed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def is_running(self) -> bool:
+        return self.error is None and not self.is_committed
+
+    @property
+    def rank(self) -> int:
+        return self.member.hello.rank
+
+    @property
+    def report(self) -> ReplicaReport:
+        done = self.done
+        return ReplicaReport(
+            self.member.name,
+            self.member.hello.pid,
+            self.agreement.nbytes if self.is_committed else 0,
+            self.seconds,
+            0.0 if done is None else done.copy_seconds,
+            0.0 if done is None else done.verify_seconds,
+            self.begin.strategy,
+            self.error,
+            self.error is not None and self.is_touched,
+        )
+
+    def has_emptied(self, bucket: int) -> bool:
+        return bucket not in self.buckets or bucket in self.emptied
+
+    # Called by the threads of connections.
+
+    def receive(self, message: messages.InRound) -> None:
+        """Take up what the member says, unless it is of another round."""
+        if isinstance(message, messages.Tick):
+            if message.copied_bytes != self.copied_bytes:
+                self.copied_bytes, self.last_progress = message.copied_bytes, monotonic()
+            return
+        if message.round != self.begin.round or not self.is_running:
+            return
+        self.last_progress = monotonic()
+        name, rank = self.member.replica, self.rank
+        match message:
+            case messages.Emptied(bucket=bucket):
+                self.emptied.add(bucket)
+                self._feed(None)
+            case messages.Drained():
+                self._feed(Reported(name, rank, "drained"))
+            case messages.Copied():
+                self._feed(Reported(name, rank, "copied"))
+            case messages.Done() if self.done is None:
+                self.done = message
+                self._feed(Reported(name, rank, "done"))
+            case messages.Fault(kind=kind, text=text, is_touched=is_touched):
+                self.is_gone = True
+                self._feed(Failed(name, rank, text, is_touched), error_named(kind, text))
+            case _:
+                pass
+
+    def lose(self, error: FlyweightError) -> None:
+        """End the round for a member that is gone."""
+        if self.is_running:
+            self.is_gone = True
+            self._feed(Failed(self.member.replica, self.rank, str(error)), error)
+
+    def _feed(self, event: Event | None, error: FlyweightError | None = None) -> None:
+        if (feed := self.feed()) is not None:
+            feed(self, event, error)
+
+
+def by_replica(members: Iterable[Member]) -> list[list[Member]]:
+    """Return members in groups, those of each replica together, in the order of ranks."""
+    found: dict[str, list[Member]] = {}
+    for member in members:
+        found.setdefault(member.replica, []).append(member)
+    return [sorted(each, key=lambda member: member.hello.rank) for each in found.values()]
+
+
+def joined_request(ranks: Sequence[Member]) -> messages.Ask | None:
+    """Return what all ranks of a replica request together; None if that is no one version.
+
+    Ranks that hold different versions count as if they held none: all of them take the next one.
+    """
+    requests = [each.request for each in ranks if each.request is not None]
+    versions = {each.version for each in requests} - {None}
+    if len(requests) < len(ranks) or len(versions) > 1:
+        return None
+    have, held = {each.have for each in requests}, {each.held for each in requests}
+    return messages.Ask(
+        requests[0].ask,
+        versions.pop() if versions else None,
+        have.pop() if len(have) == 1 else None,
+        held.pop() if len(held) == 1 else None,
+        all(each.may_keep for each in requests),
+    )

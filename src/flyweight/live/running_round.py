@@ -1,0 +1,363 @@
+"""A round that runs: a version goes from its source to the members that take part.
+
+`round.py` decides what is told to whom; the threads of connections feed it what members say. The
+thread that publishes fills buckets and gives up who is late. Each replica ends on its own. No
+member delays the others for longer than its deadline, and the bucket slots that a lost member had
+not emptied are free again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic, perf_counter
+
+import numpy as np
+
+from flyweight.errors import (
+    DigestMismatch,
+    FlyweightError,
+    PeerFailed,
+    StoreError,
+    TransferTimeout,
+    listed,
+)
+from flyweight.live import messages
+from flyweight.live.connection import Connection, spin_seconds
+from flyweight.live.member import MemberRound
+from flyweight.live.published_model import PublishedVersion
+from flyweight.live.rank_messages import Released
+from flyweight.live.report import ReplicaReport
+from flyweight.live.round import (
+    Action,
+    Decided,
+    Event,
+    Failed,
+    Reported,
+    SourceFailed,
+    SourceReady,
+    start,
+    step,
+    waiting_for,
+)
+from flyweight.live.source import BucketFill
+from flyweight.live.source_part import fill_in_turn
+from flyweight.ranks.decision import RoundDecisions, Verdict
+
+GRACE_SECONDS = 3.0
+"""Progress so recent saves a member after the round's deadline; each heartbeat tells of it."""
+
+
+class RunningRound:
+    """Runs in the thread that publishes. `changed` guards all state."""
+
+    def __init__(
+        self,
+        number: int,
+        version: PublishedVersion,
+        connection: Connection,
+        *,
+        fills: Sequence[BucketFill],
+        num_ranks: int,
+        tell_rank: Callable[[int, messages.Message], None],
+        name_of: Callable[[int], str],
+        decisions: RoundDecisions | None,
+        beginning: threading.Condition,
+        on_release: Callable[[], None],
+        timeout_seconds: float,
+    ) -> None:
+        """Prepare a round; add its `members`, then `run` it.
+
+        fills: the buckets of this process. Those of all ranks together are numbered in turn.
+        num_ranks, tell_rank: the number of source ranks, and how to send one of them a message.
+        name_of: returns the name of a block's tensor.
+        decisions: where it is stored what is decided for replicas of several ranks.
+        beginning: a lock that is held while the round begins; a version is marked as replaced only
+            under it, and a round whose version is replaced does not begin.
+        on_release: called once nothing reads the source's memory, maybe more than once.
+        timeout_seconds: a member without progress for this long is given up. So is one that has
+            not ended when the round is so old, unless it made progress just now.
+        """
+        self.number, self.version, self.connection = number, version, connection
+        self._fills, self._num_ranks, self._tell_rank = fills, num_ranks, tell_rank
+        self._name_of, self._decisions, self._beginning = name_of, decisions, beginning
+        self._on_release, self._timeout_seconds = on_release, timeout_seconds
+        self._spin_seconds = spin_seconds(bool(version.source.devices))
+        self.members: list[MemberRound] = []
+        self.refused: list[ReplicaReport] = []
+        """The members that the round cannot serve."""
+        self.changed = threading.Condition(threading.RLock())
+        self._state = start(num_ranks, {})
+        self._by_replica: dict[str, list[MemberRound]] = {}
+        self._errors: dict[str, FlyweightError] = {}
+        """Why each replica failed."""
+        self._stopped: FlyweightError | None = None
+        """Why the round must not begin."""
+        self._is_released = self._has_begun = False
+        self._filled: set[int] = set()
+        """The buckets that are full, or were."""
+        self._filled_elsewhere: set[int] = set()
+        """The buckets of other ranks that are full, and that some member has not emptied."""
+        self._deadline = float("inf")
+        self._started, self._last_going = perf_counter(), 0.0
+        self.digest_seconds = 0.0
+
+    def run(self) -> None:
+        """Run the round until every replica has committed or failed."""
+        self._started, self._deadline = perf_counter(), monotonic() + self._timeout_seconds
+        try:
+            with self._beginning:
+                if self.version.is_replaced:
+                    return
+                self.begin()
+            self._fill_buckets()
+            if not any(member.is_mapped for member in self.members):
+                self._on_release()
+            self._wait(lambda: self._is_released or self._state.is_over, self._waited_for)
+            self._wait(lambda: self._state.is_over, self._waited_for)
+        except BaseException as error:
+            stopped = PeerFailed(f"the publisher stopped: {type(error).__name__}: {error}")
+            self.abort(error if isinstance(error, FlyweightError) else stopped)
+            raise
+        finally:
+            self._on_release()
+
+    def begin(self) -> None:
+        """Tell all members that the round starts."""
+        self._last_going = monotonic()
+        with self.changed:
+            if self._stopped is not None:
+                for each in self.members:
+                    each.error = each.error or self._stopped
+                return
+            for each in self.members:
+                self._by_replica.setdefault(each.member.replica, []).append(each)
+            ranks = {
+                name: each[0].member.hello.num_ranks for name, each in self._by_replica.items()
+            }
+            self._state = start(self._num_ranks, ranks)
+            for name, num_ranks in ranks.items():
+                if num_ranks > 1 and self._decisions is not None:
+                    self._decisions.begin(name, self.number)
+            for each in self.members:
+                if each.error is not None:
+                    self._feed(Failed(each.member.replica, each.rank, str(each.error)), each.error)
+            for rank in range(self._num_ranks):  # all of them have offered their memory
+                self._feed(SourceReady(rank))
+            self._has_begun, early = True, list(self._filled)
+        for bucket in early:
+            self.on_filled(bucket)
+
+    def abort(self, error: FlyweightError) -> None:
+        """End the round for all replicas that have not committed."""
+        with self.changed:
+            self._stopped = self._stopped or error
+            for name in self._by_replica:
+                self._errors.setdefault(name, error)
+            self._feed(SourceFailed(0, str(error)))
+
+    # What happened, and what follows from it.
+
+    def on_event(
+        self, member: MemberRound, event: Event | None, error: FlyweightError | None
+    ) -> None:
+        """Take up what a member says, or that it is gone."""
+        with self.changed:
+            if not self._has_begun:
+                if isinstance(event, Failed):
+                    member.error = member.error or error  # `begin` takes it up
+                return
+            if isinstance(event, Reported) and event.step == "done" and not self._is_right(member):
+                error = self._mismatch(member)
+                event = Failed(event.replica, event.rank, str(error))
+            if event is not None:
+                self._feed(event, error)
+        self._relay_emptied()
+
+    def _feed(self, event: Event, error: FlyweightError | None = None) -> None:
+        if isinstance(event, Failed) and error is not None:
+            self._errors.setdefault(event.replica, error)
+        events = [event]
+        while events:
+            self._state, actions = step(self._state, events.pop())
+            for action in actions:
+                if action.what == "decide":
+                    events.append(Decided(action.replica, self._decided(action)))
+                else:
+                    self._carry_out(action)
+        self.changed.notify_all()
+
+    def _decided(self, action: Action) -> Verdict:
+        """Store a decision, so that it holds also if this process dies before it has told all."""
+        assert action.proposal is not None and self._decisions is not None
+        try:
+            return self._decisions.decide(action.replica, self.number, action.proposal)
+        except StoreError as error:
+            self._errors.setdefault(action.replica, error)
+            return "keep" if action.proposal == "write" else "fail"
+
+    def _carry_out(self, action: Action) -> None:
+        now = monotonic()
+        if action.what == "release":
+            self._is_released = True
+            self._on_release()
+            self._tell_ranks(Released(self.version.version))
+        for member in self._by_replica.get(action.replica, ()):
+            match action.what:
+                case "begin":
+                    member.last_progress, member.has_begun = now, True
+                    self._send(member, member.begin)
+                case "write":
+                    member.last_progress = now
+                    self._send(member, messages.Write(self.number))
+                case "commit":
+                    member.is_committed = True
+                    self._send(member, messages.Commit(self.number, member.expected))
+                    member.seconds = perf_counter() - self._started
+                case "abort":
+                    self._abort(member, action)
+
+    def _abort(self, member: MemberRound, action: Action) -> None:
+        error = self._errors.get(action.replica)
+        if error is None:  # the decision went against it, and no rank has said why
+            error = self._errors[action.replica] = PeerFailed(action.reason)
+        if member.member.hello.num_ranks > 1 and not member.is_gone:
+            error = type(error)(action.reason)
+        member.error, member.is_touched = error, action.is_touched
+        if member.has_begun and not member.is_gone:
+            kind, text = type(error).__name__, str(error)
+            self._send(member, messages.Abort(self.number, kind, text, action.is_touched))
+
+    def _send(self, member: MemberRound, message: messages.Message) -> None:
+        self.connection.send(message, member.member.id)
+
+    def _is_right(self, member: MemberRound) -> bool:
+        return member.done is not None and member.done.digests == member.expected
+
+    def _mismatch(self, member: MemberRound) -> DigestMismatch:
+        assert member.done is not None
+        found, expected = member.done.digests, member.expected
+        if len(found) != len(expected):
+            wrong = [f"{len(found) // 8} digests, {len(expected) // 8} expected"]
+        else:
+            differs = np.frombuffer(found, np.uint64) != np.frombuffer(expected, np.uint64)
+            blocks = np.unique(member.agreement.copies.source[differs])
+            wrong = sorted({self._name_of(block) for block in blocks.tolist()})
+        return DigestMismatch(
+            f"replica {member.member.label} holds other bytes than were published in "
+            f"{len(wrong)} tensors: {listed(wrong)}"
+        )
+
+    # Buckets.
+
+    def _fill_buckets(self) -> None:
+        """Fill the buckets of this process, in turn with the members that empty them."""
+
+        def numbered(fill: int) -> int:
+            """Return the number that members know a bucket of this process by."""
+            return fill * self._num_ranks
+
+        fill_in_turn(
+            self._fills,
+            is_needed=lambda n: any(numbered(n) in each.buckets for each in self._running()),
+            is_empty=lambda n: self._is_empty(numbered(n)),
+            wait_empty=lambda n: self._wait_empty(numbered(n)),
+            on_filled=lambda n: self.on_filled(numbered(n)),
+            timeout_seconds=self._timeout_seconds,
+        )
+
+    def _running(self) -> list[MemberRound]:
+        return [member for member in self.members if member.is_running]
+
+    def _is_empty(self, bucket: int) -> bool:
+        return all(each.has_emptied(bucket) for each in self._running())
+
+    def _wait_empty(self, bucket: int) -> None:
+        def waited_for() -> Iterator[tuple[MemberRound, str]]:
+            for each in self._running():
+                if not each.has_emptied(bucket):
+                    yield each, f"emptied bucket {bucket // self._num_ranks}"
+
+        self._wait(lambda: self._is_empty(bucket), waited_for)
+
+    def on_filled(self, bucket: int) -> None:
+        """Tell the members that need a bucket that it is full."""
+        with self.changed:
+            self._filled.add(bucket)
+            if not self._has_begun:
+                return
+            for member in self._running():
+                if bucket in member.buckets:
+                    member.last_progress = monotonic()  # only now it has something to do
+                    self._send(member, messages.Filled(self.number, bucket))
+            if bucket % self._num_ranks:
+                self._filled_elsewhere.add(bucket)
+        self._relay_emptied()
+
+    def _relay_emptied(self) -> None:
+        """Tell other ranks which of their buckets all members have emptied."""
+        with self.changed:
+            empty = [each for each in self._filled_elsewhere if self._is_empty(each)]
+            self._filled_elsewhere.difference_update(empty)
+            self.changed.notify_all()
+        for bucket in empty:
+            number, rank = divmod(bucket, self._num_ranks)
+            self._tell_rank(rank, messages.Emptied(self.number, number))
+
+    def _tell_ranks(self, message: messages.Message) -> None:
+        for rank in range(1, self._num_ranks if self.version.is_shared else 1):
+            self._tell_rank(rank, message)
+
+    # Waiting.
+
+    def _waited_for(self) -> Iterator[tuple[MemberRound, str]]:
+        """Yield the members that the round waits for, and what each has not done."""
+        missing = waiting_for(self._state)
+        for each in self._running():
+            if (what := missing.get((each.member.replica, each.rank))) is not None:
+                yield each, what
+
+    def _wait(
+        self,
+        is_over: Callable[[], bool],
+        waited_for: Callable[[], Iterator[tuple[MemberRound, str]]],
+    ) -> None:
+        """Return once it is over; meanwhile give up who is late, and tell the others to wait."""
+        self.connection.spin(is_over, self._spin_seconds)
+        going_seconds = min(self._timeout_seconds / 8, 1.0)
+        while True:
+            with self.changed:
+                if is_over():
+                    return
+                now, next_late = monotonic(), float("inf")
+                for member, what in list(waited_for()):
+                    late_at = self._late_at(member)
+                    if now >= late_at:
+                        self._give_up(member, what)
+                    else:
+                        next_late = min(next_late, late_at)
+                seconds = max(min(next_late - now, going_seconds), 0.001)
+                if self.changed.wait_for(is_over, seconds):
+                    return
+                if monotonic() - self._last_going > going_seconds:
+                    self._last_going = monotonic()
+                    self._tell_ranks(messages.Going(self.number))
+                    for member in self._running():
+                        self._send(member, messages.Going(self.number))
+
+    def _late_at(self, member: MemberRound) -> float:
+        """Return when a member is given up if it makes no progress from now on."""
+        seconds = self._timeout_seconds
+        grace = member.last_progress + min(GRACE_SECONDS, seconds / 4)
+        return min(member.last_progress + seconds, max(self._deadline, grace))
+
+    def _give_up(self, member: MemberRound, what: str) -> None:
+        unfilled = member.buckets - self._filled
+        ranks = sorted({bucket % self._num_ranks for bucket in unfilled} - {0})
+        if ranks:  # another source rank keeps the member waiting
+            late = f"source rank {ranks[0]} has not filled its buckets in time"
+            self.abort(TransferTimeout(late))
+            return
+        text = f"replica {member.member.label} is late: it has not {what} in "
+        error = TransferTimeout(f"{text}{monotonic() - member.last_progress:.3g} s")
+        self._feed(Failed(member.member.replica, member.rank, str(error)), error)
