@@ -118,11 +118,7 @@ class FakePublisher:
 
     def agree(self):
         self.hear_of(messages.Want)
-        self.say(
-            messages.Agreed(
-                boxes([(0, Box.whole((len(self.content),)))]), bytes(8), ("",), bytes(8)
-            )
-        )
+        self.say(agreed([(0, Box.whole((len(self.content),)))]))
 
     def begin(
         self, *, number=1, version=5, digests=None, num_buckets=0, should_verify=True, **handle
@@ -201,6 +197,12 @@ def digests_of(*contents):
         digest.add(0, content)
         found.append(digest.value())
     return np.array(found, np.uint64).tobytes()
+
+
+def agreed(pairs):
+    """Return the blocks of a publisher of one rank on the host: (tensor, box) each."""
+    zeros = bytes(8 * len(pairs))
+    return messages.Agreed(boxes(pairs), zeros, ("",), zeros)
 
 
 def boxes(pairs):

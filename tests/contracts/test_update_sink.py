@@ -41,7 +41,8 @@ class Round:
     def __init__(self, sink, *, should_verify=True, bucket_bytes=500):
         want = sink.want(SPECS, {})
         assert [each.name for each in want.tensors] == ["m", "b"]
-        agreed = Agreed(Boxes.of(whole_boxes(list(SPECS.values()))))
+        zeros = packed([0] * len(SPECS))
+        agreed = Agreed(Boxes.of(whole_boxes(list(SPECS.values()))), zeros, ("",), zeros)
         self.source = RemoteSource(agreed, SPECS, {}, want, OwnMemory())
         nothing, one = packed([0]), packed([1])
         memory = Memory(

@@ -191,7 +191,7 @@ def test_a_commit_of_another_round_is_not_counted(lying, number):
     publisher.begin()
     publisher.hear_of(messages.Done)
     publisher.say(messages.Commit(number, publisher.digests))
-    publisher.say(messages.Abort(1, "PeerFailed", "on purpose"))
+    publisher.say(messages.Abort(1, "PeerFailed", "on purpose", False))
     with pytest.raises(fw.FlyweightError, match="on purpose"):
         update.result(10)
     assert is_failed(replica)
@@ -222,7 +222,7 @@ def test_the_end_of_another_round_does_not_end_this_one(lying, engine):
     publisher.say(messages.Commit(1, publisher.digests))  # before it began: of an earlier session
     publisher.begin(number=2)
     publisher.hear_of(messages.Done)
-    publisher.say(messages.Abort(1, "PeerFailed", "of another round"))
+    publisher.say(messages.Abort(1, "PeerFailed", "of another round", False))
     publisher.say(messages.Filled(1, 0))
     publisher.say(messages.Commit(2, publisher.digests))
     assert update.result(10).version == 5

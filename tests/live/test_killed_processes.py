@@ -252,7 +252,7 @@ def test_a_replica_that_never_acknowledges_stalls_nobody_beyond_its_deadline(add
         (failed,) = report.failed
         assert failed.name == "stopped"
         assert isinstance(failed.error, TransferTimeout)
-        assert "'stopped' has not emptied bucket" in str(failed.error)
+        assert "'stopped' is late: it has not emptied bucket" in str(failed.error)
         assign(model, 2)  # the next publish has all its slots
         future = pool.submit(replica.update, timeout_seconds=10)
         assert publisher.publish(2, num_replicas=1).failed == ()

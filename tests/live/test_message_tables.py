@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from flyweight.adapters.model import adapt
 from flyweight.errors import FlyweightError, PlanError, SpecError, TransportError
-from flyweight.live import messages
+from flyweight.live import frames, messages
 from flyweight.live.copies import Copiers
+from flyweight.live.meeting import blocks_alone
 from flyweight.live.message_tables import Boxes, Pieces, Places, numbers, packed
-from flyweight.live.messages import Agreed, Begin, Memory
+from flyweight.live.messages import Begin, Memory
 from flyweight.live.plan import whole_boxes
 from flyweight.live.remote_source import RemoteSource
 from flyweight.live.source import PublishedSource
@@ -26,7 +27,7 @@ from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.manifest import TensorSpec
 from flyweight.transports.shared_memory import SharedMemoryHandle
-from peers import boxes, want
+from peers import agreed, want
 
 SHAPES = [(4, 6), (3,), (), (2, 0)]
 WHOLE = whole_boxes([TensorSpec(dtype_named("u8"), shape) for shape in SHAPES])
@@ -87,7 +88,7 @@ def test_boxes_are_inside_of_their_tensors_or_refused(tensor, offset, shape, num
 
 
 MODEL = {"w": np.arange(24, dtype=np.uint8).reshape(4, 6), "v": np.zeros(3, np.float32)}
-SOURCE = PublishedSource.of(adapt(MODEL), Copiers())
+SOURCE = blocks_alone(PublishedSource.of(adapt(MODEL), Copiers()))
 
 
 @settings(max_examples=300)
@@ -95,19 +96,19 @@ SOURCE = PublishedSource.of(adapt(MODEL), Copiers())
 def test_a_want_with_changed_bytes_is_planned_or_refused(data):
     """No other error may come out, and no copy may leave its blocks."""
     pairs = [(0, Box((0, 0), (4, 3))), (0, Box((0, 3), (4, 3))), (1, Box((0,), (3,)))]
-    frame = bytearray(messages.encode(want(SOURCE.tensors, pairs, may_leave=True)))
+    frame = bytearray(frames.encode(want(SOURCE.described, pairs, may_leave=True)))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(3, len(frame) - 1))
         new = data.draw(st.sampled_from([*map(packed, ([each] for each in ODD)), b"\0", b"\xff"]))
         frame[at : at + len(new)] = new
     try:
-        asked = messages.decode_from_replica(bytes(frame))
+        asked = frames.decode_from_replica(bytes(frame))
         if not isinstance(asked, messages.Want):
             return
-        agreed = SOURCE.plan(asked)
+        agreement = SOURCE.plan(asked)
     except FlyweightError:
         return
-    copies = agreed.copies
+    copies = agreement.copies
     held = SOURCE.boxes.shape[copies.source]
     assert (copies.source_offset >= 0).all()
     assert (copies.source_offset + copies.shape <= held).all()
@@ -135,8 +136,8 @@ class OwnMemory:
 
 def remote(pairs):
     asked = want((messages.Tensor("w", "u8", (4, 6)),), pairs)
-    agreed = Agreed(boxes([(0, Box((0, 0), (4, 6)))]))
-    return RemoteSource(agreed, SPECS, {}, asked, OwnMemory())
+    told = agreed([(0, Box((0, 0), (4, 6)))])
+    return RemoteSource(told, SPECS, {}, asked, OwnMemory())
 
 
 def begin(places=(), pieces=(), bucket_slots=None):
@@ -291,12 +292,12 @@ def test_columns_of_pieces_of_different_lengths_are_refused(column, change):
 def test_blocks_of_the_publisher_that_overlap_are_refused():
     asked = want((messages.Tensor("w", "u8", (4, 6)),), [(0, Box((0, 0), (4, 6)))])
     for second, refused in ((Box((1, 0), (3, 6)), True), (Box((2, 0), (2, 6)), False)):
-        agreed = Agreed(boxes([(0, Box((0, 0), (2, 6))), (0, second)]))
+        told = agreed([(0, Box((0, 0), (2, 6))), (0, second)])
         if refused:
             with pytest.raises(PlanError, match="elements are twice at the source"):
-                RemoteSource(agreed, SPECS, {}, asked, OwnMemory())
+                RemoteSource(told, SPECS, {}, asked, OwnMemory())
         else:
-            assert len(RemoteSource(agreed, SPECS, {}, asked, OwnMemory()).copies) == 2
+            assert len(RemoteSource(told, SPECS, {}, asked, OwnMemory()).copies) == 2
 
 
 def test_boxes_of_a_replica_that_overlap_are_each_filled():
@@ -349,8 +350,8 @@ def test_a_small_message_cannot_make_very_many_parts_of_copies():
     asked = want(
         (messages.Tensor("w", "u8", (3000,)),), [(0, Box((n,), (1,))) for n in range(3000)]
     )
-    agreed = Agreed(boxes([(0, Box((0,), (3000,)))]))
-    source = RemoteSource(agreed, {"w": tensor}, {}, asked, OwnMemory())
+    told = agreed([(0, Box((0,), (3000,)))])
+    source = RemoteSource(told, {"w": tensor}, {}, asked, OwnMemory())
     zeros = packed([0] * 10_000)
     pieces = Pieces(1, zeros, zeros, zeros, packed([1] * 10_000), zeros)
     nothing = packed([])

@@ -14,7 +14,7 @@ from flyweight.errors import (
 )
 from flyweight.live import messages
 from flyweight.live.connection import Connection
-from flyweight.live.round import Round
+from flyweight.live.running_round import RunningRound
 from live_rounds import SIZES, call_before, publisher_that_lies, updated
 from versioned_models import assign, holds, weights
 
@@ -103,7 +103,7 @@ def test_a_step_between_digest_and_copy_is_found_out(address, threads, monkeypat
         fw.Replica(engine, address) as replica,
     ):
         with monkeypatch.context() as patch:
-            call_before(patch, Round, "begin", lambda: assign(model, 2))
+            call_before(patch, RunningRound, "begin", lambda: assign(model, 2))
             future = threads.submit(replica.update, timeout_seconds=10)
             report = publisher.publish(1, num_replicas=1)
             assert isinstance(report.failed[0].error, DigestMismatch)

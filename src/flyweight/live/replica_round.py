@@ -8,6 +8,7 @@ makes progress is never given up.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic, perf_counter
@@ -76,6 +77,8 @@ class ReplicaRound:
         self.connection, self.begin, self.source = connection, begin, connection.source
         self._timeout_seconds, self._has_devices = timeout_seconds, has_devices
         self._missing_buckets: set[int] = set()
+        self._early: deque[messages.Filled] = deque()
+        """The buckets that were full before the weights might be written."""
         self._is_aborted = False
         self.touch = touch
         self.nbytes = self._copied_bytes = 0
@@ -124,7 +127,8 @@ class ReplicaRound:
             return
         self.connection.send(messages.Drained(self.begin.round))
         try:
-            message = self._next("the word to write")
+            while isinstance(message := self._next("the word to write"), messages.Filled):
+                self._early.append(message)  # buckets are filled while others still drain
         except BaseException:
             if not self._is_aborted and self._decided("keep") != "keep":
                 self.touch()
@@ -144,7 +148,7 @@ class ReplicaRound:
 
     def next_bucket(self) -> int:
         """Wait for the next bucket and return its number."""
-        message = self._next("a bucket")
+        message = self._early.popleft() if self._early else self._next("a bucket")
         if not isinstance(message, messages.Filled):
             raise TransportError("the publisher commits the round before its last bucket")
         if message.bucket not in self._missing_buckets:

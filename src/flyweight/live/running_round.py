@@ -189,7 +189,8 @@ class RunningRound:
 
     def _decided(self, action: Action) -> Verdict:
         """Store a decision, so that it holds also if this process dies before it has told all."""
-        assert action.proposal is not None and self._decisions is not None
+        assert action.proposal is not None
+        assert self._decisions is not None
         try:
             return self._decisions.decide(action.replica, self.number, action.proposal)
         except StoreError as error:
