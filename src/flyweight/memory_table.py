@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from flyweight.memory import Buffer
 
 Integers = NDArray[np.int64]
+Sizes = tuple[int, ...]
 HOST, NOWHERE = -1, -2
 """The `device` of memory of the host, and of a block that is not in memory."""
 
@@ -48,18 +49,19 @@ class BufferTable:
             of the buffers.
         """
         rows = [_NOTHING if each is None else each for each in buffers]
+        kinds: dict[tuple[Sizes, Sizes], int] = {}  # models have very many tensors and few kinds
+        kind = [kinds.setdefault((each.shape, each.strides), len(kinds)) for each in rows]
+        num_dims = max((len(sizes) for sizes, _ in kinds), default=1) or 1
         if shape is None:
-            num_dims = max((len(each.shape) for each in rows), default=1) or 1
-            ones = (1,) * num_dims
-            sizes = [(*ones[len(each.shape) :], *each.shape) for each in rows]
-            shape = np.array(sizes, np.int64).reshape(-1, num_dims)
-        zeros = (0,) * shape.shape[1]
-        strides = [(*zeros[len(each.strides) :], *each.strides) for each in rows]
-        device = [-1 if each.device is None else each.device for each in rows]
+            shape = _padded([sizes for sizes, _ in kinds], num_dims, 1)[kind]
+        # The strides of blocks without items may be absurd.
+        steps = [() if 0 in sizes else strides for sizes, strides in kinds]
+        strides = _padded(steps, shape.shape[1], 0)[kind]
+        device = [HOST if each.device is None else each.device for each in rows]
         table = cls(
             np.array([each.address for each in rows], np.int64),
             shape,
-            np.array(strides, np.int64).reshape(shape.shape),
+            strides,
             np.array([each.item_bytes for each in rows], np.int64),
             np.array(device, np.int64),
             [each.owner for each in rows],
@@ -67,6 +69,14 @@ class BufferTable:
         )
         table.device[[n for n, each in enumerate(buffers) if each is None]] = NOWHERE
         return table
+
+    def widened(self, num_dims: int) -> BufferTable:
+        """Return the same blocks with leading dims of size 1 added, up to this number of dims."""
+        extra = num_dims - self.shape.shape[1]
+        if not extra:
+            return self
+        shape = np.pad(self.shape, ((0, 0), (extra, 0)), constant_values=1)
+        return replace(self, shape=shape, strides=np.pad(self.strides, ((0, 0), (extra, 0))))
 
     @classmethod
     def joined(cls, tables: Sequence[BufferTable]) -> BufferTable:
@@ -108,8 +118,24 @@ class BufferTable:
         is_empty = self.nbytes == 0
         return np.where(is_empty, self.address, low), np.where(is_empty, self.address, high)
 
+    @cached_property
+    def has_neighbour_inside(self) -> NDArray[np.bool_]:
+        """Which blocks may share a byte with another one, by the spans of both."""
+        low, high = self.spans
+        found = np.zeros(len(self), bool)
+        for device in np.unique(self.device).tolist():
+            rows = np.flatnonzero((self.device == device) & (self.nbytes > 0))
+            rows = rows[np.argsort(low[rows], kind="stable")]
+            before = np.maximum.accumulate(high[rows])
+            found[rows[1:]] |= low[rows[1:]] < before[:-1]
+            # A block that one of the next starts in: the nearest one starts first.
+            found[rows[:-1]] |= low[rows[1:]] < high[rows[:-1]]
+        return found
+
     def take(self, rows: NDArray[Any]) -> BufferTable:
         """Return the blocks of these rows."""
+        if rows.dtype == bool and rows.all():
+            return self
         return BufferTable(
             self.address[rows],
             self.shape[rows],
@@ -138,3 +164,10 @@ class BufferTable:
             self.is_writable,
             None if device == HOST else device,
         )
+
+
+def _padded(rows: Sequence[Sizes], num_dims: int, filler: int) -> Integers:
+    """Return rows of numbers with leading fillers, up to this number of columns."""
+    fillers = (filler,) * num_dims
+    padded = [(*fillers[len(each) :], *each) for each in rows]
+    return np.array(padded, np.int64).reshape(-1, num_dims)

@@ -1,9 +1,12 @@
 """Whether a model is still the one that was adapted: anything put in its place must be seen."""
 
+import sys
+
 import numpy as np
 import pytest
 
 import flyweight as fw
+from flyweight.adapters import torch_module
 from flyweight.adapters.identity import Identity
 
 
@@ -115,3 +118,76 @@ def test_tensors_are_the_same_whatever_values_are_beside_them():
         before = Identity(model)
         change()
         assert not Identity(model).has_tensors_of(before)
+
+
+def resized(tensor):
+    tensor.untyped_storage().resize_(0)
+
+
+def other_data(change):
+    return lambda tensor: setattr(tensor, "data", change(tensor.data))
+
+
+@pytest.mark.parametrize("num_tensors", [1, 600])  # in one group of tensors, and in two
+@pytest.mark.parametrize("num_checks", [0, 1, 3, 4])  # later ones go through torch's guards
+@pytest.mark.parametrize(
+    ("change", "is_in_place"),
+    [
+        (other_data(lambda data: data.clone()), False),
+        (other_data(lambda data: data[1:]), False),
+        (other_data(lambda data: data[:1]), True),
+        (other_data(lambda data: data.t()), True),
+        (other_data(lambda data: data.reshape(1, 4)), True),
+        (other_data(lambda data: data.view(sys.modules["torch"].int32)), True),
+        (lambda tensor: tensor.t_(), True),
+        (resized, False),
+    ],
+    ids=["clone", "row", "first", "transposed", "reshaped", "cast", "in_place", "freed"],
+)
+def test_a_torch_tensor_with_other_memory_or_another_layout(
+    change, is_in_place, num_checks, num_tensors
+):
+    torch = pytest.importorskip("torch")
+    model = {f"{n}": torch.full((2, 2), float(n)) for n in range(num_tensors)}
+    with torch.no_grad():
+        identity = Identity(model)
+        assert all(identity.is_same() for _ in range(num_checks))
+        change(model[f"{num_tensors - 1}"])
+        assert (identity.is_same(), identity.is_in_place()) == (False, is_in_place)
+
+
+@pytest.mark.parametrize("num_tensors", [2, 600])
+def test_entries_of_large_and_small_dicts(num_tensors):
+    torch = pytest.importorskip("torch")
+
+    def last(model):
+        return f"{num_tensors - 1}"
+
+    changes = [
+        lambda model: model.update({last(model): torch.zeros(2)}),
+        lambda model: model.update({"new": model.pop(last(model))}),
+        lambda model: model.update(new=torch.zeros(2)),
+        lambda model: model.pop(last(model)),
+    ]
+    for change in changes:
+        model = {f"{n}": torch.zeros(2) for n in range(num_tensors)}
+        identity = Identity(model)
+        assert identity.is_same()
+        change(model)
+        assert not identity.is_in_place()
+
+
+def test_what_autograd_is_asked_for_changes_no_tensor():
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(2, 2)
+    identity = Identity({"a": tensor, "b": tensor, "c": [tensor]})
+    for is_wanted in (True, False):
+        tensor.requires_grad = is_wanted
+        assert identity.is_same()
+        with torch.inference_mode():
+            assert identity.is_same()
+
+
+def test_the_guards_of_this_torch_are_used():
+    pytest.importorskip("torch")
+    assert torch_module._tensor_guards() is not None

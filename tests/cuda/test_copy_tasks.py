@@ -1,12 +1,12 @@
 """Tables of device copies against the same copies one by one; no device is needed."""
 
 import ctypes
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flyweight.cuda.copy_tasks import copy_tasks, driver_dims, kernel_rows, run_bytes
 from flyweight.errors import SpecError

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -435,7 +434,7 @@ def test_copies_that_make_no_sense_are_refused():
     with pytest.raises(SpecError, match=r"source is \(6, 4\) items of 2 bytes, sink is \(4, 6\)"):
         copier.copy(a, b)
     with pytest.raises(SpecError, match="read-only"):
-        copier.copy(replace(a, is_writable=False), a)
+        copier.copy(msgspec.structs.replace(a, is_writable=False), a)
     with pytest.raises(SpecError, match="share bytes"):
         copier.copy(buffer_of(numbers(1, 6).expand(4, 6)), a)
     sink, source = numbers(300, 300, 8, 8), numbers(8, 8, 300, 300).permute(3, 2, 1, 0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from flyweight.errors import FlyweightError, SpecError, TransferTimeout
+from flyweight.errors import FlyweightError, SpecError
 
 SECONDS = 10
 LAYOUT = fw.ModelLayout.from_json(

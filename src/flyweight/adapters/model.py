@@ -9,12 +9,16 @@ tensor and a tie; tensors that overlap in part can be saved, but not filled.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as replace_columns
 from functools import cached_property
 from math import prod
+from operator import is_
 
 import numpy as np
+from msgspec.structs import replace
 
 from flyweight.adapters import numpy_dict, paddle_layer, sharded, torch_module
 from flyweight.adapters.sharded import Cut
@@ -30,6 +34,8 @@ from flyweight.memory import (
     first_overlap,
     items_of,
 )
+from flyweight.memory_table import NOWHERE, BufferTable
+from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.box import Box, overlapping_pair
 from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, Manifest, TensorSpec
 from flyweight.spec.model_layout import Local
@@ -87,13 +93,17 @@ class ModelBlock:
             np.copyto(block.items(), items_of(data, block.item_bytes, block.shape))
 
 
+Held = Tensor | Sequence[ModelBlock]
+"""What is here of a whole tensor: all of it, as a tensor of the model, or blocks of it."""
+
+
 class Model:
     """Both a source and a sink: the tensors of a live model, or one rank's share of them."""
 
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        blocks: Mapping[str, Sequence[ModelBlock]],
+        held: Mapping[str, Held],
         values: Mapping[str, Leaf],
         paths: Mapping[str, Path],
         thing: object,
@@ -103,35 +113,64 @@ class Model:
     ) -> None:
         """Describe a model.
 
+        tensors: the model's own tensors.
+        held: what is here of each whole tensor, by its full name.
         absent: the names of leaves of which nothing is on this rank.
         has_layout: True if some leaves say themselves how they are cut over ranks.
         """
         self.absent, self.has_layout = absent, has_layout
         self._tensors, self._paths, self._thing = tensors, paths, thing
-        first: dict[object, str] = {}
-        self._blocks: dict[str, Sequence[ModelBlock]] = {}
-        tied = {}
-        for name, held in blocks.items():
-            key = (
-                held[0].spec.shape,
-                *((each.box, each.place, *each.tensor.memory_key) for each in held),
-            )
-            if any(each.box.num_elements for each in held) and key in first:
-                tied[name] = first[key]
-            else:
-                first[key] = name
-                self._blocks[name] = held
-        specs = {name: held[0].spec for name, held in self._blocks.items()}
+        tied = _ties(held)
+        self._held = {name: each for name, each in held.items() if name not in tied}
+        specs = {
+            name: each.spec if isinstance(each, Tensor) else each[0].spec
+            for name, each in self._held.items()
+        }
         self.manifest = Manifest(specs, tied=tied, values=values)
-        devices = {tensor.device for tensor in tensors.values()}
-        self._devices = [device for device in devices if device is not None]
+        devices = {id(each.device): each.device for each in tensors.values()}
+        self._devices = [device for device in set(devices.values()) if device is not None]
         stagings = (device.staging for device in self._devices)
         self.staging = next((each for each in stagings if each), STAGING)
-        owners = [tensor.memory.owner for tensor in tensors.values()]
-        self._versioned = [owner for owner in owners if torch_module.is_tensor(owner)]
+
+    @cached_property
+    def _versioned(self) -> list[object]:
+        """The tensors whose versions torch counts."""
+        return torch_module.tensors_among(each.memory.owner for each in self._tensors.values())
 
     def blocks(self, name: str) -> Sequence[ModelBlock]:
-        return self._blocks[self.manifest.tied.get(name, name)]
+        held = self._held[self.manifest.tied.get(name, name)]
+        return [_whole_block(held)] if isinstance(held, Tensor) else held
+
+    def is_whole(self, name: str) -> bool:
+        """True if a tensor is here as a whole, without a layout of its own."""
+        return isinstance(self._held[name], Tensor)
+
+    def tables(self, names: Sequence[str]) -> tuple[BoxTable, BufferTable]:
+        """Return the blocks of tensors, in items, and where each one lies.
+
+        A block refers to its tensor by the tensor's number in `names`. One that cannot be copied by
+        its address is NOWHERE.
+        """
+        tied, held = self.manifest.tied, self._held
+        found = [held[tied.get(name, name)] for name in names]
+        tensors = [each for each in found if isinstance(each, Tensor)]
+        if len(tensors) == len(found):
+            is_all = all(map(is_, tensors, self._tensors.values()))
+            is_all = is_all and len(tensors) == len(self._tensors)
+            memory = self._memory if is_all else BufferTable.of([each.memory for each in tensors])
+            boxes = BoxTable(np.arange(len(found)), np.zeros_like(memory.shape), memory.shape)
+        else:
+            blocks = [(n, block) for n, name in enumerate(names) for block in self.blocks(name)]
+            tensors = [block.tensor for _, block in blocks]
+            boxes = BoxTable.of([(n, block.spec.stored(block.box)) for n, block in blocks])
+            memory = BufferTable.of([block.memory for _, block in blocks], boxes.shape)
+        is_lost = [not each.is_addressable for each in tensors]
+        return boxes, replace_columns(memory, device=np.where(is_lost, NOWHERE, memory.device))
+
+    @cached_property
+    def _memory(self) -> BufferTable:
+        """Where the model's own tensors lie."""
+        return BufferTable.of([each.memory for each in self._tensors.values()])
 
     def boxes(self, name: str) -> Sequence[Box]:
         return [block.box for block in self.blocks(name)]
@@ -172,23 +211,24 @@ class Model:
 
     def check_writable(self) -> None:
         """Raise SpecError for read-only memory, overlapping tensors, and values in tuples."""
-        buffers: dict[str, Buffer] = {}
-        keys: set[tuple[object, ...]] = set()
-        for name, tensor in self._tensors.items():
-            buffer, key = tensor.memory, tensor.memory_key
-            if not buffer.nbytes or key not in keys:
-                keys.add(key)  # a second name for the same elements is a tie, no overlap
-                buffers[name] = buffer
+        buffers = {name: tensor.memory for name, tensor in self._tensors.items()}
         frozen = [name for name, buffer in buffers.items() if not buffer.is_writable]
         if frozen:
             raise SpecError(f"{len(frozen)} tensors are read-only memory: {listed(frozen)}")
-        folded = [name for name, buffer in buffers.items() if buffer.is_folded]
+        names = list(buffers)
+        strided = [names[row] for row in np.flatnonzero(~self._memory.is_contiguous).tolist()]
+        folded = [name for name in strided if buffers[name].is_folded]
         if folded:
             raise SpecError(
                 f"{len(folded)} tensors show an element more than once by their strides: "
                 f"{listed(folded)}"
             )
-        if overlap := first_overlap(buffers) or self._filled_twice():
+        near = [names[row] for row in np.flatnonzero(self._memory.has_neighbour_inside).tolist()]
+        first: dict[object, str] = {}  # a second name for the same elements is a tie, no overlap
+        for name in near:
+            first.setdefault(self._tensors[name].memory_key, name)
+        meeting = {name: buffers[name] for name in first.values()}
+        if overlap := first_overlap(meeting) or self._filled_twice():
             raise SpecError(
                 f"{overlap[0]!r} and {overlap[1]!r} share some of their memory and are not the "
                 f"same tensor; filling one would change the other"
@@ -202,9 +242,11 @@ class Model:
 
     def _filled_twice(self) -> tuple[str, str] | None:
         """Return two names, not a tie, that share memory of one tensor; None if there are none."""
+        if all(isinstance(each, Tensor) for each in self._held.values()):
+            return None  # two whole tensors at one place are a tie
         held: dict[tuple[object, ...], list[tuple[str, Box]]] = {}
-        for name, blocks in self._blocks.items():
-            for block in blocks:
+        for name in self._held:
+            for block in self.blocks(name):
                 if block.place.num_elements:
                     held.setdefault(block.tensor.memory_key, []).append((name, block.place))
         for each in held.values():
@@ -245,7 +287,7 @@ def adapt(
     the model may have no tensor at all.
     """
     tensors: dict[str, Tensor] = {}
-    blocks: dict[str, list[ModelBlock]] = {}
+    held: dict[str, Held] = {}
     cut_names, absent = [], []
     values: dict[str, Leaf] = {}
     paths: dict[str, Path] = {}
@@ -261,13 +303,17 @@ def adapt(
                 f"not empty, of at most {MAX_NAME_CHARS} characters"
             )
         try:
-            cut = None if type(leaf) in plain else _cut_of(leaf)
+            if type(leaf) in plain:
+                tensors[name] = held[name] = torch_module.plain_tensor(leaf)
+                continue
+            cut = _cut_of(leaf)
             if cut is not None and not cut.blocks:
                 absent.append(name)
                 continue
             tensor = tensor_of(leaf if cut is None else cut.local)
             if tensor is not None:
-                tensors[name], blocks[name] = tensor, _blocks(tensor, cut)
+                tensors[name] = tensor
+                held[name] = tensor if cut is None else _blocks(tensor, cut)
         except SpecError as error:
             error.note(f"tensor {name!r}")
             raise
@@ -283,10 +329,10 @@ def adapt(
                 f"a layout is given, and {len(cut_names)} tensors carry their own: "
                 f"{listed(cut_names)}"
             )
-        blocks = _laid_out(tensors, layout())
+        held = _laid_out(tensors, layout())
     return Model(
         tensors,
-        blocks,
+        held,
         values,
         paths,
         thing,
@@ -305,8 +351,8 @@ def partial_names(model: Model) -> list[str]:
     found = [
         name
         for name, spec in model.manifest.tensors.items()
-        if (blocks := model.blocks(name))[0].box.shape != spec.shape
-        and sum(block.box.num_elements for block in blocks) < prod(spec.shape)
+        if not model.is_whole(name)
+        and sum(block.box.num_elements for block in model.blocks(name)) < prod(spec.shape)
     ]
     return [*found, *model.absent]
 
@@ -326,15 +372,40 @@ def undeclared_shards(thing: object) -> list[str]:
     ]
 
 
+def _ties(held: Mapping[str, Held]) -> dict[str, str]:
+    """Return the names that show the same elements as an earlier name, with that name."""
+    firsts = [each if isinstance(each, Tensor) else each[0].tensor for each in held.values()]
+    addresses = [each.memory.address for each in firsts]
+    times = Counter(addresses)
+    first: dict[object, str] = {}
+    tied = {}
+    for (name, each), address in zip(held.items(), addresses, strict=True):
+        if times[address] == 1:
+            continue
+        blocks = [_whole_block(each)] if isinstance(each, Tensor) else each
+        key = (
+            blocks[0].spec.shape,
+            *((block.box, block.place, *block.tensor.memory_key) for block in blocks),
+        )
+        if any(block.box.num_elements for block in blocks) and key in first:
+            tied[name] = first[key]
+        else:
+            first[key] = name
+    return tied
+
+
+def _whole_block(tensor: Tensor) -> ModelBlock:
+    here = Box.whole(tensor.spec.shape)
+    return ModelBlock(tensor.spec, here, tensor, here)
+
+
 def _cut_of(leaf: object) -> Cut | None:
     found = (each.cut_of(leaf) for each in (sharded, torch_module, paddle_layer))
     return next((each for each in found if each is not None), None)
 
 
-def _blocks(tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
+def _blocks(tensor: Tensor, cut: Cut) -> list[ModelBlock]:
     spec, here = tensor.spec, Box.whole(tensor.spec.shape)
-    if cut is None:
-        return [ModelBlock(spec, here, tensor, here)]
     if spec.dtype.bits < 8:
         raise SpecError(f"a shard of packed {spec.dtype}; view it as uint8")
     places = [place for _, place in cut.blocks if place.num_elements]
@@ -346,9 +417,7 @@ def _blocks(tensor: Tensor, cut: Cut | None) -> list[ModelBlock]:
     return [ModelBlock(whole, box, tensor, place) for box, place in cut.blocks]
 
 
-def _laid_out(
-    tensors: Mapping[str, Tensor], held: Mapping[str, Local]
-) -> dict[str, list[ModelBlock]]:
+def _laid_out(tensors: Mapping[str, Tensor], held: Mapping[str, Local]) -> dict[str, Held]:
     """Return the blocks of each whole tensor, by a layout of the model's own tensors."""
     if unknown := tensors.keys() - held.keys():
         raise PlanError(f"the layout does not speak of {len(unknown)} tensors: {listed(unknown)}")
@@ -364,4 +433,4 @@ def _laid_out(
         for each in local.held:
             block = ModelBlock(each.spec, each.box, tensors[name], each.place)
             blocks.setdefault(each.name, []).append(block)
-    return blocks
+    return dict(blocks)

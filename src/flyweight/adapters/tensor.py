@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from flyweight.memory import Buffer, Bytes, Staging
 from flyweight.spec.manifest import TensorSpec
@@ -29,8 +30,7 @@ class Device(Protocol):
         """Wait until everything that this thread wrote to the device has arrived."""
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor's spec, and where its elements lie."""
 
     spec: TensorSpec
@@ -42,8 +42,12 @@ class Tensor:
     @property
     def buffer(self) -> Buffer | None:
         """Its memory, on the host or on a CUDA device; None on other devices."""
-        is_known = self.device is None or self.device.name.startswith("cuda")
-        return self.memory if is_known else None
+        return self.memory if self.is_addressable else None
+
+    @property
+    def is_addressable(self) -> bool:
+        """True if the host or a CUDA device can copy by the address."""
+        return self.device is None or self.device.name.startswith("cuda")
 
     @property
     def memory_key(self) -> tuple[object, ...]:

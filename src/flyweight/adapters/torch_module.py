@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any, TypeGuard, cast
 
 from flyweight.adapters.sharded import Cut, cut_blocks
@@ -22,6 +22,8 @@ from flyweight.spec.box import Box
 from flyweight.spec.dtype import BY_TORCH, DType
 from flyweight.spec.manifest import TensorSpec
 
+_GROUP = 512
+_SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
 _PINNED_SHELF_BYTES = 128 << 20  # pinning is slow, and pinned memory is scarce: keep a little
 
 
@@ -78,6 +80,12 @@ def is_tensor(thing: object) -> TypeGuard[Any]:
     return torch is not None and isinstance(thing, torch.Tensor)
 
 
+def tensors_among(things: Iterable[object]) -> list[Any]:
+    """Return those that are torch's tensors."""
+    torch = _torch()
+    return [] if torch is None else [each for each in things if isinstance(each, torch.Tensor)]
+
+
 def plain_types() -> tuple[type, ...]:
     """Return the types of tensors that are neither cut nor wrapped."""
     torch = _torch()
@@ -87,22 +95,26 @@ def plain_types() -> tuple[type, ...]:
 def tensor_of(leaf: object) -> Tensor | None:
     if not is_tensor(leaf):
         return None
-    tensor = leaf
-    if type(tensor) not in plain_types():
-        _check_type(tensor)
+    if type(leaf) not in plain_types():
+        _check_type(leaf)
+    return plain_tensor(leaf)
+
+
+def plain_tensor(tensor: Any) -> Tensor:
+    """Return a tensor that has memory of its own; each call of torch counts, there may be many."""
     if tensor.is_nested:
         raise SpecError("nested tensor: its pieces have shapes of their own")
     if tensor.is_conj() or tensor.is_neg():
         raise SpecError("lazily conjugated or negated tensor; call .resolve_conj().resolve_neg()")
-    dtype, device = _kind(tensor.dtype, tensor.layout, tensor.device)
-    spec, items, strides = _layout(dtype, tuple(tensor.shape), tensor.stride())
+    spec, items, strides, width, device = _kind(
+        tensor.dtype, tensor.layout, tensor.device, tensor.shape, tensor.stride()
+    )
     address = tensor.data_ptr()
     if not address and spec.nbytes:
         raise SpecError("tensor whose memory was freed: its storage has no bytes")
     # Not the tensor itself: it drops its memory when its `data` is set to another tensor.
     owner, number = tensor.detach(), None if device is None else tensor.get_device()
-    memory = Buffer(address, items, strides, spec.item_bytes, owner, device=number)
-    return Tensor(spec, memory, device)
+    return Tensor(spec, Buffer(address, items, strides, width, owner, True, number), device)
 
 
 def _check_type(tensor: Any) -> None:
@@ -114,28 +126,76 @@ def _check_type(tensor: Any) -> None:
         raise SpecError(f"{type(tensor).__name__} is not a plain tensor; pass its local tensor")
 
 
-@lru_cache(maxsize=256)  # models have many tensors, and few kinds and layouts of them
-def _kind(dtype: Any, layout: Any, device: Any) -> tuple[DType, TorchDevice | None]:
+@dataclass(frozen=True)
+class TorchDevice:
+    """A device that the CPU cannot reach. Copies are queued on the current stream."""
+
+    device: Any
+
+    @cached_property
+    def name(self) -> str:
+        return str(self.device)
+
+    @property
+    def staging(self) -> Staging | None:
+        return _pinned_staging()
+
+    def read(self, block: Buffer, into: Bytes, *, should_wait: bool) -> None:
+        there, here = _pair(block, into)
+        here.copy_(there, non_blocking=self._is_cuda)
+        if should_wait:
+            self.settle()
+
+    def write(self, block: Buffer, data: Bytes) -> None:
+        there, here = _pair(block, data)
+        there.copy_(here, non_blocking=self._is_cuda)
+
+    def settle(self) -> None:
+        torch = _torch()
+        if self._is_cuda:
+            # An event, not the stream: other threads keep queueing on that.
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(self.device))
+            event.synchronize()
+
+    @property
+    def _is_cuda(self) -> bool:
+        """True if copies are asynchronous, and an event can wait for them."""
+        return bool(self.device.type == "cuda")
+
+
+_Kind = tuple[TensorSpec, tuple[int, ...], tuple[int, ...], int, TorchDevice | None]
+
+
+@lru_cache(maxsize=1024)  # models have many tensors, and few kinds of them
+def _kind(dtype: Any, layout: Any, device: Any, shape: Any, strides: tuple[int, ...]) -> _Kind:
+    """Return a tensor's spec, its shape in items with their strides and width in bytes, its device.
+
+    The device is None if the CPU can reach the memory.
+    """
     found = BY_TORCH.get(str(dtype).removeprefix("torch."))
     if layout != _torch().strided or found is None:
         raise SpecError(f"torch tensor of layout {layout} and dtype {dtype}")
     if device.type == "meta":
         raise SpecError("tensor on the meta device has no memory; call .to_empty(device=...)")
-    return found, None if device.type == "cpu" else TorchDevice(device)
+    items = tuple(shape)
+    spec = TensorSpec(found, _elements(found, items))
+    strides = tuple([spec.item_bytes * stride for stride in strides])
+    return spec, items, strides, spec.item_bytes, _device(device)
 
 
-@lru_cache(maxsize=1024)
-def _layout(
-    dtype: DType, items: tuple[int, ...], strides: tuple[int, ...]
-) -> tuple[TensorSpec, tuple[int, ...], tuple[int, ...]]:
-    """Return a tensor's spec, and its shape in items with their strides in bytes."""
-    shape = items
-    if dtype.bits < 8:  # torch counts packed bytes, we count elements
-        if not shape:
-            raise SpecError(f"scalar of packed dtype {dtype}")
-        shape = (*shape[:-1], shape[-1] * 8 // dtype.bits)
-    spec = TensorSpec(dtype, shape)
-    return spec, items, tuple([spec.item_bytes * stride for stride in strides])
+def _elements(dtype: DType, items: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape in elements: torch counts packed bytes."""
+    if dtype.bits >= 8:
+        return items
+    if not items:
+        raise SpecError(f"scalar of packed dtype {dtype}")
+    return (*items[:-1], items[-1] * 8 // dtype.bits)
+
+
+@cache
+def _device(device: Any) -> TorchDevice | None:
+    return None if device.type == "cpu" else TorchDevice(device)
 
 
 def empty(spec: TensorSpec, device: str) -> Any:
@@ -189,44 +249,6 @@ def cut_of(leaf: object) -> Cut | None:
     return Cut(local, shape, cut_blocks(shape, cuts + after))
 
 
-@dataclass(frozen=True)
-class TorchDevice:
-    """A device that the CPU cannot reach. Copies are queued on the current stream."""
-
-    device: Any
-
-    @property
-    def name(self) -> str:
-        return str(self.device)
-
-    @property
-    def staging(self) -> Staging | None:
-        return _pinned_staging()
-
-    def read(self, block: Buffer, into: Bytes, *, should_wait: bool) -> None:
-        there, here = _pair(block, into)
-        here.copy_(there, non_blocking=self._is_cuda)
-        if should_wait:
-            self.settle()
-
-    def write(self, block: Buffer, data: Bytes) -> None:
-        there, here = _pair(block, data)
-        there.copy_(here, non_blocking=self._is_cuda)
-
-    def settle(self) -> None:
-        torch = _torch()
-        if self._is_cuda:
-            # An event, not the stream: other threads keep queueing on that.
-            event = torch.cuda.Event(blocking=True)
-            event.record(torch.cuda.current_stream(self.device))
-            event.synchronize()
-
-    @property
-    def _is_cuda(self) -> bool:
-        """True if copies are asynchronous, and an event can wait for them."""
-        return bool(self.device.type == "cuda")
-
-
 def _pair(block: Buffer, data: Bytes) -> tuple[Any, Any]:
     """Return a block of a tensor on its device, and the bytes on the host in the same shape."""
     tensor, here, width = cast(Any, block.owner), _torch().from_numpy(data), block.item_bytes
@@ -236,6 +258,96 @@ def _pair(block: Buffer, data: Bytes) -> tuple[Any, Any]:
     strides = [stride // width for stride in block.strides]
     there = tensor.as_strided(block.shape, strides, start)
     return there, here.view(tensor.dtype).reshape(block.shape)
+
+
+class PlainTensors:
+    """Where plain tensors lie, very many of them, to be compared in every round.
+
+    Goes through them in groups that stay in a core's cache from one question to the next.
+    """
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        found = list({id(each): each for each in tensors}.values())
+        self._groups = [tuple(found[n : n + _GROUP]) for n in range(0, len(found), _GROUP)]
+        self._addresses = list(map(_addresses, self._groups))
+        kinds: dict[object, object] = {}  # few: no need to keep one for each tensor
+        self._layouts = [
+            [kinds.setdefault(each, each) for each in _layouts(group)] for group in self._groups
+        ]
+        self._guards: list[Callable[..., bool] | None] = [None] * len(self._groups)
+        self._num_checks = 0
+
+    @property
+    def places(self) -> object:
+        """Equal for tensors with the same elements at the same addresses."""
+        return self._addresses, self._layouts
+
+    def have_same_addresses(self) -> bool:
+        return all(map(eq, map(_addresses, self._groups), self._addresses))
+
+    def have_same_layouts(self) -> bool:
+        """True if all tensors still have their shapes, strides and dtypes."""
+        for n, (group, guard) in enumerate(zip(self._groups, self._guards, strict=True)):
+            if guard is None or not guard(*group):
+                if _layouts(group) != self._layouts[n]:
+                    return False
+                if self._num_checks > 1:  # not while a replica joins
+                    self._guards[n] = _guard(group)
+        self._num_checks += 1
+        return True
+
+
+def _addresses(tensors: Sequence[Any]) -> list[int]:
+    return list(map(_torch().Tensor.data_ptr, tensors))
+
+
+def _layouts(tensors: Sequence[Any]) -> list[object]:
+    kind = _torch().Tensor
+    return [*map(kind.stride, tensors), *map(_SHAPE_AND_DTYPE, tensors)]
+
+
+def _guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """Return a function that is True only for these tensors with their layouts; None without one.
+
+    It is False also for what does not matter, as a new `requires_grad`.
+    """
+    guards = _tensor_guards()
+    if guards is None:
+        return None
+    sizes = [_as_list(each.shape) for each in tensors]
+    strides = [_as_list(each.stride()) for each in tensors]
+    check: Callable[..., bool] = guards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    ).check
+    return check
+
+
+@lru_cache(maxsize=1024)
+def _as_list(sizes: tuple[int, ...]) -> list[int]:
+    """Return one list for all tensors of a shape: the collector of cycles would visit each."""
+    return list(sizes)
+
+
+@cache
+def _tensor_guards() -> Any:
+    """Return torch's own class for such functions, if it sees every change that matters.
+
+    The class is torch.compile's. It is several times as fast as questions to each tensor.
+    """
+    torch = _torch()
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards
+        for change in ("t", "flatten", "int", "clone"):
+            tensor = torch.zeros(2, 2)
+            check = guards(tensor, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]]).check
+            if not check(tensor):
+                return None
+            tensor.data = getattr(tensor, change)()
+            if check(tensor) != (change == "clone"):
+                return None
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
+    return guards
 
 
 def touched(tensors: Sequence[object]) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from flyweight.cuda.copies import tensor_at
 from flyweight.cuda.copy_tasks import split

@@ -27,7 +27,7 @@ from flyweight.cuda.copy_tasks import run_bytes
 from flyweight.cuda.digest_kernel import DeviceDigests
 from flyweight.digest import SMALL_BYTES, Digest, DigestKind, Words, short_digests, small_digests
 from flyweight.errors import TransferTimeout
-from flyweight.memory import Buffer, Bytes, Items
+from flyweight.memory import Buffer, Bytes, Items, collector_paused
 from flyweight.memory_table import HOST, BufferTable, Integers
 from flyweight.spec.box import blocks, strides_of
 from flyweight.worker_threads import run_on_threads
@@ -141,53 +141,55 @@ class _SmallBlocks:
     """Contiguous blocks of the host, small and maybe very many: run by C, batch after batch."""
 
     def __init__(self, sink: BufferTable, source: BufferTable | None = None) -> None:
-        self._kept = sink, source
-        self._sinks: list[int] = sink.address.tolist()
-        self._sources: list[int] = [] if source is None else source.address.tolist()
-        self._sizes: list[int] = sink.nbytes.tolist()
+        self._sink, self._source = sink, source
         batch = np.cumsum(sink.nbytes) // _BATCH_BYTES
         cuts = (np.flatnonzero(np.diff(batch)) + 1).tolist() if len(sink) else []
         self._batches = list(pairwise([0, *cuts, len(sink)])) if len(sink) else []
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._sink)
+
+    @cached_property
+    def _moves(self) -> tuple[list[int], list[int], list[int]]:
+        """Where each block goes, where it comes from, and its bytes."""
+        assert self._source is not None
+        sizes: list[int] = self._sink.nbytes.tolist()
+        return self._sink.address.tolist(), self._source.address.tolist(), sizes
 
     @cached_property
     def _views(self) -> list[Any]:
         """Each block's bytes, for the hash; made when they are first digested."""
-        kinds = {size: ctypes.c_char * size for size in set(self._sizes)}
-        pairs = zip(self._sizes, self._sinks, strict=True)
-        return [kinds[size].from_address(address) for size, address in pairs]
+        sizes: list[int] = self._sink.nbytes.tolist()
+        view_at = {size: (ctypes.c_char * size).from_address for size in set(sizes)}
+        pairs = zip(sizes, self._sink.address.tolist(), strict=True)
+        with collector_paused():
+            return [view_at[size](address) for size, address in pairs]
 
     def run(
         self, deadline: float, on_progress: Callable[[int], None], *, should_hash: bool
-    ) -> tuple[list[int], float]:
-        """Copy the blocks; return the hash of each if it should, and the seconds that took."""
-        found: list[int] = []
+    ) -> tuple[Words, float]:
+        """Copy the blocks; return the hash of each if it should, and the seconds that took.
+
+        Blocks without a source are only hashed.
+        """
+        hashes: Words = np.zeros(len(self), np.uint64)
         spent = 0.0
         for first, end in self._batches:
             _check_time(deadline, len(self))
-            sizes = self._sizes[first:end]
-            copies = map(ctypes.memmove, self._sinks[first:end], self._sources[first:end], sizes)
-            deque(copies, maxlen=0)
-            on_progress(sum(sizes))
+            if self._source is not None:
+                sinks, sources, sizes = (each[first:end] for each in self._moves)
+                deque(map(ctypes.memmove, sinks, sources, sizes), maxlen=0)
+                on_progress(sum(sizes))
             if should_hash:
                 started = perf_counter()
-                found += map(xxhash.xxh3_64_intdigest, self._views[first:end])
+                found = map(xxhash.xxh3_64_intdigest, self._views[first:end])
+                hashes[first:end] = np.fromiter(found, np.uint64, end - first)
                 spent += perf_counter() - started
-        return found, spent
+        return hashes, spent
 
     def bytes(self) -> list[Bytes]:
         """Return each block's bytes, in place."""
         return [np.frombuffer(view, np.uint8) for view in self._views]
-
-    def hashes(self, deadline: float) -> list[int]:
-        """Return the hash of each block."""
-        found: list[int] = []
-        for first, end in self._batches:
-            _check_time(deadline, len(self))
-            found += map(xxhash.xxh3_64_intdigest, self._views[first:end])
-        return found
 
 
 class PreparedCopies:
@@ -351,8 +353,9 @@ class PreparedDigests:
     def __init__(self, memory: BufferTable) -> None:
         self._memory = memory
         is_host, is_small = memory.device == HOST, memory.nbytes <= SMALL_BYTES
-        self._flat = np.flatnonzero(is_host & is_small & memory.is_contiguous)
-        self._hashed = _SmallBlocks(memory.take(self._flat))
+        is_flat = is_host & is_small & memory.is_contiguous
+        self._flat = np.flatnonzero(is_flat)
+        self._hashed = _SmallBlocks(memory.take(is_flat))
         self._small = np.flatnonzero(is_host & is_small & ~memory.is_contiguous)
         self._strided = [memory.buffer(row).items() for row in self._small.tolist()]
         self._large = np.flatnonzero(is_host & ~is_small)
@@ -389,7 +392,8 @@ class PreparedDigests:
         for row, each in running.items():
             found[row] = each.value()
         if kind == "xxh3":
-            found[self._flat] = short_digests(sizes[self._flat], self._hashed.hashes(deadline))
+            hashes, _ = self._hashed.run(deadline, lambda nbytes: None, should_hash=True)
+            found[self._flat] = short_digests(sizes[self._flat], hashes)
         else:
             found[self._flat] = small_digests(self._hashed.bytes(), kind)
         found[self._small] = small_digests(list(map(_bytes, self._strided)), kind)

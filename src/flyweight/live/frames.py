@@ -6,6 +6,8 @@ msgpack, so that two versions of the library can still tell each other that they
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from hashlib import blake2b
 from typing import TypeVar
 
 import msgspec
@@ -38,10 +40,12 @@ from flyweight.live.messages import (
     Write,
 )
 from flyweight.live.rank_messages import Ended, Hold, HoldsCopy, Offered, Ready, Released, Start
+from flyweight.memory import collector_paused
 
 PROTOCOL = 4
 MAX_MESSAGE_BYTES = 256 << 20
 _MAGIC = b"fw"
+_LARGE_BYTES = 1 << 20  # a list of very many tensors
 
 FromReplica = (
     Hello
@@ -91,6 +95,14 @@ def encode(message: Message) -> bytes:
     return _MAGIC + bytes([PROTOCOL]) + _ENCODER.encode(message)
 
 
+def digest_of(want: Want) -> bytes:
+    """Return a hash that is equal for replicas that want the same, and for no others."""
+    found = blake2b(encode(msgspec.structs.replace(want, tensors=())))
+    for first in range(0, len(want.tensors), 1024):
+        found.update(_ENCODER.encode(want.tensors[first : first + 1024]))
+    return found.digest()
+
+
 def decode_from_replica(frame: bytes) -> FromReplica:
     return _decode(_FROM_REPLICA, frame)
 
@@ -114,6 +126,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frame: bytes) -> Message
             f"version of flyweight on both"
         )
     try:
-        return decoder.decode(memoryview(frame)[3:])
+        with collector_paused() if len(frame) > _LARGE_BYTES else nullcontext():
+            return decoder.decode(memoryview(frame)[3:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
         raise TransportError(f"cannot decode a message of {len(frame)} bytes: {cause}") from cause

@@ -41,6 +41,10 @@ class LoaderSink:
     def is_current(self) -> bool:
         return bool(self.specs)
 
+    def is_in_place(self) -> bool:
+        """Return True: a loader finds the weights itself."""
+        return True
+
     def check(self) -> None:
         """Do nothing: a loader makes its own tensors."""
 

@@ -60,7 +60,7 @@ class Members:
         self._watchers: dict[bytes, float] = {}
         self._refused: dict[str, ReplicaReport] = {}
         """The replicas that were refused since the last publish, by name."""
-        self._agreements: dict[messages.Want, Agreement] = {}
+        self._agreements: dict[bytes, Agreement] = {}
         self._wants: SimpleQueue[tuple[Member, messages.Want] | None] = SimpleQueue()
         # Not in the connection's thread: a plan takes a while, and heartbeats must go on.
         self._planner = threading.Thread(
@@ -368,14 +368,16 @@ class Members:
                 self._refuse_member(member, PeerFailed(f"{type(error).__name__}: {error}"))
             else:
                 self._agree(member, agreement)
+            del asked, want  # a list of names, until the next replica comes
 
     def _agreed(self, want: messages.Want) -> Agreement:
         # Most replicas want the same, and a plan for many tensors takes a while.
-        if want not in self._agreements:
+        key = frames.digest_of(want)  # the names of all tensors would take much memory
+        if key not in self._agreements:
             agreement = self._sources.blocks.plan(want)
             self._agreements = dict(list(self._agreements.items())[-_MAX_AGREEMENTS:])
-            self._agreements[want] = agreement
-        return self._agreements[want]
+            self._agreements[key] = agreement
+        return self._agreements[key]
 
     def _agree(self, member: Member, agreement: Agreement) -> None:
         with self.changed:

@@ -23,11 +23,9 @@ from flyweight.live.message_tables import Boxes, packed
 from flyweight.live.messages import Tensor, Want
 from flyweight.live.remote_source import Arrivals, RemoteSource
 from flyweight.live.replica_round import ReplicaRound, SinkResult
-from flyweight.memory import Buffer
+from flyweight.memory import collector_paused
 from flyweight.memory_table import HOST as HOST_MEMORY
-from flyweight.memory_table import BufferTable
-from flyweight.plans.copy_table import BoxTable
-from flyweight.spec.box import Box
+from flyweight.memory_table import NOWHERE, BufferTable
 from flyweight.spec.manifest import Leaf, Manifest, TensorSpec
 from flyweight.spec.model_layout import ModelLayout
 
@@ -59,6 +57,8 @@ class MemorySink:
         self._identity: Identity | None = None
         self._prepared: _PreparedRound | None = None
         self._devices: list[int] = []
+        self._is_told = False
+        """True once the framework knows that the tensors were written in this round."""
 
     @property
     def has_devices(self) -> bool:
@@ -67,11 +67,19 @@ class MemorySink:
     def is_current(self) -> bool:
         return self._identity is not None and self._identity.is_same()
 
+    def is_in_place(self) -> bool:
+        return self._identity is not None and self._identity.is_in_place()
+
     def check(self) -> None:
         if self._layout is None:
-            adapt(self._thing).check_writable()
+            with collector_paused():
+                adapt(self._thing).check_writable()
 
     def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
+        with collector_paused():
+            return self._want(tensors, tied)
+
+    def _want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
         found = Identity(self._thing)
         if self._layout is None:
             model = adapt(self._thing)
@@ -81,26 +89,18 @@ class MemorySink:
             whole = {**tensors, **{name: tensors[tied[name]] for name in tied}}
             model = adapt(self._thing, lambda: layout.locals(whole, rank))
         model.check_writable()
-        specs: list[Tensor] = []
-        boxes: list[tuple[int, Box]] = []
-        buffers: list[Buffer] = []
-        for name in _wanted_names(model.manifest, tensors, tied):
-            spec = model.manifest.spec(name)
-            for block in model.blocks(name):
-                if block.buffer is None:
-                    raise PlanError(f"{name!r} is on a device that cannot be written in place")
-                buffers.append(block.buffer)
-                boxes.append((len(specs), spec.stored(block.box)))
-            specs.append(Tensor.of(name, spec))
+        names = list(_wanted_names(model.manifest, tensors, tied))
+        boxes, memory = model.tables(names)
+        if len(lost := np.flatnonzero(memory.device == NOWHERE)):
+            name = names[boxes.tensor[lost[0]]]
+            raise PlanError(f"{name!r} is on a device that cannot be written in place")
         self._forget()
-        table = BoxTable.of(boxes)
-        self._model, self._identity = model, found
-        self._memory = BufferTable.of(buffers, table.shape)
+        self._model, self._identity, self._memory = model, found, memory
         places, place = np.unique(self._memory.device, return_inverse=True)
         self._devices = [int(device) for device in places if device != HOST_MEMORY]
         return Want(
-            tuple(specs),
-            Boxes.of(table),
+            tuple([Tensor.of(name, model.manifest.spec(name)) for name in names]),
+            Boxes.of(boxes),
             tuple(HOST if each == HOST_MEMORY else driver.uuid(int(each)) for each in places),
             packed(place),
             self._may_leave,
@@ -115,7 +115,9 @@ class MemorySink:
 
     def touched(self) -> None:
         assert self._model is not None
-        self._model.touched()
+        if not self._is_told:
+            self._model.touched()
+            self._is_told = True
 
     def receive(self, round_: ReplicaRound) -> SinkResult:
         begin, prepared = round_.begin, self._prepare(round_.source)
@@ -129,6 +131,9 @@ class MemorySink:
         started = perf_counter()
         round_.touch()
         prepared.mapped.start()
+        self._is_told = False
+        if self._devices and not prepared.buckets:
+            self.touched()  # while the devices copy
         if digests is not None and not prepared.buckets and prepared.mapped.is_ordered:
             digests.last.start()  # the device digests as soon as it has copied
         run = partial(
@@ -153,7 +158,8 @@ class MemorySink:
         last = self._prepared
         if last is None or (last.source, last.generation) != (source, source.generation):
             self._forget()
-            last = self._prepared = _PreparedRound(source, self._memory, self._copiers)
+            with collector_paused():
+                last = self._prepared = _PreparedRound(source, self._memory, self._copiers)
         return last
 
     def _forget(self) -> None:
@@ -189,10 +195,12 @@ class _PreparedRound:
         copies = source.copies
         self.targets = memory.regions(copies.sink, copies.sink_offset, copies.shape)
         low, _ = memory.spans
-        _, block, times = np.unique(
-            np.stack([memory.device, low]), axis=1, return_inverse=True, return_counts=True
-        )
-        self.is_double = (times[block.reshape(-1)] > 1)[copies.sink] & (source.copy_bytes > 0)
+        order = np.lexsort((low, memory.device))
+        is_next = (np.diff(low[order]) == 0) & (np.diff(memory.device[order]) == 0)
+        is_shared = np.zeros(len(memory), bool)
+        is_shared[order[1:]] |= is_next
+        is_shared[order[:-1]] |= is_next
+        self.is_double = is_shared[copies.sink] & (source.copy_bytes > 0)
         """Which copies go to memory that another tensor of the publisher goes to as well."""
         self.has_doubles = bool(self.is_double.any())
         self._digests: dict[DigestKind, _RoundDigests] = {}
@@ -263,10 +271,14 @@ def _wanted_names(
 
     If their bytes differ, the digests of the memory that they share cannot all be right.
     """
-    aliases: dict[str, list[str]] = {name: [name] for name in manifest.tensors}
+    aliases: dict[str, list[str]] = {}
     for alias, name in manifest.tied.items():
-        aliases[name].append(alias)
-    for names in aliases.values():
+        aliases.setdefault(name, [name]).append(alias)
+    for only in manifest.tensors:
+        if only not in aliases:
+            yield only
+            continue
+        names = aliases[only]
         known = [name for name in names if name in tensors or name in tied]
         seen = set()
         for name in known or names[:1]:

@@ -28,7 +28,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
     pass
 
 
-class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A whole tensor: its name, dtype and shape."""
 
     name: str

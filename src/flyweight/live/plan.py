@@ -59,4 +59,23 @@ def common_places(places: Sequence[str], others: Sequence[str]) -> Integers:
 
 def whole_boxes(specs: Sequence[TensorSpec]) -> BoxTable:
     """Return one box for each tensor, which is all of it, in items."""
-    return BoxTable.of([(n, spec.stored(Box.whole(spec.shape))) for n, spec in enumerate(specs)])
+    kinds, kind = _kinds(specs)
+    table = BoxTable.of([(n, spec.stored(Box.whole(spec.shape))) for n, spec in enumerate(kinds)])
+    return BoxTable(np.arange(len(specs)), table.offset[kind], table.shape[kind])
+
+
+def item_bytes(specs: Sequence[TensorSpec]) -> Integers:
+    """Return the width of the items of each tensor."""
+    kinds, kind = _kinds(specs)
+    return np.array([spec.item_bytes for spec in kinds], np.int64)[kind]
+
+
+def _kinds(specs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], Integers]:
+    """Return the different specs, as far as they are one object, and the number of each tensor's.
+
+    A model has very many tensors and few kinds of them.
+    """
+    ids = list(map(id, specs))
+    kinds = dict(zip(ids, specs, strict=True))
+    number = {key: n for n, key in enumerate(kinds)}
+    return list(kinds.values()), np.array([number[key] for key in ids], np.int64)

@@ -14,6 +14,7 @@ import numpy as np
 
 from flyweight.adapters.identity import Identity
 from flyweight.adapters.model import adapt
+from flyweight.adapters.tree import reshard
 from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
 from flyweight.errors import DigestMismatch, PlanError, listed
@@ -21,7 +22,7 @@ from flyweight.formats.stored import Stored
 from flyweight.live.copies import Copiers
 from flyweight.live.lanes import Offers, Transports
 from flyweight.live.source import HeldCopy, PublishedSource, Regions, Share
-from flyweight.memory import Buffer
+from flyweight.memory import Buffer, collector_paused
 from flyweight.spec.manifest import Leaf
 
 DigestKey = tuple[Share, DigestKind]
@@ -73,8 +74,9 @@ class PublishedModel:
         """Read the names and shapes of a model's tensors; `open` offers them."""
         self.stored = thing if isinstance(thing, Stored) else None
         self.thing, self.copiers = thing, Copiers()
-        self.source = PublishedSource.of(self.stored or adapt(thing), self.copiers)
-        self._identity = None if self.stored else Identity(thing)
+        with collector_paused():
+            self.source = PublishedSource.of(self.stored or adapt(thing), self.copiers)
+            self._identity = None if self.stored else Identity(thing)
         self._held: tuple[HeldCopy, Offers] | None = None
 
     def open(self, transports: Transports, num_dims: int = 1) -> None:
@@ -87,10 +89,12 @@ class PublishedModel:
 
     def refresh(self) -> bool:
         """Look at the model's tensors; return True if they are others, which are offered then."""
+        reshard(self.thing)  # a forward may have put whole tensors in the place of shards
         if self._identity is not None and self._identity.is_same():
             return False
-        identity = Identity(self.thing)
-        source = PublishedSource.of(adapt(self.thing), self.copiers, self._num_dims)
+        with collector_paused():
+            identity = Identity(self.thing)
+            source = PublishedSource.of(adapt(self.thing), self.copiers, self._num_dims)
         if not source.has_same_blocks(self.source):
             raise PlanError(
                 "the model has other tensors than when its publisher was made; make a new publisher"

@@ -23,9 +23,9 @@ from flyweight.live.messages import (
     Memory,
     Want,
 )
-from flyweight.live.plan import Holders, common_places, plan, whole_boxes
+from flyweight.live.plan import Holders, common_places, item_bytes, plan, whole_boxes
 from flyweight.live.source import row_major
-from flyweight.memory import Buffer
+from flyweight.memory import Buffer, collector_paused
 from flyweight.memory_table import HOST, BufferTable, Integers
 from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.manifest import TensorSpec
@@ -73,26 +73,27 @@ class RemoteSource:
             self._boxes = agreed.sources.table(whole_boxes(specs))
         except SpecError as cause:
             raise TransportError(f"the publisher describes no blocks: {cause}") from cause
-        widths = np.array([spec.item_bytes for spec in specs], np.int64)
-        self._item_bytes = widths[self._boxes.tensor]
+        self._item_bytes = item_bytes(specs)[self._boxes.tensor]
         wanted = [each.name for each in want.tensors]
-        wholes = whole_boxes([each.spec() for each in want.tensors])
-        self.sinks: BoxTable = want.blocks.table(wholes)
+        with collector_paused():
+            wholes = whole_boxes([each.spec() for each in want.tensors])
+            self.sinks: BoxTable = want.blocks.table(wholes)
         place, sink_place = numbers(agreed.place), numbers(want.place)
         holders = Holders(numbers(agreed.rank), place)
         if not len(place) == len(holders.rank) == len(self._boxes):
             raise TransportError(f"{len(self._boxes)} blocks have {len(place)} devices")
         self._check_index(place, len(agreed.places), "device")
         self._check_index(holders.rank, MAX_RANKS, "rank")
-        self.copies = plan(
-            list(tensors),
-            tied,
-            self._boxes,
-            holders,
-            wanted=wanted,
-            sinks=self.sinks,
-            sink_places=common_places(agreed.places, want.places)[sink_place],
-        )
+        with collector_paused():
+            self.copies = plan(
+                list(tensors),
+                tied,
+                self._boxes,
+                holders,
+                wanted=wanted,
+                sinks=self.sinks,
+                sink_places=common_places(agreed.places, want.places)[sink_place],
+            )
         self.copy_bytes: Integers = self.copies.num_items * self._item_bytes[self.copies.source]
         self.nbytes = int(self.copy_bytes.sum())
         self._transports = transports

@@ -336,7 +336,7 @@ class Replica:
         if options.before is not None:
             options.before(version)
         round_.check_running()  # the call may have taken long
-        if self._sink.is_current():
+        if self._sink.is_in_place():  # once the version is here, everything is checked
             round_.wait_write()
             return True
         replaced = VersionError(f"{_REPLACED} before version {version} was copied")

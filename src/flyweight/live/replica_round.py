@@ -267,6 +267,9 @@ class UpdateSink(Protocol):
     def is_current(self) -> bool:
         """True while the tensors are those that `want` returned."""
 
+    def is_in_place(self) -> bool:
+        """True while their memory can be written: a faster check, which ignores strides."""
+
     def check(self) -> None:
         """Raise SpecError if its tensors cannot be written, before there is a publisher."""
 

@@ -20,6 +20,7 @@ from flyweight.digest import Digest, DigestKind, Words
 from flyweight.errors import TransferTimeout
 from flyweight.formats.stored import Stored, whole_digest
 from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
+from flyweight.live.plan import item_bytes
 from flyweight.memory import Buffer
 from flyweight.memory_table import HOST, NOWHERE, BufferTable, Integers
 from flyweight.plans.buckets import PieceTable
@@ -108,26 +109,25 @@ class PublishedSource:
 
         num_dims: the least number of dims of the tables; those of all ranks must have the same.
         """
-        boxes: list[tuple[int, Box]] = []
-        buffers: list[Buffer | None] = []
-        for number, (name, spec) in enumerate(source.manifest.tensors.items()):
-            if isinstance(source, Model):
-                for block in source.blocks(name):
-                    boxes.append((number, spec.stored(block.box)))
-                    buffers.append(block.buffer)
-            else:
-                found = [(number, spec.stored(box)) for box in source.boxes(name)]
-                boxes += found
-                buffers += [None] * len(found)
-        table = BoxTable.of(boxes)
-        table = table.widened(max(num_dims, table.num_dims))
-        return cls(source, table, BufferTable.of(buffers, table.shape), copiers)
+        tensors = source.manifest.tensors
+        if isinstance(source, Model):
+            boxes, memory = source.tables(list(tensors))
+        else:
+            boxes = BoxTable.of(
+                [
+                    (number, spec.stored(box))
+                    for number, (name, spec) in enumerate(tensors.items())
+                    for box in source.boxes(name)
+                ]
+            )
+            memory = BufferTable.of([None] * len(boxes), boxes.shape)
+        num_dims = max(num_dims, boxes.num_dims)
+        return cls(source, boxes.widened(num_dims), memory.widened(num_dims), copiers)
 
     @cached_property
     def item_bytes(self) -> Integers:
         """The width of the items of each block."""
-        widths = [spec.item_bytes for spec in self.tensors.values()]
-        return np.array(widths, np.int64)[self.boxes.tensor]
+        return item_bytes(list(self.tensors.values()))[self.boxes.tensor]
 
     @cached_property
     def nbytes(self) -> Integers:

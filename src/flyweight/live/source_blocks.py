@@ -19,9 +19,9 @@ from flyweight.errors import PlanError, SpecError, listed
 from flyweight.formats.stored import Stored, same_bytes
 from flyweight.live.message_tables import Boxes, numbers, packed
 from flyweight.live.messages import Agreed, Tensor, Want
-from flyweight.live.plan import Holders, common_places, plan, whole_boxes
+from flyweight.live.plan import Holders, common_places, item_bytes, plan, whole_boxes
 from flyweight.live.source import PublishedSource, Regions, Share, aligned_starts, row_major
-from flyweight.memory import Buffer
+from flyweight.memory import Buffer, collector_paused
 from flyweight.memory_table import HOST, BufferTable, Integers
 from flyweight.plans.copy_table import BoxTable, CopyTable
 from flyweight.plans.fit import check_fit
@@ -105,8 +105,7 @@ class SourceBlocks:
     @cached_property
     def item_bytes(self) -> Integers:
         """The width of the items of each block."""
-        widths = [spec.item_bytes for spec in self.tensors.values()]
-        return np.array(widths, np.int64)[self.boxes.tensor]
+        return item_bytes(list(self.tensors.values()))[self.boxes.tensor]
 
     def name_of(self, block: int) -> str:
         """Return the name of a block's tensor."""
@@ -120,6 +119,10 @@ class SourceBlocks:
 
     def plan(self, want: Want) -> Agreement:
         """Return the copies that fill what a replica wants; raise PlanError if none can."""
+        with collector_paused():
+            return self._plan(want)
+
+    def _plan(self, want: Want) -> Agreement:
         wanted = {each.name: each.spec() for each in want.tensors}
         if len(wanted) != len(want.tensors):
             raise PlanError(f"{len(want.tensors)} tensors are wanted by {len(wanted)} names")
@@ -183,12 +186,10 @@ class SourceBlocks:
     def copied_memory(self, rank: int, copy: Buffer) -> BufferTable:
         """Return where the blocks of a rank lie in the copy that it holds."""
         held = self._held[rank]
-        widths = np.array([spec.item_bytes for spec in held.tensors.values()], np.int64)
         boxes = held.boxes.widened(self.boxes.num_dims)
-        item_bytes = widths[boxes.tensor]
-        return row_major(
-            copy, aligned_starts(boxes.num_items * item_bytes), boxes.shape, item_bytes
-        )
+        widths = item_bytes(list(held.tensors.values()))[boxes.tensor]
+        starts = aligned_starts(boxes.num_items * widths)
+        return row_major(copy, starts, boxes.shape, widths)
 
     def joined_copy(self, own: PublishedSource, memories: Sequence[BufferTable]) -> PublishedSource:
         """Return all blocks as a source, from the memory of each rank's blocks."""

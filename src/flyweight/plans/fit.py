@@ -17,7 +17,7 @@ def check_fit(
     *,
     source: str,
     sink: str,
-    is_same: IsSame = lambda name, have, want: have == want,
+    is_same: IsSame = lambda name, have, want: have is want or have == want,
 ) -> None:
     """Raise DTypeMismatch or ShapeMismatch, naming all tensors that differ, if there are any.
 

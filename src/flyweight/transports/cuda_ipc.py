@@ -14,11 +14,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 from weakref import WeakValueDictionary
 
 import msgspec
+from msgspec.structs import replace
 
 from flyweight.cuda import driver
 from flyweight.digest import Words
