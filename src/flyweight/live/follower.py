@@ -33,7 +33,7 @@ from flyweight.live.replica_connection import ReplicaConnection
 from flyweight.live.report import Lease, PublishReport
 from flyweight.live.source import Regions, Share
 from flyweight.live.source_part import WantedShare, fill_in_turn, offer_shares
-from flyweight.live.sources import remember
+from flyweight.live.source_rank import remember
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.fd_passing import FdServer
 from flyweight.transports.shared_memory import SharedMemoryTransport

@@ -11,34 +11,26 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from logging import getLogger
-from queue import SimpleQueue
 from time import monotonic
 
-import msgspec
-
 from flyweight.errors import FlyweightError, PeerFailed, PeerLost, PeerRefused, TransferTimeout
-from flyweight.events import emit
 from flyweight.forks import call_in_child
 from flyweight.host import birth_of
 from flyweight.live import frames, messages
 from flyweight.live.address import Claim
 from flyweight.live.connection import HEARTBEATS, Connection
 from flyweight.live.member import Member, MemberRound, by_replica, joined_request
-from flyweight.live.report import ReplicaReport
+from flyweight.live.news import EventThread, Watchers
+from flyweight.live.planner import Planner
+from flyweight.live.report import RefusedReplicas, ReplicaReport
 from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import Sources
 from flyweight.ranks.decision import RoundDecisions
 from flyweight.transports.fd_passing import FdServer
 
-_MAX_AGREEMENTS = 15
-_WATCHER_SECONDS = 5.0
-"""The shortest silence for which a watcher is given up: watchers do not know `silence_seconds`."""
-_LISTENER_SECONDS = 2.0
-_MAX_REFUSED = 100
 _log = getLogger("flyweight.live")
 
 
@@ -54,24 +46,10 @@ class Members:
         """The version that was published last."""
         self.has_failed = False
         """True once the connection's thread has ended by an error."""
-        self._is_closed = False
+        self._has_started = self._is_closed = False
         self.decisions: RoundDecisions | None = None
         """What is decided for replicas of several ranks; None if there were none."""
-        self._watchers: dict[bytes, float] = {}
-        self._refused: dict[str, ReplicaReport] = {}
-        """The replicas that were refused since the last publish, by name."""
-        self._agreements: dict[bytes, Agreement] = {}
-        self._wants: SimpleQueue[tuple[Member, messages.Want] | None] = SimpleQueue()
-        # Not in the connection's thread: a plan takes a while, and heartbeats must go on.
-        self._planner = threading.Thread(
-            target=self._answer_wants, name="flyweight-plans", daemon=True
-        )
-        self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # A daemon: a listener that never returns must not keep the process alive.
-        self._announcer = threading.Thread(
-            target=self._emit_events, name="flyweight-events", daemon=True
-        )
-        self._news = messages.News(None, 0, "idle", 0, 0.0, "", ())
+        self._refused = RefusedReplicas()
         self.connection = Connection(
             claim.address.endpoint,
             is_publisher=True,
@@ -81,6 +59,7 @@ class Members:
             on_unreachable=partial(self._lose, error=PeerLost("it accepts no messages")),
             on_failure=self._on_failure,
         )
+        self._watchers = Watchers(self.connection.send)
         call_in_child(self._replace_lock)
 
     def _replace_lock(self) -> None:
@@ -97,19 +76,15 @@ class Members:
         on_request: called with the ranks of each replica that requests a version.
         """
         self._sources, self._files, self._on_request = sources, files, on_request
-        self._news = msgspec.structs.replace(self._news, version=self.version)
-        self._announcer.start()
-        self._planner.start()
+        self._has_started = True
+        self._watchers.set_version(self.version)
+        self._events = EventThread()
+        self._planner = Planner(sources.blocks.plan, self._agree, self._refuse_member)
         self.connection.start()
 
     def announce(self, kind: str, **fields: int | float | str | None) -> None:
-        """Emit an event in another thread: an error of a listener must not end the connection."""
-        self._events.put(partial(emit, kind, **fields))
-
-    def _emit_events(self) -> None:
-        while (event := self._events.get()) is not None:
-            with suppress(Exception):  # listeners belong to the user
-                event()
+        """Emit an event in another thread."""
+        self._events.emit(kind, **fields)
 
     # Requests and rounds.
 
@@ -171,8 +146,7 @@ class Members:
     def refuse_round(self, member: Member, error: FlyweightError) -> ReplicaReport:
         """Tell a replica that a round cannot serve it; return that for the trainer."""
         self.fail(member, error)
-        pid = member.hello.pid
-        return ReplicaReport(member.name, pid, 0, 0.0, 0.0, 0.0, "nothing", error)
+        return _failed(member, error)
 
     def reserve(self, ranks: Sequence[Member]) -> None:
         """Reserve the ranks of a replica for the round that answers their requests."""
@@ -214,10 +188,9 @@ class Members:
         seconds: float,
     ) -> None:
         """Tell watchers what the publisher does."""
-        nbytes = sum(each.agreement.nbytes for each in progress)
-        lanes = "+".join(sorted({each.begin.strategy for each in progress}))
-        self._news = messages.News(version, round_, state, nbytes, seconds, lanes, ())
-        self._send_news()
+        with self.changed:
+            self._watchers.set_state(round_, version, state, progress, seconds)
+            self._watchers.send(self.by_id.values())
 
     def close(self) -> None:
         """Disconnect all replicas. Safe to repeat."""
@@ -225,18 +198,18 @@ class Members:
             if self._is_closed:
                 return
             self._is_closed = True
+            if not self._has_started:
+                self.connection.close()
+                return
             followers = [each.id for each in self._sources.followers if each.id]
-            for id in (*self.by_id, *self._watchers, *followers):
+            for id in (*self.by_id, *self._watchers.ids, *followers):
                 self.connection.send(messages.Bye("the publisher was closed"), id)
             self.by_id.clear()
         self.connection.close()
         if self.decisions is not None:
             self.decisions.close()
-        self._wants.put(None)
-        self._events.put(None)
-        for thread in (self._planner, self._announcer):
-            if thread.ident is not None:
-                thread.join(_LISTENER_SECONDS)
+        self._planner.close()
+        self._events.close()
 
     # Messages from replicas, in the connection's thread.
 
@@ -251,9 +224,9 @@ class Members:
             return
         with self.changed:
             if id in self._watchers:
-                self._watchers[id] = monotonic()
+                self._watchers.seen(id)
                 if isinstance(message, messages.Bye):
-                    del self._watchers[id]
+                    self._watchers.remove(id)
             elif isinstance(message, messages.Hello):
                 self._on_hello(id, message)
             elif (follower := self._sources.follower(id)) is not None:
@@ -276,8 +249,8 @@ class Members:
             self.connection.send(messages.Refusal("PeerRefused", text), id)
             return
         if hello.role == "watcher":
-            self._watchers[id] = monotonic()
-            self._send_news()
+            self._watchers.seen(id)
+            self._watchers.send(self.by_id.values())
             return
         blocks = self._sources.blocks
         if hello.role == "source":
@@ -324,7 +297,7 @@ class Members:
     def _on_message(self, member: Member, message: frames.FromReplica) -> None:
         match message:
             case messages.Want():
-                self._wants.put((member, message))
+                self._planner.add(member, message)
             case messages.Ask():
                 if member.agreement is None:
                     text = "a Want must come before the first Ask"
@@ -353,31 +326,7 @@ class Members:
             case _:
                 pass
 
-    # Plans, in a thread of their own.
-
-    def _answer_wants(self) -> None:
-        """Answer what replicas want with an agreement, one after the other."""
-        while (asked := self._wants.get()) is not None:
-            member, want = asked
-            try:
-                agreement = self._agreed(want)
-            except FlyweightError as error:
-                self._refuse_member(member, error)
-            except Exception as error:  # an error in our own code, which must not end the thread
-                _log.exception("the plan for replica %s failed", member.name)
-                self._refuse_member(member, PeerFailed(f"{type(error).__name__}: {error}"))
-            else:
-                self._agree(member, agreement)
-            del asked, want  # a list of names, until the next replica comes
-
-    def _agreed(self, want: messages.Want) -> Agreement:
-        # Most replicas want the same, and a plan for many tensors takes a while.
-        key = frames.digest_of(want)  # the names of all tensors would take much memory
-        if key not in self._agreements:
-            agreement = self._sources.blocks.plan(want)
-            self._agreements = dict(list(self._agreements.items())[-_MAX_AGREEMENTS:])
-            self._agreements[key] = agreement
-        return self._agreements[key]
+    # Plans, which a thread of their own makes.
 
     def _agree(self, member: Member, agreement: Agreement) -> None:
         with self.changed:
@@ -385,30 +334,25 @@ class Members:
                 return  # it has gone meanwhile
             member.agreement = agreement
             member.lists_sent = None
-            self._refused.pop(member.name, None)
+            self._refused.remove(member.name)
             self._send(member, self._sources.blocks.agreed)
             self.changed.notify_all()
         pid = member.hello.pid
         self.announce("replica.joined", name=member.name, pid=pid, nbytes=agreement.nbytes)
-        self._send_news()
+        with self.changed:
+            self._watchers.send(self.by_id.values())
 
     def _refuse_member(self, member: Member, error: FlyweightError) -> None:
         """Tell a replica why it is refused, and the trainer with the next publish."""
         with self.changed:
             if self.by_id.get(member.id) is member:
-                pid = member.hello.pid
-                report = ReplicaReport(member.name, pid, 0, 0.0, 0.0, 0.0, "nothing", error)
-                self._refused.pop(member.name, None)
-                self._refused[member.name] = report
-                while len(self._refused) > _MAX_REFUSED:
-                    del self._refused[next(iter(self._refused))]
+                self._refused.add(_failed(member, error))
                 self._refuse(member.id, error)
 
     def take_refused(self) -> list[ReplicaReport]:
         """Return the replicas that were refused since the last call."""
         with self.changed:
-            found, self._refused = list(self._refused.values()), {}
-            return found
+            return self._refused.take()
 
     # Lost replicas.
 
@@ -434,7 +378,7 @@ class Members:
 
     def _lose(self, id: bytes, error: FlyweightError) -> None:
         with self.changed:
-            self._watchers.pop(id, None)
+            self._watchers.remove(id)
             if (follower := self._sources.follower(id)) is not None:
                 self._sources.lose(follower, error)
             member = self.by_id.pop(id, None)
@@ -445,7 +389,7 @@ class Members:
                 member.round.lose(error)
             pid = member.hello.pid
             self.announce("replica.lost", name=member.name, pid=pid, error=str(error))
-            self._send_news()
+            self._watchers.send(self.by_id.values())
             self.changed.notify_all()
 
     def _on_heartbeat(self, now: float) -> None:
@@ -465,28 +409,10 @@ class Members:
                     self._sources.lose(follower, TransferTimeout(text))
                 elif follower.id:
                     self.connection.send(messages.Tick(), follower.id)
-            for id, last_seen in list(self._watchers.items()):
-                if now - max(last_seen, awake) > max(self._silence_seconds, _WATCHER_SECONDS):
-                    del self._watchers[id]
-            self._send_news()
-
-    def _send_news(self) -> None:
-        if not self._watchers:
-            return
-        with self.changed:
-            replicas = tuple(_news_of(each) for each in self.by_id.values() if each.agreement)
-            news = msgspec.structs.replace(self._news, replicas=replicas)
-            for id in list(self._watchers):  # a watcher that is unreachable is removed meanwhile
-                self.connection.send(news, id)
+            self._watchers.remove_silent(now, self._silence_seconds, awake)
+            self._watchers.send(self.by_id.values())
 
 
-def _news_of(member: Member) -> messages.ReplicaNews:
-    return messages.ReplicaNews(
-        member.name,
-        member.hello.pid,
-        member.state,
-        member.version,
-        member.nbytes,
-        member.seconds,
-        member.error,
-    )
+def _failed(member: Member, error: FlyweightError) -> ReplicaReport:
+    pid = member.hello.pid
+    return ReplicaReport(member.name, pid, 0, 0.0, 0.0, 0.0, "nothing", error)

@@ -31,7 +31,7 @@ from flyweight.live.address import Address
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
 from flyweight.live.messages import MAX_RANKS, Ask, Want
-from flyweight.live.replica_connection import Reconnect
+from flyweight.live.reconnect import Reconnect
 from flyweight.live.replica_round import ReplicaRound, UpdateOptions, UpdateSink
 from flyweight.live.report import TIMEOUT_SECONDS, check_verified
 from flyweight.ports import UpdateReport, Weights

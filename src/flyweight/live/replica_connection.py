@@ -1,8 +1,8 @@
 """A replica's connection to its publisher: joins, requests versions, and receives messages.
 
 Messages of the publisher wait in an inbox for the thread that runs the update; heartbeats are
-handled by the connection's own thread. A watcher has such a connection too, and does not join.
-`Reconnect` keeps a replica joined to the publisher at its address, also if the publisher restarts.
+handled by the connection's own thread. Watchers and the other ranks of a publisher have such a
+connection too, and do not join.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from time import monotonic, sleep
+from time import monotonic
 from typing import Literal, TypeVar
 
 from flyweight.errors import (
@@ -38,7 +38,6 @@ from flyweight.transports.shared_memory import SharedMemoryTransport
 
 HEARTBEAT_SECONDS = 1.0
 _MIN_ANSWER_SECONDS = 0.1
-_RETRY_SECONDS = 0.02
 
 MessageT = TypeVar("MessageT", bound=frames.FromPublisher)
 ChooseTensors = Callable[[Mapping[str, TensorSpec], Mapping[str, str]], messages.Want]
@@ -327,89 +326,3 @@ class ReplicaConnection:
             if self._error is None:
                 self._error = error
             self._changed.notify_all()
-
-
-class Reconnect:
-    """Keeps a replica joined: makes another connection when one is lost."""
-
-    def __init__(
-        self,
-        address: Address,
-        token: str | None,
-        name: str,
-        ranks: tuple[int, int],
-        *,
-        choose: ChooseTensors,
-        is_current: Callable[[], bool],
-    ) -> None:
-        """Remember what to connect with.
-
-        ranks: which rank of the replica this is, and how many there are.
-        choose: says which tensors to request; `is_current`, whether that is still right.
-        """
-        self._address, self._token, self._name, self._ranks = address, token, name, ranks
-        self._choose, self._is_current = choose, is_current
-        self._joining: ReplicaConnection | None = None
-        self._is_open = True
-        self.connection: ReplicaConnection | None = None
-        """The connection that has joined last, if it was not closed since."""
-
-    def joined(self, deadline: float, is_over: Callable[[], bool]) -> ReplicaConnection:
-        """Return a connection that has joined; wait for a publisher if necessary."""
-        while True:
-            connection = self.connection
-            if connection is not None and not connection.is_lost and self._is_current():
-                return connection
-            self.disconnect()
-            try:
-                return self.connect(deadline, is_over)
-            except (PeerLost, TransferTimeout) as error:
-                is_late = monotonic() + _RETRY_SECONDS > deadline
-                if is_late or is_over() or not self._is_open:
-                    raise TransferTimeout(f"no publisher came in time: {error}") from error
-                sleep(_RETRY_SECONDS)
-
-    def connect(self, deadline: float, is_over: Callable[[], bool]) -> ReplicaConnection:
-        """Join the publisher; raise PeerLost if there is none."""
-
-        def is_ended() -> bool:
-            return is_over() or not self._is_open
-
-        connection = self._joining = ReplicaConnection(
-            self._address,
-            self._token,
-            self._name,
-            rank=self._ranks[0],
-            num_ranks=self._ranks[1],
-            deadline=deadline,
-            is_over=is_ended,
-        )
-        try:
-            connection.join(self._choose, deadline, is_ended)
-        except BaseException:
-            connection.disconnect("could not agree")
-            raise
-        finally:
-            self._joining = None
-        self.connection = connection
-        return connection
-
-    def wake(self) -> None:
-        """Make a thread that waits for a message call its `is_over`."""
-        for connection in (self._joining, self.connection):
-            if connection is not None:
-                connection.wake()
-
-    def disconnect(self) -> None:
-        """Close the connection, if there is one; its memory is unmapped."""
-        if self.connection is not None:
-            connection, self.connection = self.connection, None
-            connection.close()
-
-    def end(self) -> None:
-        """Make no more connections, and end waits in other threads; memory stays mapped."""
-        self._is_open = False
-        self.wake()
-        connection = self.connection
-        if connection is not None:
-            connection.disconnect()

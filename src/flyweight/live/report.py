@@ -14,6 +14,7 @@ from flyweight.ports import UpdateReport
 
 TIMEOUT_SECONDS = 30.0
 _MAX_REASONS = 5
+_MAX_REFUSED = 100
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,27 @@ class ReplicaReport:
     @property
     def gb_per_second(self) -> float:
         return self.nbytes / 1e9 / max(self.seconds, 1e-9)
+
+
+class RefusedReplicas:
+    """The replicas that were refused since the last publish, by name; the latest are kept."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, ReplicaReport] = {}
+
+    def add(self, report: ReplicaReport) -> None:
+        self.remove(report.name)
+        self._reports[report.name] = report
+        while len(self._reports) > _MAX_REFUSED:
+            del self._reports[next(iter(self._reports))]
+
+    def remove(self, name: str) -> None:
+        self._reports.pop(name, None)
+
+    def take(self) -> list[ReplicaReport]:
+        """Return all of them, and forget them."""
+        found, self._reports = list(self._reports.values()), {}
+        return found
 
 
 @dataclass(frozen=True)

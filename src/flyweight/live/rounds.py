@@ -22,6 +22,7 @@ from flyweight.errors import (
     PlanError,
     TransferTimeout,
 )
+from flyweight.live.joined_offer import RoundOffer
 from flyweight.live.lanes import (
     MAPPED,
     BucketSlots,
@@ -35,7 +36,7 @@ from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel, PublishedVersion
 from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import Agreement
-from flyweight.live.sources import RoundOffer, Sources
+from flyweight.live.sources import Sources
 from flyweight.verbs.find import open_source, versions
 
 _log = getLogger("flyweight.live")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import monotonic
 from weakref import WeakKeyDictionary
 
@@ -29,6 +29,7 @@ from flyweight.errors import (
 from flyweight.live import messages
 from flyweight.live.address import Address
 from flyweight.live.frames import FromReplica
+from flyweight.live.joined_offer import RoundOffer, joined_digests, joined_memory
 from flyweight.live.lanes import (
     BucketSlots,
     Offers,
@@ -36,73 +37,20 @@ from flyweight.live.lanes import (
     Transports,
     new_memory_number,
 )
-from flyweight.live.message_tables import Pieces, Places, numbers, packed
-from flyweight.live.messages import Handle, Memory, Message
+from flyweight.live.messages import Memory, Message
 from flyweight.live.published_model import PublishedVersion
-from flyweight.live.rank_messages import (
-    Ended,
-    HoldsCopy,
-    Offered,
-    Ready,
-    ShareOffer,
-    ShareTable,
-    Start,
-    StartedShare,
-)
+from flyweight.live.rank_messages import Ended, HoldsCopy, Offered, Ready, ShareOffer, Start
 from flyweight.live.report import PublishReport
 from flyweight.live.running_round import RunningRound
-from flyweight.live.source import PublishedSource, Share
+from flyweight.live.source import PublishedSource
 from flyweight.live.source_blocks import Agreement, SourceBlocks
 from flyweight.live.source_part import WantedShare, offer_shares
-from flyweight.memory_table import Integers
+from flyweight.live.source_rank import SourceRank
 from flyweight.plans.shares import agreed_values
-from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.shared_memory import SharedMemoryHandle, SharedMemoryTransport
 
 GOING_SECONDS = 1.0
-REMEMBERED_SHARES = 64
-"""How many shares a follower remembers; rank 0 knows which, as both see the same messages."""
-
-
-@dataclass(frozen=True, eq=False)
-class RoundOffer:
-    """What all source ranks offer one replica for a round."""
-
-    strategy: str
-    is_mapped: bool
-    """True if the replica reads the memory of this process's model itself."""
-    lists: int
-    """The number of `memory`."""
-    memory: Memory
-    digest_kind: DigestKind
-    digests: bytes
-    error: FlyweightError | None = None
-    """Why the replica cannot be served."""
-
-
-@dataclass(eq=False)
-class SourceRank:
-    """A rank other than 0."""
-
-    rank: int
-    id: bytes = b""
-    """The id of its connection; empty before it has connected."""
-    line: str = ""
-    last_seen: float = 0.0
-    files: FdConnection | None = None
-    ready: int | None = None
-    """The version that it publishes and that is not over yet."""
-    missed: Ended | None = None
-    """The publish that failed before it was ready."""
-    offered: Offered | None = None
-    copy: HoldsCopy | None = None
-    shares: dict[int, Share] = field(default_factory=dict)
-    """The shares that it remembers, the latest last."""
-    memory: dict[int, tuple[int, Memory]] = field(default_factory=dict)
-    """The memory that it has offered for each share, and its number."""
-    keys: set[str] = field(default_factory=set)
-    """The files of its memory that this process passes on."""
 
 
 class Sources:
@@ -284,7 +232,9 @@ class Sources:
             memories = [own.source.memory]
             for follower, copy in zip(self.followers, copies, strict=True):
                 assert follower.files is not None
-                self._pass_on_files(follower)  # also keeps a file open: only so it can be offered
+                follower.pass_on_files(
+                    self._files
+                )  # also keeps a file open: only so it can be offered
                 memory = SharedMemoryTransport(fd_connection=follower.files).open(copy.handle)
                 memories.append(self.blocks.copied_memory(follower.rank, memory))
             source = self.blocks.joined_copy(own.source, memories)
@@ -338,7 +288,7 @@ class Sources:
         kinds = [each.digest_kind(is_source_on_host=is_on_host) for each in agreements]
         if is_shared:
             for follower in self.followers:
-                shares = self._started_shares(follower, agreements, kinds)
+                shares = follower.started_shares(agreements, kinds)
                 follower.offered = None
                 start = Start(number, version.version, shares, timeout_seconds)
                 self._send(start, follower.id)
@@ -378,31 +328,6 @@ class Sources:
     def _is_on_host(self) -> bool:
         return not any(self.blocks.place_names)
 
-    @staticmethod
-    def _started_shares(
-        follower: SourceRank, agreements: Sequence[Agreement], kinds: Sequence[DigestKind]
-    ) -> tuple[StartedShare, ...]:
-        """Return the shares of a round that read a rank, with tables of those it does not know."""
-        wanted = [
-            (agreement.shares[follower.rank][1], kind)
-            for agreement, kind in zip(agreements, kinds, strict=True)
-            if follower.rank in agreement.shares
-        ]
-        known = set(follower.shares)
-        for share, _ in wanted:
-            remember(follower.shares, share)
-        for forgotten in follower.memory.keys() - follower.shares.keys():
-            del follower.memory[forgotten]
-        return tuple(
-            StartedShare(
-                share.number,
-                kind,
-                follower.memory.get(share.number, (0, None))[0],
-                None if share.number in known else share_table(share),
-            )
-            for share, kind in wanted
-        )
-
     def _take_offers(
         self,
         follower: SourceRank,
@@ -420,19 +345,7 @@ class Sources:
                 if offer.memory is not None:
                     follower.memory[share.number] = offer.lists, offer.memory
                 parts[agreement][rank] = offer
-        self._pass_on_files(follower)
-
-    def _pass_on_files(self, follower: SourceRank) -> None:
-        """Offer the files of a rank's memory under the keys that they have there."""
-        assert follower.files is not None
-        needed = {key for _, memory in follower.memory.values() for key in _keys(memory)}
-        if follower.copy is not None:
-            needed.add(follower.copy.handle.key)
-        for key in needed - follower.keys:
-            self._files.offer(follower.files.fetch(key), key)
-        for key in follower.keys - needed:
-            self._files.release(key)
-        follower.keys = needed
+        follower.pass_on_files(self._files)
 
     def _join(
         self,
@@ -442,13 +355,14 @@ class Sources:
         *,
         is_shared: bool,
     ) -> RoundOffer:
-        """Return the offers of all ranks as one."""
+        """Return the offers of all ranks for one replica as one."""
         errors = [each.error for each in parts.values() if each.error]
         lanes = {lane for each in parts.values() for lane in each.strategy.split("+")}
         strategy = "+".join(sorted(lanes - {"nothing"})) or "nothing"
-        if errors:
-            error = PlanError(errors[0])
-            return RoundOffer("nothing", False, 0, _NOTHING, kind, b"", error)
+        num_dims, error = self.blocks.boxes.num_dims, PlanError(errors[0]) if errors else None
+        if error is not None:
+            nothing = joined_memory({}, self.num_ranks, num_dims)
+            return RoundOffer("nothing", False, 0, nothing, kind, b"", error)
         if self.num_ranks == 1:
             (each,) = parts.values()
             assert each.memory is not None
@@ -456,62 +370,18 @@ class Sources:
         key = tuple((rank, each.lists) for rank, each in parts.items())
         last = self._joined.get(agreement)
         if last is None or last[0] != key:
-            memory = self._joined_memory(agreement, parts)
-            last = self._joined[agreement] = key, new_memory_number(), memory
-        digests = np.zeros(len(agreement.copies), np.uint64)
-        for rank, each in parts.items():
-            rows = agreement.shares[rank][0] if is_shared else np.arange(len(digests))
-            if each.digests:
-                if len(each.digests) != 8 * len(rows):
-                    raise PeerFailed(f"source rank {rank} has digested other copies")
-                digests[rows] = np.frombuffer(each.digests, np.uint64)
-        found = digests.tobytes() if self._should_verify else b""
-        is_mapped = 0 in parts and parts[0].is_mapped
-        return RoundOffer(strategy, is_mapped, last[1], last[2], kind, found)
-
-    def _joined_memory(self, agreement: Agreement, parts: Mapping[int, ShareOffer]) -> Memory:
-        handles: list[Handle] = []
-        slots: dict[int, Handle] = {}
-        bucket_slots: dict[int, int] = {}
-        places: list[tuple[Integers, ...]] = []
-        pieces: list[tuple[Integers, ...]] = []
-        num_dims, count = self.blocks.boxes.num_dims, self.num_ranks
-        for rank, offer in parts.items():
-            memory = offer.memory
-            if memory is None:
-                share = agreement.shares[rank][1]
-                _, memory = self.followers[rank - 1].memory[share.number]
-            found, piece = memory.places, memory.pieces
-            places.append(
-                (
-                    numbers(found.source),
-                    numbers(found.handle) + len(handles),
-                    numbers(found.start),
-                    numbers(found.strides, num_dims),
-                )
-            )
-            pieces.append(
-                (
-                    numbers(piece.bucket) * count + rank,
-                    numbers(piece.source),
-                    numbers(piece.offset, num_dims),
-                    numbers(piece.shape, num_dims),
-                    numbers(piece.at),
-                )
-            )
-            handles += memory.handles
-            slots |= {slot * count + rank: handle for slot, handle in memory.slots.items()}
-            bucket_slots |= {
-                bucket * count + rank: slot * count + rank
-                for bucket, slot in memory.bucket_slots.items()
+            memories = {
+                rank: each.memory or self.followers[rank - 1].memory_of(agreement)
+                for rank, each in parts.items()
             }
-        return Memory(
-            tuple(handles),
-            Places(num_dims, *(packed(np.concatenate(each)) for each in zip(*places, strict=True))),
-            slots,
-            bucket_slots,
-            Pieces(num_dims, *(packed(np.concatenate(each)) for each in zip(*pieces, strict=True))),
-        )
+            memory = joined_memory(memories, self.num_ranks, num_dims)
+            last = self._joined[agreement] = key, new_memory_number(), memory
+        count, digests = len(agreement.copies), b""
+        if self._should_verify:
+            shared = {rank: rows for rank, (rows, _) in agreement.shares.items()}
+            digests = joined_digests(parts, shared if is_shared else {0: np.arange(count)}, count)
+        is_mapped = 0 in parts and parts[0].is_mapped
+        return RoundOffer(strategy, is_mapped, last[1], last[2], kind, digests)
 
     def close(self) -> None:
         """Disconnect from the files of the other ranks. Safe to repeat."""
@@ -519,45 +389,3 @@ class Sources:
         for each in self.followers:
             if each.files is not None:
                 each.files.close()
-
-
-_NOTHING = Memory((), Places(1, b"", b"", b"", b""), {}, {}, Pieces(1, b"", b"", b"", b"", b""))
-
-
-def _keys(memory: Memory) -> set[str]:
-    """Return the keys of the files that memory is fetched by."""
-    found = set()
-    for handle in (*memory.handles, *memory.slots.values()):
-        if isinstance(handle, CudaIpcHandle):
-            found |= {piece.key for piece in handle.pieces}
-            found |= {handle.register} if handle.register else set()
-        else:
-            found.add(handle.key)
-    return found
-
-
-def share_table(share: Share) -> ShareTable:
-    """Return a share as a message."""
-    regions = share.regions
-    return ShareTable(
-        share.number,
-        regions.shape.shape[1],
-        packed(regions.block),
-        packed(regions.offset),
-        packed(regions.shape),
-        packed(share.source),
-        tuple(share.places),
-        packed(share.place),
-        tuple(sorted(share.devices)),
-    )
-
-
-def remember(shares: dict[int, Share], share: Share) -> None:
-    """Remember a share as the latest; forget the one that was not used for longest.
-
-    Rank 0 and a follower call it for the same shares in the same order.
-    """
-    shares.pop(share.number, None)
-    shares[share.number] = share
-    while len(shares) > REMEMBERED_SHARES:
-        del shares[next(iter(shares))]

@@ -1,0 +1,94 @@
+"""The offers of all source ranks for one replica, joined: it sees one list of blocks and buckets.
+
+The buckets and slots of the ranks are numbered in turn: of three ranks, bucket 4 of rank 1 is
+number 13 to the replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flyweight.digest import DigestKind
+from flyweight.errors import FlyweightError, PeerFailed
+from flyweight.live.message_tables import Pieces, Places, numbers, packed
+from flyweight.live.messages import Handle, Memory
+from flyweight.live.rank_messages import ShareOffer
+from flyweight.memory_table import Integers
+
+
+@dataclass(frozen=True, eq=False)
+class RoundOffer:
+    """What all source ranks offer one replica for a round."""
+
+    strategy: str
+    is_mapped: bool
+    """True if the replica reads the memory of this process's model itself."""
+    lists: int
+    """The number of `memory`."""
+    memory: Memory
+    digest_kind: DigestKind
+    digests: bytes
+    error: FlyweightError | None = None
+    """Why the replica cannot be served."""
+
+
+def joined_digests(
+    parts: Mapping[int, ShareOffer], rows: Mapping[int, Integers], num_copies: int
+) -> bytes:
+    """Return the digest of each copy; `rows` has the numbers of the copies of each rank."""
+    digests = np.zeros(num_copies, np.uint64)
+    for rank, each in parts.items():
+        if len(each.digests) != 8 * len(rows[rank]):
+            raise PeerFailed(f"source rank {rank} has digested other copies")
+        digests[rows[rank]] = np.frombuffer(each.digests, np.uint64)
+    return digests.tobytes()
+
+
+def joined_memory(memories: Mapping[int, Memory], num_ranks: int, num_dims: int) -> Memory:
+    """Return the memory of all ranks as one."""
+    handles: list[Handle] = []
+    slots: dict[int, Handle] = {}
+    bucket_slots: dict[int, int] = {}
+    places: list[list[Integers]] = [[] for _ in range(4)]
+    pieces: list[list[Integers]] = [[] for _ in range(5)]
+    for rank, memory in memories.items():
+        found, piece = memory.places, memory.pieces
+        for column, more in zip(
+            places,
+            (
+                numbers(found.source),
+                numbers(found.handle) + len(handles),
+                numbers(found.start),
+                numbers(found.strides, num_dims),
+            ),
+            strict=True,
+        ):
+            column.append(more)
+        for column, more in zip(
+            pieces,
+            (
+                numbers(piece.bucket) * num_ranks + rank,
+                numbers(piece.source),
+                numbers(piece.offset, num_dims),
+                numbers(piece.shape, num_dims),
+                numbers(piece.at),
+            ),
+            strict=True,
+        ):
+            column.append(more)
+        handles += memory.handles
+        slots |= {slot * num_ranks + rank: handle for slot, handle in memory.slots.items()}
+        bucket_slots |= {
+            bucket * num_ranks + rank: slot * num_ranks + rank
+            for bucket, slot in memory.bucket_slots.items()
+        }
+    return Memory(
+        tuple(handles),
+        Places(num_dims, *(b"".join(map(packed, column)) for column in places)),
+        slots,
+        bucket_slots,
+        Pieces(num_dims, *(b"".join(map(packed, column)) for column in pieces)),
+    )

@@ -1,0 +1,122 @@
+"""SourceRank: a rank of a publisher other than 0, as rank 0 sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flyweight.digest import DigestKind
+from flyweight.live.message_tables import packed
+from flyweight.live.messages import Memory
+from flyweight.live.rank_messages import Ended, HoldsCopy, Offered, ShareTable, StartedShare
+from flyweight.live.source import Share
+from flyweight.live.source_blocks import Agreement
+from flyweight.transports.cuda_ipc import CudaIpcHandle
+from flyweight.transports.fd_passing import FdConnection, FdServer
+
+REMEMBERED_SHARES = 64
+"""How many shares a follower remembers; rank 0 knows which, as both see the same messages."""
+
+
+@dataclass(eq=False)
+class SourceRank:
+    """A rank other than 0."""
+
+    rank: int
+    id: bytes = b""
+    """The id of its connection; empty before it has connected."""
+    line: str = ""
+    last_seen: float = 0.0
+    files: FdConnection | None = None
+    ready: int | None = None
+    """The version that it publishes and that is not over yet."""
+    missed: Ended | None = None
+    """The publish that failed before it was ready."""
+    offered: Offered | None = None
+    copy: HoldsCopy | None = None
+    shares: dict[int, Share] = field(default_factory=dict)
+    """The shares that it remembers, the latest last."""
+    memory: dict[int, tuple[int, Memory]] = field(default_factory=dict)
+    """The memory that it has offered for each share, and its number."""
+    keys: set[str] = field(default_factory=set)
+    """The files of its memory that this process passes on."""
+
+    def started_shares(
+        self, agreements: Sequence[Agreement], kinds: Sequence[DigestKind]
+    ) -> tuple[StartedShare, ...]:
+        """Return the shares of a round that read this rank; tables of those it does not know."""
+        wanted = [
+            (agreement.shares[self.rank][1], kind)
+            for agreement, kind in zip(agreements, kinds, strict=True)
+            if self.rank in agreement.shares
+        ]
+        known = set(self.shares)
+        for share, _ in wanted:
+            remember(self.shares, share)
+        for forgotten in self.memory.keys() - self.shares.keys():
+            del self.memory[forgotten]
+        return tuple(
+            StartedShare(
+                share.number,
+                kind,
+                self.memory.get(share.number, (0, None))[0],
+                None if share.number in known else share_table(share),
+            )
+            for share, kind in wanted
+        )
+
+    def memory_of(self, agreement: Agreement) -> Memory:
+        """Return the memory that it has offered for its share of an agreement."""
+        _, share = agreement.shares[self.rank]
+        return self.memory[share.number][1]
+
+    def pass_on_files(self, server: FdServer) -> None:
+        """Offer the files of this rank's memory under the keys that they have there."""
+        assert self.files is not None
+        needed = {key for _, memory in self.memory.values() for key in _keys(memory)}
+        if self.copy is not None:
+            needed.add(self.copy.handle.key)
+        for key in needed - self.keys:
+            server.offer(self.files.fetch(key), key)
+        for key in self.keys - needed:
+            server.release(key)
+        self.keys = needed
+
+
+def _keys(memory: Memory) -> set[str]:
+    """Return the keys of the files that memory is fetched by."""
+    found = set()
+    for handle in (*memory.handles, *memory.slots.values()):
+        if isinstance(handle, CudaIpcHandle):
+            found |= {piece.key for piece in handle.pieces}
+            found |= {handle.register} if handle.register else set()
+        else:
+            found.add(handle.key)
+    return found
+
+
+def share_table(share: Share) -> ShareTable:
+    """Return a share as a message."""
+    regions = share.regions
+    return ShareTable(
+        share.number,
+        regions.shape.shape[1],
+        packed(regions.block),
+        packed(regions.offset),
+        packed(regions.shape),
+        packed(share.source),
+        tuple(share.places),
+        packed(share.place),
+        tuple(sorted(share.devices)),
+    )
+
+
+def remember(shares: dict[int, Share], share: Share) -> None:
+    """Remember a share as the latest; forget the one that was not used for longest.
+
+    Rank 0 and a follower call it for the same shares in the same order.
+    """
+    shares.pop(share.number, None)
+    shares[share.number] = share
+    while len(shares) > REMEMBERED_SHARES:
+        del shares[next(iter(shares))]
