@@ -1,6 +1,6 @@
 """Tensors that a model replaces between, before and during rounds."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -131,6 +131,7 @@ def test_tensors_replaced_while_a_round_runs_fail_it(address, monkeypatch):
     ):
         publisher.publish(1)
         with monkeypatch.context() as patch:
+            delayed(patch, ReplicaRound, "wait_commit", 0.1)
             delayed(patch, ReplicaRound, "wait_commit", 0, lambda *args: replaced(engine, "data"))
             with pytest.raises(VersionError, match="were replaced, or have moved, while version 1"):
                 replica.update(timeout_seconds=10)
@@ -176,3 +177,24 @@ def test_a_version_is_held_whatever_a_request_does_to_buffers_that_are_not_saved
         for length in (2, 3):
             engine(torch.ones(length, 4))
             replica.check_servable()
+
+
+def test_tensors_replaced_in_a_short_round_are_not_claimed_either(address, monkeypatch):
+    """They are looked at once in such a round, and again whenever the version is asked for."""
+    torch = pytest.importorskip("torch")
+    model, engine = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    with (
+        fw.Publisher(model, address, hold=True) as publisher,
+        fw.Replica(engine, address) as replica,
+    ):
+        publisher.publish(1)
+        with monkeypatch.context() as patch:
+            delayed(patch, ReplicaRound, "wait_commit", 0, lambda *args: replaced(engine, "data"))
+            with suppress(VersionError):  # if the round was not so short
+                replica.update(timeout_seconds=10)
+        assert replica.version is None
+        with pytest.raises(VersionError, match="were replaced, or have moved"):
+            replica.check_servable()
+        assert replica.update(timeout_seconds=10).version == 1
+        assert torch.equal(engine.weight, model.weight)
+        replica.check_servable()

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flyweight.adapters.model import Model, partial_names, undeclared_shards
+from flyweight.checks import check_ranks
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.live.address import Address
 from flyweight.live.message_tables import Boxes, numbers, packed
-from flyweight.live.messages import MAX_RANKS, Tensor
+from flyweight.live.messages import Tensor
 from flyweight.live.options import PublisherOptions
 from flyweight.live.plan import whole_boxes
 from flyweight.live.published_model import PublishedModel
@@ -42,10 +43,7 @@ def rendezvous_for(
     if rank is not None or num_ranks is not None:
         if process_group is not None:
             raise SpecError("give a process_group, or rank and num_ranks, not both")
-        if type(num_ranks) is not int or not 1 <= num_ranks <= MAX_RANKS:
-            raise SpecError(f"num_ranks is {num_ranks!r}, expected 1 to {MAX_RANKS}")
-        if type(rank) is not int or not 0 <= rank < num_ranks:
-            raise SpecError(f"rank is {rank!r}, expected 0 to {num_ranks - 1}")
+        rank, num_ranks = check_ranks(rank, num_ranks)
         found = Rendezvous()
         if num_ranks > 1:
             address.make_directory()

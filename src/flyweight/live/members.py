@@ -15,6 +15,7 @@ from functools import partial
 from logging import getLogger
 from time import monotonic
 
+from flyweight.checks import MAX_RANKS
 from flyweight.errors import FlyweightError, PeerFailed, PeerLost, PeerRefused, TransferTimeout
 from flyweight.forks import call_in_child
 from flyweight.host import birth_of
@@ -273,7 +274,7 @@ class Members:
     def _add_member(self, member: Member) -> FlyweightError | None:
         """Accept a replica, or a rank of one; return why it is refused."""
         hello = member.hello
-        if not 1 <= hello.num_ranks <= messages.MAX_RANKS or not 0 <= hello.rank < hello.num_ranks:
+        if not 1 <= hello.num_ranks <= MAX_RANKS or not 0 <= hello.rank < hello.num_ranks:
             return PeerRefused(f"rank {hello.rank} of {hello.num_ranks} is no rank of a replica")
         for other in [each for each in self.by_id.values() if each.replica == member.replica]:
             if other.hello.num_ranks != hello.num_ranks:

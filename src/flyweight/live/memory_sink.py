@@ -132,10 +132,10 @@ class MemorySink:
         round_.touch()
         prepared.mapped.start()
         self._is_told = False
-        if self._devices and not prepared.buckets:
-            self.touched()  # while the devices copy
         if digests is not None and not prepared.buckets and prepared.mapped.is_ordered:
             digests.last.start()  # the device digests as soon as it has copied
+        if self._devices and not prepared.buckets:
+            self.touched()  # while the devices work
         run = partial(
             PreparedCopies.run, hashes=hashes, running=running, on_progress=round_.on_progress
         )

@@ -19,7 +19,6 @@ from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, TensorSpec
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
-MAX_RANKS = 1 << 16
 Handle = SharedMemoryHandle | CudaIpcHandle
 Numbers = tuple[int, ...]
 

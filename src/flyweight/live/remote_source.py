@@ -12,11 +12,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from flyweight.checks import MAX_RANKS
 from flyweight.errors import SpecError, TransportError
 from flyweight.live.lanes import Transports
 from flyweight.live.message_tables import Pieces, Places, numbers
 from flyweight.live.messages import (
-    MAX_RANKS,
     Agreed,
     Begin,
     Handle,

@@ -16,7 +16,7 @@ from typing import Literal
 
 from flyweight.adapters.loader import Framework, Loader
 from flyweight.adapters.tree import is_model
-from flyweight.checks import check_seconds, check_version
+from flyweight.checks import check_ranks, check_seconds, check_version
 from flyweight.errors import (
     FlyweightError,
     HandleGone,
@@ -30,7 +30,7 @@ from flyweight.events import emit
 from flyweight.live.address import Address
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
-from flyweight.live.messages import MAX_RANKS, Ask, Want
+from flyweight.live.messages import Ask, Want
 from flyweight.live.reconnect import Reconnect
 from flyweight.live.replica_round import ReplicaRound, UpdateOptions, UpdateSink
 from flyweight.live.report import TIMEOUT_SECONDS, check_verified
@@ -43,6 +43,8 @@ _log = getLogger("flyweight.live")
 _CONNECT_SECONDS = 10.0
 MIN_PROGRESS_SECONDS = 10.0
 """The shortest time that a round may make no progress: to give up costs the old version."""
+_RECHECK_SECONDS = 0.05
+"""After this long the model's tensors are looked at once more before a version is claimed."""
 _REPLACED = "tensors of the model were replaced, or have moved,"
 
 
@@ -83,7 +85,11 @@ class Replica:
         for what, text in (("name", name), ("token", token)):
             if text is not None and (not isinstance(text, str) or not text.isprintable()):
                 raise SpecError(f"{what} is {text!r}, not printable text")
-        self._ranks = _checked_ranks(rank, num_ranks, name)
+        self._ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
+        if self._ranks[1] > 1 and name is None:
+            raise SpecError(
+                f"the {num_ranks} ranks of a replica need a name that they share: name="
+            )
         self.name = f"{os.uname().nodename}:{os.getpid()}" if name is None else name
         self._sink: UpdateSink
         if callable(target) and not is_model(target):
@@ -114,6 +120,7 @@ class Replica:
         self.unused: tuple[str, ...] = ()
         """The tensors that the publisher of the last update has and the model lacks."""
         self._round: ReplicaRound | None = None
+        self._checked_at = 0.0
         self._is_open, self._pid = True, os.getpid()
         with suppress(PeerLost, TransferTimeout):  # the publisher may start later
             self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
@@ -308,7 +315,9 @@ class Replica:
             self._sink.touched()
             round_.done(result)
             round_.wait_commit(result)
-            if not self._sink.is_current():
+            # In a short round once is enough: `version` looks again whenever it is asked for.
+            is_long = perf_counter() - self._checked_at > _RECHECK_SECONDS
+            if is_long and not self._sink.is_current():
                 raise VersionError(f"{_REPLACED} while version {version} was copied")
             self._sink.finish(round_.begin.values)
         except HandleGone as error:
@@ -336,7 +345,8 @@ class Replica:
         if options.before is not None:
             options.before(version)
         round_.check_running()  # the call may have taken long
-        if self._sink.is_in_place():  # once the version is here, everything is checked
+        self._checked_at = perf_counter()
+        if self._sink.is_in_place():
             round_.wait_write()
             return True
         replaced = VersionError(f"{_REPLACED} before version {version} was copied")
@@ -382,19 +392,6 @@ class Replica:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-def _checked_ranks(rank: int | None, num_ranks: int | None, name: str | None) -> tuple[int, int]:
-    """Return the rank and the number of ranks of a replica."""
-    if num_ranks is None:
-        return 0, 1
-    if type(num_ranks) is not int or not 1 <= num_ranks <= MAX_RANKS:
-        raise SpecError(f"num_ranks is {num_ranks!r}, expected 1 to {MAX_RANKS}")
-    if type(rank) is not int or not 0 <= rank < num_ranks:
-        raise SpecError(f"rank is {rank!r}, expected 0 to {num_ranks - 1}")
-    if num_ranks > 1 and name is None:
-        raise SpecError(f"the {num_ranks} ranks of a replica need a name that they share: name=")
-    return rank, num_ranks
 
 
 def _moved(version: int) -> VersionError:
