@@ -55,8 +55,9 @@ class FakeReplica:
     def join(self, name="fake"):
         """Say hello, and want every tensor whole."""
         self.say(messages.Hello(self.token, name, os.getpid()))
-        tensors = self.hear_of(messages.Welcome).tensors
-        self.say(want(tensors, [(n, Box.whole(each.shape)) for n, each in enumerate(tensors)]))
+        told = self.hear_of(messages.Welcome).tensors
+        boxes = [(n, Box.whole(spec.shape)) for n, spec in enumerate(told.specs().values())]
+        self.say(want(told, boxes))
         return self.hear_of(messages.Agreed)
 
     def __enter__(self):
@@ -110,8 +111,8 @@ class FakePublisher:
     def welcome(self, **changes):
         """Greet a replica, and agree with what it wants."""
         self.hear_of(messages.Hello)
-        tensor = messages.Tensor("w", "u8", (len(self.content),))
-        said = {"session": SESSION, "tensors": (tensor,), "tied": {}, "version": None}
+        told = tensors(("w", "u8", (len(self.content),)))
+        said = {"session": SESSION, "tensors": told, "tied": {}, "version": None}
         said["silence_seconds"] = self.silence_seconds
         said["pid"], said["started"] = birth_of()
         self.say(messages.Welcome(**{**said, **changes}))
@@ -197,6 +198,13 @@ def digests_of(*contents):
         digest.add(0, content)
         found.append(digest.value())
     return np.array(found, np.uint64).tobytes()
+
+
+def tensors(*rows):
+    """Return the table of tensors: (name, dtype, shape) each."""
+    names = tuple(name for name, _, _ in rows)
+    kinds = tuple(message_tables.Kind(dtype, shape) for _, dtype, shape in rows)
+    return message_tables.Tensors(names, kinds, message_tables.packed(range(len(rows))))
 
 
 def agreed(pairs):

@@ -40,7 +40,7 @@ class Round:
 
     def __init__(self, sink, *, should_verify=True, bucket_bytes=500):
         want = sink.want(SPECS, {})
-        assert [each.name for each in want.tensors] == ["m", "b"]
+        assert want.tensors.names == ("m", "b")
         zeros = packed([0] * len(SPECS))
         agreed = Agreed(Boxes.of(whole_boxes(list(SPECS.values()))), zeros, ("",), zeros)
         self.source = RemoteSource(agreed, SPECS, {}, want, OwnMemory())

@@ -21,7 +21,7 @@ from flyweight.live.rounds import Rounds
 from flyweight.plans.copy_table import MAX_PAIRS
 from flyweight.spec.box import Box
 from live_rounds import welcomed
-from peers import FakeReplica, want
+from peers import FakeReplica, tensors, want
 from versioned_models import holds, weights
 
 
@@ -126,13 +126,13 @@ def test_another_protocol_is_refused_with_both_numbers(address):
 
 ABSURD_WANTS = {
     "no tensor": lambda t: want((), [(3, Box((0,), (1,)))]),
-    "no such tensor": lambda t: want((t,), [(3, Box((0, 0), (1, 1)))]),
-    "tensor before the first": lambda t: want((t,), [(-1, Box((0, 0), (1, 1)))]),
+    "no such tensor": lambda t: want(t, [(3, Box((0, 0), (1, 1)))]),
+    "tensor before the first": lambda t: want(t, [(-1, Box((0, 0), (1, 1)))]),
     "negative": lambda t: changed_boxes(t, offset=packed([-1, 0])),
     "negative size": lambda t: changed_boxes(t, shape=packed([-1, 1])),
     "outside": lambda t: changed_boxes(t, shape=packed([10**6, 1])),
     "far outside": lambda t: changed_boxes(t, offset=packed([2**62, 2**62])),
-    "other dims": lambda t: want((t,), [(0, Box((0,), (5,)))]),
+    "other dims": lambda t: want(t, [(0, Box((0,), (5,)))]),
     "no dims": lambda t: changed_boxes(t, num_dims=0),
     "many dims": lambda t: changed_boxes(t, num_dims=10**9),
     "negative dims": lambda t: changed_boxes(t, num_dims=-2),
@@ -151,17 +151,19 @@ ABSURD_WANTS = {
     ),
     "half a number": lambda t: changed_boxes(t, shape=b"1234"),
     "an offset more": lambda t: changed_boxes(t, offset=packed([0, 0, 0, 0])),
-    "no place": lambda t: replace(want((t,), [(0, Box((0, 0), (1, 1)))]), place=b""),
-    "no such place": lambda t: replace(want((t,), [(0, Box((0, 0), (1, 1)))]), place=packed([1])),
-    "the same twice": lambda t: want((t, t), [(0, Box((0, 0), (1, 1)))]),
-    "huge": lambda t: want((messages.Tensor(t.name, t.dtype, (2**62, 2**62)),), []),
-    "dtype": lambda t: want((messages.Tensor(t.name, "f99", t.shape),), []),
-    "name": lambda t: want((messages.Tensor("\0" * 9999, t.dtype, t.shape),), []),
+    "no place": lambda t: replace(want(t, [(0, Box((0, 0), (1, 1)))]), place=b""),
+    "no such place": lambda t: replace(want(t, [(0, Box((0, 0), (1, 1)))]), place=packed([1])),
+    "the same twice": lambda t: want(
+        replace(t, names=t.names * 2, kind=t.kind * 2), [(0, Box((0, 0), (1, 1)))]
+    ),
+    "huge": lambda t: want(tensors((t.names[0], t.kinds[0].dtype, (2**62, 2**62))), []),
+    "dtype": lambda t: want(tensors((t.names[0], "f99", t.kinds[0].shape)), []),
+    "name": lambda t: want(tensors(("\0" * 9999, t.kinds[0].dtype, t.kinds[0].shape)), []),
 }
 
 
 def changed_boxes(tensor, /, **changes):
-    asked = want((tensor,), [(0, Box((0, 0), (1, 1)))])
+    asked = want(tensor, [(0, Box((0, 0), (1, 1)))])
     return replace(asked, blocks=replace(asked.blocks, **changes))
 
 
@@ -169,7 +171,7 @@ def changed_boxes(tensor, /, **changes):
 def test_an_absurd_want_is_refused(address, kind):
     with fw.Publisher({"w": np.zeros((4, 4))}, address) as publisher, FakeReplica(address) as peer:
         welcome = welcomed(peer)
-        asked = ABSURD_WANTS[kind](welcome.tensors[0])
+        asked = ABSURD_WANTS[kind](welcome.tensors)
         peer.say(replace(asked, may_leave=True))
         refusal = peer.hear_of(messages.Refusal)
         assert refusal.kind != "PeerFailed", refusal.text

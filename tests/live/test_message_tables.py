@@ -27,7 +27,7 @@ from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.manifest import TensorSpec
 from flyweight.transports.shared_memory import SharedMemoryHandle
-from peers import agreed, want
+from peers import agreed, tensors, want
 
 SHAPES = [(4, 6), (3,), (), (2, 0)]
 WHOLE = whole_boxes([TensorSpec(dtype_named("u8"), shape) for shape in SHAPES])
@@ -135,7 +135,7 @@ class OwnMemory:
 
 
 def remote(pairs):
-    asked = want((messages.Tensor("w", "u8", (4, 6)),), pairs)
+    asked = want(tensors(("w", "u8", (4, 6))), pairs)
     told = agreed([(0, Box((0, 0), (4, 6)))])
     return RemoteSource(told, SPECS, {}, asked, OwnMemory())
 
@@ -290,7 +290,7 @@ def test_columns_of_pieces_of_different_lengths_are_refused(column, change):
 
 
 def test_blocks_of_the_publisher_that_overlap_are_refused():
-    asked = want((messages.Tensor("w", "u8", (4, 6)),), [(0, Box((0, 0), (4, 6)))])
+    asked = want(tensors(("w", "u8", (4, 6))), [(0, Box((0, 0), (4, 6)))])
     for second, refused in ((Box((1, 0), (3, 6)), True), (Box((2, 0), (2, 6)), False)):
         told = agreed([(0, Box((0, 0), (2, 6))), (0, second)])
         if refused:
@@ -347,9 +347,7 @@ def test_many_tensors_cannot_make_a_plan_of_very_many_copies_either(monkeypatch)
 def test_a_small_message_cannot_make_very_many_parts_of_copies():
     """Each piece of a block is compared with each copy of it."""
     tensor = TensorSpec(dtype_named("u8"), (3000,))
-    asked = want(
-        (messages.Tensor("w", "u8", (3000,)),), [(0, Box((n,), (1,))) for n in range(3000)]
-    )
+    asked = want(tensors(("w", "u8", (3000,))), [(0, Box((n,), (1,))) for n in range(3000)])
     told = agreed([(0, Box((0,), (3000,)))])
     source = RemoteSource(told, {"w": tensor}, {}, asked, OwnMemory())
     zeros = packed([0] * 10_000)

@@ -97,9 +97,10 @@ def encode(message: Message) -> bytes:
 
 def digest_of(want: Want) -> bytes:
     """Return a hash that is equal for replicas that want the same, and for no others."""
-    found = blake2b(encode(msgspec.structs.replace(want, tensors=())))
-    for first in range(0, len(want.tensors), 1024):
-        found.update(_ENCODER.encode(want.tensors[first : first + 1024]))
+    names, tensors = want.tensors.names, msgspec.structs.replace(want.tensors, names=())
+    found = blake2b(encode(msgspec.structs.replace(want, tensors=tensors)))
+    for first in range(0, len(names), 1024):  # not all at once, which would take much memory
+        found.update(_ENCODER.encode(names[first : first + 1024]))
     return found.digest()
 
 

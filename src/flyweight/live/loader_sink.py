@@ -15,8 +15,8 @@ from flyweight.adapters.loader import Loader
 from flyweight.errors import TransportError, listed
 from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST, visible_devices
-from flyweight.live.message_tables import Boxes, packed
-from flyweight.live.messages import Tensor, Want
+from flyweight.live.message_tables import Boxes, Tensors, packed
+from flyweight.live.messages import Want
 from flyweight.live.plan import whole_boxes
 from flyweight.live.remote_source import Arrivals
 from flyweight.live.replica_round import ReplicaRound, SinkResult
@@ -52,7 +52,7 @@ class LoaderSink:
         self.specs = dict(tensors)
         place = self.loader.place
         return Want(
-            tuple(Tensor.of(name, spec) for name, spec in tensors.items()),
+            Tensors.of(tensors),
             Boxes.of(whole_boxes(list(tensors.values()))),
             (place,),
             packed([0] * len(tensors)),

@@ -12,8 +12,7 @@ from flyweight.adapters.model import Model, partial_names, undeclared_shards
 from flyweight.checks import check_ranks
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.live.address import Address
-from flyweight.live.message_tables import Boxes, numbers, packed
-from flyweight.live.messages import Tensor
+from flyweight.live.message_tables import Boxes, Tensors, numbers, packed
 from flyweight.live.options import PublisherOptions
 from flyweight.live.plan import whole_boxes
 from flyweight.live.published_model import PublishedModel
@@ -76,7 +75,7 @@ def holding_of(source: PublishedSource, options: PublisherOptions) -> Holding:
     """Return what this rank holds, as rank 0 is told."""
     places = Places.of(source.memory)
     return Holding(
-        tuple(Tensor.of(name, spec) for name, spec in source.tensors.items()),
+        Tensors.of(source.tensors),
         dict(source.manifest.tied),
         dict(source.manifest.values),
         Boxes.of(source.boxes),
@@ -101,7 +100,7 @@ def blocks_together(holdings: Sequence[Holding]) -> SourceBlocks:
             )
     held, places = [], []
     for rank, each in enumerate(holdings):
-        tensors = {tensor.name: tensor.spec() for tensor in each.tensors}
+        tensors = each.tensors.specs()
         boxes = each.boxes.table(whole_boxes(list(tensors.values())))
         index = numbers(each.place)
         if len(index) != len(boxes):

@@ -23,6 +23,7 @@ from flyweight.live import frames, messages
 from flyweight.live.address import Claim
 from flyweight.live.connection import HEARTBEATS, Connection
 from flyweight.live.member import Member, MemberRound, by_replica, joined_request
+from flyweight.live.message_tables import Tensors
 from flyweight.live.news import EventThread, Watchers
 from flyweight.live.planner import Planner
 from flyweight.live.report import RefusedReplicas, ReplicaReport
@@ -264,7 +265,7 @@ class Members:
         welcome = messages.Welcome(
             self.session,
             *(birth_of() or (os.getpid(), 0)),
-            blocks.described if hello.role == "replica" else (),
+            blocks.described if hello.role == "replica" else Tensors.of({}),
             dict(blocks.tied) if hello.role == "replica" else {},
             self._silence_seconds,
             self.version,

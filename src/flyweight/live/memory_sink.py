@@ -19,8 +19,8 @@ from flyweight.digest import SMALL_BYTES, Digest, DigestKind, short_digests
 from flyweight.errors import PlanError, SpecError
 from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST, visible_devices
-from flyweight.live.message_tables import Boxes, packed
-from flyweight.live.messages import Tensor, Want
+from flyweight.live.message_tables import Boxes, Tensors, packed
+from flyweight.live.messages import Want
 from flyweight.live.remote_source import Arrivals, RemoteSource
 from flyweight.live.replica_round import ReplicaRound, SinkResult
 from flyweight.memory import collector_paused
@@ -99,7 +99,7 @@ class MemorySink:
         places, place = np.unique(self._memory.device, return_inverse=True)
         self._devices = [int(device) for device in places if device != HOST_MEMORY]
         return Want(
-            tuple([Tensor.of(name, model.manifest.spec(name)) for name in names]),
+            Tensors.of({name: model.manifest.spec(name) for name in names}),
             Boxes.of(boxes),
             tuple(HOST if each == HOST_MEMORY else driver.uuid(int(each)) for each in places),
             packed(place),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -10,11 +10,54 @@ import numpy as np
 from flyweight.errors import SpecError
 from flyweight.memory_table import Integers
 from flyweight.plans.copy_table import BoxTable
-from flyweight.spec.manifest import MAX_DIMS
+from flyweight.spec.dtype import dtype_named
+from flyweight.spec.manifest import MAX_DIMS, MAX_NAME_CHARS, TensorSpec
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Columns of 64-bit little-endian integers: many thousand rows need no object each."""
+
+
+class Kind(Table, frozen=True):
+    """What many tensors have in common."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Tensors(Table, frozen=True):
+    """Whole tensors, in order: a model has very many names, and few kinds of tensors."""
+
+    names: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    kind: bytes
+    """The index of the kind of each tensor."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorSpec]) -> Tensors:
+        kinds = {id(spec): spec for spec in tensors.values()}
+        index = {key: n for n, key in enumerate(kinds)}
+        return cls(
+            tuple(tensors),
+            tuple(Kind(spec.dtype.name, spec.shape) for spec in kinds.values()),
+            packed([index[id(spec)] for spec in tensors.values()]),
+        )
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Return the spec of each tensor by name; raise SpecError for absurd ones."""
+        kind = numbers(self.kind)
+        if len(kind) != len(self.names):
+            raise SpecError(f"{len(self.names)} tensors have {len(kind)} kinds")
+        if len(kind) and not 0 <= kind.min() <= kind.max() < len(self.kinds):
+            raise SpecError(f"a tensor is of kind {kind.max()} of {len(self.kinds)}")
+        for name in self.names:
+            if len(name) > MAX_NAME_CHARS or not name.isprintable():
+                raise SpecError(f"name {name[:80]!r} has {len(name)} characters")
+        kinds = [TensorSpec(dtype_named(each.dtype), each.shape) for each in self.kinds]
+        found = {name: kinds[n] for name, n in zip(self.names, kind.tolist(), strict=True)}
+        if len(found) != len(self.names):
+            raise SpecError(f"{len(self.names)} tensors have {len(found)} names")
+        return found
 
 
 class Boxes(Table, frozen=True):

@@ -6,47 +6,21 @@ the conversation, and `frames.py` how a message becomes bytes.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal
 
 import msgspec
 
 from flyweight.digest import DigestKind
-from flyweight.errors import SpecError
-from flyweight.live.message_tables import Boxes, Pieces, Places, Table
-from flyweight.spec.dtype import dtype_named
-from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, TensorSpec
+from flyweight.live.message_tables import Boxes, Pieces, Places, Table, Tensors
+from flyweight.spec.manifest import Leaf
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
 Handle = SharedMemoryHandle | CudaIpcHandle
-Numbers = tuple[int, ...]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     pass
-
-
-class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A whole tensor: its name, dtype and shape."""
-
-    name: str
-    dtype: str
-    shape: Numbers
-
-    @classmethod
-    def of(cls, name: str, spec: TensorSpec) -> Tensor:
-        return cls(name, spec.dtype.name, spec.shape)
-
-    def spec(self) -> TensorSpec:
-        if len(self.name) > MAX_NAME_CHARS or not self.name.isprintable():
-            raise SpecError(f"name {self.name[:80]!r} has {len(self.name)} characters")
-        return _spec(self.dtype, self.shape)
-
-
-@lru_cache(maxsize=256)  # models have many tensors and few shapes
-def _spec(dtype: str, shape: Numbers) -> TensorSpec:
-    return TensorSpec(dtype_named(dtype), shape)
 
 
 class Hello(Message, frozen=True):
@@ -71,7 +45,7 @@ class Welcome(Message, frozen=True):
     pid: int
     started: int
     """When its process started, in clock ticks since boot; 0 if the kernel does not say."""
-    tensors: tuple[Tensor, ...]
+    tensors: Tensors
     tied: dict[str, str]
     silence_seconds: float
     """Both sides give up a peer that sends nothing for this long."""
@@ -81,7 +55,7 @@ class Welcome(Message, frozen=True):
 class Want(Message, frozen=True):
     """Replica: the boxes that it wants, and the devices that they are on."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: Tensors
     blocks: Boxes
     places: tuple[str, ...]
     """The devices that occur: the uuid of a GPU, or "" for the host."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import msgspec
 
 from flyweight.digest import DigestKind
-from flyweight.live.message_tables import Boxes, Table
-from flyweight.live.messages import Memory, Message, Tensor
+from flyweight.live.message_tables import Boxes, Table, Tensors
+from flyweight.live.messages import Memory, Message
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
@@ -20,7 +20,7 @@ from flyweight.transports.shared_memory import SharedMemoryHandle
 class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Follower: what it holds of the model."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: Tensors
     """As a whole, over all ranks."""
     tied: dict[str, str]
     values: dict[str, Leaf]

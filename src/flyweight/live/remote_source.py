@@ -74,9 +74,8 @@ class RemoteSource:
         except SpecError as cause:
             raise TransportError(f"the publisher describes no blocks: {cause}") from cause
         self._item_bytes = item_bytes(specs)[self._boxes.tensor]
-        wanted = [each.name for each in want.tensors]
         with collector_paused():
-            wholes = whole_boxes([each.spec() for each in want.tensors])
+            wholes = whole_boxes(list(want.tensors.specs().values()))
             self.sinks: BoxTable = want.blocks.table(wholes)
         place, sink_place = numbers(agreed.place), numbers(want.place)
         holders = Holders(numbers(agreed.rank), place)
@@ -90,7 +89,7 @@ class RemoteSource:
                 tied,
                 self._boxes,
                 holders,
-                wanted=wanted,
+                wanted=want.tensors.names,
                 sinks=self.sinks,
                 sink_places=common_places(agreed.places, want.places)[sink_place],
             )

@@ -131,7 +131,7 @@ class ReplicaConnection:
             which boxes the replica wants.
         """
         welcome = self.welcomed(deadline, is_over)
-        tensors = {each.name: each.spec() for each in welcome.tensors}
+        tensors = welcome.tensors.specs()
         want = choose(tensors, welcome.tied)
         self.send(want)
         agreed = self.expect(messages.Agreed, deadline, "an agreement", is_over=is_over)
@@ -140,7 +140,7 @@ class ReplicaConnection:
             CudaIpcTransport(fd_connection=self._files),
         )
         self.source = RemoteSource(agreed, tensors, welcome.tied, want, transports)
-        used = {welcome.tied.get(each.name, each.name) for each in want.tensors}
+        used = {welcome.tied.get(each, each) for each in want.tensors.names}
         self.unused = tuple(name for name in tensors if name not in used)
         self.session = welcome.session
         if self.num_ranks > 1:

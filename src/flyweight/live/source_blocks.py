@@ -17,8 +17,8 @@ from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.formats.stored import Stored, same_bytes
-from flyweight.live.message_tables import Boxes, numbers, packed
-from flyweight.live.messages import Agreed, Tensor, Want
+from flyweight.live.message_tables import Boxes, Tensors, numbers, packed
+from flyweight.live.messages import Agreed, Want
 from flyweight.live.plan import Holders, common_places, item_bytes, plan, whole_boxes
 from flyweight.live.source import PublishedSource, Regions, Share, aligned_starts, row_major
 from flyweight.memory import Buffer, collector_paused
@@ -91,9 +91,9 @@ class SourceBlocks:
         self._place: Integers = flat[self._flat]
 
     @cached_property
-    def described(self) -> tuple[Tensor, ...]:
+    def described(self) -> Tensors:
         """The tensors, as replicas are told of them."""
-        return tuple(Tensor.of(name, spec) for name, spec in self.tensors.items())
+        return Tensors.of(self.tensors)
 
     @cached_property
     def agreed(self) -> Agreed:
@@ -123,9 +123,7 @@ class SourceBlocks:
             return self._plan(want)
 
     def _plan(self, want: Want) -> Agreement:
-        wanted = {each.name: each.spec() for each in want.tensors}
-        if len(wanted) != len(want.tensors):
-            raise PlanError(f"{len(want.tensors)} tensors are wanted by {len(wanted)} names")
+        wanted = want.tensors.specs()
         self._check_specs(wanted)
         sinks = want.blocks.table(whole_boxes(list(wanted.values())))
         place = numbers(want.place)
