@@ -1,0 +1,137 @@
+"""Many trainer ranks and many engine ranks on one GPU, each a process of its own."""
+
+import signal
+from contextlib import ExitStack
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flyweight as fw  # noqa: E402
+from child_processes import SPAWN, Child  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+
+ROWS, COLUMNS = 1030, 512
+BUCKETS = {"transport": "bucketed", "bucket_bytes": 1 << 20, "depth": 2}
+
+
+def whole(version):
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "w": torch.randn(ROWS, COLUMNS, generator=generator).bfloat16(),
+        "bias": torch.randn(COLUMNS, generator=generator),
+        "stage_0": torch.randn(3 << 18, generator=generator),
+        "stage_1": torch.randn(100, generator=generator),
+    }
+
+
+def part(version, rank):
+    """Return what a trainer rank holds: uneven rows, a copy of the bias, a stage of its own."""
+    model = whole(version)
+    rows = slice(0, 600) if rank == 0 else slice(600, ROWS)
+    return {
+        "w": fw.Sharded(model["w"][rows].cuda(), (ROWS, COLUMNS), (rows.start, 0)),
+        "bias": model["bias"].cuda(),
+        f"stage_{rank}": model[f"stage_{rank}"].cuda(),
+    }
+
+
+def trainer(address, rank, options, pipe):
+    model = part(1, rank)
+    with fw.Publisher(model, address, rank=rank, num_ranks=2, timeout_seconds=30, **options) as it:
+        pipe.send("up")
+        while (version := pipe.recv()) is not None:
+            for name, leaf in part(version, rank).items():
+                held = model[name]
+                of = lambda each: each.tensor if isinstance(each, fw.Sharded) else each  # noqa: E731
+                of(held).copy_(of(leaf))
+            try:
+                pipe.send(it.publish(version, num_replicas=1))
+            except fw.FlyweightError as error:
+                pipe.send(error)
+
+
+def engine(address, rank, pipe):
+    """Take versions as one of two ranks, which cut the columns of `w` between them."""
+    half = COLUMNS // 2
+    model = {
+        "w": fw.Sharded(
+            torch.zeros(ROWS, half, dtype=torch.bfloat16, device="cuda"),
+            (ROWS, COLUMNS),
+            (0, rank * half),
+        ),
+        **{name: torch.zeros_like(each).cuda() for name, each in whole(1).items() if name != "w"},
+    }
+    with fw.Replica(model, address, name="engine", rank=rank, num_ranks=2) as replica:
+        while pipe.recv() is not None:
+            try:
+                report = replica.update(timeout_seconds=30)
+            except fw.FlyweightError as error:
+                pipe.send((replica.state, replica.version, str(error)))
+                continue
+            wanted = whole(report.version)
+            wanted["w"] = wanted["w"][:, rank * half : (rank + 1) * half]
+            right = [
+                torch.equal((leaf.tensor if name == "w" else leaf).cpu(), wanted[name])
+                for name, leaf in model.items()
+            ]
+            pipe.send((replica.state, report.version, right))
+
+
+def started(stack, address, options):
+    children = [
+        stack.enter_context(Child(trainer, address, rank, options, context=SPAWN))
+        for rank in range(2)
+    ]
+    for each in children:
+        assert each.told(120) == "up"
+    return children
+
+
+@pytest.mark.parametrize("options", [{}, BUCKETS, {"transport": "host"}, {"hold": True}], ids=str)
+def test_two_trainer_ranks_fill_two_engine_ranks(address, options):
+    with ExitStack() as stack:
+        trainers = started(stack, address, options)
+        engines = [
+            stack.enter_context(Child(engine, address, rank, context=SPAWN)) for rank in range(2)
+        ]
+        for version in (1, 2, 3):
+            for each in (*engines, *trainers):
+                each.send(version)
+            for each in trainers:
+                report = each.told(120)
+                assert not isinstance(report, Exception), report
+                assert report.failed == ()
+            for each in engines:
+                assert each.told(60) == ("ready", version, [True] * 4)
+        for each in (*engines, *trainers):
+            each.send(None)
+
+
+def test_a_killed_trainer_rank_is_named_and_new_ones_serve_the_engine(address):
+    with ExitStack() as stack:
+        first, second = started(stack, address, {})
+        engines = [
+            stack.enter_context(Child(engine, address, rank, context=SPAWN)) for rank in range(2)
+        ]
+        for each in (*engines, first, second):
+            each.send(1)
+        assert first.told(120).failed == ()
+        assert [each.told(60)[:2] for each in engines] == [("ready", 1)] * 2
+        second.kill(signal.SIGKILL)
+        first.send(2)
+        assert "source rank 1" in str(first.told(60))
+        first.send(None)
+        assert first.join(60) == 0
+        trainers = started(stack, address, {})
+        for each in (*engines, *trainers):
+            each.send(3)
+        for each in trainers:
+            assert each.told(120).failed == ()
+        assert [each.told(60) for each in engines] == [("ready", 3, [True] * 4)] * 2
+        for each in (*engines, *trainers):
+            each.send(None)
