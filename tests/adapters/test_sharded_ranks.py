@@ -8,7 +8,8 @@ from torch import nn
 
 import flyweight as fw
 from flyweight.adapters.identity import Identity
-from flyweight.adapters.model import adapt, is_partial, partial_names
+from flyweight.adapters.model import adapt
+from flyweight.adapters.parts import partial_names
 from flyweight.plans.copy_table import BoxTable
 from flyweight.plans.merged_source import HeldTable, merge_held
 from rank_processes import run_ranks
@@ -109,7 +110,7 @@ def fsdp_states(rank, num_ranks):
             model = check(module)
             assert model.manifest.spec("body.0.weight").dtype.name == "f32"
             assert model.manifest.tied == {"head.weight": "embed.weight"}
-            assert is_partial(model)
+            assert partial_names(model)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -254,7 +255,7 @@ def dtensors(rank, num_ranks):
     state = {"uneven": uneven, "few": few, "same": same, "part": part}
     model = check(state, {**dict.fromkeys(state, whole), "few": whole[:2]})
     assert sorted(partial_names(model)) == ["few", "part", "uneven"]
-    assert not is_partial(adapt({"same": same}))
+    assert not partial_names(adapt({"same": same}))
     # A view of padded memory, as FSDP2 keeps it.
     padded = torch.full((2, 3), -1.0)
     length = uneven.to_local().shape[0]
@@ -276,9 +277,9 @@ def test_dtensors_of_uneven_empty_and_padded_shards_are_read_and_partial_sums_re
 
 def test_what_is_whole_and_what_is_a_part():
     whole = torch.zeros(4, 2)
-    assert not is_partial(
+    assert not partial_names(
         adapt({"w": whole, "scalar": torch.tensor(1.0), "empty": torch.zeros(0, 3)})
     )
     model = adapt({"w": whole, "part": fw.Sharded(torch.zeros(2), shape=(4,), offset=(2,))})
     assert partial_names(model) == ["part"]
-    assert not is_partial(adapt({"w": fw.Sharded(whole, shape=(4, 2), offset=(0, 0))}))
+    assert not partial_names(adapt({"w": fw.Sharded(whole, shape=(4, 2), offset=(0, 0))}))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from flyweight.adapters.model import adapt, is_partial, partial_names, undeclared_shards
+from flyweight.adapters.model import adapt
+from flyweight.adapters.parts import partial_names, undeclared_shards
 from flyweight.plans.copy_table import BoxTable
 from flyweight.plans.merged_source import HeldTable, merge_held
 from rank_processes import run_ranks
@@ -53,7 +54,7 @@ def dist_tensors(rank, num_ranks, root):
     Path(root, str(rank)).write_bytes(pickle.dumps((held_table(model), whole)))
     replicated = [name for name in whole if "0'" not in name and "1'" not in name]
     assert sorted(partial_names(model)) == sorted(whole.keys() - replicated)
-    assert not is_partial(adapt({name: state[name] for name in replicated}))
+    assert not partial_names(adapt({name: state[name] for name in replicated}))
     summed = dist.shard_tensor(paddle.ones([4]), one, [dist.Partial()])
     with pytest.raises(fw.FlyweightError, match=r"not summed yet; call paddle(.|\n)*'summed'"):
         adapt({"summed": summed})

@@ -11,87 +11,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from dataclasses import replace as replace_columns
 from functools import cached_property
-from math import prod
 from operator import is_
 
 import numpy as np
-from msgspec.structs import replace
 
 from flyweight.adapters import numpy_dict, paddle_layer, sharded, torch_module
+from flyweight.adapters.model_block import ModelBlock
 from flyweight.adapters.sharded import Cut
 from flyweight.adapters.tensor import Tensor
 from flyweight.adapters.tree import Path, is_settable, plain_value, set_value, walk
 from flyweight.errors import DTypeMismatch, PlanError, ShapeMismatch, SpecError, listed
 from flyweight.memory import (
     STAGING,
-    Buffer,
     Bytes,
-    Items,
-    bytes_for,
     first_overlap,
-    items_of,
 )
 from flyweight.memory_table import NOWHERE, BufferTable
 from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.box import Box, overlapping_pair
 from flyweight.spec.manifest import MAX_NAME_CHARS, Leaf, Manifest, TensorSpec
 from flyweight.spec.model_layout import Local
-
-
-@dataclass(frozen=True)
-class ModelBlock:
-    """A box of a whole tensor, and the place of that box in one of the model's tensors."""
-
-    spec: TensorSpec
-    """Of the whole tensor."""
-    box: Box
-    """In elements of the whole tensor."""
-    tensor: Tensor
-    place: Box
-    """In elements of `tensor`."""
-
-    @cached_property
-    def memory(self) -> Buffer:
-        """The box's items where they lie, on any device."""
-        memory, shape = self.tensor.memory, self.spec.stored(self.box).shape
-        if memory.shape == shape:  # most blocks are whole tensors
-            return memory
-        block = memory.block(self.tensor.spec.stored(self.place))
-        extra = len(block.shape) - len(shape)
-        strides = block.strides[extra:] if extra >= 0 else (0,) * -extra + block.strides
-        return replace(block, shape=shape, strides=strides)
-
-    @property
-    def buffer(self) -> Buffer | None:
-        """The memory, on the host or on a CUDA device; None on other devices."""
-        return None if self.tensor.buffer is None else self.memory
-
-    def items(self) -> Items | None:
-        """View the box's items where they lie, or None if the CPU cannot reach them."""
-        return self.memory.items() if self.tensor.device is None else None
-
-    def read(self, items: Box, into: Bytes | None, *, should_wait: bool = True) -> Bytes:
-        """Return the bytes of items counted from this block's corner; see `Model.read`."""
-        block, device = self.memory.block(items), self.tensor.device
-        if device is None and (flat := block.flat()) is not None:
-            return flat
-        data = bytes_for(block.nbytes, into)
-        if device is not None and len(data):
-            device.read(block, data, should_wait=should_wait)
-        elif len(data):
-            np.copyto(items_of(data, block.item_bytes, block.shape), block.items())
-        return data
-
-    def write(self, items: Box, data: Bytes) -> None:
-        block, device = self.memory.block(items), self.tensor.device
-        if device is not None and len(data):
-            device.write(block, data)
-        elif len(data):
-            np.copyto(block.items(), items_of(data, block.item_bytes, block.shape))
-
 
 Held = Tensor | Sequence[ModelBlock]
 """What is here of a whole tensor: all of it, as a tensor of the model, or blocks of it."""
@@ -339,37 +280,6 @@ def adapt(
         absent=absent,
         has_layout=bool(cut_names or absent),
     )
-
-
-def is_partial(model: Model) -> bool:
-    """True if this rank does not hold some tensor as a whole: others must publish with it."""
-    return bool(partial_names(model))
-
-
-def partial_names(model: Model) -> list[str]:
-    """Return the names of tensors of which this rank holds a part, or nothing."""
-    found = [
-        name
-        for name, spec in model.manifest.tensors.items()
-        if not model.is_whole(name)
-        and sum(block.box.num_elements for block in model.blocks(name)) < prod(spec.shape)
-    ]
-    return [*found, *model.absent]
-
-
-def undeclared_shards(thing: object) -> list[str]:
-    """Return the names of tensors that are marked as one rank's part, and do not say which part.
-
-    Tensor parallel layers of Paddle's fleet and of Megatron mark their plain tensors so. Of
-    several ranks that hold such a tensor, each seems to hold a replica of it.
-    """
-    return [
-        name
-        for name, leaf, _ in walk(thing)
-        # torch has a function of this name
-        if getattr(leaf, "is_distributed", False) is True
-        or getattr(leaf, "tensor_model_parallel", False) is True
-    ]
 
 
 def _ties(held: Mapping[str, Held]) -> dict[str, str]:

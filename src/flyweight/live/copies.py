@@ -7,18 +7,14 @@ over a few streams, then digested by one kernel.
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from time import monotonic, perf_counter
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from flyweight.cuda import driver
@@ -26,14 +22,13 @@ from flyweight.cuda.copies import LAUNCH_BYTES, Copier, tensor_at
 from flyweight.cuda.copy_tasks import run_bytes
 from flyweight.cuda.digest_kernel import DeviceDigests
 from flyweight.digest import SMALL_BYTES, Digest, DigestKind, Words, short_digests, small_digests
-from flyweight.errors import TransferTimeout
-from flyweight.memory import Buffer, Bytes, Items, collector_paused
+from flyweight.live.small_blocks import SmallBlocks, check_time
+from flyweight.memory import Buffer, Bytes, Items
 from flyweight.memory_table import HOST, BufferTable, Integers
 from flyweight.spec.box import blocks, strides_of
 from flyweight.worker_threads import run_on_threads
 
 _CHUNK_BYTES = 4 << 20  # several of them fit in the cache that cores share
-_BATCH_BYTES = 1 << 20  # small blocks that are copied, then digested in a core's own cache
 _RUN_BYTES = 512
 _INLINE_BYTES = 8 << 20  # below this, starting threads costs more than they save
 
@@ -124,72 +119,12 @@ def _run_chunks(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadli
 
     def run(batches: Iterator[Sequence[_Chunk]]) -> None:
         for batch in batches:
-            _check_time(deadline, len(chunks))
+            check_time(deadline, len(chunks))
             for chunk in batch:
                 work(chunk)
 
     batches = [chunks[at : at + 4] for at in range(0, len(chunks), 4)]
     run_on_threads(batches, run, _num_threads(chunks), "flyweight-copies")
-
-
-def _check_time(deadline: float, num_chunks: int) -> None:
-    if monotonic() > deadline:
-        raise TransferTimeout(f"{num_chunks} chunks of memory were not done in time")
-
-
-class _SmallBlocks:
-    """Contiguous blocks of the host, small and maybe very many: run by C, batch after batch."""
-
-    def __init__(self, sink: BufferTable, source: BufferTable | None = None) -> None:
-        self._sink, self._source = sink, source
-        batch = np.cumsum(sink.nbytes) // _BATCH_BYTES
-        cuts = (np.flatnonzero(np.diff(batch)) + 1).tolist() if len(sink) else []
-        self._batches = list(pairwise([0, *cuts, len(sink)])) if len(sink) else []
-
-    def __len__(self) -> int:
-        return len(self._sink)
-
-    @cached_property
-    def _moves(self) -> tuple[list[int], list[int], list[int]]:
-        """Where each block goes, where it comes from, and its bytes."""
-        assert self._source is not None
-        sizes: list[int] = self._sink.nbytes.tolist()
-        return self._sink.address.tolist(), self._source.address.tolist(), sizes
-
-    @cached_property
-    def _views(self) -> list[Any]:
-        """Each block's bytes, for the hash; made when they are first digested."""
-        sizes: list[int] = self._sink.nbytes.tolist()
-        view_at = {size: (ctypes.c_char * size).from_address for size in set(sizes)}
-        pairs = zip(sizes, self._sink.address.tolist(), strict=True)
-        with collector_paused():
-            return [view_at[size](address) for size, address in pairs]
-
-    def run(
-        self, deadline: float, on_progress: Callable[[int], None], *, should_hash: bool
-    ) -> tuple[Words, float]:
-        """Copy the blocks; return the hash of each if it should, and the seconds that took.
-
-        Blocks without a source are only hashed.
-        """
-        hashes: Words = np.zeros(len(self), np.uint64)
-        spent = 0.0
-        for first, end in self._batches:
-            _check_time(deadline, len(self))
-            if self._source is not None:
-                sinks, sources, sizes = (each[first:end] for each in self._moves)
-                deque(map(ctypes.memmove, sinks, sources, sizes), maxlen=0)
-                on_progress(sum(sizes))
-            if should_hash:
-                started = perf_counter()
-                found = map(xxhash.xxh3_64_intdigest, self._views[first:end])
-                hashes[first:end] = np.fromiter(found, np.uint64, end - first)
-                spent += perf_counter() - started
-        return hashes, spent
-
-    def bytes(self) -> list[Bytes]:
-        """Return each block's bytes, in place."""
-        return [np.frombuffer(view, np.uint8) for view in self._views]
 
 
 class PreparedCopies:
@@ -211,7 +146,7 @@ class PreparedCopies:
         small = copies.take(is_small)
         self.small_regions = small.region
         """The regions whose bytes come in one small contiguous copy each."""
-        self._small = _SmallBlocks(small.sink, small.source)
+        self._small = SmallBlocks(small.sink, small.source)
         self._chunks = [
             chunk
             for row in np.flatnonzero(is_host & ~is_small).tolist()
@@ -280,7 +215,7 @@ class PreparedCopies:
         for each in self._on_devices:
             each.close()
         self._chunks, self._on_devices, self._kept = [], [], None
-        self._small = _SmallBlocks(BufferTable.of([]))
+        self._small = SmallBlocks(BufferTable.of([]))
 
 
 class PreparedDeviceCopies:
@@ -355,7 +290,7 @@ class PreparedDigests:
         is_host, is_small = memory.device == HOST, memory.nbytes <= SMALL_BYTES
         is_flat = is_host & is_small & memory.is_contiguous
         self._flat = np.flatnonzero(is_flat)
-        self._hashed = _SmallBlocks(memory.take(is_flat))
+        self._hashed = SmallBlocks(memory.take(is_flat))
         self._small = np.flatnonzero(is_host & is_small & ~memory.is_contiguous)
         self._strided = [memory.buffer(row).items() for row in self._small.tolist()]
         self._large = np.flatnonzero(is_host & ~is_small)

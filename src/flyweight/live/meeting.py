@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flyweight.adapters.model import Model, partial_names, undeclared_shards
+from flyweight.adapters.model import Model
+from flyweight.adapters.parts import partial_names, undeclared_shards
 from flyweight.checks import check_ranks
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.live.address import Address

@@ -1,0 +1,81 @@
+"""Small contiguous blocks of the host, maybe very many, copied and hashed in batches."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
+from time import monotonic, perf_counter
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from flyweight.digest import Words
+from flyweight.errors import TransferTimeout
+from flyweight.memory import Bytes, collector_paused
+from flyweight.memory_table import BufferTable
+
+_BATCH_BYTES = 1 << 20  # copied, then digested in a core's own cache
+
+
+def check_time(deadline: float, num_chunks: int) -> None:
+    if monotonic() > deadline:
+        raise TransferTimeout(f"{num_chunks} chunks of memory were not done in time")
+
+
+class SmallBlocks:
+    """Blocks that are copied and hashed by C, batch after batch."""
+
+    def __init__(self, sink: BufferTable, source: BufferTable | None = None) -> None:
+        self._sink, self._source = sink, source
+        batch = np.cumsum(sink.nbytes) // _BATCH_BYTES
+        cuts = (np.flatnonzero(np.diff(batch)) + 1).tolist() if len(sink) else []
+        self._batches = list(pairwise([0, *cuts, len(sink)])) if len(sink) else []
+
+    def __len__(self) -> int:
+        return len(self._sink)
+
+    @cached_property
+    def _moves(self) -> tuple[list[int], list[int], list[int]]:
+        """Where each block goes, where it comes from, and its bytes."""
+        assert self._source is not None
+        sizes: list[int] = self._sink.nbytes.tolist()
+        return self._sink.address.tolist(), self._source.address.tolist(), sizes
+
+    @cached_property
+    def _views(self) -> list[Any]:
+        """Each block's bytes, for the hash; made when they are first digested."""
+        sizes: list[int] = self._sink.nbytes.tolist()
+        view_at = {size: (ctypes.c_char * size).from_address for size in set(sizes)}
+        pairs = zip(sizes, self._sink.address.tolist(), strict=True)
+        with collector_paused():
+            return [view_at[size](address) for size, address in pairs]
+
+    def run(
+        self, deadline: float, on_progress: Callable[[int], None], *, should_hash: bool
+    ) -> tuple[Words, float]:
+        """Copy the blocks; return the hash of each if it should, and the seconds that took.
+
+        Blocks without a source are only hashed.
+        """
+        hashes: Words = np.zeros(len(self), np.uint64)
+        spent = 0.0
+        for first, end in self._batches:
+            check_time(deadline, len(self))
+            if self._source is not None:
+                sinks, sources, sizes = (each[first:end] for each in self._moves)
+                deque(map(ctypes.memmove, sinks, sources, sizes), maxlen=0)
+                on_progress(sum(sizes))
+            if should_hash:
+                started = perf_counter()
+                found = map(xxhash.xxh3_64_intdigest, self._views[first:end])
+                hashes[first:end] = np.fromiter(found, np.uint64, end - first)
+                spent += perf_counter() - started
+        return hashes, spent
+
+    def bytes(self) -> list[Bytes]:
+        """Return each block's bytes, in place."""
+        return [np.frombuffer(view, np.uint8) for view in self._views]
