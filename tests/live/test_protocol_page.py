@@ -7,25 +7,33 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flyweight.live import message_tables, messages
+from flyweight.live import frames, message_tables, messages, rank_messages, running_round
+from flyweight.live.connection import HEARTBEATS
+from flyweight.live.source_rank import REMEMBERED_SHARES
 from flyweight.plans.copy_table import MAX_COPIES, MAX_PAIRS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 KINDS = {
     kind.__name__: kind
-    for module in (messages, message_tables)
+    for module in (messages, rank_messages, message_tables)
     for kind in vars(module).values()
     if isinstance(kind, type)
     and issubclass(kind, msgspec.Struct)
-    and kind.__module__ in (messages.__name__, message_tables.__name__)
-    and not kind.__name__.startswith("_")
+    and kind.__module__ == module.__name__
+    and kind not in (messages.Message, message_tables.Table)
 }
 OTHERS = {
     *("lock", "token", "control", "door", "flock", "fw", "type", "welcome", "full"),
     *("file", "gone", "shared_memory", "cuda_ipc", "published", "held", "snapshot"),
-    *("words", "xxh3", "publish", "timeout_seconds"),
+    *("words", "xxh3", "publish", "ranks", "hold", "replica", "watcher", "source"),
+    *("write", "keep", "commit", "fail"),
 }
 """Words in code type that are no field of a message: files, values and options."""
+MET = {"Holding": "every rank", "Invitation": "rank 0"}
+"""Who sends what source ranks exchange when they meet, before they use frames."""
+
+
+SENDERS = {"replica", "publisher", "follower", "rank 0"}
 
 
 def rows():
@@ -42,7 +50,9 @@ def fields_of(kind):
 
 
 def test_every_message_and_table_has_one_row():
-    assert len(KINDS) > 20
+    assert len(KINDS) > 40
+    frame_kinds = {*typing.get_args(frames.FromReplica), *typing.get_args(frames.FromPublisher)}
+    assert frame_kinds <= set(KINDS.values())
     assert sorted(name for _, name, _ in rows()) == sorted(KINDS)
 
 
@@ -53,18 +63,20 @@ def test_a_row_has_the_fields_of_its_class_in_order(name, fields):
 
 @pytest.mark.parametrize(("sender", "name"), [(sender, name) for sender, name, _ in rows()])
 def test_a_row_says_who_sends_its_message(sender, name):
-    from_replica = KINDS[name] in typing.get_args(messages.FromReplica)
-    from_publisher = KINDS[name] in typing.get_args(messages.FromPublisher)
-    senders = {
-        (True, False): "replica",
-        (False, True): "publisher",
-        (True, True): "both",
-    }
-    if (from_replica, from_publisher) in senders:
-        assert sender == senders[from_replica, from_publisher]
+    kind, is_of_ranks = KINDS[name], KINDS[name].__module__ == rank_messages.__name__
+    to_publisher = kind in typing.get_args(frames.FromReplica)
+    from_publisher = kind in typing.get_args(frames.FromPublisher)
+    if name in MET:
+        assert sender == MET[name]
+        assert not issubclass(kind, (messages.Message, message_tables.Table))
+    elif to_publisher or from_publisher:
+        senders = {"replica", "publisher"} if sender == "both" else set(sender.split(", "))
+        assert bool(senders & {"replica", "follower"}) == to_publisher
+        assert bool(senders & {"publisher", "rank 0"}) == from_publisher
+        assert senders <= ({"follower", "rank 0"} if is_of_ranks else SENDERS)
     else:
-        columns = set(fields_of(KINDS[name])) - {"num_dims"}
-        hints = typing.get_type_hints(KINDS[name])
+        columns = set(fields_of(kind)) - {"num_dims"}
+        hints = typing.get_type_hints(kind)
         is_table = all(hints[column] is bytes for column in columns)
         assert sender == ("table" if is_table else "record")
 
@@ -80,9 +92,13 @@ def test_the_text_names_only_fields_that_exist():
 
 
 def test_the_numbers_are_those_of_the_code():
-    assert re.findall(r"protocol number \((\d+)\)", PAGE) == [str(messages.PROTOCOL)]
-    assert re.findall(r"frame over (\d+) MiB", PAGE) == [str(messages.MAX_MESSAGE_BYTES >> 20)]
+    assert re.findall(r"protocol number \((\d+)\)", PAGE) == [str(frames.PROTOCOL)]
+    assert re.findall(r"frame over (\d+) MiB", PAGE) == [str(frames.MAX_MESSAGE_BYTES >> 20)]
     assert re.findall(r"more than\s(\d+)", PAGE) == [str(MAX_COPIES), str(MAX_PAIRS)]
+    assert re.findall(r"remember the (\d+) shares", PAGE) == [str(REMEMBERED_SHARES)]
+    assert re.findall(r"no progress for (\d+) s", PAGE) == [f"{running_round.GRACE_SECONDS:g}"]
+    assert HEARTBEATS == 5
+    assert "send `Tick` five times in `silence_seconds`" in PAGE
     assert re.findall(r"`num_dims` numbers per row, from 1 to (\d+)", PAGE) == [
         str(message_tables.MAX_DIMS)
     ]
