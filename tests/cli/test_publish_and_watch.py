@@ -184,3 +184,17 @@ def test_watch_shows_a_table_on_a_terminal(address):
         until(lambda: publisher.replicas == ["one"])
         watch.kill(signal.SIGINT)
         assert watch.join() == 130
+
+
+def test_watch_shows_each_rank_of_a_replica(address):
+    with (
+        fw.Publisher(weights(1), address),
+        fw.Replica(weights(2), address, name="engine", rank=0, num_ranks=2),
+        fw.Replica(weights(3), address, name="engine", rank=1, num_ranks=2),
+        fw.Replica(weights(4), address, name="alone"),
+    ):
+        seen = flyweight("watch", address, "--once", "--json")
+        names = [each["name"] for each in seen["replicas"]]
+        assert names == ["engine/0", "engine/1", "alone"]
+        table = flyweight("watch", address, "--once")
+        assert all(name in table for name in names)
