@@ -132,7 +132,7 @@ class Follower:
             self._connection.send(messages.Fault(self._round, kind, text, False))
 
     def _next(self, timeout_seconds: float, what: str) -> FromPublisher:
-        """Return the next message of this publish; note what has been emptied, and the end."""
+        """Return the next message of this publish; remember the empty buckets and the end."""
         deadline = monotonic() + timeout_seconds
         while True:
             message = self._connection.next(deadline, what)

@@ -16,7 +16,7 @@ from flyweight.live.source_blocks import Agreement
 
 @dataclass(eq=False)
 class Member:
-    """A connected replica."""
+    """A connected replica, or one rank of it."""
 
     id: bytes
     hello: messages.Hello
@@ -65,7 +65,7 @@ class MemberRound:
     """One member in a round."""
 
     feed: WeakMethod[Callable[[MemberRound, Event | None, FlyweightError | None], None]]
-    """Takes events; the round itself would be a cycle, and keep tensors alive."""
+    """Takes events. Weak, as a reference to the round would be a cycle that keeps tensors alive."""
     member: Member
     agreement: Agreement
     begin: messages.Begin
@@ -81,7 +81,7 @@ class MemberRound:
     """How much it has copied, as it says with its heartbeats."""
     has_begun: bool = False
     is_gone: bool = False
-    """True if it needs to be told nothing any more: it is lost, or has said that it failed."""
+    """True if nothing is sent to it any more: it is lost, or has said that it failed."""
     emptied: set[int] = field(default_factory=set)
     done: messages.Done | None = None
     error: FlyweightError | None = None
@@ -118,7 +118,7 @@ class MemberRound:
     # Called by the threads of connections.
 
     def receive(self, message: messages.InRound) -> None:
-        """Take up what the member says, unless it is of another round."""
+        """Handle what the member says, unless it is of another round."""
         if isinstance(message, messages.Tick):
             if message.copied_bytes != self.copied_bytes:
                 self.copied_bytes, self.last_progress = message.copied_bytes, monotonic()
@@ -164,7 +164,7 @@ def by_replica(members: Iterable[Member]) -> list[list[Member]]:
 
 
 def joined_request(ranks: Sequence[Member]) -> messages.Ask | None:
-    """Return what all ranks of a replica request together; None if that is no one version.
+    """Return the one request of all ranks of a replica; None if they request different versions.
 
     Ranks that hold different versions count as if they held none: all of them take the next one.
     """

@@ -50,7 +50,7 @@ class Members:
         """True once the connection's thread has ended by an error."""
         self._has_started = self._is_closed = False
         self.decisions: RoundDecisions | None = None
-        """What is decided for replicas of several ranks; None if there were none."""
+        """The verdicts for replicas of several ranks; None until the first of them joins."""
         self._refused = RefusedReplicas()
         self.connection = Connection(
             claim.address.endpoint,

@@ -155,12 +155,12 @@ class Publisher:
 
     @property
     def replicas(self) -> list[str]:
-        """The names of the connected replicas, as rank 0 knows them."""
+        """The names of the connected replicas; empty on ranks other than 0."""
         return self._side.replicas()
 
     @property
     def waiting(self) -> list[str]:
-        """The names of the replicas that wait for a version, as rank 0 knows them."""
+        """The names of the replicas that wait for a version; empty on ranks other than 0."""
         return self._side.waiting()
 
     @overload
@@ -193,11 +193,12 @@ class Publisher:
     ) -> PublishReport | Lease:
         """Send the model as it is now to every replica that waits for a version.
 
-        Returns a report once each replica has committed the version or failed.
+        Returns a report once each replica has committed the version or failed. If several ranks
+        hold the model, all of them call this with the same version, and get the same report.
 
         version: the number of the version, greater than the last one.
         background: return a `Lease` at once, and publish in another thread.
-        num_replicas: first wait until this many replicas wait for the version.
+        num_replicas: first wait until this many replicas wait for the version; rank 0's counts.
         timeout_seconds: the time for that wait, and for each replica to make progress in the
             round; by default the publisher's own.
 

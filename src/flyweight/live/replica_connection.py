@@ -51,13 +51,13 @@ class ReplicaConnection:
     """One connection; when it is lost, its owner makes another."""
 
     source: RemoteSource
-    """The publisher's blocks; there once `join` has returned."""
+    """The publisher's blocks; set by `join`."""
     session: str
-    """The publisher's session; there once `join` has returned."""
+    """The publisher's session; set by `join`."""
     unused: tuple[str, ...]
-    """The publisher's tensors that the replica does not want; there once `join` has returned."""
+    """The publisher's tensors that the replica does not want; set by `join`."""
     decisions: RoundDecisions | None = None
-    """What is decided for this replica, if it has several ranks."""
+    """The verdicts for this replica, if it has several ranks."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ReplicaConnection:
         self.address, self.name = address, name
         self.rank, self.num_ranks = rank, num_ranks
         self.copied_bytes: Callable[[], int] = lambda: 0
-        """How much is copied in the round under way; heartbeats tell it."""
+        """How much is copied in the round under way; heartbeats report it."""
         self._changed = threading.Condition()
         self._inbox: deque[frames.FromPublisher] = deque()
         self._error: FlyweightError | None = None

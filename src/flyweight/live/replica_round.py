@@ -78,7 +78,7 @@ class ReplicaRound:
         self._timeout_seconds, self._has_devices = timeout_seconds, has_devices
         self._missing_buckets: set[int] = set()
         self._early: deque[messages.Filled] = deque()
-        """The buckets that were full before the weights might be written."""
+        """The buckets that were filled before the weights could be written."""
         self._is_aborted = False
         self.touch = touch
         self.nbytes = self._copied_bytes = 0
@@ -138,13 +138,13 @@ class ReplicaRound:
             raise TransportError(f"the publisher sent {type(message).__name__}, not Write")
 
     def _decided(self, proposal: Verdict) -> Verdict:
-        """Return what is decided for all ranks, if the publisher does not tell it any more."""
+        """Return the verdict for all ranks, when the publisher can no longer send it."""
         decisions = self.connection.decisions
         assert decisions is not None
         try:
             return decisions.decide(self.connection.name, self.begin.round, proposal)
         except StoreError:
-            return "write" if proposal == "keep" else "fail"  # then nothing is sure
+            return "write" if proposal == "keep" else "fail"  # unknown, so assume the worst
 
     def next_bucket(self) -> int:
         """Wait for the next bucket and return its number."""

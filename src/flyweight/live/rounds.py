@@ -1,9 +1,9 @@
 """Rounds: makes a round of a published version and the members that take it, and runs it.
 
-A member that got lanes, slots and buckets in its last round, and still holds those
-lists, does not get them again. The rounds of a publish run in the thread that publishes. A replica
-that asks between two publishes is served by a catch-up round, from memory or from a snapshot: it
-has one member, a thread and bucket slots of its own, so that the next publish need not wait.
+A member is told which memory a round goes through, and not told again while that stays the same.
+The rounds of a publish run in the thread that publishes. A replica that asks between two publishes
+is served by a catch-up round, from memory or from a snapshot. That round has a thread and bucket
+slots of its own, so that the next publish need not wait.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Rounds:
         timeout_seconds: float,
         on_release: Callable[[], None] = lambda: None,
     ) -> RunningRound:
-        """Return a round that `run` runs; `Round` explains `on_release`."""
+        """Return a round that `run` runs; `RunningRound` explains `on_release`."""
         sources = self._sources
         with self._members.changed:
             self.last_number += 1

@@ -1,7 +1,7 @@
 """A round that runs: a version goes from its source to the members that take part.
 
 `round.py` decides what is told to whom; the threads of connections feed it what members say. The
-thread that publishes fills buckets and gives up who is late. Each replica ends on its own. No
+thread that publishes fills buckets and gives up late members. Each replica ends on its own. No
 member delays the others for longer than its deadline, and the bucket slots that a lost member had
 not emptied are free again.
 """
@@ -45,7 +45,7 @@ from flyweight.live.source_part import fill_in_turn
 from flyweight.ranks.decision import RoundDecisions, Verdict
 
 GRACE_SECONDS = 3.0
-"""Progress so recent saves a member after the round's deadline; each heartbeat tells of it."""
+"""After the round's deadline, a member is given up once it made no progress for this long."""
 
 
 class RunningRound:
@@ -71,12 +71,12 @@ class RunningRound:
         fills: the buckets of this process. Those of all ranks together are numbered in turn.
         num_ranks, tell_rank: the number of source ranks, and how to send one of them a message.
         name_of: returns the name of a block's tensor.
-        decisions: where it is stored what is decided for replicas of several ranks.
+        decisions: where the verdicts for replicas of several ranks are stored.
         beginning: a lock that is held while the round begins; a version is marked as replaced only
             under it, and a round whose version is replaced does not begin.
-        on_release: called once nothing reads the source's memory, maybe more than once.
-        timeout_seconds: a member without progress for this long is given up. So is one that has
-            not ended when the round is so old, unless it made progress just now.
+        on_release: called when nothing reads the source's memory any more, maybe repeatedly.
+        timeout_seconds: a member without progress for this long is given up. So is one that is
+            not done when the round is this old, unless it has just made progress.
         """
         self.number, self.version, self.connection = number, version, connection
         self._fills, self._num_ranks, self._tell_rank = fills, num_ranks, tell_rank
@@ -161,7 +161,7 @@ class RunningRound:
     def on_event(
         self, member: MemberRound, event: Event | None, error: FlyweightError | None
     ) -> None:
-        """Take up what a member says, or that it is gone."""
+        """Handle what a member says, or that it is gone."""
         with self.changed:
             if not self._has_begun:
                 if isinstance(event, Failed):
@@ -188,7 +188,7 @@ class RunningRound:
         self.changed.notify_all()
 
     def _decided(self, action: Action) -> Verdict:
-        """Store a decision, so that it holds also if this process dies before it has told all."""
+        """Store a verdict, so that it holds even if this process dies before all ranks know it."""
         assert action.proposal is not None
         assert self._decisions is not None
         try:
@@ -220,7 +220,7 @@ class RunningRound:
 
     def _abort(self, member: MemberRound, action: Action) -> None:
         error = self._errors.get(action.replica)
-        if error is None:  # the decision went against it, and no rank has said why
+        if error is None:  # the verdict went against it, and no rank has said why
             error = self._errors[action.replica] = PeerFailed(action.reason)
         if member.member.hello.num_ranks > 1 and not member.is_gone:
             error = type(error)(action.reason)
@@ -323,7 +323,7 @@ class RunningRound:
         is_over: Callable[[], bool],
         waited_for: Callable[[], Iterator[tuple[MemberRound, str]]],
     ) -> None:
-        """Return once it is over; meanwhile give up who is late, and tell the others to wait."""
+        """Return once it is over; meanwhile give up late members, and tell the others to wait."""
         self.connection.spin(is_over, self._spin_seconds)
         going_seconds = min(self._timeout_seconds / 8, 1.0)
         while True:

@@ -1,7 +1,7 @@
 """The blocks that all source ranks hold together, as one table, and the plans of replicas over it.
 
-A replica sees one publisher with one list of tensors and blocks. Which rank holds a block is known
-here only: an agreement is divided into one share for each rank that the replica reads from.
+A replica sees one publisher with one list of tensors and blocks. It is told the rank of each block
+only to make the same plan. Its agreement is divided into one share for each rank that it reads.
 """
 
 from __future__ import annotations

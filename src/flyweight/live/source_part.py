@@ -1,4 +1,4 @@
-"""What one process gives of a published version: memory and digests for the shares of replicas.
+"""What one process offers of a published version: memory and digests for the shares of replicas.
 
 A publisher with one rank has one part. With many ranks, each has its own, and rank 0 joins the
 offers of all of them.

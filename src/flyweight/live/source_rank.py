@@ -29,9 +29,9 @@ class SourceRank:
     last_seen: float = 0.0
     files: FdConnection | None = None
     ready: int | None = None
-    """The version that it publishes and that is not over yet."""
+    """The version that it is publishing; None between two publishes."""
     missed: Ended | None = None
-    """The publish that failed before it was ready."""
+    """The end of a publish that failed before this rank was ready for it."""
     offered: Offered | None = None
     copy: HoldsCopy | None = None
     shares: dict[int, Share] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class SourceRank:
     def started_shares(
         self, agreements: Sequence[Agreement], kinds: Sequence[DigestKind]
     ) -> tuple[StartedShare, ...]:
-        """Return the shares of a round that read this rank; tables of those it does not know."""
+        """Return the shares of a round that read this rank, with tables of those it lacks."""
         wanted = [
             (agreement.shares[self.rank][1], kind)
             for agreement, kind in zip(agreements, kinds, strict=True)

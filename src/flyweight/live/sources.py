@@ -248,7 +248,7 @@ class Sources:
         return replace(own, source=source, offers=offers, whole_digests=digests)
 
     def close_copies(self) -> None:
-        """Offer the copies that all ranks hold no more."""
+        """Stop offering the copies that all ranks hold."""
         if self._copies is not None:
             self._copies[2].close()
         self._copies = None

@@ -1,4 +1,4 @@
-"""RoundDecisions: what is decided for a replica in a round, stored once, for all its ranks.
+"""RoundDecisions: the verdicts for a replica in a round, stored once, for all its ranks.
 
 A leader that is killed between two messages would leave one rank with `commit` and another
 without. So every decision is stored before it is sent, and the first proposal wins:
@@ -6,8 +6,8 @@ without. So every decision is stored before it is sent, and the first proposal w
     leader, before the first write    "write"     rank without leader, until it hears write  "keep"
     leader, before the first commit   "commit"    rank without leader, from then on          "fail"
 
-A rank that finds "commit" holds the new version, with "keep" the old one, and otherwise none:
-after "write" another rank may have written.
+A rank that finds "commit" holds the new version, one that finds "keep" the old one, and any other
+none: after "write" another rank may have written.
 
 The store is a directory with one file per verdict. A decision is a hard link from the name of its
 question to the file of its verdict: one system call, which fails if the name exists. So a killed
