@@ -1,11 +1,15 @@
 """Several trainer ranks publish one model together; a replica reads from all of them."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 
 import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import until
+from flyweight.errors import PeerLost
 
 SECONDS = 10
 WHOLE = np.random.default_rng(3).random((8, 6))
@@ -67,6 +71,46 @@ def test_a_replica_reads_from_all_ranks(address, pool, options):
             assert target["only_0"].tolist() == list(range(5))
             assert target["only_1"].tolist() == list(range(7))
             assert [each.version for each in ranks] == [3, 3]
+    finally:
+        for each in ranks:
+            each.close()
+
+
+def test_a_lease_of_a_rank_that_holds_a_copy_ends_with_the_copy(address, pool):
+    models, is_free = halves(), threading.Event()
+    ranks = publishers(models, address, hold=True)
+    try:
+        with fw.Replica(engine(), address) as replica:
+            update = pool.submit(
+                replica.update, timeout_seconds=SECONDS, before=lambda _: is_free.wait(SECONDS)
+            )
+            until(lambda: ranks[0].waiting)
+            futures = [pool.submit(each.publish, 1, background=True) for each in ranks]
+            leases = [each.result(SECONDS) for each in futures]
+            for lease in leases:
+                lease.wait_copied(SECONDS)
+            assert not leases[1].is_done
+            is_free.set()
+            assert update.result(SECONDS).version == 1
+            assert [lease.wait(SECONDS).failed for lease in leases] == [(), ()]
+    finally:
+        is_free.set()
+        for each in ranks:
+            each.close()
+
+
+def test_all_ranks_hear_at_once_that_one_is_lost(address, pool):
+    whole = np.arange(12.0).reshape(3, 4)
+    models = [{"w": fw.Sharded(whole[n : n + 1].copy(), (3, 4), (n, 0))} for n in range(3)]
+    ranks = publishers(models, address, timeout_seconds=30)
+    try:
+        assert [each.version for each in published(pool, ranks, 1)] == [1, 1, 1]
+        ranks[2].close()
+        started = monotonic()
+        for each in ranks[:2]:
+            with pytest.raises(PeerLost, match="source rank 2"):
+                pool.submit(each.publish, 2).result(20)
+        assert monotonic() - started < 5
     finally:
         for each in ranks:
             each.close()

@@ -107,7 +107,7 @@ class Follower:
                 message = self._next(timeout_seconds, f"version {version} from rank 0")
                 match message:
                     case Hold(version=number) if number == version:
-                        self._hold(message)
+                        self._hold(message, lease)
                     case Start(version=number) if number == version:
                         self._take_part(message, lease)
                     case Released(version=number) if number == version:
@@ -149,26 +149,33 @@ class Follower:
                 case _:
                     return message
 
-    def _hold(self, hold: Hold) -> None:
+    def _read_model(self, deadline: float) -> None:
+        """Look for replaced tensors, and wait for work of devices that still writes the weights."""
+        if self._model.refresh():
+            self._slots.close()
+        self._model.synchronize(deadline)
+
+    def _hold(self, hold: Hold, lease: Lease) -> None:
+        deadline = monotonic() + hold.timeout_seconds
+        self._read_model(deadline)
         held = self._model.hold(
             hold.version,
             None,
             should_verify=self._options.should_verify,
-            deadline=monotonic() + hold.timeout_seconds,
+            deadline=deadline,
             before_copy=lambda: None,
         )
         (handle,) = self._transports.host.offer_in_place([self._model.held_memory])
         digests = b"" if held.whole_digests is None else held.whole_digests.tobytes()
         copy = HoldsCopy(hold.version, handle, digests, held.digest_seconds)
         self._connection.send(copy)
+        lease.release()  # replicas read the copy
 
     def _take_part(self, start: Start, lease: Lease) -> None:
         """Offer what a round needs, and fill its buckets."""
         deadline = monotonic() + start.timeout_seconds
         self._round, self._emptied = start.round, set()
-        if self._model.refresh():
-            self._slots.close()
-        self._model.synchronize(deadline)
+        self._read_model(deadline)
         wanted = []
         for each in start.shares:
             known = self._shares.get(each.number)

@@ -54,6 +54,11 @@ class Member:
         return self.name if self.hello.num_ranks > 1 else self.id.hex()
 
     @property
+    def shown_name(self) -> str:
+        """Its name in events and news, with its rank if there are several."""
+        return self.name if self.hello.num_ranks == 1 else f"{self.name}/{self.hello.rank}"
+
+    @property
     def label(self) -> str:
         """Its name for people, with its rank if there are several."""
         rank = f", rank {self.hello.rank}" if self.hello.num_ranks > 1 else ""

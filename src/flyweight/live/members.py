@@ -340,7 +340,7 @@ class Members:
             self._send(member, self._sources.blocks.agreed)
             self.changed.notify_all()
         pid = member.hello.pid
-        self.announce("replica.joined", name=member.name, pid=pid, nbytes=agreement.nbytes)
+        self.announce("replica.joined", name=member.shown_name, pid=pid, nbytes=agreement.nbytes)
         with self.changed:
             self._watchers.send(self.by_id.values())
 
@@ -390,7 +390,7 @@ class Members:
             if member.round is not None:
                 member.round.lose(error)
             pid = member.hello.pid
-            self.announce("replica.lost", name=member.name, pid=pid, error=str(error))
+            self.announce("replica.lost", name=member.shown_name, pid=pid, error=str(error))
             self._watchers.send(self.by_id.values())
             self.changed.notify_all()
 

@@ -94,7 +94,7 @@ class Watchers:
             return
         replicas = tuple(
             messages.ReplicaNews(
-                each.name if each.hello.num_ranks == 1 else f"{each.name}/{each.hello.rank}",
+                each.shown_name,
                 each.hello.pid,
                 each.state,
                 each.version,

@@ -142,7 +142,11 @@ class Sources:
     def lose(self, follower: SourceRank, error: FlyweightError) -> None:
         """End every round that reads a rank which is gone."""
         text = f"source rank {follower.rank}: {error}; make new publishers on all ranks"
+        is_first = self.failure is None
         self._fail(type(error)(text), is_lost=True)
+        for other in self.followers if is_first else ():
+            if other is not follower and other.id:
+                self._send(messages.Bye(text), other.id)
 
     def _fail(self, error: FlyweightError, *, is_lost: bool) -> None:
         with self._changed:
