@@ -131,8 +131,8 @@ def test_tensors_replaced_while_a_round_runs_fail_it(address, monkeypatch):
     ):
         publisher.publish(1)
         with monkeypatch.context() as patch:
-            delayed(patch, ReplicaRound, "wait_commit", 0.1)
-            delayed(patch, ReplicaRound, "wait_commit", 0, lambda *args: replaced(engine, "data"))
+            delayed(patch, ReplicaRound, "commit", 0.1)
+            delayed(patch, ReplicaRound, "commit", 0, lambda *args: replaced(engine, "data"))
             with pytest.raises(VersionError, match="were replaced, or have moved, while version 1"):
                 replica.update(timeout_seconds=10)
         assert (replica.state, replica.version) == ("failed", None)

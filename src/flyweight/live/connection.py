@@ -9,6 +9,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic, sleep
@@ -56,7 +57,8 @@ class Connection:
         on_frame: takes the id of the sender (empty at a replica, which has one peer) and a frame.
         on_heartbeat: takes the time up to which silence counts. It is read before the heartbeat,
             so a process that is stopped right afterwards does not blame its peer.
-        on_unreachable: takes the id of a peer that accepts no messages.
+        on_unreachable: takes the id of a peer that accepts no messages. The connection's thread
+            calls it, not the one that sends, which may hold locks.
         files: a replica's connection for files, which the kernel closes with the publisher's
             process; `on_peer_gone` is called then.
         on_failure: called if the thread ends by an error; nothing is received afterwards.
@@ -66,6 +68,7 @@ class Connection:
         self.awake_since = monotonic()
         """Since when this process runs without a pause: silence before it does not count."""
         self._on_unreachable, self._is_publisher = on_unreachable, is_publisher
+        self._unreachable: deque[bytes] = deque()
         self._files, self._on_peer_gone, self._on_failure = files, on_peer_gone, on_failure
         self._lock, self._receiving = threading.Lock(), threading.Lock()
         self._is_over = self._is_freed = False
@@ -117,7 +120,8 @@ class Connection:
         if has_arrived and threading.current_thread() is not self._thread:
             self.wake()  # the send may have consumed the signal that a frame has arrived
         if not is_sent:
-            self._on_unreachable(to)
+            self._unreachable.append(to)
+            self.wake()
 
     def spin(self, is_done: Callable[[], bool], seconds: float) -> bool:
         """Receive in the caller's thread until `is_done`; return False after `seconds`.
@@ -185,6 +189,8 @@ class Connection:
         last = monotonic()
         while not self._is_over:
             self._receive()
+            while self._unreachable:
+                self._on_unreachable(self._unreachable.popleft())
             wait_seconds = last + self._heartbeat_seconds - monotonic()
             ready = dict(poller.poll(max(1000 * wait_seconds, 0)))
             if self._woken.fileno() in ready:

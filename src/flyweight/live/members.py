@@ -289,10 +289,14 @@ class Members:
                     f"replicas of several ranks need names of their own"
                 )
             if other.hello.rank == hello.rank:
-                self._lose(other.id, PeerLost(f"replica {member.label} connected again"))
+                text = f"replica {member.label} connected again, from the same process"
+                self._refuse(other.id, PeerRefused(text))
         if hello.num_ranks > 1 and self.decisions is None:
-            directory = self._claim.address.directory
-            self.decisions = RoundDecisions.create(directory, self.session)
+            try:
+                directory = self._claim.address.directory
+                self.decisions = RoundDecisions.create(directory, self.session)
+            except FlyweightError as error:  # no file can be made: replicas of one rank need none
+                return error
         self.by_id[member.id] = member
         return None
 

@@ -313,12 +313,10 @@ class Replica:
                 return None
             result = self._sink.receive(round_)
             self._sink.touched()
-            round_.done(result)
-            round_.wait_commit(result)
-            # In a short round once is enough: `version` looks again whenever it is asked for.
-            is_long = perf_counter() - self._checked_at > _RECHECK_SECONDS
-            if is_long and not self._sink.is_current():
-                raise VersionError(f"{_REPLACED} while version {version} was copied")
+            if self._ranks[1] > 1:
+                self._check_current(version)  # after the commit the other ranks hold the version
+            round_.commit(result)
+            self._check_current(version)
             self._sink.finish(round_.begin.values)
         except HandleGone as error:
             reason = round_.abort_reason() or error  # memory goes with a publisher that aborts
@@ -336,6 +334,8 @@ class Replica:
             _log.warning("replica %s went back from version %d to %d", self.name, last, version)
         nbytes, seconds = report.nbytes, report.seconds
         emit("update.done", version=version, nbytes=nbytes, seconds=seconds, name=self.name)
+        if round_.interrupt is not None:
+            raise round_.interrupt
         return report
 
     def _prepare(self, round_: ReplicaRound, options: UpdateOptions) -> bool:
@@ -348,12 +348,20 @@ class Replica:
         self._checked_at = perf_counter()
         if self._sink.is_in_place():
             round_.wait_write()
-            return True
+            if self._ranks[1] == 1 or self._sink.is_in_place():  # other ranks may drain for long
+                return True
         replaced = VersionError(f"{_REPLACED} before version {version} was copied")
         if options.before is not None or self._ranks[1] > 1:
             raise replaced
         round_.fail(replaced, is_touched=False)
         return False
+
+    def _check_current(self, version: int) -> None:
+        # In a short round once is enough: `version` looks again whenever it is asked for.
+        if perf_counter() - self._checked_at > _RECHECK_SECONDS:
+            self._checked_at = perf_counter()
+            if not self._sink.is_current():
+                raise VersionError(f"{_REPLACED} while version {version} was copied")
 
     def _touch(self) -> None:
         self._state, self._version = "updating", None

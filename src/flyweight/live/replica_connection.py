@@ -305,6 +305,9 @@ class ReplicaConnection:
                     self._lose(error_named(kind, text) if is_same else gone)
                 case messages.Begin(ask=number) if number != self._open_request:
                     self._decline(message)
+                case messages.Going():
+                    self.send(messages.Tick(self.copied_bytes()))  # it asks for progress
+                    self._inbox.append(message)
                 case messages.News():
                     self._inbox.clear()  # only the newest state matters
                     self._inbox.append(message)

@@ -80,6 +80,8 @@ class ReplicaRound:
         self._early: deque[messages.Filled] = deque()
         """The buckets that were filled before the weights could be written."""
         self._is_aborted = False
+        self.interrupt: BaseException | None = None
+        """What interrupted the wait for a commit that was decided, such as KeyboardInterrupt."""
         self.touch = touch
         self.nbytes = self._copied_bytes = 0
         connection.copied_bytes = lambda: self._copied_bytes
@@ -164,23 +166,18 @@ class ReplicaRound:
         """Say that no memory of the publisher is read any more; digests may follow."""
         self.connection.send(messages.Copied(self.begin.round))
 
-    def done(self, result: SinkResult) -> None:
-        """Send the digests of what was received."""
-        self.connection.send(
-            messages.Done(
-                self.begin.round, result.digests, result.copy_seconds, result.verify_seconds
-            )
-        )
-
     def fail(self, error: BaseException, *, is_touched: bool) -> None:
         """Tell the publisher that the replica cannot continue."""
         kind, text = type(error).__name__, str(error)
         self.connection.send(messages.Fault(self.begin.round, kind, text, is_touched))
 
-    def wait_commit(self, result: SinkResult) -> None:
-        """Wait for the commit; raise unless it has the digests of what was received."""
+    def commit(self, result: SinkResult) -> None:
+        """Send the digests of what was received; raise unless they are committed."""
         message: messages.Filled | messages.Write | messages.Commit
+        number, digests = self.begin.round, result.digests
+        done = messages.Done(number, digests, result.copy_seconds, result.verify_seconds)
         try:
+            self.connection.send(done)
             message = self._next("a commit")
         except BaseException as error:
             if self._is_aborted:
@@ -189,18 +186,20 @@ class ReplicaRound:
                 # The publisher has compared the digests of all ranks before it decided.
                 if self._decided("fail") != "commit":
                     raise
-                message = messages.Commit(self.begin.round, result.digests)
+                message = messages.Commit(number, digests)
+                if not isinstance(error, Exception):
+                    self.interrupt = error
             else:
                 # All bytes and their digests were here before the publisher went.
                 is_gone = isinstance(error, TransportError) and self.connection.is_lost
                 if not is_gone or self.begin.digests is None or self.source.buckets:
                     raise
-                message = messages.Commit(self.begin.round, self.begin.digests)
+                message = messages.Commit(number, self.begin.digests)
         if not isinstance(message, messages.Commit):
             raise TransportError(f"the publisher sent {type(message).__name__}, not a commit")
-        if message.digests != result.digests:
+        if message.digests != digests:
             raise DigestMismatch(
-                f"{len(result.digests) // 8} digests of version {self.begin.version} are not those "
+                f"{len(digests) // 8} digests of version {self.begin.version} are not those "
                 f"that were committed"
             )
 

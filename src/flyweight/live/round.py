@@ -42,6 +42,8 @@ class Phase(Enum):
     FAILED = "holds no version"
 
 
+COPIED = "copied the weights"
+"""What a rank that copies has not done yet."""
 _ENDS = frozenset({Phase.COMMITTED, Phase.KEPT, Phase.FAILED})
 _NONE: frozenset[int] = frozenset()
 
@@ -126,6 +128,8 @@ class Decided(Struct, frozen=True):
 
     replica: str
     verdict: Verdict
+    reason: str = ""
+    """Why nothing can be stored."""
 
 
 Event = SourceReady | SourceFailed | Reported | Failed | Decided
@@ -185,8 +189,8 @@ def step_replica(
             return _on_done(replica, rank)
         case Failed(_, rank, reason, is_touched):
             return _failed(replica, f"rank {rank} of {replica.name!r}: {reason}", is_touched)
-        case Decided(_, verdict):
-            return _on_decided(replica, verdict)
+        case Decided(_, verdict, reason):
+            return _on_decided(replica, verdict, reason)
     return replica, []
 
 
@@ -207,7 +211,7 @@ def waiting_for(state: Round) -> dict[tuple[str | None, int], str]:
                 found[name, rank] = "drained its requests"
             elif each.phase is Phase.WRITING and rank not in each.done:
                 has_copied = rank in each.copied
-                found[name, rank] = "sent its digests" if has_copied else "copied the weights"
+                found[name, rank] = "sent its digests" if has_copied else COPIED
     return found
 
 
@@ -228,8 +232,10 @@ def _on_done(replica: ReplicaRound, rank: int) -> tuple[ReplicaRound, list[Actio
     return replace(after, phase=Phase.DONE), [Action("decide", replica.name, "commit")]
 
 
-def _on_decided(replica: ReplicaRound, verdict: Verdict) -> tuple[ReplicaRound, list[Action]]:
-    reason = replica.failure or "a rank gave up before the decision"
+def _on_decided(
+    replica: ReplicaRound, verdict: Verdict, reason: str
+) -> tuple[ReplicaRound, list[Action]]:
+    reason = replica.failure or reason or "a rank gave up before the decision"
     match replica.phase, verdict:
         case Phase.DRAINED, "write" if not replica.failure:
             return replace(replica, phase=Phase.WRITING), [Action("write", replica.name)]

@@ -34,6 +34,7 @@ from flyweight.live.members import Members
 from flyweight.live.messages import Begin
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel, PublishedVersion
+from flyweight.live.report import ReplicaReport
 from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import Sources
@@ -97,11 +98,12 @@ class Rounds:
         for ranks in by_replica(members):
             found = [offers[_agreement(each)] for each in ranks]
             errors = [each.error for each in found if each.error is not None]
+            if errors:  # the transport is impossible for this replica only
+                refused = [self._members.refuse_round(each, errors[0]) for each in ranks]
+                round_.refused.append(ReplicaReport.joined(refused))
+                continue
             for member, offer in zip(ranks, found, strict=True):
-                if errors:  # the transport is impossible for this replica only
-                    round_.refused.append(self._members.refuse_round(member, errors[0]))
-                else:
-                    round_.members.append(self._member_round(round_, member, offer))
+                round_.members.append(self._member_round(round_, member, offer))
         self._warn_if_unmapped(version)
         self._members.join_round(round_)
         return round_

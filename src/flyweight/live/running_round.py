@@ -29,6 +29,7 @@ from flyweight.live.published_model import PublishedVersion
 from flyweight.live.rank_messages import Released
 from flyweight.live.report import ReplicaReport
 from flyweight.live.round import (
+    COPIED,
     Action,
     Decided,
     Event,
@@ -182,20 +183,22 @@ class RunningRound:
             self._state, actions = step(self._state, events.pop())
             for action in actions:
                 if action.what == "decide":
-                    events.append(Decided(action.replica, self._decided(action)))
+                    events.append(self._decided(action))
                 else:
                     self._carry_out(action)
         self.changed.notify_all()
 
-    def _decided(self, action: Action) -> Verdict:
+    def _decided(self, action: Action) -> Decided:
         """Store a verdict, so that it holds even if this process dies before all ranks know it."""
         assert action.proposal is not None
         assert self._decisions is not None
         try:
-            return self._decisions.decide(action.replica, self.number, action.proposal)
+            verdict = self._decisions.decide(action.replica, self.number, action.proposal)
+            return Decided(action.replica, verdict)
         except StoreError as error:
             self._errors.setdefault(action.replica, error)
-            return "keep" if action.proposal == "write" else "fail"
+            refusal: Verdict = "keep" if action.proposal == "write" else "fail"
+            return Decided(action.replica, refusal, str(error))
 
     def _carry_out(self, action: Action) -> None:
         now = monotonic()
@@ -275,9 +278,10 @@ class RunningRound:
 
     def _wait_empty(self, bucket: int) -> None:
         def waited_for() -> Iterator[tuple[MemberRound, str]]:
-            for each in self._running():
+            for each, what in self._waited_for():
                 if not each.has_emptied(bucket):
-                    yield each, f"emptied bucket {bucket // self._num_ranks}"
+                    emptied = f"emptied bucket {bucket // self._num_ranks}"
+                    yield each, emptied if what == COPIED else what
 
         self._wait(lambda: self._is_empty(bucket), waited_for)
 

@@ -156,7 +156,7 @@ class RoundDecisions:
         last = self._rounds.pop(replica, None)
         if last is not None:
             for question in ("write", "commit"):
-                with suppress(FileNotFoundError):
+                with suppress(OSError):  # what stays is of a round that is over
                     os.unlink(_name(replica, last, question), dir_fd=self._file)
 
     def _check_open(self) -> None:
