@@ -36,6 +36,11 @@ class Child:
     def send(self, message):
         self._pipe.send(message)
 
+    @property
+    def has_told(self):
+        """True if `told` returns at once."""
+        return self._pipe.poll()
+
     def told(self, timeout=20):
         """Return the next message of the child."""
         assert self._pipe.poll(timeout), f"child {self.pid} sent nothing in {timeout} s"

@@ -11,7 +11,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from logging import getLogger
 from time import monotonic
 
@@ -58,7 +57,7 @@ class Members:
             on_frame=self._on_frame,
             on_heartbeat=self._on_heartbeat,
             heartbeat_seconds=silence_seconds / HEARTBEATS,
-            on_unreachable=partial(self._lose, error=PeerLost("it accepts no messages")),
+            on_unreachable=self._on_unreachable,
             on_failure=self._on_failure,
         )
         self._watchers = Watchers(self.connection.send)
@@ -381,6 +380,11 @@ class Members:
             for follower in self._sources.followers:
                 if follower.line == line:
                     self._sources.lose(follower, PeerLost("its process is gone"))
+
+    def _on_unreachable(self, id: bytes) -> None:
+        with self.changed:
+            who = f"replica {self.by_id[id].label}" if id in self.by_id else "it"
+            self._lose(id, PeerLost(f"{who} accepts no messages"))
 
     def _lose(self, id: bytes, error: FlyweightError) -> None:
         with self.changed:
