@@ -331,7 +331,8 @@ class PreparedDigests:
             found[self._flat] = short_digests(sizes[self._flat], hashes)
         else:
             found[self._flat] = small_digests(self._hashed.bytes(), kind)
-        found[self._small] = small_digests(list(map(_bytes, self._strided)), kind)
+        if self._strided:
+            found[self._small] = small_digests(list(map(_bytes, self._strided)), kind)
         for rows, on_device in self._on_devices:
             found[rows] = on_device.values(max(deadline - monotonic(), 0.001))
         return found

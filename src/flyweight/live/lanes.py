@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import is_
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -232,6 +233,11 @@ def _can_read(device: int, target: str) -> bool:
     return other is not None and driver.can_access_peer(other, device)
 
 
+def _is_each(some: Sequence[object], others: Sequence[object]) -> bool:
+    """True if both have the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
 _memory_numbers = count(1)
 
 
@@ -258,6 +264,8 @@ class BucketSlots:
     def __init__(self, transports: Transports, bucket_bytes: int | None, depth: int | None) -> None:
         self._transports, self._bucket_bytes, self._depth = transports, bucket_bytes, depth
         self._key: object = None
+        self._laid_out: tuple[object, ...] = ()
+        """The source and the lanes of the last plan."""
         self.generation = 0
         """Counts the layouts of buckets; each replica gets a layout once."""
         self._lanes: list[str] = []
@@ -269,6 +277,8 @@ class BucketSlots:
 
     def lay_out(self, source: PublishedSource, lanes: Sequence[Lanes]) -> None:
         """Plan buckets for the blocks of all these lanes; keep the last plan if it fits."""
+        if self._key is not None and _is_each(self._laid_out, (source, *lanes)):
+            return  # as in most rounds: nothing needs to be compared
         names = sorted({lane for each in lanes for lane in each if lane != MAPPED})
         blocks = {
             lane: np.unique(np.concatenate([each[lane] for each in lanes if lane in each]))
@@ -276,6 +286,7 @@ class BucketSlots:
         }
         key = source, {lane: numbers.tobytes() for lane, numbers in blocks.items()}
         if key == self._key:
+            self._laid_out = (source, *lanes)
             return
         self.close()
         self.generation += 1
@@ -285,7 +296,7 @@ class BucketSlots:
         except FlyweightError:
             self.close()
             raise
-        self._key = key
+        self._key, self._laid_out = key, (source, *lanes)
 
     def _packed(self, source: PublishedSource, lane: str, blocks: Integers) -> list[PieceTable]:
         default = _HOST_BUCKET_BYTES if lane == HOST else _DEVICE_BUCKET_BYTES
@@ -379,7 +390,8 @@ class BucketSlots:
                 self._transports.host.free(slot)
             else:
                 driver.free(slot)
-        self._key, self.fills, self._slots, self._handles, self._lanes = None, [], {}, {}, []
+        self._key, self._laid_out = None, ()
+        self.fills, self._slots, self._handles, self._lanes = [], {}, {}, []
         self._offered.clear()
 
 

@@ -260,7 +260,8 @@ class _RoundDigests:
             found[rows] = short_digests(self._nbytes[rows], self.hashes[rows])
         for row, digest in (running or {}).items():
             found[row] = digest.value()
-        found[self._last_rows] = self.last.digests(self._kind, deadline)
+        if len(self._last_rows):
+            found[self._last_rows] = self.last.digests(self._kind, deadline)
         return found.tobytes()
 
 
