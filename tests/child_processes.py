@@ -67,7 +67,11 @@ class Child:
     def stop(self):
         """Send SIGSTOP and wait until the process is stopped."""
         self.kill(signal.SIGSTOP)
-        until(lambda: _state_of(self.pid) == "T")
+        until(lambda: self.is_stopped)
+
+    @property
+    def is_stopped(self):
+        return _state_of(self.pid) == "T"
 
     def go_on(self):
         self.kill(signal.SIGCONT)
