@@ -1,6 +1,7 @@
 """Fixtures of live updates: a model of one tensor, and peers that are not what they seem."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -45,3 +46,10 @@ def fake(address):
     ):
         replica.join()
         yield publisher, replica
+
+
+@pytest.fixture
+def pool():
+    """Threads for the ranks of engines."""
+    with ThreadPoolExecutor(16) as made:
+        yield made

@@ -1,5 +1,6 @@
 """All ranks of an engine change their version together, or none does."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,45 +8,15 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from flyweight.errors import FlyweightError, SpecError
-
-SECONDS = 10
-LAYOUT = fw.ModelLayout.from_json(
-    '{"mesh": {"tp": 2}, "rules": [{"names": ["w"], "cut": {"0": "tp"}}]}'
+from child_processes import Child, until
+from flyweight.errors import (
+    FlyweightError,
+    PeerRefused,
+    SpecError,
+    TransferTimeout,
+    VersionError,
 )
-WHOLE = np.arange(24.0).reshape(6, 4)
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(16) as made:
-        yield made
-
-
-class Engine:
-    """Two ranks of one engine, in one process."""
-
-    def __init__(self, address, name="engine"):
-        self.halves = [{"w": np.zeros((3, 4))} for _ in range(2)]
-        self.ranks = [
-            fw.Replica(half, address, name=name, layout=LAYOUT, rank=rank, num_ranks=2)
-            for rank, half in enumerate(self.halves)
-        ]
-
-    def update(self, pool, **options):
-        options = {"timeout_seconds": SECONDS, **options}
-        return [pool.submit(rank.update, **options) for rank in self.ranks]
-
-    @property
-    def weights(self):
-        return np.concatenate([half["w"] for half in self.halves])
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for each in self.ranks:
-            each.close()
+from live_engines import LAYOUT, SECONDS, WHOLE, Engine, published, states
 
 
 def test_ranks_of_a_replica_commit_together(address, pool):
@@ -107,3 +78,176 @@ def test_a_rank_that_cannot_drain_leaves_all_ranks_as_they_were(address, pool):
 def test_a_replica_of_several_ranks_needs_a_name(address):
     with pytest.raises(SpecError, match="need a name that they share"):
         fw.Replica({"w": np.zeros(3)}, address, rank=0, num_ranks=2)
+
+
+# What ranks request together.
+
+
+def test_ranks_that_request_different_versions_are_denied(address, pool):
+    with fw.Publisher({"w": WHOLE.copy()}, address), Engine(address) as engine:
+        updates = [
+            pool.submit(rank.update, version, timeout_seconds=SECONDS)
+            for rank, version in zip(engine.ranks, (5, 6), strict=True)
+        ]
+        for each in updates:
+            with pytest.raises(VersionError, match="its ranks request different versions"):
+                each.result(SECONDS)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_rank_that_was_restarted_gets_the_next_version_with_the_others(address, pool, hold):
+    model = {"w": WHOLE.copy()}
+    with fw.Publisher(model, address, hold=hold) as publisher, Engine(address) as engine:
+        published(publisher, engine, pool, 1)
+        engine.restart(1)
+        assert states(engine) == [("ready", 1), ("empty", None)]
+        if hold:  # the version that one of them holds is there for both
+            updates = engine.update(pool, may_keep=True)
+            assert [each.result(SECONDS).version for each in updates] == [1, 1]
+            assert engine.weights.tobytes() == model["w"].tobytes()
+        model["w"] += 1
+        published(publisher, engine, pool, 2)
+        assert states(engine) == [("ready", 2)] * 2
+        assert engine.weights.tobytes() == model["w"].tobytes()
+
+
+def test_ranks_keep_the_newest_version_together(address, pool):
+    with (
+        fw.Publisher({"w": WHOLE.copy()}, address, hold=True) as publisher,
+        Engine(address) as engine,
+    ):
+        published(publisher, engine, pool, 1)
+        first = [each.report for each in engine.ranks]
+        again = [each.result(SECONDS) for each in engine.update(pool, may_keep=True)]
+        assert all(a is b for a, b in zip(first, again, strict=True))
+        publisher.publish(2)
+        updates = engine.update(pool, may_keep=True)
+        assert [each.result(SECONDS).version for each in updates] == [2, 2]
+
+
+def test_ranks_catch_up_from_a_store_together(address, pool, tmp_path):
+    model = {"w": WHOLE.copy()}
+    fw.save(model, tmp_path / "run", version=7)
+    with fw.Publisher(model, address, store=tmp_path / "run"), Engine(address) as engine:
+        reports = [each.result(SECONDS) for each in engine.update(pool)]
+        assert [(each.version, each.origin) for each in reports] == [(7, "snapshot")] * 2
+        assert engine.weights.tobytes() == model["w"].tobytes()
+
+
+def test_a_rank_that_withdraws_leaves_the_others_waiting(address, pool):
+    model = {"w": WHOLE.copy()}
+    with fw.Publisher(model, address) as publisher, Engine(address) as engine:
+        first = pool.submit(engine.ranks[0].update, timeout_seconds=SECONDS)
+        with pytest.raises(TransferTimeout):
+            engine.ranks[1].update(timeout_seconds=0.2)
+        until(lambda: not publisher.waiting)
+        assert publisher.publish(1).replicas == ()
+        second = pool.submit(engine.ranks[1].update, timeout_seconds=SECONDS)
+        publisher.publish(2, num_replicas=1)
+        assert first.result(SECONDS).version == second.result(SECONDS).version == 2
+
+
+# Who is a rank of what.
+
+
+def rank_elsewhere(address, pipe):
+    with pytest.raises(PeerRefused) as raised:
+        fw.Replica(
+            {"w": np.zeros((3, 4))}, address, name="engine", layout=LAYOUT, rank=0, num_ranks=2
+        )
+    return str(raised.value)
+
+
+def test_a_second_engine_of_the_same_name_is_refused(address, pool):
+    model = {"w": WHOLE.copy()}
+    with (
+        Child(lambda pipe: pipe.recv() and rank_elsewhere(address, pipe)) as child,
+        fw.Publisher(model, address) as publisher,
+        Engine(address) as engine,
+    ):
+        child.send("go")
+        text = f"'engine', rank 0 is connected already, as process {os.getpid()}"
+        assert text in child.result()
+        with pytest.raises(PeerRefused, match="has 2 ranks by its rank 0, and 3 by rank 2"):
+            fw.Replica({"w": WHOLE.copy()}, address, name="engine", rank=2, num_ranks=3)
+        report, _ = published(publisher, engine, pool, 1)
+        assert report.failed == ()
+
+
+def test_a_rank_that_another_replica_of_its_process_replaces_is_told(address, pool):
+    with fw.Publisher({"w": WHOLE.copy()}, address), Engine(address) as engine:
+        update = pool.submit(engine.ranks[0].update, timeout_seconds=SECONDS)
+        with engine._replica(0), pytest.raises(PeerRefused, match="connected again"):
+            update.result(SECONDS)
+
+
+def test_an_engine_may_come_back_with_another_number_of_ranks(address, pool):
+    model = {"w": WHOLE.copy()}
+    with fw.Publisher(model, address) as publisher:
+        with Engine(address) as engine:
+            published(publisher, engine, pool, 1)
+        until(lambda: not publisher.replicas)
+        whole = {"w": np.zeros((6, 4))}
+        ranks = [
+            fw.Replica(
+                whole if rank == 0 else {"w": np.zeros((6, 4))},
+                address,
+                name="engine",
+                rank=rank,
+                num_ranks=3,
+            )
+            for rank in range(3)
+        ]
+        updates = [pool.submit(each.update, timeout_seconds=SECONDS) for each in ranks]
+        assert publisher.publish(2, num_replicas=1).failed == ()
+        assert [each.result(SECONDS).version for each in updates] == [2] * 3
+        assert whole["w"].tobytes() == model["w"].tobytes()
+        for each in ranks:
+            each.close()
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", " ", "\N{SNOWMAN}" * 200, "write"])
+def test_the_name_of_an_engine_may_be_any_text(address, pool, name):
+    model = {"w": WHOLE.copy()}
+    with fw.Publisher(model, address) as publisher, Engine(address, name) as engine:
+        report, _ = published(publisher, engine, pool, 1)
+        assert [each.name for each in report.replicas] == [name]
+        assert states(engine) == [("ready", 1)] * 2
+
+
+def test_64_ranks_commit_together(address):
+    model, num_ranks = {"w": WHOLE.copy()}, 64
+    copies = [{"w": np.zeros((6, 4))} for _ in range(num_ranks)]
+    with fw.Publisher(model, address) as publisher, ThreadPoolExecutor(num_ranks) as pool:
+        ranks = list(
+            pool.map(
+                lambda rank: fw.Replica(
+                    copies[rank], address, name="wide", rank=rank, num_ranks=num_ranks
+                ),
+                range(num_ranks),
+            )
+        )
+        for version in (1, 2):
+            model["w"] += 1
+            updates = [pool.submit(each.update, timeout_seconds=SECONDS) for each in ranks]
+            report = publisher.publish(version, num_replicas=1, timeout_seconds=SECONDS)
+            assert report.failed == ()
+            assert {each.result(SECONDS).version for each in updates} == {version}
+            assert {each["w"].tobytes() for each in copies} == {model["w"].tobytes()}
+        list(pool.map(fw.Replica.close, ranks))
+
+
+def test_replicas_of_other_layouts_join_while_a_round_runs(address, pool):
+    model, is_drained = {"w": WHOLE.copy()}, threading.Event()
+    with fw.Publisher(model, address) as publisher, Engine(address) as engine:
+        updates = engine.update(pool, before=lambda version: is_drained.wait(SECONDS))
+        publish = pool.submit(publisher.publish, 1, num_replicas=1)
+        until(lambda: not publisher.waiting)
+        with Engine(address, "second") as second, fw.Replica({"w": WHOLE.copy()}, address) as third:
+            later = [*second.update(pool), pool.submit(third.update, timeout_seconds=SECONDS)]
+            until(lambda: len(publisher.waiting) == 2)
+            is_drained.set()
+            assert [each.name for each in publish.result(SECONDS).replicas] == ["engine"]
+            assert [each.result(SECONDS).version for each in updates] == [1, 1]
+            assert publisher.publish(2, num_replicas=2).failed == ()
+            assert [each.result(SECONDS).version for each in later] == [2] * 3

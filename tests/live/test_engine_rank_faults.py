@@ -1,0 +1,171 @@
+"""What goes wrong on one rank of an engine goes wrong for all, and for no other replica."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from child_processes import until
+from flyweight.errors import (
+    PeerLost,
+    StoreError,
+)
+from flyweight.live import messages
+from flyweight.live.connection import Connection
+from flyweight.live.replica_connection import ReplicaConnection
+from flyweight.live.replica_round import ReplicaRound
+from flyweight.ranks.decision import RoundDecisions
+from live_engines import SECONDS, WHOLE, Engine, published, states
+from live_rounds import call_before
+
+
+def test_loaders_of_an_engine_load_after_all_have_drained(address, pool):
+    loaded, is_drained = [[], []], threading.Event()
+    model = {"w": WHOLE.copy()}
+    with fw.Publisher(model, address) as publisher:
+        ranks = [
+            fw.Replica(
+                lambda named, rank=rank: loaded[rank].extend((name, w.copy()) for name, w in named),
+                address, name="loaders", rank=rank, num_ranks=2, framework="numpy",
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        first = pool.submit(ranks[0].update, timeout_seconds=SECONDS)
+        second = pool.submit(
+            ranks[1].update,
+            timeout_seconds=SECONDS,
+            before=lambda version: is_drained.wait(SECONDS),
+        )
+        publish = pool.submit(publisher.publish, 1, num_replicas=1)
+        time.sleep(0.3)
+        assert loaded == [[], []]
+        is_drained.set()
+        assert publish.result(SECONDS).failed == ()
+        assert first.result(SECONDS).version == second.result(SECONDS).version == 1
+        for ((name, array),) in loaded:
+            assert (name, array.tobytes()) == ("w", model["w"].tobytes())
+        for each in ranks:
+            each.close()
+
+
+@pytest.mark.parametrize("moment", ["drained", "copied"])
+def test_tensors_replaced_on_one_rank_leave_no_version_on_any(address, pool, moment, monkeypatch):
+    """Memory that was replaced while other ranks drained is not written."""
+    with fw.Publisher({"w": WHOLE.copy()}, address) as publisher, Engine(address) as engine:
+        published(publisher, engine, pool, 1)
+        old = engine.halves[0]["w"]
+        kept = old.copy()
+
+        def replace():
+            if engine.halves[0]["w"] is old:
+                engine.halves[0]["w"] = np.zeros((3, 4))
+
+        if moment == "drained":
+            call_before(monkeypatch, ReplicaRound, "wait_write", replace)
+        else:
+            original = fw.Replica._check_current
+
+            def check(self, version):
+                replace()
+                original(self, version)
+
+            monkeypatch.setattr(fw.Replica, "_check_current", check)
+        report, errors = published(publisher, engine, pool, 2)
+        assert [each.name for each in report.failed] == ["engine"]
+        assert all("were replaced, or have moved," in str(each) for each in errors)
+        assert [each.state for each in engine.ranks] == ["failed", "failed"]
+        if moment == "drained":
+            assert old.tobytes() == kept.tobytes()
+        monkeypatch.undo()
+        published(publisher, engine, pool, 3)
+        assert states(engine) == [("ready", 3)] * 2
+
+
+@pytest.mark.parametrize(("verdict", "state"), [("write", "ready"), ("commit", "failed")])
+def test_an_engine_whose_decisions_cannot_be_stored_fails_alone(address, pool, verdict, state):
+    with (
+        fw.Publisher({"w": WHOLE.copy()}, address) as publisher,
+        Engine(address) as engine,
+        fw.Replica({"w": np.zeros((6, 4))}, address) as other,
+    ):
+        published(publisher, engine, pool, 1)
+        (made,) = Path(address.removeprefix("unix:")).glob("decisions-*")
+        (made / verdict).unlink()
+        update = pool.submit(other.update, timeout_seconds=SECONDS)
+        updates = engine.update(pool)
+        (failed,) = publisher.publish(2, num_replicas=2).failed
+        assert failed.name == "engine"
+        assert isinstance(failed.error, StoreError)
+        assert "cannot decide round 2 of 'engine'" in str(failed.error)
+        assert update.result(SECONDS).version == 2
+        for each in updates:
+            with pytest.raises(StoreError, match="cannot decide"):
+                each.result(SECONDS)
+        assert [each.state for each in engine.ranks] == [state] * 2
+
+
+def test_ranks_that_cannot_be_decided_for_are_refused(address, monkeypatch):
+    def full(directory, session):
+        raise StoreError(28, "No space left on device")
+
+    monkeypatch.setattr(RoundDecisions, "create", full)
+    with fw.Publisher({"w": WHOLE.copy()}, address) as publisher:
+        with pytest.raises(StoreError, match="No space left"):
+            Engine(address)
+        with fw.Replica({"w": WHOLE.copy()}, address):
+            until(lambda: publisher.replicas)
+
+
+def test_a_rank_that_cannot_ask_for_the_decision_has_failed(address, pool, monkeypatch):
+    is_waiting, send = threading.Event(), Connection.send
+
+    def without_ends(self, message, to=b""):
+        if isinstance(message, messages.Drained):
+            is_waiting.set()
+        if not isinstance(message, (messages.Abort, messages.Bye)):
+            send(self, message, to)
+
+    def broken(self, *asked):
+        raise StoreError(5, "Input/output error")
+
+    def slow(version):
+        assert is_closed.wait(SECONDS)
+
+    is_closed = threading.Event()
+    publisher = fw.Publisher({"w": WHOLE.copy()}, address, timeout_seconds=0.3)
+    with Engine(address) as engine:
+        published(publisher, engine, pool, 1)
+        first = pool.submit(engine.ranks[0].update, timeout_seconds=SECONDS)
+        pool.submit(engine.ranks[1].update, timeout_seconds=2, before=slow)
+        monkeypatch.setattr(Connection, "send", without_ends)
+        publisher.publish(2, num_replicas=1, timeout_seconds=SECONDS, background=True)
+        assert is_waiting.wait(SECONDS)
+        monkeypatch.setattr(RoundDecisions, "decide", broken)
+        publisher.close()
+        is_closed.set()
+        with pytest.raises(PeerLost):
+            first.result(SECONDS)
+        assert states(engine)[0] == ("failed", None)
+
+
+def test_an_interrupt_does_not_take_back_what_is_decided(address, pool, monkeypatch):
+    following, interrupted = ReplicaConnection.next, []
+
+    def interrupting(self, deadline, what, **options):
+        message = following(self, deadline, what, **options)
+        if what == "a commit" and self.rank == 0 and isinstance(message, messages.Commit):
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return message
+
+    monkeypatch.setattr(ReplicaConnection, "next", interrupting)
+    with fw.Publisher({"w": WHOLE.copy()}, address) as publisher, Engine(address) as engine:
+        _, ends = published(publisher, engine, pool, 1)
+        assert isinstance(ends[0], KeyboardInterrupt)
+        assert ends[1].version == 1
+        assert interrupted == [True]
+        assert states(engine) == [("ready", 1)] * 2
+        assert engine.weights.tobytes() == WHOLE.tobytes()
