@@ -16,6 +16,7 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.live import frames, messages
+from flyweight.live.connection import Connection
 from flyweight.live.message_tables import packed
 from flyweight.live.rounds import Rounds
 from flyweight.plans.copy_table import MAX_PAIRS
@@ -176,3 +177,31 @@ def test_an_absurd_want_is_refused(address, kind):
         refusal = peer.hear_of(messages.Refusal)
         assert refusal.kind != "PeerFailed", refusal.text
         until(lambda: publisher.replicas == [])
+
+
+def test_a_peer_that_accepts_no_messages_is_lost_by_the_connections_thread(tmp_path):
+    """The thread that sends may hold a lock which the loss of the peer needs."""
+    lock, lost, is_lost = threading.Lock(), [], threading.Event()
+
+    def lose(id):
+        if lock.acquire(timeout=1):
+            lost.append((id, threading.current_thread().name))
+            lock.release()
+        is_lost.set()
+
+    connection = Connection(
+        f"ipc://{tmp_path}/socket",
+        is_publisher=True,
+        on_frame=lambda sender, frame: None,
+        on_heartbeat=lambda now: None,
+        heartbeat_seconds=60,
+        on_unreachable=lose,
+    )
+    connection.start()
+    try:
+        with lock:
+            connection.send(messages.Tick(), b"nobody")
+        assert is_lost.wait(5)
+        assert lost == [(b"nobody", "flyweight-connection")]
+    finally:
+        connection.close()

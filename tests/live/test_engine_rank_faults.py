@@ -12,6 +12,7 @@ from child_processes import until
 from flyweight.errors import (
     PeerLost,
     StoreError,
+    TransferTimeout,
 )
 from flyweight.live import messages
 from flyweight.live.connection import Connection
@@ -20,6 +21,7 @@ from flyweight.live.replica_round import ReplicaRound
 from flyweight.ranks.decision import RoundDecisions
 from live_engines import SECONDS, WHOLE, Engine, published, states
 from live_rounds import call_before
+from versioned_models import weights
 
 
 def test_loaders_of_an_engine_load_after_all_have_drained(address, pool):
@@ -169,3 +171,27 @@ def test_an_interrupt_does_not_take_back_what_is_decided(address, pool, monkeypa
         assert interrupted == [True]
         assert states(engine) == [("ready", 1)] * 2
         assert engine.weights.tobytes() == WHOLE.tobytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 4096, "depth": 1}], ids=["one", "many"])
+def test_the_rank_that_does_not_drain_is_late_and_not_the_one_that_waits_for_it(
+    address, pool, options
+):
+    is_over = threading.Event()
+    with (
+        fw.Publisher(weights(1), address, **options) as publisher,
+        fw.Replica(weights(50), address, name="engine", rank=0, num_ranks=2) as waiting,
+        fw.Replica(weights(51), address, name="engine", rank=1, num_ranks=2) as late,
+    ):
+        first = pool.submit(waiting.update, timeout_seconds=SECONDS)
+        second = pool.submit(
+            late.update, timeout_seconds=SECONDS, before=lambda version: is_over.wait(5)
+        )
+        until(lambda: publisher.waiting)
+        (failed,) = publisher.publish(1, timeout_seconds=1).failed
+        is_over.set()
+        text = "'engine', rank 1 is late: it has not drained its requests in"
+        for error in (failed.error, first.exception(SECONDS), second.exception(SECONDS)):
+            assert isinstance(error, TransferTimeout)
+            assert text in str(error)
+        assert waiting.state == late.state == "empty"
