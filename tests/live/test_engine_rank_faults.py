@@ -14,7 +14,7 @@ from flyweight.errors import (
     StoreError,
     TransferTimeout,
 )
-from flyweight.live import messages
+from flyweight.live import messages, replica
 from flyweight.live.connection import Connection
 from flyweight.live.replica_connection import ReplicaConnection
 from flyweight.live.replica_round import ReplicaRound
@@ -75,6 +75,7 @@ def test_tensors_replaced_on_one_rank_leave_no_version_on_any(address, pool, mom
                 original(self, version)
 
             monkeypatch.setattr(fw.Replica, "_check_current", check)
+            monkeypatch.setattr(replica, "_RECHECK_SECONDS", 0.0)  # as in a long round
         report, errors = published(publisher, engine, pool, 2)
         assert [each.name for each in report.failed] == ["engine"]
         assert all("were replaced, or have moved," in str(each) for each in errors)
