@@ -9,6 +9,7 @@ not emptied are free again.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, perf_counter
 
@@ -94,7 +95,9 @@ class RunningRound:
         """Why each replica failed."""
         self._stopped: FlyweightError | None = None
         """Why the round must not begin."""
-        self._is_released = self._has_begun = False
+        self._is_released = self._has_begun = self._is_feeding = False
+        self._events: deque[Event] = deque()
+        """The events that are not taken up yet."""
         self._filled: set[int] = set()
         """The buckets that are full, or were."""
         self._filled_elsewhere: set[int] = set()
@@ -140,12 +143,12 @@ class RunningRound:
             for name, num_ranks in ranks.items():
                 if num_ranks > 1 and self._decisions is not None:
                     self._decisions.begin(name, self.number)
+            self._has_begun, early = True, list(self._filled)
             for each in self.members:
                 if each.error is not None:
                     self._feed(Failed(each.member.replica, each.rank, str(each.error)), each.error)
             for rank in range(self._num_ranks):  # all of them have offered their memory
                 self._feed(SourceReady(rank))
-            self._has_begun, early = True, list(self._filled)
         for bucket in early:
             self.on_filled(bucket)
 
@@ -178,14 +181,20 @@ class RunningRound:
     def _feed(self, event: Event, error: FlyweightError | None = None) -> None:
         if isinstance(event, Failed) and error is not None:
             self._errors.setdefault(event.replica, error)
-        events = [event]
-        while events:
-            self._state, actions = step(self._state, events.pop())
-            for action in actions:
-                if action.what == "decide":
-                    events.append(self._decided(action))
-                else:
-                    self._carry_out(action)
+        self._events.append(event)
+        if self._is_feeding:  # a member was lost as it was told something; that is finished first
+            return
+        self._is_feeding = True
+        try:
+            while self._events:
+                self._state, actions = step(self._state, self._events.popleft())
+                for action in actions:
+                    if action.what == "decide":
+                        self._events.append(self._decided(action))
+                    else:
+                        self._carry_out(action)
+        finally:
+            self._is_feeding = False
         self.changed.notify_all()
 
     def _decided(self, action: Action) -> Decided:
