@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from time import monotonic
 
-from flyweight.errors import PeerFailed, TransferTimeout, TransportError, error_named
+from flyweight.errors import FlyweightError, PeerFailed, TransportError, error_named
 from flyweight.live import messages
 from flyweight.live.address import Address
 from flyweight.live.frames import FromPublisher
@@ -56,6 +56,9 @@ class Follower:
         self._shares: dict[int, Share] = {}
         self.version: int | None = None
         """The version that was published last."""
+        self._num_due = 0
+        """How many publishes have begun here that rank 0 has not ended."""
+        self._is_stopped = False
         self._round = 0
         self._emptied: set[int] = set()
         self._ended: Ended | None = None
@@ -90,7 +93,24 @@ class Follower:
     def begin(
         self, version: int, num_replicas: int, timeout_seconds: float, is_open: Callable[[], bool]
     ) -> Callable[[Lease], PublishReport]:
-        """Return the function that publishes; rank 0 decides how many replicas to wait for."""
+        """Say that this rank is ready; return the function that publishes.
+
+        Rank 0 decides how many replicas to wait for.
+        """
+        self._ended, self._round, self._emptied = None, 0, set()
+        self._num_due += 1
+        is_replaced, values = False, {}
+        try:
+            is_replaced = self._model.refresh()
+            if is_replaced:
+                self._slots.close()
+            self._model.synchronize(monotonic() + timeout_seconds)
+            values = dict(self._model.source.manifest.values)
+        except BaseException as error:
+            ready = Ready(version, {}, is_replaced, type(error).__name__, str(error))
+            self._connection.send(ready)
+            raise
+        self._connection.send(Ready(version, values, is_replaced))
         return lambda lease: self._publish(lease, timeout_seconds)
 
     def give_up(self, version: int, error: BaseException) -> None:
@@ -100,8 +120,6 @@ class Follower:
     def _publish(self, lease: Lease, timeout_seconds: float) -> PublishReport:
         """Take part in the publish of a version; return rank 0's report."""
         version = lease.version
-        self._ended, self._round, self._emptied = None, 0, set()
-        self._connection.send(Ready(version))
         try:
             while self._ended is None:
                 message = self._next(timeout_seconds, f"version {version} from rank 0")
@@ -118,24 +136,31 @@ class Follower:
             if self._ended is None:
                 self._report(error)
             raise
+        if self._ended.last is not None:
+            self.version = self._ended.last
         if self._ended.kind:
             raise error_named(self._ended.kind, self._ended.text)
-        self.version = version
         return PublishReport.of(self._ended)
 
     def _report(self, error: BaseException) -> None:
         """Tell rank 0 that this rank does not go on with the publish."""
-        if isinstance(error, TransferTimeout) and not self._round:
-            self._connection.send(messages.Withdraw(0))
-        else:
-            kind, text = type(error).__name__, str(error)
-            self._connection.send(messages.Fault(self._round, kind, text, False))
+        kind, text = type(error).__name__, str(error)
+        self._connection.send(messages.Fault(self._round, kind, text, False))
 
     def _next(self, timeout_seconds: float, what: str) -> FromPublisher:
         """Return the next message of this publish; remember the empty buckets and the end."""
         deadline = monotonic() + timeout_seconds
         while True:
-            message = self._connection.next(deadline, what)
+            try:
+                message = self._connection.next(deadline, what, is_over=self._is_over)
+            except FlyweightError as error:
+                if self._is_over() and not self._connection.is_lost:
+                    raise TransportError("the publisher was closed") from error
+                raise self._of_rank_0(error) from error
+            is_late = self._num_due > 1  # of an earlier publish, which this rank gave up
+            self._num_due -= isinstance(message, Ended)
+            if is_late:
+                continue
             match message:
                 case messages.Going():
                     deadline = monotonic() + timeout_seconds
@@ -149,20 +174,15 @@ class Follower:
                 case _:
                     return message
 
-    def _read_model(self, deadline: float) -> None:
-        """Look for replaced tensors, and wait for work of devices that still writes the weights."""
-        if self._model.refresh():
-            self._slots.close()
-        self._model.synchronize(deadline)
+    def _is_over(self) -> bool:
+        return self._is_stopped and not self._round
 
     def _hold(self, hold: Hold, lease: Lease) -> None:
-        deadline = monotonic() + hold.timeout_seconds
-        self._read_model(deadline)
         held = self._model.hold(
             hold.version,
             None,
             should_verify=self._options.should_verify,
-            deadline=deadline,
+            deadline=monotonic() + hold.timeout_seconds,
             before_copy=lambda: None,
         )
         (handle,) = self._transports.host.offer_in_place([self._model.held_memory])
@@ -175,10 +195,9 @@ class Follower:
         """Offer what a round needs, and fill its buckets."""
         deadline = monotonic() + start.timeout_seconds
         self._round, self._emptied = start.round, set()
-        self._read_model(deadline)
-        wanted = []
+        wanted, before = [], dict(self._shares)
         for each in start.shares:
-            known = self._shares.get(each.number)
+            known = before.get(each.number)
             share = known if each.table is None else _share(each.table)
             if share is None:
                 raise PeerFailed(f"rank 0 refers to share {each.number}, never sent")
@@ -193,7 +212,7 @@ class Follower:
             should_verify=self._options.should_verify,
             deadline=deadline,
         )
-        self._connection.send(Offered(start.round, tuple(offers), dict(version.values), seconds))
+        self._connection.send(Offered(start.round, tuple(offers), seconds))
         fill_in_turn(
             self._slots.fills,
             is_needed=lambda bucket: self._ended is None,
@@ -211,7 +230,16 @@ class Follower:
 
     def check_open(self) -> None:
         """Raise what ended the connection to rank 0."""
-        self._connection.check_open(0)
+        try:
+            self._connection.check_open(0)
+        except FlyweightError as error:
+            raise self._of_rank_0(error) from error
+
+    def _of_rank_0(self, error: FlyweightError) -> FlyweightError:
+        """Return the error that ends this publisher, if the connection to rank 0 is lost."""
+        if not self._connection.is_lost:
+            return error
+        return type(error)(f"source rank 0: {error}; make new publishers on all ranks")
 
     def check_source(self) -> None:
         """Do nothing: a snapshot has no followers."""
@@ -225,7 +253,9 @@ class Follower:
         return []
 
     def stop(self) -> None:
-        """Do nothing: the publish under way may end."""
+        """End a publish in which rank 0 has not begun a round; a round may end."""
+        self._is_stopped = True
+        self._connection.wake()
 
     def wait_rounds(self, deadline: float) -> bool:
         """Return True: rounds between two publishes need no follower."""

@@ -25,7 +25,7 @@ from flyweight.live.report import Lease, PublishReport, ReplicaReport
 from flyweight.live.rounds import Rounds
 from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import SourceBlocks
-from flyweight.live.sources import GOING_SECONDS, Sources
+from flyweight.live.sources import GOING_SECONDS, Sources, failed_publish
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.fd_passing import FdServer
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -96,9 +96,9 @@ class Leader:
         address, token = str(self._claim.address), self._claim.token
         return Invitation(address, token, self.members.session, num_dims)
 
-    def wait_joined(self, deadline: float) -> None:
-        """Return once all other ranks have joined."""
-        self._sources.wait_joined(self._claim.address, self._claim.token, deadline)
+    def wait_joined(self, deadline: float, check: Callable[[], None]) -> None:
+        """Return once all other ranks have joined; `check` raises if one is gone."""
+        self._sources.wait_joined(self._claim.address, self._claim.token, deadline, check)
 
     def check_open(self) -> None:
         """Raise if no version can be published any more."""
@@ -135,7 +135,7 @@ class Leader:
         try:
             self._release_gathered()
         finally:
-            self._sources.end(version, None, error)
+            self._sources.end(version, failed_publish(version, error, self.version))
 
     def _release_gathered(self) -> None:
         members, self._gathered = self._gathered, []
@@ -200,7 +200,7 @@ class Leader:
         try:
             self._release_gathered()
         finally:
-            self._sources.end(lease.version, report, None)
+            self._sources.end(lease.version, report.message())
         return report
 
     def _run_rounds(
@@ -209,7 +209,8 @@ class Leader:
         """Run the rounds of one publish: from the models' memory, and from the held copies."""
         version, parent, started = lease.version, self.version, perf_counter()
         live = self._model.live(version, parent)
-        held = self._hold(version, parent, timeout_seconds) if self._options.hold else None
+        live.values = self._sources.agreed_values(live.values)
+        held = self._hold(live, timeout_seconds) if self._options.hold else None
         from_model, from_copy = self._rounds.choose_sources(live, held, members)
         if not from_model:
             lease.release()
@@ -253,7 +254,8 @@ class Leader:
             self._sources.attach(round_)
         try:
             self._rounds.run(round_)
-            self._sources.check()
+            if not all(each.is_committed for each in round_.members):
+                self._sources.check()
         except BaseException:
             if not is_held and not any(each.is_committed for each in round_.members):
                 members.version = parent
@@ -261,21 +263,23 @@ class Leader:
         finally:
             self._sources.detach()
 
-    def _hold(self, version: int, parent: int | None, timeout_seconds: float) -> PublishedVersion:
+    def _hold(self, live: PublishedVersion, timeout_seconds: float) -> PublishedVersion:
         """Copy the model to shared memory, once nobody reads the copy of the last version."""
-        deadline = monotonic() + timeout_seconds
+        deadline, version = monotonic() + timeout_seconds, live.version
 
         def before_copy() -> None:
+            self._sources.tell(messages.Going(0))
             self._rounds.retire_available(version, timeout_seconds)
             self._sources.tell(Hold(version, timeout_seconds))
 
         held = self._model.hold(
             version,
-            parent,
+            live.parent,
             should_verify=self._options.should_verify,
             deadline=deadline,
             before_copy=before_copy,
         )
+        held.values = live.values
         if self._sources.followers:
             held = self._sources.join_copies(held, deadline)
         with self.members.changed:
@@ -285,8 +289,10 @@ class Leader:
         return held
 
     def stop(self) -> None:
-        """Start no more rounds, and end a publish that waits for replicas."""
+        """Start no more rounds, and end a publish that waits for replicas or other ranks."""
         self._rounds.close()
+        if self._sources.followers:
+            self._sources.stop(TransportError(f"the publisher at {self._claim.address} is closed"))
         with self.members.changed:
             self.members.changed.notify_all()
 

@@ -60,20 +60,21 @@ def rendezvous_for(
             f"publisher on every rank that holds a part, with process_group=, or with rank= and "
             f"num_ranks="
         )
-    if found.num_ranks > 1:
-        if not isinstance(model, Model):
-            raise SpecError("a snapshot is whole: one publisher alone publishes it")
-        if unknown := undeclared_shards(published.thing):
-            raise SpecError(
-                f"{len(unknown)} tensors are marked as the part of one rank and do not say which "
-                f"part: {listed(unknown)}; put flyweight.Sharded(tensor, shape, offset) in their "
-                f"place"
-            )
+    if found.num_ranks == 1 and not published.source.manifest.names:
+        raise SpecError(f"{type(published.thing).__name__} holds no tensors")
     return found
 
 
-def holding_of(source: PublishedSource, options: PublisherOptions) -> Holding:
-    """Return what this rank holds, as rank 0 is told."""
+def holding_of(published: PublishedModel, options: PublisherOptions) -> Holding:
+    """Return what this rank holds, as rank 0 is told; raise SpecError if that is not known."""
+    source = published.source
+    if published.stored is not None:
+        raise SpecError("a snapshot is whole: one publisher alone publishes it")
+    if unknown := undeclared_shards(published.thing):
+        raise SpecError(
+            f"{len(unknown)} tensors are marked as the part of one rank and do not say which "
+            f"part: {listed(unknown)}; put flyweight.Sharded(tensor, shape, offset) in their place"
+        )
     places = Places.of(source.memory)
     return Holding(
         Tensors.of(source.tensors),

@@ -13,7 +13,7 @@ from time import monotonic, perf_counter
 import numpy as np
 
 from flyweight.adapters.identity import Identity
-from flyweight.adapters.model import adapt
+from flyweight.adapters.model import Model, adapt
 from flyweight.adapters.tree import reshard
 from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
@@ -75,9 +75,12 @@ class PublishedModel:
         self.stored = thing if isinstance(thing, Stored) else None
         self.thing, self.copiers = thing, Copiers()
         with collector_paused():
-            self.source = PublishedSource.of(self.stored or adapt(thing), self.copiers)
+            self.source = PublishedSource.of(self.stored or self._adapted(), self.copiers)
             self._identity = None if self.stored else Identity(thing)
         self._held: tuple[HeldCopy, Offers] | None = None
+
+    def _adapted(self) -> Model:
+        return adapt(self.thing, may_be_empty=True)  # one of several ranks may hold nothing
 
     def open(self, transports: Transports, num_dims: int = 1) -> None:
         """Offer memory from now on; `num_dims` is the least number of dims of the tables."""
@@ -94,7 +97,7 @@ class PublishedModel:
             return False
         with collector_paused():
             identity = Identity(self.thing)
-            source = PublishedSource.of(adapt(self.thing), self.copiers, self._num_dims)
+            source = PublishedSource.of(self._adapted(), self.copiers, self._num_dims)
         if not source.has_same_blocks(self.source):
             raise PlanError(
                 "the model has other tensors than when its publisher was made; make a new publisher"

@@ -114,14 +114,14 @@ class Publisher:
         options = self._options
         deadline = monotonic() + options.timeout_seconds
         with join_group(rendezvous, timeout_seconds=options.timeout_seconds) as group:
-            holdings = group.gather_typed("describe", holding_of(model.source, options))
+            holdings = group.gather_typed("describe", holding_of(model, options))
             side: Leader | Follower
             if rendezvous.rank == 0:
                 blocks = blocks_together(holdings)
                 side = Leader(model, options, Claim(address, token), blocks)
                 try:
                     group.broadcast("invite", msgspec.to_builtins(side.invitation))
-                    side.wait_joined(deadline)
+                    side.wait_joined(deadline, group.tick)
                     group.broadcast("joined", None)
                 except BaseException:
                     side.close()

@@ -62,9 +62,18 @@ class ShareTable(Table, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Follower: publishes a version, and does not change its model from now on."""
+    """Follower: publishes a version, and does not change its model from now on.
+
+    Rank 0 answers each with one `Ended`; what comes before the `Ended` of an earlier one is late.
+    """
 
     version: int
+    values: dict[str, Leaf]
+    has_new_tensors: bool
+    """True if the memory that it has offered so far is no longer that of its model."""
+    kind: str = ""
+    text: str = ""
+    """The class and the text of the error that keeps it from publishing; empty if there is none."""
 
 
 class Hold(Message, frozen=True):
@@ -126,7 +135,6 @@ class Offered(Message, frozen=True):
 
     round: int
     offers: tuple[ShareOffer, ...]
-    values: dict[str, Leaf]
     digest_seconds: float
 
 
@@ -163,3 +171,5 @@ class Ended(Message, frozen=True):
     kind: str = ""
     text: str = ""
     """The class and the text of the error that ended it; both are empty if there was none."""
+    last: int | None = None
+    """The version that was published last, if it changes: also if only some replicas have it."""

@@ -144,7 +144,14 @@ class PublishReport:
             )
             for each in self.replicas
         )
-        return Ended(self.version, self.nbytes, self.seconds, self.digest_seconds, replicas)
+        return Ended(
+            self.version,
+            self.nbytes,
+            self.seconds,
+            self.digest_seconds,
+            replicas,
+            last=self.version,
+        )
 
     def __str__(self) -> str:
         if not self.replicas:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flyweight.digest import DigestKind
+from flyweight.errors import FlyweightError, PeerFailed
 from flyweight.live.message_tables import packed
 from flyweight.live.messages import Memory
-from flyweight.live.rank_messages import Ended, HoldsCopy, Offered, ShareTable, StartedShare
+from flyweight.live.rank_messages import (
+    Ended,
+    HoldsCopy,
+    Offered,
+    ShareOffer,
+    ShareTable,
+    StartedShare,
+)
 from flyweight.live.source import Share
 from flyweight.live.source_blocks import Agreement
+from flyweight.spec.manifest import Leaf
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.fd_passing import FdConnection, FdServer
 
@@ -30,8 +39,13 @@ class SourceRank:
     files: FdConnection | None = None
     ready: int | None = None
     """The version that it is publishing; None between two publishes."""
+    is_in: bool = False
+    """True if it takes part in the publish under way."""
+    values: Mapping[str, Leaf] = field(default_factory=dict)
+    fault: tuple[int, FlyweightError] | None = None
+    """The version that it could not publish, and why, until rank 0 publishes that version."""
     missed: Ended | None = None
-    """The end of a publish that failed before this rank was ready for it."""
+    """The end of the last publish that failed before this rank was ready for it."""
     offered: Offered | None = None
     copy: HoldsCopy | None = None
     shares: dict[int, Share] = field(default_factory=dict)
@@ -69,6 +83,29 @@ class SourceRank:
         """Return the memory that it has offered for its share of an agreement."""
         _, share = agreement.shares[self.rank]
         return self.memory[share.number][1]
+
+    def has_given_up(self, version: int) -> bool:
+        """True if it could not publish a version, or gave up a later one."""
+        return self.fault is not None and self.fault[0] >= version
+
+    def take_offers(self, agreements: Sequence[Agreement]) -> dict[Agreement, ShareOffer]:
+        """Return what it offers for each agreement that reads it, and keep the memory."""
+        assert self.offered is not None
+        found, offers = {}, iter(self.offered.offers)
+        for agreement in agreements:
+            if self.rank in agreement.shares:
+                offer = next(offers, None)
+                if offer is None:
+                    raise PeerFailed(f"source rank {self.rank} offers less than the round needs")
+                found[agreement] = offer
+        if any(each.memory is not None for each in found.values()):
+            # What it offered for replicas that are not in this round may be gone.
+            numbers = {each.shares[self.rank][1].number for each in found}
+            self.memory = {n: each for n, each in self.memory.items() if n in numbers}
+        for agreement, offer in found.items():
+            if offer.memory is not None:
+                self.memory[agreement.shares[self.rank][1].number] = offer.lists, offer.memory
+        return found
 
     def pass_on_files(self, server: FdServer) -> None:
         """Offer the files of this rank's memory under the keys that they have there."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from time import monotonic
 from weakref import WeakKeyDictionary
 
@@ -29,10 +28,10 @@ from flyweight.errors import (
 from flyweight.live import messages
 from flyweight.live.address import Address
 from flyweight.live.frames import FromReplica
+from flyweight.live.joined_copies import JoinedCopies
 from flyweight.live.joined_offer import RoundOffer, joined_digests, joined_memory
 from flyweight.live.lanes import (
     BucketSlots,
-    Offers,
     TransportChoice,
     Transports,
     new_memory_number,
@@ -40,15 +39,13 @@ from flyweight.live.lanes import (
 from flyweight.live.messages import Memory, Message
 from flyweight.live.published_model import PublishedVersion
 from flyweight.live.rank_messages import Ended, HoldsCopy, Offered, Ready, ShareOffer, Start
-from flyweight.live.report import PublishReport
 from flyweight.live.running_round import RunningRound
-from flyweight.live.source import PublishedSource
 from flyweight.live.source_blocks import Agreement, SourceBlocks
 from flyweight.live.source_part import WantedShare, offer_shares
 from flyweight.live.source_rank import SourceRank
 from flyweight.plans.shares import agreed_values
+from flyweight.spec.manifest import Leaf
 from flyweight.transports.fd_passing import FdConnection, FdServer
-from flyweight.transports.shared_memory import SharedMemoryHandle, SharedMemoryTransport
 
 GOING_SECONDS = 1.0
 
@@ -69,7 +66,7 @@ class Sources:
     ) -> None:
         self.blocks, self.num_ranks = blocks, blocks.num_ranks
         self._changed, self._send = changed, send
-        self._files, self._transports = files, transports
+        self._files = files
         self._transport, self._should_verify = transport, should_verify
         self.followers = [SourceRank(rank) for rank in range(1, self.num_ranks)]
         self.failure: FlyweightError | None = None
@@ -78,8 +75,7 @@ class Sources:
         """The round that reads the models of all ranks."""
         self._filled: list[tuple[int, int]] = []
         """The buckets, with their rounds, that were filled before their round began."""
-        self._copies: tuple[list[SharedMemoryHandle], PublishedSource, Offers] | None = None
-        """The copies that all ranks hold, as one source, and the handles that it is made of."""
+        self._copies = JoinedCopies(blocks, files, transports)
         self._joined: WeakKeyDictionary[Agreement, tuple[object, int, Memory]] = WeakKeyDictionary()
 
     # Joining.
@@ -101,9 +97,14 @@ class Sources:
         follower.id, follower.line, follower.last_seen = id, hello.line, monotonic()
         return None
 
-    def wait_joined(self, address: Address, token: str, deadline: float) -> None:
-        """Return once every rank has connected; raise TransferTimeout naming the others."""
-        self._wait(lambda each: bool(each.id), "joined", deadline)
+    def wait_joined(
+        self, address: Address, token: str, deadline: float, check: Callable[[], None]
+    ) -> None:
+        """Return once every rank has connected; raise TransferTimeout naming the others.
+
+        check: raises if a rank is gone that may not have connected yet.
+        """
+        self._wait(lambda each: bool(each.id), "joined", deadline, check)
         for each in self.followers:
             seconds = max(deadline - monotonic(), 0.1)
             path = address.fd_socket_of(each.rank)
@@ -114,18 +115,12 @@ class Sources:
         follower.last_seen = monotonic()
         rank, round_ = follower.rank, self.round
         match message:
-            case Ready(version=version):
-                missed, follower.missed = follower.missed, None
-                if missed is not None and missed.version == version:
-                    self._send(missed, follower.id)
-                else:
-                    follower.ready = version
+            case Ready():
+                self._on_ready(follower, message)
             case Offered():
                 follower.offered = message
             case HoldsCopy():
                 follower.copy = message
-            case messages.Withdraw():
-                follower.ready = None
             case messages.Filled(round=number, bucket=bucket):
                 bucket = bucket * self.num_ranks + rank
                 if round_ is not None and round_.number == number:
@@ -133,25 +128,61 @@ class Sources:
                 else:  # a follower fills its buckets as soon as it has offered them
                     self._filled.append((number, bucket))
             case messages.Fault(kind=kind, text=text):
-                self._fail(error_named(kind, f"source rank {rank}: {text}"), is_lost=False)
+                self._on_fault(follower, error_named(kind, f"source rank {rank}: {text}"))
             case messages.Bye(text=text):
                 self.lose(follower, PeerLost(f"it disconnected: {text}"))
             case _:
                 pass
 
+    def _on_ready(self, follower: SourceRank, ready: Ready) -> None:
+        follower.ready, follower.values = ready.version, ready.values
+        if follower.fault is not None and follower.fault[0] == ready.version:
+            follower.fault = None
+        if ready.has_new_tensors:
+            follower.memory.clear()
+            follower.pass_on_files(self._files)
+        missed = follower.missed
+        if missed is not None and ready.version >= missed.version:
+            follower.missed = None
+        if ready.kind:
+            text = f"source rank {follower.rank}: {ready.text}"
+            self._on_fault(follower, error_named(ready.kind, text))
+        elif self.failure is not None:
+            self._end_one(follower, failed_publish(ready.version, self.failure))
+        elif missed is not None and ready.version <= missed.version:
+            self._end_one(follower, missed)
+
+    def _on_fault(self, follower: SourceRank, error: FlyweightError) -> None:
+        """End the publish of a follower that does not go on with it."""
+        if follower.ready is None:
+            return  # it was told of the end meanwhile
+        follower.fault = follower.ready, error
+        self._fail(error)
+        self._end_one(follower, failed_publish(follower.ready, error))
+
+    def _end_one(self, follower: SourceRank, ended: Ended) -> None:
+        """Answer the last `Ready` of a follower."""
+        follower.ready = follower.offered = follower.copy = None
+        follower.is_in = False
+        self._send(ended, follower.id)
+
     def lose(self, follower: SourceRank, error: FlyweightError) -> None:
         """End every round that reads a rank which is gone."""
         text = f"source rank {follower.rank}: {error}; make new publishers on all ranks"
-        is_first = self.failure is None
-        self._fail(type(error)(text), is_lost=True)
-        for other in self.followers if is_first else ():
-            if other is not follower and other.id:
-                self._send(messages.Bye(text), other.id)
+        self.stop(type(error)(text))
 
-    def _fail(self, error: FlyweightError, *, is_lost: bool) -> None:
+    def stop(self, error: FlyweightError) -> None:
+        """Publish no more versions; what is published now ends by an error if it can."""
         with self._changed:
-            if is_lost and self.failure is None:
+            if self.failure is None:
                 self.failure = error
+            for each in self.followers:
+                if each.ready is not None and not each.is_in:
+                    self._end_one(each, failed_publish(each.ready, self.failure))
+            self._fail(error)
+
+    def _fail(self, error: FlyweightError) -> None:
+        with self._changed:
             self._publish_error = self._publish_error or error
             if self.round is not None:
                 self.round.abort(error)
@@ -186,17 +217,50 @@ class Sources:
             self._filled.clear()
 
     def wait_ready(self, version: int, deadline: float) -> None:
-        """Return once every rank publishes this version."""
+        """Return once every rank publishes this version; else note who missed it, and raise."""
         self._publish_error = None
-        self._wait(lambda each: each.ready is not None, f"published version {version}", deadline)
-        other = {0: version, **{each.rank: each.ready for each in self.followers}}
-        if set(other.values()) != {version}:
-            each = ", ".join(f"rank {rank} publishes {number}" for rank, number in other.items())
+        try:
+            with self._changed:
+                for each in self.followers:
+                    if each.fault is not None and each.has_given_up(version):
+                        raise each.fault[1]
+                step = f"published version {version}"
+                self._wait(lambda each: each.ready is not None, step, deadline)
+                self._check_same(version)
+                for each in self.followers:
+                    each.is_in = True
+        except BaseException as error:
+            with self._changed:
+                for each in self.followers:
+                    is_behind = each.ready is None or each.ready < version
+                    if is_behind and not each.has_given_up(version):
+                        each.missed = failed_publish(version, error)
+                    # One that is ahead waits for a later publish, unless that is the error.
+                    is_over = is_behind or each.ready == version or isinstance(error, VersionError)
+                    each.is_in = each.ready is not None and is_over
+            raise
+
+    def _check_same(self, version: int) -> None:
+        found = {0: version, **{each.rank: each.ready for each in self.followers}}
+        if set(found.values()) != {version}:
+            each = ", ".join(f"rank {rank} publishes {number}" for rank, number in found.items())
             raise VersionError(f"all ranks must publish the same version: {each}")
 
-    def _wait(self, is_done: Callable[[SourceRank], bool], step: str, deadline: float) -> None:
+    def agreed_values(self, own: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
+        """Return the values of all ranks; raise PlanError if they differ."""
+        return agreed_values([own, *(each.values for each in self.followers)])
+
+    def _wait(
+        self,
+        is_done: Callable[[SourceRank], bool],
+        step: str,
+        deadline: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        going_seconds = min(max((deadline - monotonic()) / 8, 0.01), GOING_SECONDS)
         with self._changed:
             while True:
+                check()
                 self.check()
                 late = [str(each.rank) for each in self.followers if not is_done(each)]
                 if not late:
@@ -207,13 +271,15 @@ class Sources:
                         f"{len(late)} of {self.num_ranks} source ranks have not {step} in time: "
                         f"{listed(late)}"
                     )
-                self.tell(messages.Going(0))
-                self._changed.wait(min(left, GOING_SECONDS))
+                for each in self.followers:
+                    if each.ready is not None:
+                        self._send(messages.Going(0), each.id)
+                self._changed.wait(min(left, going_seconds))
 
     def tell(self, message: Message) -> None:
         """Send a message to every rank that takes part in the publish."""
         for each in self.followers:
-            if each.ready is not None:
+            if each.is_in:
                 self._send(message, each.id)
 
     def tell_rank(self, rank: int, message: Message) -> None:
@@ -230,46 +296,16 @@ class Sources:
             f"copied version {own.version}",
             deadline,
         )
-        copies = [each.copy for each in self.followers if each.copy is not None]
-        handles = [each.handle for each in copies]
-        if self._copies is None or self._copies[0] != handles:
-            memories = [own.source.memory]
-            for follower, copy in zip(self.followers, copies, strict=True):
-                assert follower.files is not None
-                follower.pass_on_files(
-                    self._files
-                )  # also keeps a file open: only so it can be offered
-                memory = SharedMemoryTransport(fd_connection=follower.files).open(copy.handle)
-                memories.append(self.blocks.copied_memory(follower.rank, memory))
-            source = self.blocks.joined_copy(own.source, memories)
-            self.close_copies()
-            self._copies = handles, source, Offers(source, self._transports)
-        _, source, offers = self._copies
-        digests = None
-        if own.whole_digests is not None and all(each.digests for each in copies):
-            parts = [np.frombuffer(each.digests, np.uint64) for each in copies]
-            digests = self.blocks.joined_words([own.whole_digests, *parts])
-        return replace(own, source=source, offers=offers, whole_digests=digests)
+        return self._copies.join(own, self.followers)
 
-    def close_copies(self) -> None:
-        """Stop offering the copies that all ranks hold."""
-        if self._copies is not None:
-            self._copies[2].close()
-        self._copies = None
-
-    def end(self, version: int, report: PublishReport | None, error: BaseException | None) -> None:
-        """Tell the other ranks how the publish ended."""
-        kind, text = ("", "") if error is None else (type(error).__name__, str(error))
-        if error is not None and not isinstance(error, FlyweightError):
-            kind, text = PeerFailed.__name__, f"source rank 0: {kind}: {text}"
-        failed = Ended(version, 0, 0.0, 0.0, (), kind, text)
-        ended = failed if report is None else report.message()
+    def end(self, version: int, ended: Ended) -> None:
+        """Tell the other ranks how the publish of a version ended."""
         with self._changed:
-            self.tell(ended)
             for each in self.followers:
-                if each.ready is None and error is not None:
-                    each.missed = ended
-                each.ready = each.offered = each.copy = None
+                if each.is_in:
+                    self._end_one(each, ended)
+                if each.fault is not None and each.fault[0] <= version:
+                    each.fault = None
 
     # Offers.
 
@@ -319,9 +355,9 @@ class Sources:
                 deadline,
             )
             for follower in self.followers:
-                self._take_offers(follower, agreements, parts)
-            offered = [each.offered.values for each in self.followers if each.offered is not None]
-            version.values = agreed_values([version.values, *offered])
+                for agreement, offer in follower.take_offers(agreements).items():
+                    parts[agreement][follower.rank] = offer
+                follower.pass_on_files(self._files)
         joined = {
             each: self._join(each, parts[each], kind, is_shared=is_shared)
             for each, kind in zip(agreements, kinds, strict=True)
@@ -331,25 +367,6 @@ class Sources:
     @property
     def _is_on_host(self) -> bool:
         return not any(self.blocks.place_names)
-
-    def _take_offers(
-        self,
-        follower: SourceRank,
-        agreements: Sequence[Agreement],
-        parts: Mapping[Agreement, dict[int, ShareOffer]],
-    ) -> None:
-        assert follower.offered is not None
-        rank, offers = follower.rank, iter(follower.offered.offers)
-        for agreement in agreements:
-            if rank in agreement.shares:
-                _, share = agreement.shares[rank]
-                offer = next(offers, None)
-                if offer is None:
-                    raise PeerFailed(f"source rank {rank} offers less than the round needs")
-                if offer.memory is not None:
-                    follower.memory[share.number] = offer.lists, offer.memory
-                parts[agreement][rank] = offer
-        follower.pass_on_files(self._files)
 
     def _join(
         self,
@@ -389,7 +406,15 @@ class Sources:
 
     def close(self) -> None:
         """Disconnect from the files of the other ranks. Safe to repeat."""
-        self.close_copies()
+        self._copies.close()
         for each in self.followers:
             if each.files is not None:
                 each.files.close()
+
+
+def failed_publish(version: int, error: BaseException, last: int | None = None) -> Ended:
+    """Return what other ranks are told of a publish that failed; `last` is what they go on from."""
+    kind, text = type(error).__name__, str(error)
+    if not isinstance(error, FlyweightError):
+        kind, text = PeerFailed.__name__, f"source rank 0: {kind}: {text}"
+    return Ended(version, 0, 0.0, 0.0, (), kind, text, last)

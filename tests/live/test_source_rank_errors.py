@@ -1,0 +1,313 @@
+"""Trainer ranks that do not fit together, are late or leave: every rank is told which and why."""
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from child_processes import Child
+from flyweight.errors import FlyweightError, PeerRefused, PlanError, TransferTimeout, VersionError
+from source_rank_processes import NBYTES, holds_whole, source_rank
+from versioned_models import weights
+
+SECONDS = 2.0
+
+
+class Ranks:
+    """Three trainer ranks, each in a process; `calls` maps a rank to what it does."""
+
+    def __init__(self, children, address):
+        self.children, self.address = children, address
+
+    def call(self, *calls, seconds=4 * SECONDS):
+        """Let ranks act at the same time; return what each returned or raised, in order."""
+        for rank, (name, arguments, options) in calls:
+            self.children[rank].send((name, arguments, options))
+        found = []
+        for rank, (name, _, _) in calls:
+            told, result, spent = self.children[rank].told(seconds)
+            assert told == name
+            assert spent < 2 * SECONDS, (name, result, spent)
+            found.append(result)
+        return found
+
+    def all(self, name, *arguments, **options):
+        return self.call(*((rank, (name, arguments, options)) for rank in range(3)))
+
+    def make(self, **by_rank):
+        """Make publishers; `rank1` has the options of rank 1."""
+        calls = []
+        for rank in range(3):
+            options = {"address": self.address, **by_rank.get(f"rank{rank}", {})}
+            calls.append((rank, ("make", (), options)))
+        return self.call(*calls)
+
+    def made(self, **by_rank):
+        assert self.make(**by_rank) == [None] * 3
+
+
+def act(rank, name, *arguments, **options):
+    return rank, (name, arguments, options)
+
+
+@pytest.fixture(scope="module")
+def children():
+    made = [Child(source_rank, "", rank, {"timeout_seconds": SECONDS}) for rank in range(3)]
+    yield made
+    for each in made:
+        each.__exit__()
+
+
+@pytest.fixture
+def ranks(children, address):
+    found = Ranks(children, address)
+    yield found
+    found.all("close")
+
+
+@pytest.fixture
+def replica(ranks, address):
+    ranks.made()
+    model = weights(99, NBYTES)
+    with fw.Replica(model, address, name="engine") as made:
+        made.model = model
+        yield made
+
+
+def test_ranks_that_are_in_step_publish(ranks, replica, threads):
+    for version in (1, 2):
+        update = threads.submit(replica.update, version, timeout_seconds=SECONDS)
+        assert ranks.all("publish", version, num_replicas=1) == [(version, [])] * 3
+        assert update.result(SECONDS).version == version
+        assert holds_whole(replica.model, version)
+
+
+def sharded(rows, dtype="f4", shape=(6, 2)):
+    first, last = rows
+    return {"w": fw.Sharded(np.zeros((last - first, 2), dtype), shape, (first, 0))}
+
+
+class Marked(np.ndarray):
+    """A tensor that is marked as a part of one rank, as those of tensor parallel layers are."""
+
+    tensor_model_parallel = True
+
+
+REFUSED = {
+    "dtype": ({"rank1": {"model": sharded((2, 4), "f8")}}, "'w' is .*rank 0.*rank 1"),
+    "shape": ({"rank2": {"model": sharded((4, 6), shape=(7, 2))}}, "'w' .*rank 0.*rank 2"),
+    "missing": ({"rank1": {"model": {}}}, "hold 8 of the 12 elements of 'w'"),
+    "twice": ({"rank1": {"model": sharded((1, 4))}}, "'w' has elements twice: .* of rank 1 and in .* of rank 0"),
+    "options": ({"rank2": {"hold": True}}, "rank 0 has hold=False.* rank 2 hold=True"),
+    "undeclared": ({"rank2": {"model": {"w": np.zeros(3).view(Marked)}}}, "marked as the part of one rank.*'w'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_all_ranks_are_told_why_their_parts_do_not_fit(ranks, case):
+    special, text = REFUSED[case]
+    thirds = {f"rank{rank}": {"model": sharded((2 * rank, 2 * rank + 2))} for rank in range(3)}
+    by_rank = {name: {**each, **special.get(name, {})} for name, each in thirds.items()}
+    for result in ranks.make(**by_rank):
+        with pytest.raises(FlyweightError, match=text):
+            raise result
+    ranks.made()  # the address is free
+
+
+def test_a_rank_that_makes_no_publisher_is_named(ranks):
+    found = ranks.call(*(act(rank, "make", address=ranks.address) for rank in (0, 2)))
+    for each in found:
+        assert isinstance(each, TransferTimeout)
+        assert "[1]" in str(each)
+    ranks.made()
+
+
+def test_another_publisher_at_the_address_is_told_to_all(ranks, address):
+    with fw.Publisher(weights(1), address):
+        for result in ranks.make():
+            with pytest.raises(FlyweightError, match="another publisher is at"):
+                raise result
+    ranks.made()
+
+
+def test_a_publisher_alone_with_a_part_gets_the_recipe(address):
+    with pytest.raises(
+        PlanError, match="in part on this rank: 'w'; make a publisher on every rank"
+    ):
+        fw.Publisher(sharded((0, 2)), address)
+
+
+def test_ranks_that_publish_different_versions_are_all_told(ranks, replica, threads):
+    for late, others in ((1, 2), (2, 1)):
+        found = ranks.call(*(act(rank, "publish", others if rank else late) for rank in (0, 1, 2)))
+        for each in found:
+            assert isinstance(each, VersionError)
+            assert f"rank 0 publishes {late}, rank 1 publishes {others}" in str(each)
+    update = threads.submit(replica.update, timeout_seconds=SECONDS)
+    assert ranks.all("publish", 4, num_replicas=1) == [(4, [])] * 3
+    assert update.result(SECONDS).version == 4
+    assert holds_whole(replica.model, 4)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_rank_gets_the_error_that_the_others_got_and_is_in_step_again(
+    ranks, replica, threads, late
+):
+    others = [rank for rank in range(3) if rank != late]
+    for each in ranks.call(*(act(rank, "publish", 1) for rank in others)):
+        assert isinstance(each, TransferTimeout)
+        assert (f"published version 1 in time: '{late}'" if late else "rank 0") in str(each)
+    (error,) = ranks.call(act(late, "publish", 1))
+    assert isinstance(error, TransferTimeout)
+    assert (f"in time: '{late}'" if late else "source rank") in str(error)
+    update = threads.submit(replica.update, timeout_seconds=SECONDS)
+    assert ranks.all("publish", 2, num_replicas=1) == [(2, [])] * 3
+    assert update.result(SECONDS).version == 2
+    assert holds_whole(replica.model, 2)
+
+
+def test_a_rank_two_versions_late_is_in_step_again(ranks, replica):
+    for version in (1, 2):
+        ranks.call(*(act(rank, "publish", version, timeout_seconds=0.3) for rank in (0, 2)))
+    for version in (1, 2):
+        (error,) = ranks.call(act(1, "publish", version))
+        assert isinstance(error, TransferTimeout)
+    assert ranks.all("publish", 3) == [(3, [])] * 3
+
+
+def test_a_publish_that_fails_on_one_rank_fails_on_all_and_the_next_one_works(ranks, replica):
+    ranks.call(act(1, "change_shape"))
+    found = ranks.all("publish", 1)
+    for each in found:
+        assert isinstance(each, PlanError), found
+        assert "other tensors than when its publisher was made" in str(each)
+    assert ["source rank 1" in str(each) for each in found] == [True, False, True]
+    ranks.call(act(1, "replace", 0))
+    assert ranks.all("publish", 1) == [(1, [])] * 3
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_tensors_that_one_rank_replaces_are_read_and_the_old_ones_freed(
+    ranks, address, threads, hold
+):
+    ranks.made(**{f"rank{rank}": {"hold": hold} for rank in range(3)})
+    model, sizes = weights(99, NBYTES), []
+    with fw.Replica(model, address) as replica:
+        for version in range(1, 7):
+            ranks.call(act(2, "replace", 50))
+            update = threads.submit(replica.update, version, timeout_seconds=SECONDS)
+            assert ranks.all("publish", version, num_replicas=1) == [(version, [])] * 3
+            assert update.result(SECONDS).version == version
+            assert holds_whole(model, version)
+            sizes.append(ranks.all("memory"))
+    assert sizes[-1] == sizes[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"hold": True}, {"transport": "host"}], ids=str)
+def test_every_rank_may_change_its_weights_once_they_are_copied(ranks, address, threads, options):
+    ranks.made(**{f"rank{rank}": options for rank in range(3)})
+    model = weights(99, NBYTES)
+    with fw.Replica(model, address) as replica:
+        for version in (1, 2, 3):
+            update = threads.submit(replica.update, version, timeout_seconds=SECONDS)
+            assert ranks.all("lease", version, num_replicas=1) == [version] * 3
+            assert update.result(SECONDS).version == version
+            assert holds_whole(model, version)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_ranks_close_in_any_order(ranks, replica, order):
+    assert ranks.all("publish", 1) == [(1, [])] * 3
+    first, *others = order
+    assert ranks.call(act(first, "close")) == [None]
+    for rank in others:
+        (error,) = ranks.call(act(rank, "publish", 2))
+        assert isinstance(error, FlyweightError)
+        assert f"source rank {first}" in str(error)
+    for rank in others:
+        assert ranks.call(act(rank, "close")) == [None]
+    ranks.made()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_closed_while_it_publishes_ends_at_once(ranks, replica, rank):
+    (error,) = ranks.call(act(rank, "close_amid", 1, 0.2))
+    assert isinstance(error, FlyweightError)
+    assert "closed" in str(error)
+    for other in {0, 1, 2} - {rank}:
+        (error,) = ranks.call(act(other, "publish", 1))
+        assert f"source rank {rank}" in str(error), error
+
+
+def test_a_fork_of_a_rank_disturbs_nobody(ranks, replica, threads):
+    assert ranks.all("publish", 1) == [(1, [])] * 3
+    for error in ranks.all("fork", 2):
+        assert "a child process makes its own" in error
+    update = threads.submit(replica.update, timeout_seconds=SECONDS)
+    assert ranks.all("publish", 2, num_replicas=1) == [(2, [])] * 3
+    assert update.result(SECONDS).version == 2
+    assert holds_whole(replica.model, 2)
+
+
+def test_a_replica_that_asks_between_two_publishes_gets_the_snapshot(ranks, address, tmp_path):
+    fw.save(weights(1, NBYTES), tmp_path / "run", version=1)
+    ranks.made(**{f"rank{rank}": {"store": str(tmp_path / "run")} for rank in range(3)})
+    model = weights(99, NBYTES)
+    with fw.Replica(model, address) as replica:
+        assert replica.update(timeout_seconds=SECONDS).version == 1
+        assert holds_whole(model, 1)
+
+
+def test_replicas_need_the_token_of_rank_0(ranks, address, threads):
+    ranks.made(rank0={"token": "secret"})
+    model = weights(99, NBYTES)
+    with pytest.raises(PeerRefused, match="token"):
+        fw.Replica(model, address, token="other").update(timeout_seconds=SECONDS)
+    with fw.Replica(model, address, token="secret") as replica:
+        update = threads.submit(replica.update, timeout_seconds=SECONDS)
+        assert ranks.all("publish", 1, num_replicas=1) == [(1, [])] * 3
+        assert update.result(SECONDS).version == 1
+
+
+def test_a_second_job_at_the_address_is_refused_and_the_first_goes_on(ranks, replica, threads):
+    with ExitStack() as stack:
+        options = {"timeout_seconds": SECONDS}
+        children = [stack.enter_context(Child(source_rank, "", rank, options)) for rank in range(3)]
+        for result in Ranks(children, ranks.address).make():
+            with pytest.raises(FlyweightError, match="another publisher is at"):
+                raise result
+    update = threads.submit(replica.update, timeout_seconds=SECONDS)
+    assert ranks.all("publish", 1, num_replicas=1) == [(1, [])] * 3
+    assert update.result(SECONDS).version == 1
+    assert holds_whole(replica.model, 1)
+
+
+MAKING = {
+    0: ["publisher.holding_of", "publisher.blocks_together", "publisher.Leader", "leader.FdServer"],
+    1: ["publisher.holding_of", "publisher.Follower", "follower.FdServer", "follower.BucketSlots"],
+}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_as_publishers_are_made_is_named(address, victim):
+    for step in MAKING[victim]:
+        with ExitStack() as stack:
+            options = {"timeout_seconds": SECONDS}
+            children = [
+                stack.enter_context(Child(source_rank, "", rank, options)) for rank in range(3)
+            ]
+            ranks = Ranks(children, address)
+            children[victim].send(("die_at", (step,), {}))
+            children[victim].told()
+            for rank in range(3):
+                children[rank].send(("make", (), {"address": address}))
+            for rank in {0, 1, 2} - {victim}:
+                _, error, spent = children[rank].told(4 * SECONDS)
+                assert isinstance(error, FlyweightError), (step, error)
+                assert f"rank {victim}" in str(error), (step, error)
+                assert spent < 2 * SECONDS
+            children[victim] = stack.enter_context(Child(source_rank, "", victim, options))
+            ranks.made()
+            assert ranks.all("publish", 1) == [(1, [])] * 3
+            ranks.all("close")
