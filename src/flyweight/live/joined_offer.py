@@ -6,16 +6,19 @@ number 13 to the replica.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from flyweight.digest import DigestKind
-from flyweight.errors import FlyweightError, PeerFailed
+from flyweight.errors import FlyweightError, PeerFailed, PlanError
+from flyweight.live.lanes import new_memory_number
 from flyweight.live.message_tables import Pieces, Places, numbers, packed
 from flyweight.live.messages import Handle, Memory
 from flyweight.live.rank_messages import ShareOffer
+from flyweight.live.source_blocks import Agreement
 from flyweight.memory_table import Integers
 
 
@@ -33,6 +36,54 @@ class RoundOffer:
     digests: bytes
     error: FlyweightError | None = None
     """Why the replica cannot be served."""
+
+
+class JoinedOffers:
+    """Joins the offers of all ranks for each replica; keeps the memory that was joined last."""
+
+    def __init__(self, num_ranks: int, num_dims: int, should_verify: bool) -> None:
+        self._num_ranks, self._num_dims = num_ranks, num_dims
+        self._should_verify = should_verify
+        self._last: WeakKeyDictionary[Agreement, tuple[object, int, Memory]] = WeakKeyDictionary()
+
+    def join(
+        self,
+        agreement: Agreement,
+        parts: Mapping[int, ShareOffer],
+        kind: DigestKind,
+        memory_of: Callable[[int, Agreement], Memory],
+        *,
+        is_shared: bool,
+    ) -> RoundOffer:
+        """Return the offers of all ranks for one replica as one.
+
+        memory_of: returns what a rank has offered before, if it offers the same again.
+        is_shared: whether each rank offers its own share, or one all of them.
+        """
+        errors = [each.error for each in parts.values() if each.error]
+        lanes = {lane for each in parts.values() for lane in each.strategy.split("+")}
+        strategy = "+".join(sorted(lanes - {"nothing"})) or "nothing"
+        if errors:
+            nothing = joined_memory({}, self._num_ranks, self._num_dims)
+            return RoundOffer("nothing", False, 0, nothing, kind, b"", PlanError(errors[0]))
+        if self._num_ranks == 1:
+            (each,) = parts.values()
+            assert each.memory is not None
+            return RoundOffer(strategy, each.is_mapped, each.lists, each.memory, kind, each.digests)
+        key = tuple((rank, each.lists) for rank, each in parts.items())
+        last = self._last.get(agreement)
+        if last is None or last[0] != key:
+            memories = {
+                rank: each.memory or memory_of(rank, agreement) for rank, each in parts.items()
+            }
+            memory = joined_memory(memories, self._num_ranks, self._num_dims)
+            last = self._last[agreement] = key, new_memory_number(), memory
+        count, digests = len(agreement.copies), b""
+        if self._should_verify:
+            shared = {rank: rows for rank, (rows, _) in agreement.shares.items()}
+            digests = joined_digests(parts, shared if is_shared else {0: np.arange(count)}, count)
+        is_mapped = 0 in parts and parts[0].is_mapped
+        return RoundOffer(strategy, is_mapped, last[1], last[2], kind, digests)
 
 
 def joined_digests(

@@ -10,16 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from weakref import WeakKeyDictionary
 
-import numpy as np
-
-from flyweight.digest import DigestKind
 from flyweight.errors import (
     FlyweightError,
     PeerFailed,
     PeerLost,
-    PlanError,
     TransferTimeout,
     VersionError,
     error_named,
@@ -29,12 +24,11 @@ from flyweight.live import messages
 from flyweight.live.address import Address
 from flyweight.live.frames import FromReplica
 from flyweight.live.joined_copies import JoinedCopies
-from flyweight.live.joined_offer import RoundOffer, joined_digests, joined_memory
+from flyweight.live.joined_offer import JoinedOffers, RoundOffer
 from flyweight.live.lanes import (
     BucketSlots,
     TransportChoice,
     Transports,
-    new_memory_number,
 )
 from flyweight.live.messages import Memory, Message
 from flyweight.live.published_model import PublishedVersion
@@ -76,7 +70,7 @@ class Sources:
         self._filled: list[tuple[int, int]] = []
         """The buckets, with their rounds, that were filled before their round began."""
         self._copies = JoinedCopies(blocks, files, transports)
-        self._joined: WeakKeyDictionary[Agreement, tuple[object, int, Memory]] = WeakKeyDictionary()
+        self._joined = JoinedOffers(self.num_ranks, blocks.boxes.num_dims, should_verify)
 
     # Joining.
 
@@ -359,7 +353,7 @@ class Sources:
                     parts[agreement][follower.rank] = offer
                 follower.pass_on_files(self._files)
         joined = {
-            each: self._join(each, parts[each], kind, is_shared=is_shared)
+            each: self._joined.join(each, parts[each], kind, self._memory_of, is_shared=is_shared)
             for each, kind in zip(agreements, kinds, strict=True)
         }
         return joined, seconds
@@ -368,41 +362,8 @@ class Sources:
     def _is_on_host(self) -> bool:
         return not any(self.blocks.place_names)
 
-    def _join(
-        self,
-        agreement: Agreement,
-        parts: Mapping[int, ShareOffer],
-        kind: DigestKind,
-        *,
-        is_shared: bool,
-    ) -> RoundOffer:
-        """Return the offers of all ranks for one replica as one."""
-        errors = [each.error for each in parts.values() if each.error]
-        lanes = {lane for each in parts.values() for lane in each.strategy.split("+")}
-        strategy = "+".join(sorted(lanes - {"nothing"})) or "nothing"
-        num_dims, error = self.blocks.boxes.num_dims, PlanError(errors[0]) if errors else None
-        if error is not None:
-            nothing = joined_memory({}, self.num_ranks, num_dims)
-            return RoundOffer("nothing", False, 0, nothing, kind, b"", error)
-        if self.num_ranks == 1:
-            (each,) = parts.values()
-            assert each.memory is not None
-            return RoundOffer(strategy, each.is_mapped, each.lists, each.memory, kind, each.digests)
-        key = tuple((rank, each.lists) for rank, each in parts.items())
-        last = self._joined.get(agreement)
-        if last is None or last[0] != key:
-            memories = {
-                rank: each.memory or self.followers[rank - 1].memory_of(agreement)
-                for rank, each in parts.items()
-            }
-            memory = joined_memory(memories, self.num_ranks, num_dims)
-            last = self._joined[agreement] = key, new_memory_number(), memory
-        count, digests = len(agreement.copies), b""
-        if self._should_verify:
-            shared = {rank: rows for rank, (rows, _) in agreement.shares.items()}
-            digests = joined_digests(parts, shared if is_shared else {0: np.arange(count)}, count)
-        is_mapped = 0 in parts and parts[0].is_mapped
-        return RoundOffer(strategy, is_mapped, last[1], last[2], kind, digests)
+    def _memory_of(self, rank: int, agreement: Agreement) -> Memory:
+        return self.followers[rank - 1].memory_of(agreement)
 
     def close(self) -> None:
         """Disconnect from the files of the other ranks. Safe to repeat."""
