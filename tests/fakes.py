@@ -287,6 +287,8 @@ class FakeEngine:
 class FakeWeights:
     """Versions that a test adds; `fill` writes one into the model."""
 
+    num_ranks = 1
+
     def __init__(self, fill):
         self._fill, self._versions, self._changed = fill, set(), threading.Condition()
         self.version, self.session, self.progress = None, "", 0.0
@@ -296,29 +298,24 @@ class FakeWeights:
             self._versions.add(version)
             self._changed.notify_all()
 
-    def update(
-        self,
-        version=None,
-        *,
-        timeout_seconds,
-        before,
-        is_over,
-        may_keep=False,
-        must_verify=False,
-    ):
+    def take(self, options):
         def found():
+            version = options.version
             wanted = {version} if version is not None else self._versions - {self.version}
-            if may_keep:
+            if options.may_keep:
                 wanted = self._versions
             return max(wanted & self._versions, default=None)
 
         with self._changed:
-            self._changed.wait_for(lambda: found() is not None or is_over(), timeout_seconds)
+            self._changed.wait_for(
+                lambda: found() is not None or options.is_over(), options.timeout_seconds
+            )
             new = found()
         if new is None:
-            raise TransferTimeout(f"no version in {timeout_seconds} s")
+            raise TransferTimeout(f"no version in {options.timeout_seconds} s")
         if new != self.version:
-            before(new)
+            if options.before is not None:
+                options.before(new)
             self._fill(new)
             self.version, self.session, self.progress = new, "fake", 1.0
         return UpdateReport(new, None, 0, 0.0, 0.0, 0.0, 0.0, "fake", "published", "nothing")

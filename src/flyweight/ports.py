@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from flyweight.memory import Buffer, Bytes, Items, Staging
 from flyweight.spec.box import Box
-from flyweight.spec.manifest import Extent, Manifest, TensorSpec
+from flyweight.spec.manifest import Extent, Json, Manifest, TensorSpec
 
 WINDOW_SLACK = 8192
 """How many bytes staging needs beyond a window: unbuffered reads start and end on a page."""
@@ -311,8 +311,53 @@ class UpdateReport:
         return self.nbytes / 1e9 / max(self.seconds, 1e-9)
 
 
+class RankExchange(Protocol):
+    """How a source of weights hears the other ranks of its engine during an update."""
+
+    def __call__(
+        self, step: str, error: BaseException | None = None, **facts: Json
+    ) -> list[dict[str, Any]]:
+        """Return what each rank says at this step of the update, by rank. All ranks must call it.
+
+        Each answer has the facts of its rank, and in "error" and "text" the class and the text of
+        its error, or "". Raises LifecycleError if a rank is at something else, and PeerLost if one
+        is lost or silent.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """One update of the weights."""
+
+    version: int | None = None
+    """The version to take; None: the next one that is not held."""
+    timeout_seconds: float
+    """How long to wait for the version."""
+    before: Callable[[int], None] | None = None
+    """Called with the version before the first write; if it raises, the old version stays."""
+    is_over: Callable[[], bool] = lambda: False
+    """Ends the wait early if it returns True when `Weights.wake` is called."""
+    may_keep: bool = False
+    """Whether the version that is held is enough, if the source confirms that it is the newest."""
+    must_verify: bool = False
+    """Whether a version without checksums is refused, before the first write."""
+    is_requested: bool = True
+    """False if the engine only follows its source: then other ranks may be at something else."""
+    exchange: RankExchange | None = None
+    """Hears the other ranks of the engine; None if there are none."""
+
+
 class Weights(Protocol):
-    """Brings versions of the weights into an engine's memory: a Replica, or something like it."""
+    """Brings versions of the weights into an engine's memory: a Replica, or something like it.
+
+    The ranks of an engine take a version together: none writes before `before` has returned on all
+    of them, and either all then hold the version, or all hold what they held before, or none holds
+    a version.
+    """
+
+    @property
+    def num_ranks(self) -> int | None:
+        """How many ranks take versions together; None: any number, by `UpdateOptions.exchange`."""
 
     @property
     def version(self) -> int | None:
@@ -326,22 +371,11 @@ class Weights(Protocol):
     def progress(self) -> float:
         """How much of the running update is done, from 0 to 1."""
 
-    def update(
-        self,
-        version: int | None = None,
-        *,
-        timeout_seconds: float,
-        before: Callable[[int], None],
-        is_over: Callable[[], bool],
-        may_keep: bool = False,
-        must_verify: bool = False,
-    ) -> UpdateReport:
+    def take(self, options: UpdateOptions) -> UpdateReport:
         """Take over a version, or wait for the next one that is not held yet.
 
-        `before` is called with the version before the first write. A wait ends early once
-        `is_over`, which `wake` has it check. Transfers nothing if the named version is held
-        already, or with `may_keep` the newest one; in both cases only after the source has
-        confirmed it. With `must_verify`, refuses a version without checksums before a write.
+        Transfers nothing if the requested version is held already, or with `may_keep` the newest
+        one; in both cases only after the source has confirmed it.
         """
 
     def forget(self, reason: str) -> None:

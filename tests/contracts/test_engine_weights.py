@@ -13,7 +13,7 @@ import flyweight as fw
 from fakes import FakeWeights
 from flyweight.errors import TransferTimeout, VersionError
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
-from flyweight.ports import Weights
+from flyweight.ports import UpdateOptions, Weights
 
 SOON, LATE = 0.3, 20.0
 
@@ -100,8 +100,10 @@ def update(
     is_over=lambda: False,
     **options,
 ):
-    return held.weights.update(
-        version, timeout_seconds=seconds, before=before, is_over=is_over, **options
+    return held.weights.take(
+        UpdateOptions(
+            version=version, timeout_seconds=seconds, before=before, is_over=is_over, **options
+        )
     )
 
 

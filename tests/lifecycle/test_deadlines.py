@@ -13,12 +13,13 @@ import pytest
 import flyweight as fw
 from child_processes import until
 from fakes import FakeRendezvousStore
-from flyweight.errors import Busy, LifecycleError, TransferTimeout
-from flyweight.lifecycle.agreement import RankAgreement
+from flyweight.errors import Busy, LifecycleError, PeerLost, TransferTimeout
 from flyweight.lifecycle.cell import Cell, Request
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
+from flyweight.ports import UpdateOptions
+from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
 from versioned_models import weights
 
@@ -132,7 +133,7 @@ def test_what_waits_for_a_version_ends_at_its_deadline(store, tmp_path, address,
     followed, nearest, asked = weights(0), weights(0), weights(0)
     stored = StoredWeights(followed, store)
     options = {"before": lambda version: None, "is_over": lambda: False}
-    stored.update(2, timeout_seconds=20, **options)
+    stored.take(UpdateOptions(version=2, timeout_seconds=20, **options))
     with (
         fw.Publisher(weights(0), address),
         fw.Replica(nearest, address) as first,
@@ -143,11 +144,11 @@ def test_what_waits_for_a_version_ends_at_its_deadline(store, tmp_path, address,
         waits = {
             "stored": (
                 TransferTimeout,
-                lambda: stored.update(timeout_seconds=SECONDS, **options),
+                lambda: stored.take(UpdateOptions(timeout_seconds=SECONDS, **options)),
             ),
             "nearest": (
                 TransferTimeout,
-                lambda: both.update(timeout_seconds=SECONDS, **options),
+                lambda: both.take(UpdateOptions(timeout_seconds=SECONDS, **options)),
             ),
             "operations": (TransferTimeout, lambda: operations.update(timeout_seconds=SECONDS)),
         }
@@ -160,12 +161,12 @@ def test_a_rank_that_hears_nobody_ends_a_little_after_its_deadline(threads, rank
     store = FakeRendezvousStore()
     ranks = [RankAgreement(Rendezvous(each, 2, store, "two")) for each in range(2)]
 
-    def prepared(each, seconds):
-        return ranks[each].prepared(None, monotonic() + seconds)
+    def agree(each, seconds):
+        return ranks[each].agree("pause", monotonic() + seconds)
 
-    assert all(verdict.is_agreed for verdict in threads.map(prepared, (0, 1), (20, 20)))
+    assert [len(said) for said in threads.map(agree, (0, 1), (20, 20))] == [2, 2]
     try:
-        waits = {"lost": (True, lambda: prepared(rank, SECONDS).is_lost)}
+        waits = {"lost": (PeerLost, lambda: agree(rank, SECONDS))}
         check_waits(waits, threads, least=SECONDS, most=SECONDS + late + 2.2)
     finally:
         for parting in [threads.submit(each.close) for each in ranks]:

@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -11,10 +12,10 @@ import flyweight as fw
 from child_processes import until
 from fakes import FakeRendezvousStore
 from faulty_engines import KV_CACHE, FaultyEngine
-from flyweight.errors import Busy, LifecycleError, TransferTimeout
-from flyweight.lifecycle.agreement import RankAgreement
+from flyweight.errors import Busy, LifecycleError, PeerLost, TransferTimeout
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State, Tag
+from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous, join_group
 from versioned_models import assign, holds, weights
 
@@ -30,13 +31,13 @@ class SlowWeights:
     def __getattr__(self, name):
         return getattr(self._replica, name)
 
-    def update(self, version=None, *, before, **options):
+    def take(self, options):
         def hold(found):
-            before(found)
+            options.before(found)
             self.has_begun.set()
             assert self.may_copy.wait(30)
 
-        return self._replica.update(version, before=hold, **options)
+        return self._replica.take(replace(options, before=hold))
 
 
 class Pair:
@@ -50,8 +51,10 @@ class Pair:
         self.engines = [FaultyEngine(model) for model in self.models]
         self.ranks = [RankAgreement(Rendezvous(rank, 2, store, "pair")) for rank in range(2)]
         self.operations, self.replicas, self.weights = [], [], []
-        for model, engine, ranks in zip(self.models, self.engines, self.ranks, strict=True):
-            self.replicas.append(stack.enter_context(fw.Replica(model, address)))
+        for rank, model in enumerate(self.models):
+            engine, ranks = self.engines[rank], self.ranks[rank]
+            replica = fw.Replica(model, address, name="pair", rank=rank, num_ranks=2)
+            self.replicas.append(stack.enter_context(replica))
             self.weights.append(SlowWeights(self.replicas[-1]))
             self.operations.append(Operations(engine, self.weights[-1], ranks))
         stack.callback(self.part)
@@ -132,46 +135,6 @@ def test_ranks_take_a_version_together(pair):
     assert pair.update(2) == [None, None]
     assert pair.versions == [2, 2]
     assert all(holds(model, 2) for model in pair.models)
-
-
-@pytest.mark.parametrize("is_gone", [False, True], ids=["there", "gone"])
-def test_a_rank_that_was_given_an_older_version_catches_up(address, threads, tmp_path, is_gone):
-    """One rank takes the newest snapshot just before the other takes what is published next."""
-    asked, has_begun, store = [], threading.Event(), tmp_path / "store"
-    fw.save(weights(2), store, version=2)
-    with ExitStack() as stack:
-        pair = Pair(stack, address, threads, store=store)
-        first, second = (replica.update for replica in pair.replicas)
-        publishing = []
-
-        def newer(version=None, **options):
-            asked.append((0, version))
-            if not publishing:
-                assert has_begun.wait(20)
-                publishing.append(threads.submit(pair.publish, 3, num_replicas=1))
-                version = 3
-            return first(version, **options)
-
-        def older(version=None, *, before, **options):
-            def begun(found):
-                has_begun.set()
-                before(found)
-
-            asked.append((1, version))
-            if version == 3:
-                last = 4 if is_gone else 3
-                fw.save(weights(last), store, version=last)
-            return second(version, before=begun, **options)
-
-        pair.replicas[0].update, pair.replicas[1].update = newer, older
-        assert pair.both(lambda operations: operations.update(timeout_seconds=20)) == [None, None]
-        publishing[0].result(20)
-        last = 4 if is_gone else 3
-        assert pair.versions == [last, last]
-        assert all(holds(model, last) for model in pair.models)
-        assert pair.states == [State.SERVING, State.SERVING]
-        ways = [(0, None), (1, None), (1, 3), *[(0, None), (1, None)][: 2 * is_gone]]
-        assert sorted(map(str, asked)) == sorted(map(str, ways))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -255,18 +218,19 @@ def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads, 
     def joined(rendezvous, **options):
         return groups.setdefault(rendezvous.rank, join_group(rendezvous, **options))
 
-    monkeypatch.setattr("flyweight.lifecycle.agreement.join_group", joined)
+    monkeypatch.setattr("flyweight.ranks.agreement.join_group", joined)
     ranks = [RankAgreement(Rendezvous(rank, 3, store, "three")) for rank in range(3)]
 
-    def all_prepared():
-        futures = [threads.submit(each.prepared, None, time.monotonic() + 20) for each in ranks]
-        return [future.result(30) for future in futures]
+    def all_agree():
+        futures = [threads.submit(each.agree, "pause", time.monotonic() + 20) for each in ranks]
+        return [len(future.result(30)) for future in futures]
 
-    assert all(verdict.is_agreed for verdict in all_prepared())
+    assert all_agree() == [3, 3, 3]
     monkeypatch.undo()
-    assert ranks[1].agreed(1, "", None, time.monotonic() + 0.1, what="resume").is_lost
+    with pytest.raises(PeerLost, match="the ranks did not decide"):
+        ranks[1].agree("resume", time.monotonic() + 0.1)
     until(lambda: groups[0].can_rejoin and groups[2].can_rejoin)
-    assert all(verdict.is_agreed for verdict in all_prepared())
+    assert all_agree() == [3, 3, 3]
     for parting in [threads.submit(each.close) for each in ranks]:
         parting.result(10)
 
@@ -275,8 +239,8 @@ def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads, 
 def test_a_rank_that_hears_nobody_ends_within_what_its_controller_waits(pair, rank):
     """It does not wait for the others to leave as well, who know nothing of it."""
     started = time.monotonic()
-    verdict = pair.ranks[rank].prepared(None, started + 0.1)
-    assert verdict.is_lost
+    with pytest.raises(PeerLost, match="the ranks did not decide"):
+        pair.ranks[rank].agree("pause", started + 0.1)
     assert time.monotonic() - started < 2.4
 
 
@@ -337,10 +301,7 @@ def test_a_round_that_one_rank_has_no_turn_for_ends_on_the_other_too(pair, rank,
         until(lambda: pair.states[rank] is State.PAUSING)
         pair.publish(3)
         raised = pair.both(follow)
-        assert [type(each) for each in raised] == [
-            (Busy, LifecycleError)[rank],
-            (LifecycleError, Busy)[rank],
-        ]
+        assert [type(each) for each in raised] == [Busy, Busy]
         assert all("pause is running, update was not begun" in str(each) for each in raised)
         assert pair.states[1 - rank] is State.SERVING
         pauses.append(pair.one(lambda operations: operations.pause(timeout_seconds=20), 1 - rank))
@@ -373,7 +334,7 @@ def test_a_pause_that_one_rank_has_no_time_for_leaves_all_serving(pair, rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_round_that_all_ranks_are_in_is_not_ended_by_what_they_refuse_meanwhile(pair, rank):
-    """One rank holds the version already and waits for the other, which is still copying."""
+    """One rank has drained and waits for the other, which is not ready to copy."""
     slow = pair.weights[rank]
     slow.has_begun.clear()
     slow.may_copy.clear()
@@ -382,7 +343,8 @@ def test_a_round_that_all_ranks_are_in_is_not_ended_by_what_they_refuse_meanwhil
         pair.one(lambda operations: operations.update(2, timeout_seconds=20), n) for n in (0, 1)
     ]
     assert slow.has_begun.wait(10)
-    until(lambda: pair.states[1 - rank] is State.VERIFYING)
+    until(lambda: pair.states[1 - rank] is State.UPDATING)
+    assert holds(pair.models[1 - rank], 1)  # nothing is written before both have drained
     for seconds in (0.3, 0.1):
         raised = pair.both(lambda operations: operations.pause(timeout_seconds=seconds))  # noqa: B023
         assert [type(each) for each in raised] == [Busy, Busy]

@@ -15,11 +15,12 @@ from child_processes import Child, until
 from control_site import serving
 from fakes import FakeRendezvousStore
 from flyweight.errors import TransferTimeout, VersionError
-from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import Signal, State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
+from flyweight.ports import UpdateOptions
+from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
 from versioned_models import assign, holds, weights
 
@@ -341,9 +342,9 @@ def test_a_checkpoint_without_checksums_is_refused_where_they_are_to_be_compared
     stored = StoredWeights(model, path)
     way = {"timeout_seconds": 5, "before": lambda version: None, "is_over": lambda: False}
     with pytest.raises(VersionError, match="without checksums, and must_verify is set"):
-        stored.update(must_verify=True, **way)
+        stored.take(UpdateOptions(must_verify=True, **way))
     assert not model["w"].any()
-    stored.update(**way)
+    stored.take(UpdateOptions(**way))
     assert model["w"].all()
 
 
@@ -356,7 +357,9 @@ def test_a_rank_that_was_started_again_takes_what_the_others_serve(address, thre
 
         def started(rank):
             model = weights(0)
-            replica = stack.enter_context(fw.Replica(model, address))
+            replica = stack.enter_context(
+                fw.Replica(model, address, name="pair", rank=rank, num_ranks=2)
+            )
             ranks = RankAgreement(Rendezvous(rank, 2, store, "pair"))
             return model, ranks, Operations(fw.ModelEngine(model), replica, ranks)
 

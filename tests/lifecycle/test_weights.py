@@ -21,14 +21,20 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.events import listening
-from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
+from flyweight.ports import UpdateOptions
+from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
 
 WAY = {"timeout_seconds": 0.6, "before": lambda version: None, "is_over": lambda: False}
+
+
+def take(weights, version=None, **how):
+    """Take a version as an engine's update does."""
+    return weights.take(UpdateOptions(version=version, **how))
 
 
 def model(value=0, shape=(64, 64)):
@@ -54,7 +60,7 @@ def test_a_session_is_of_what_was_loaded_and_the_same_for_copies(tmp_path, make,
             fw.save(model(value), directory, version=version)
         weights = make(model(), directory)
         assert weights.session == ""
-        weights.update(**WAY)
+        take(weights, **WAY)
         assert weights.version == (0 if version is None else version)
         return weights.session
 
@@ -97,15 +103,15 @@ def test_a_version_is_not_held_by_tensors_that_came_later(tmp_path, make):
     fw.save(layer, tmp_path, version=7)
     state = dict(layer.state_dict(keep_vars=True))
     weights = make(state, tmp_path)
-    weights.update(7, **WAY)
+    take(weights, 7, **WAY)
     assert weights.version == 7
     state["weight"] = torch.nn.Parameter(torch.zeros(8, 8))
     assert (weights.version, weights.session) == (None, "")
-    weights.update(7, **WAY)
+    take(weights, 7, **WAY)
     assert (state["weight"] == 1).all()
     state["weight"].data = torch.zeros(8, 8)  # the same parameter, at another place
     assert weights.version is None
-    weights.update(**WAY)
+    take(weights, **WAY)
     assert (state["weight"] == 1).all()
 
 
@@ -126,11 +132,11 @@ def test_what_does_not_fit_leaves_the_version_that_is_held(tmp_path, make):
     fw.save(model(1), tmp_path, version=1)
     target = model()
     weights = make(target, tmp_path)
-    weights.update(**WAY)
+    take(weights, **WAY)
     held = weights.version, weights.session
     fw.save(model(2, (32, 64)), tmp_path, version=2)
     with pytest.raises(ShapeMismatch):
-        weights.update(**WAY)
+        take(weights, **WAY)
     assert (weights.version, weights.session) == held
     assert (target["w"] == 1).all()
 
@@ -140,19 +146,19 @@ def test_a_version_that_is_held_is_not_read_again_unless_it_is_another(tmp_path,
     fw.save(model(1), tmp_path / "run", version=1)
     target, begun = model(), []
     weights, way = make(target, tmp_path / "run"), {**WAY, "before": begun.append}
-    report = weights.update(1, **way)
-    assert weights.update(1, **way) is report
+    report = take(weights, 1, **way)
+    assert take(weights, 1, **way) is report
     with pytest.raises(TransferTimeout, match="has nothing newer than version 1"):
-        weights.update(**way)
-    assert weights.update(may_keep=True, **way) is report
+        take(weights, **way)
+    assert take(weights, may_keep=True, **way) is report
     shutil.rmtree(tmp_path / "run")
     with pytest.raises((VersionError, FileNotFoundError)):  # nothing confirms it
-        weights.update(1, **way)
+        take(weights, 1, **way)
     with pytest.raises((TransferTimeout, FileNotFoundError)):
-        weights.update(may_keep=True, **way)
+        take(weights, may_keep=True, **way)
     assert weights.version == 1
     fw.save(model(5), tmp_path / "run", version=1)  # another run, of the same numbers
-    weights.update(1, **way)
+    take(weights, 1, **way)
     assert (begun, target["w"][0, 0]) == ([1, 1], 5)
 
 
@@ -166,9 +172,9 @@ def test_a_tensor_replaced_while_it_is_read_is_not_held(tmp_path):
             target.update(model(7))
 
     with listening(swap), pytest.raises(VersionError, match="were replaced, or have moved, while"):
-        weights.update(**WAY)
+        take(weights, **WAY)
     assert weights.version is None
-    weights.update(**WAY)
+    take(weights, **WAY)
     assert (weights.version, target["w"][0, 0]) == (1, 1)
 
 
@@ -176,7 +182,7 @@ def test_values_that_are_read_beside_tensors_do_not_make_them_others(tmp_path):
     fw.save({**model(1), "step": 5000}, tmp_path, version=1)
     target = {**model(), "step": 0}
     weights = StoredWeights(target, tmp_path)
-    weights.update(**WAY)
+    take(weights, **WAY)
     assert (weights.version, target["step"]) == (1, 5000)
 
 
@@ -231,18 +237,18 @@ def test_tensors_that_a_load_tore_are_not_vouched_for(tmp_path):
     fw.save(pair(1), tmp_path, version=1)
     target = pair(0)
     weights = StoredWeights(target, tmp_path, partial_over=1)
-    weights.update(**WAY)
+    take(weights, **WAY)
     fw.save(pair(2), tmp_path, version=2)
     (data,) = (tmp_path / "v0000000002").glob("*.safetensors")
     flip(data, 1 << 19)
     with pytest.raises(ChecksumMismatch):
-        weights.update(**WAY)
+        take(weights, **WAY)
     fw.save(part("b", 3), tmp_path, version=3)
     with pytest.raises(PlanError, match="target wants 1 tensors .* lacks: 'a'"):
-        weights.update(**WAY)
+        take(weights, **WAY)
     assert weights.version is None
-    weights.update(1, **WAY)  # all of it is what is vouched for
-    weights.update(3, **WAY)
+    take(weights, 1, **WAY)  # all of it is what is vouched for
+    take(weights, 3, **WAY)
     assert (weights.version, target["a"][0], target["b"][0]) == (3, 1, 3)
 
 
@@ -251,9 +257,9 @@ def test_a_part_is_not_laid_over_another_version_than_the_one_vouched_for(tmp_pa
     fw.save(part("b", 3), tmp_path, version=3)
     target = pair(1)
     weights = StoredWeights(target, tmp_path, partial_over=1)
-    weights.update(2, **WAY)
+    take(weights, 2, **WAY)
     with pytest.raises(PlanError, match="target wants 1 tensors .* lacks: 'a'"):
-        weights.update(3, **WAY)
+        take(weights, 3, **WAY)
     assert (weights.version, target["b"][0]) == (2, 2)
 
 
@@ -262,20 +268,20 @@ def test_parts_follow_each_other_unless_one_would_keep_what_another_filled(tmp_p
         fw.save(part(name, version), tmp_path, version=version)
     target = pair(1)
     weights = StoredWeights(target, tmp_path, partial_over=1)
-    weights.update(2, **WAY)
-    weights.update(3, **WAY)
+    take(weights, 2, **WAY)
+    take(weights, 3, **WAY)
     with pytest.raises(PlanError, match="lacks 1 tensors that no longer hold version 1.*'b'"):
-        weights.update(4, **WAY)
+        take(weights, 4, **WAY)
     assert (weights.version, target["a"][0], target["b"][0]) == (3, 1, 3)
 
 
 def test_files_without_a_version_are_not_answered_by_one_that_they_never_had(tmp_path):
     put(tmp_path / "run", 1)
     weights = StoredWeights(model(), tmp_path / "run")
-    weights.update(**WAY)
+    take(weights, **WAY)
     put(tmp_path / "run", 2)
     with pytest.raises(VersionError):
-        weights.update(0, **WAY)
+        take(weights, 0, **WAY)
 
 
 # The nearest of both.
@@ -317,10 +323,10 @@ def test_an_older_snapshot_is_not_taken_over_a_publishers_version(near, address,
     target, weights = near
     with fw.Publisher(model(6), address, hold=True) as publisher:
         publisher.publish(6)
-        weights.update(**WAY)
+        take(weights, **WAY)
     fw.save(model(5), tmp_path / "store", version=5)
     with pytest.raises(TransferTimeout, match="no publisher came in time"):
-        weights.update(**WAY)
+        take(weights, **WAY)
     assert (weights.version, target["w"][0, 0]) == (6, 6)
 
 
@@ -328,17 +334,17 @@ def test_the_session_is_that_of_what_was_written_last(near, address, tmp_path):
     _, weights = near
     plain = StoredWeights(model(), tmp_path / "store")
     fw.save(model(1), tmp_path / "store", version=1)
-    plain.update(**WAY)
-    weights.update(**WAY)
+    take(plain, **WAY)
+    take(weights, **WAY)
     assert weights.session == plain.session
     with fw.Publisher(model(2), address, hold=True) as publisher, fw.Replica(model(), address) as other:  # fmt: skip
         publisher.publish(2)
         other.update(timeout_seconds=5)
-        weights.update(timeout_seconds=5, before=lambda version: None, is_over=lambda: False)
+        take(weights, timeout_seconds=5, before=lambda version: None, is_over=lambda: False)
         assert weights.session == other.session != ""
     fw.save(model(3), tmp_path / "store", version=3)
-    plain.update(**WAY)
-    weights.update(**WAY)
+    take(plain, **WAY)
+    take(weights, **WAY)
     assert (weights.version, weights.session) == (3, plain.session)
 
 
@@ -346,10 +352,10 @@ def test_a_snapshot_that_does_not_fit_leaves_a_publishers_version(near, address,
     target, weights = near
     with fw.Publisher(model(1), address, hold=True) as publisher:
         publisher.publish(1)
-        weights.update(**WAY)
+        take(weights, **WAY)
     held = weights.version, weights.session
     fw.save(model(2, (32, 64)), tmp_path / "store", version=2)
     with pytest.raises(ShapeMismatch):
-        weights.update(**WAY)
+        take(weights, **WAY)
     assert (weights.version, weights.session) == held
     assert (target["w"] == 1).all()

@@ -30,13 +30,14 @@ from flyweight.engines.fastdeploy_models import Models
 from flyweight.engines.legacy_cells import MODEL_WEIGHTS, LegacyCell, LegacyStatus, settle
 from flyweight.engines.strategies import REPLACED, ModelWeights
 from flyweight.engines.worker_loop import WorkerLoopCell
-from flyweight.errors import FlyweightError, LifecycleError, SpecError, StoreError
+from flyweight.errors import FlyweightError, LifecycleError, PeerLost, SpecError, StoreError
 from flyweight.events import emit
-from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.lifecycle.engine_steps import named
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State, Tag
 from flyweight.lifecycle.worker import Worker
+from flyweight.ranks.agreement import RankAgreement, raise_first
+from flyweight.ranks.rendezvous import Rendezvous
 
 __all__ = ["DynamicWeightManager", "FastDeployHooks", "FastDeployOptions", "ModelWeightsStatus"]
 
@@ -90,7 +91,10 @@ class DynamicWeightManager:
         """The version of the last `update_weights_by_rdma`."""
         self._loop_cell: WorkerLoopCell | None = None
         with ExitStack() as closing:
-            self._weights = ModelWeights(filled, deployment)
+            rendezvous = deployment.rendezvous()
+            self._ranks = RankAgreement(replace(rendezvous, group=f"{rendezvous.group}/calls"))
+            closing.callback(self._ranks.close)
+            self._weights = ModelWeights(filled, deployment, rendezvous.rank, self._ranks)
             closing.callback(self._weights.close)
             self._engine = FastDeployEngine(
                 self._hooks,
@@ -99,15 +103,13 @@ class DynamicWeightManager:
                 check_filled=self._weights.check_filled,
             )
             with self._engine.in_call():  # there are no requests before there are weights
-                self._operations = self._made_operations(closing)
+                self._operations = self._made_operations(rendezvous, closing)
             self.update_parameters()
             self.finalize_update()
             self._closing = closing.pop_all()
 
-    def _made_operations(self, closing: ExitStack) -> Operations:
-        rendezvous, path = self._deployment.rendezvous(), self._deployment.options.cell
-        self._ranks = RankAgreement(replace(rendezvous, group=f"{rendezvous.group}/calls"))
-        closing.callback(self._ranks.close)
+    def _made_operations(self, rendezvous: Rendezvous, closing: ExitStack) -> Operations:
+        path = self._deployment.options.cell
         if path is None:
             ranks = RankAgreement(rendezvous)
             closing.callback(ranks.close)
@@ -324,11 +326,11 @@ class DynamicWeightManager:
             step()
         except FlyweightError as failure:
             error = failure
-        verdict = self._ranks.agreed(0, "", error, monotonic() + self._seconds, what=what)
-        if error is not None:
-            raise error
-        if not verdict.is_agreed:
-            raise LifecycleError(verdict.text)
+        try:
+            said = self._ranks.exchange(what, monotonic() + self._seconds, error)
+        except PeerLost as lost:
+            raise (error or LifecycleError(str(lost))) from lost
+        raise_first(said, error)
 
     @contextmanager
     def _call(

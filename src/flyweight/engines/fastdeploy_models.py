@@ -114,7 +114,10 @@ class Models:
         self._identity, self._memory = None, []
 
     def load(self, tensors: NamedTensors) -> None:
-        """Hand each model the tensors that are named for it; it must take them all."""
+        """Hand each model the tensors that are named for it, and process them.
+
+        A model must take them all. What it cannot process fails the update on all ranks.
+        """
         self.has_loaded, self.unmatched = True, []
         self.let_go()
         (prefix, first), *others = self._layers
@@ -123,6 +126,7 @@ class Models:
             _load_into(first, self._of_first(tensors, prefix, hands))
             for _, hand in hands:
                 hand(None)
+        self._process_loaded()
 
     def _of_first(
         self, tensors: NamedTensors, prefix: str, others: Sequence[tuple[str, Hand]]
@@ -140,7 +144,7 @@ class Models:
             if is_first:
                 yield name.removeprefix(prefix), tensor
 
-    def process(self) -> None:
+    def _process_loaded(self) -> None:
         """Process what the models have loaded, and hold the parameters that they have then."""
         with sys.modules["paddle"].no_grad():
             for layer in filter(_has_loader, self.layers):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 from flyweight.adapters.loader import Load, Loader
@@ -17,7 +18,8 @@ from flyweight.formats.stored import Stored
 from flyweight.lifecycle.engine_steps import named
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 from flyweight.live.replica import Replica
-from flyweight.ports import UpdateReport, Weights
+from flyweight.ports import UpdateOptions, UpdateReport, Weights
+from flyweight.ranks.agreement import RankAgreement
 from flyweight.verbs.find import PathLike, open_source
 from flyweight.verbs.load import LoadReport, load
 
@@ -97,11 +99,16 @@ class ModelWeights(Weights):
     succeeds only if the models then still have the tensors that were filled.
     """
 
-    def __init__(self, models: Models, deployment: Deployment) -> None:
-        """Open the sources of the strategy; a publisher beside files may be missing."""
+    def __init__(
+        self, models: Models, deployment: Deployment, rank: int, ranks: RankAgreement
+    ) -> None:
+        """Open the sources of the strategy; a publisher beside files may be missing.
+
+        rank: this one of the ranks that serve a version together.
+        """
         self._models = models
         num_given = named("give_memory", models.give_memory)
-        self._replica, self._files = _opened_sources(models, deployment)
+        self._replica, self._files = _opened_sources(models, deployment, rank, ranks)
         sources = [each for each in (self._replica, self._files) if each is not None]
         self._source: Weights = sources[0]
         if self._replica is not None and self._files is not None:
@@ -113,6 +120,10 @@ class ModelWeights(Weights):
         """How long updates have taken, in all."""
         if num_given:
             self.forget(_NO_MEMORY)
+
+    @property
+    def num_ranks(self) -> int | None:
+        return self._source.num_ranks
 
     @property
     def version(self) -> int | None:
@@ -135,7 +146,7 @@ class ModelWeights(Weights):
         if not self.are_filled():
             raise LifecycleError(REPLACED)
 
-    def update(self, version: int | None = None, **options: Any) -> UpdateReport:
+    def take(self, options: UpdateOptions) -> UpdateReport:
         models, started = self._models, perf_counter()
         models.has_loaded = False
         try:
@@ -145,9 +156,7 @@ class ModelWeights(Weights):
             if models.give_memory():
                 self.forget(_NO_MEMORY)
             models.hold()
-            report = self._source.update(version, **options)
-            if models.has_loaded:
-                models.process()
+            report = self._source.take(options)
         except BaseException as error:
             if models.has_loaded:  # the source may think that nothing was written yet
                 self.forget(f"its models failed to load: {error}")
@@ -183,13 +192,12 @@ class ModelWeights(Weights):
 
 
 def _opened_sources(
-    models: Models, deployment: Deployment
+    models: Models, deployment: Deployment, rank: int, ranks: RankAgreement
 ) -> tuple[Replica | None, FileWeights | None]:
     options, sources = deployment.options, STRATEGIES[deployment.strategy]
     load = models.load if models.has_loaders else None
     how: dict[str, Any] = {"layout": options.layout, "extra": options.extra}
-    if options.layout is not None:
-        how["rank"] = deployment.rank
+    cut = {} if options.layout is None else {"rank": deployment.rank}
     replica = files = None
     if "files" in sources:
         path = deployment.directory if options.store is None else options.store
@@ -202,7 +210,13 @@ def _opened_sources(
                 "shared_directory": options.shared_directory,
             }
         files = FileWeights(
-            models.state, path, load=load, legacy=legacy, partial_over=options.partial_over, **how
+            models.state,
+            path,
+            load=load,
+            legacy=legacy,
+            partial_over=options.partial_over,
+            **how,
+            **cut,
         )
     if "publisher" in sources and (files is None or options.address is not None):
         if options.address is None:
@@ -212,10 +226,22 @@ def _opened_sources(
         replica = Replica(
             models.state if load is None else load,
             options.address,
-            name=f"fastdeploy rank {deployment.global_rank}",
+            name=_replica_name(deployment, ranks),
+            rank=rank,
+            num_ranks=ranks.num_ranks,
+            layout_rank=None if options.layout is None else deployment.rank,
             framework="paddle",
             device=sys.modules["paddle"].get_device(),
             token=options.token,
             **how,
         )
     return replica, files
+
+
+def _replica_name(deployment: Deployment, ranks: RankAgreement) -> str:
+    """Return the name of the engine: one for all of its ranks, and of no other engine."""
+    name = f"fastdeploy {os.uname().nodename}:{os.getpid()}"
+    if ranks.num_ranks > 1:
+        deadline = monotonic() + deployment.options.timeout_seconds
+        name = str(ranks.exchange("name the engine", deadline, name=name)[0]["name"])
+    return name

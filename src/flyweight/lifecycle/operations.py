@@ -14,14 +14,16 @@ from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
 
 from flyweight.checks import check_seconds
-from flyweight.errors import Busy, FlyweightError, LifecycleError
-from flyweight.lifecycle.agreement import YIELD_SECONDS, RankAgreement, Verdict
+from flyweight.errors import Busy, FlyweightError, LifecycleError, PeerLost, SpecError
 from flyweight.lifecycle.engine_steps import ROUND_SECONDS
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag, tags_named
 from flyweight.lifecycle.update import UpdateAttempt, Updates
 from flyweight.ports import Engine, UpdateReport, Weights
+from flyweight.ranks.agreement import YIELD_SECONDS, RankAgreement
 
 _LEAST_SECONDS = 0.001
+_TURN_SECONDS = 2.0
+"""How long a version that was not requested waits for its turn, if there are several ranks."""
 _PASSING = (State.PAUSING, State.CLEARING, State.UPDATING, State.VERIFYING)
 
 
@@ -47,6 +49,12 @@ class Operations(Updates):
             observe: called after each change of state, in the thread that made it.
         """
         ranks = RankAgreement() if ranks is None else ranks
+        if weights.num_ranks not in (None, ranks.num_ranks):
+            raise SpecError(
+                f"the engine has {ranks.num_ranks} ranks and its weights come for "
+                f"{weights.num_ranks}; give the replicas of all ranks one name: "
+                f"Replica(..., name=, rank=, num_ranks={ranks.num_ranks})"
+            )
         super().__init__(engine, weights, ranks, should_serve=should_serve, observe=observe)
         self.is_paused_by_hand = False
         self._turn, self._source = threading.Lock(), threading.Lock()
@@ -76,8 +84,8 @@ class Operations(Updates):
         """
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._exclusively("pause", deadline):
-            verdict = self._pause_all_ranks("pause", deadline, should_abort=should_abort)
-            if should_resume and not verdict.was_paused:
+            was_paused = self._pause_all_ranks("pause", deadline, should_abort=should_abort)
+            if should_resume and not was_paused:
                 self._resume_if_wanted()
             else:
                 self._should_serve, self.is_paused_by_hand = False, True
@@ -87,14 +95,13 @@ class Operations(Updates):
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._exclusively("resume", deadline):
             refusal = self._refusal(Signal.RESUME)
-            verdict = self._ranks.agreed(self.version, "", refusal, deadline, what="resume")
-            while verdict.is_mixed and not verdict.is_over:  # a following rank gives way
-                sleep(YIELD_SECONDS)
-                verdict = self._ranks.agreed(self.version, "", refusal, deadline, what="resume")
-            if refusal is not None:
-                raise refusal
-            if not verdict.is_agreed:
-                raise LifecycleError(verdict.text)
+            try:
+                said = self._ranks.agree("resume", deadline, refusal, version=self.version)
+            except PeerLost as lost:
+                raise LifecycleError(str(lost)) from lost
+            versions = [each["version"] for each in said]
+            if len(set(versions)) > 1:
+                raise LifecycleError(f"the ranks hold versions {versions}")
             self._should_serve, self.is_paused_by_hand = True, False
             if self.state is not State.SERVING:
                 self._resume()
@@ -130,7 +137,7 @@ class Operations(Updates):
         """Allocate the memory of the cache again. An update restores the weights."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._exclusively("restore", deadline):
-            self._wait_for_ranks(None, deadline, "restore")
+            self._agree("restore", deadline)
             error: FlyweightError | None = None
             try:
                 if Tag.KV_CACHE in self._released:
@@ -139,7 +146,7 @@ class Operations(Updates):
                     self._signal(Signal.RESTORE, self.condition.absent - {Tag.KV_CACHE})
             except FlyweightError as failure:
                 error = failure
-            self._wait_for_ranks(error, deadline, "serve with what was restored")
+            self._agree("serve with what was restored", deadline, error)
             self._resume_if_wanted()
 
     def update(
@@ -202,7 +209,10 @@ class Operations(Updates):
             with ExitStack() as turn:
 
                 def enter() -> None:
-                    turn.enter_context(self._exclusively("update", monotonic() + ROUND_SECONDS))
+                    # Another rank may wait for what runs here, and this one holds up its round.
+                    is_alone = self._ranks.num_ranks == 1
+                    seconds = ROUND_SECONDS if is_alone else min(ROUND_SECONDS, _TURN_SECONDS)
+                    turn.enter_context(self._exclusively("update", monotonic() + seconds))
 
                 attempt = UpdateAttempt(self.pinned, True, deadline, is_requested=False)
                 report = self._update(attempt, enter=enter, is_over=stops)
@@ -234,8 +244,11 @@ class Operations(Updates):
         may_drain: bool = True,
         should_abort: bool = False,
         should_drop: bool = False,
-    ) -> Verdict:
-        """Pause all ranks or none; an engine that served resumes if one rank cannot pause."""
+    ) -> bool:
+        """Pause all ranks or none; return True if a user had paused one of them before.
+
+        An engine that served resumes if one rank cannot pause.
+        """
         error: FlyweightError | None = None
         try:
             if should_abort and self.state is State.SERVING:
@@ -246,7 +259,8 @@ class Operations(Updates):
         except FlyweightError as failure:
             error = failure
         try:
-            return self._wait_for_ranks(error, deadline, what, was_paused=self.is_paused_by_hand)
+            said = self._agree(what, deadline, error, was_paused=self.is_paused_by_hand)
+            return any(each["was_paused"] for each in said)
         except FlyweightError:
             self._resume_if_wanted()
             raise

@@ -6,14 +6,16 @@ same version on every fallback.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from time import monotonic, perf_counter, sleep
+from typing import Any
 
 from flyweight.adapters.identity import Identity
 from flyweight.errors import (
     FlyweightError,
     FormatError,
+    LifecycleError,
     PeerLost,
     PlanError,
     SpecError,
@@ -23,14 +25,17 @@ from flyweight.errors import (
 )
 from flyweight.events import Event, listening
 from flyweight.formats.stored import Stored
+from flyweight.lifecycle.load_together import load_together
 from flyweight.live.replica import Replica
 from flyweight.live.report import check_verified, unverified
-from flyweight.ports import UpdateReport
+from flyweight.ports import UpdateOptions, UpdateReport
+from flyweight.ranks.agreement import raise_first
+from flyweight.spec.manifest import Json
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.verbs.load import Extra, LoadReport, load
 
-_PATIENCE_SECONDS, _LOOK_SECONDS = 0.5, 0.5
+_PATIENCE_SECONDS, _LOOK_SECONDS, _LEAST_SECONDS = 0.5, 0.5, 0.001
 
 
 class StoredWeights:
@@ -42,6 +47,8 @@ class StoredWeights:
         layout, rank, extra, partial_over: as in `fw.load`.
     """
 
+    num_ranks = None
+    """Any number of ranks load together."""
     rereads = False
     """True if files without a version number are read again for each update."""
 
@@ -67,6 +74,8 @@ class StoredWeights:
         self._identity: Identity | None = None
         self._report: UpdateReport | None = None
         self.progress = 0.0
+        self.has_written = False
+        """True once an update has overwritten the model."""
 
     @property
     def version(self) -> int | None:
@@ -89,28 +98,25 @@ class StoredWeights:
             return
         self.forget("its tensors were replaced, or have moved")
 
-    def update(
-        self,
-        version: int | None = None,
-        *,
-        timeout_seconds: float,
-        before: Callable[[int], None],
-        is_over: Callable[[], bool],
-        may_keep: bool = False,
-        must_verify: bool = False,
-    ) -> UpdateReport:
+    def take(self, options: UpdateOptions) -> UpdateReport:
         """Load a version, or the newest; wait for a newer one if the model holds the newest.
 
-        Loads nothing if the model holds `version`, or with `may_keep` the newest, and the files
+        Loads nothing if the model holds the version, or with `may_keep` the newest, and the files
         have not changed since. Raises PlanError or SpecError if the files do not fit the model,
         which then keeps its version.
         """
-        deadline = monotonic() + timeout_seconds
+        if options.exchange is None:
+            return self._take(options)
+        return load_together(self, self._take, options, options.exchange)
+
+    def _take(self, options: UpdateOptions) -> UpdateReport:
+        version = options.version
+        deadline = monotonic() + options.timeout_seconds
         while version is None and not self._has_newer():
-            if may_keep and self._number == self.newest:
+            if options.may_keep and self._number == self.newest:
                 version = self._number
                 break
-            if monotonic() > deadline or is_over():
+            if monotonic() > deadline or options.is_over():
                 raise self._nothing_newer()
             sleep(max(min(_LOOK_SECONDS, deadline - monotonic()), 0.0))
         started = perf_counter()
@@ -122,17 +128,25 @@ class StoredWeights:
             is_held = held is not None and (number, session) == (self._number, self._session)
             if is_held and number is not None:  # files without a number may have changed
                 if version is not None and self._report is not None:
-                    check_verified(self._report, must_verify)
+                    check_verified(self._report, options.must_verify)
                     return self._report
                 raise self._nothing_newer()
             if not stored.manifest.names:
                 raise SpecError(f"{stored.store.place!r} holds no tensors")
             found = 0 if number is None else number
-            if must_verify and any(each.checksums is None for each in stored.manifest.extents):
+            if options.must_verify and any(
+                each.checksums is None for each in stored.manifest.extents
+            ):
                 raise unverified(found, "snapshot")
-            before(found)
+            if options.before is not None:
+                options.before(found)
             target = Identity(self._model)
-            report = self._loaded(stored)
+            self.has_written = True
+            try:
+                report = self._loaded(stored)
+            except (PlanError, SpecError):  # names, dtypes and shapes are matched before a write
+                self.has_written = False
+                raise
         filled = Identity(self._model)
         if not filled.has_tensors_of(target):
             self.forget("its tensors were replaced meanwhile")
@@ -167,7 +181,7 @@ class StoredWeights:
                     extra=self._extra,
                     partial_over=over,
                 )
-        except (PlanError, SpecError):  # names, dtypes and shapes are matched before a write
+        except (PlanError, SpecError):  # nothing was written
             self._version, self._partial_over = held, over
             raise
         is_whole = self._vouched is not None and stored.manifest.version == self._vouched
@@ -221,12 +235,16 @@ class NearestWeights:
     """
 
     def __init__(self, replica: Replica, stored: StoredWeights) -> None:
-        self._replica, self._stored, self._is_reading = replica, stored, False
+        self._replica, self._stored = replica, stored
+
+    @property
+    def num_ranks(self) -> int:
+        return self._replica.num_ranks
 
     @property
     def version(self) -> int | None:
         stored = self._stored.version
-        if self._is_reading:
+        if self._stored.has_written:
             return stored
         if self._replica.state in ("updating", "failed"):
             return None
@@ -241,95 +259,101 @@ class NearestWeights:
 
     @property
     def progress(self) -> float:
-        return self._stored.progress if self._is_reading else self._replica.progress
+        source = self._stored if self._stored.has_written else self._replica
+        return source.progress
 
-    def update(
-        self,
-        version: int | None = None,
-        *,
-        timeout_seconds: float,
-        before: Callable[[int], None],
-        is_over: Callable[[], bool],
-        may_keep: bool = False,
-        must_verify: bool = False,
-    ) -> UpdateReport:
+    def take(self, options: UpdateOptions) -> UpdateReport:
         """Load a version from the publisher if it is there soon, else from files, else wait.
 
-        Without `version`: the publisher's next version, or, while no publisher can be reached, a
+        Without a version: the publisher's next one, or, while no publisher can be reached, a
         snapshot newer than the current version. If the publisher has nothing newer, wait for it.
         With `may_keep` the current version is enough if its source confirms that it is the newest.
+
+        The ranks of an engine choose the source together, after each try of the publisher.
         """
-        deadline, self._is_reading = monotonic() + timeout_seconds, False
-        how = {"may_keep": may_keep, "must_verify": must_verify}
-        patience = min(_PATIENCE_SECONDS, timeout_seconds)
+        deadline, self._stored.has_written = monotonic() + options.timeout_seconds, False
+        patience = min(_PATIENCE_SECONDS, options.timeout_seconds)
         begun: list[int] = []
         missing: FlyweightError | None = None
 
         def begin(found: int) -> None:
             begun.append(found)
-            before(found)
+            if options.before is not None:
+                options.before(found)
 
+        how = replace(options, before=begin)
         while True:
             try:
-                return self._from_publisher(version, patience, begin, is_over, **how)
-            except (PeerLost, TransferTimeout, VersionError) as error:
-                is_refused = missing is not None and isinstance(error, VersionError)
-                if begun or is_over() or is_refused:
-                    raise  # a round failed after it began: the caller must know
-                failure, is_there = error, self._replica.is_connected
-            held = self.version
-            may_keep_file = may_keep and self._stored.version is not None
-            is_requested = version is not None or held is None or may_keep_file
-            if is_requested or (held is not None and not is_there and self._stored.newest > held):
+                return self._from_publisher(replace(how, timeout_seconds=patience))
+            except Exception as error:  # a loader may raise anything, and the ranks must hear of it
+                failure = error
+            if options.is_over():
+                raise failure
+            may_go_on = isinstance(failure, (PeerLost, TransferTimeout, VersionError))
+            is_refused = missing is not None and isinstance(failure, VersionError)
+            is_late = monotonic() >= deadline
+            said = self._hear_ranks(
+                options, failure, is_end=bool(begun) or is_refused or not may_go_on, is_late=is_late
+            )
+            is_late = any(each["is_late"] for each in said)
+            if _should_read(options.version, said) and not (is_late and missing):
                 try:
-                    return self._from_files(version, begin, is_over, **how)
+                    return self._from_files(how)
                 except (FormatError, VersionError, TransferTimeout) as error:
                     if begun:
                         raise
                     missing = error
-            left = deadline - monotonic()
-            if left <= 0:
-                if missing is not None:
+            elif is_late:
+                if missing is not None and isinstance(failure, FlyweightError):
                     failure.note(f"and no snapshot would do: {missing}")
                 raise failure
+            left = max(deadline - monotonic(), _LEAST_SECONDS)
+            is_there = all(each["is_there"] for each in said)
             patience = left if is_there else min(_PATIENCE_SECONDS, left)
 
-    def _from_publisher(
-        self,
-        version: int | None,
-        timeout_seconds: float,
-        before: Callable[[int], None],
-        is_over: Callable[[], bool],
-        **how: bool,
-    ) -> UpdateReport:
+    def _hear_ranks(
+        self, options: UpdateOptions, failure: Exception, *, is_end: bool, is_late: bool
+    ) -> list[dict[str, Any]]:
+        """Return what each rank knows; raise if the publisher's try has ended the update on one."""
+        mine: dict[str, Json] = {
+            "is_end": is_end,
+            "is_late": is_late,
+            "is_there": self._replica.is_connected,
+            "held": self.version,
+            "newest": self._stored.newest,
+            "may_keep_file": options.may_keep and self._stored.version is not None,
+        }
+        said: list[dict[str, Any]] = [mine]
+        if options.exchange is not None:
+            try:
+                said = options.exchange("choose a source", failure if is_end else None, **mine)
+            except (LifecycleError, PeerLost) as lost:  # nobody reads files
+                if isinstance(failure, FlyweightError):
+                    failure.note(str(lost))
+                raise failure from lost
+            raise_first(said, failure if is_end else None)
+        elif is_end:
+            raise failure
+        return said
+
+    def _from_publisher(self, options: UpdateOptions) -> UpdateReport:
         try:
-            return self._replica.update(
-                version, timeout_seconds=timeout_seconds, before=before, is_over=is_over, **how
-            )
+            return self._replica.take(options)
         finally:
             if self._replica.state != "empty":  # it wrote, or tried to
                 self._stored.forget("a publisher's version was loaded over it")
 
-    def _from_files(
-        self,
-        version: int | None,
-        before: Callable[[int], None],
-        is_over: Callable[[], bool],
-        **how: bool,
-    ) -> UpdateReport:
-        def begin(found: int) -> None:
-            before(found)
-            self._is_reading = True
+    def _from_files(self, options: UpdateOptions) -> UpdateReport:
+        options = replace(options, timeout_seconds=0)  # `take` waits for files that do not exist
+        if options.exchange is None:
+            return self._read(options)
+        return load_together(self, self._read, options, options.exchange)
 
+    def _read(self, options: UpdateOptions) -> UpdateReport:
         try:
-            return self._stored.update(  # `update` waits for files that do not exist yet
-                version, timeout_seconds=0, before=begin, is_over=is_over, **how
-            )
-        except (PlanError, SpecError):  # raised before the first write
-            self._is_reading = False
-            raise
+            return self._stored.take(replace(options, exchange=None))
         finally:
-            if self._is_reading:
+            if self._stored.has_written:
                 self._replica.forget("a snapshot was loaded over it")
                 self._replica.last_version = self._stored.version
 
@@ -339,3 +363,14 @@ class NearestWeights:
 
     def wake(self) -> None:
         self._replica.wake()
+
+
+def _should_read(version: int | None, said: list[dict[str, Any]]) -> bool:
+    """True if all ranks read files now; they all have the same answers. Pure."""
+    held = [each["held"] for each in said if each["held"] is not None]
+    newest = max(min(each["newest"] for each in said), 0)  # files without a number count as 0
+    if version is not None or any(each["may_keep_file"] for each in said):
+        return True
+    if len(held) < len(said):  # a rank holds nothing, and no other has to go back for it
+        return all(each <= newest for each in held)
+    return not any(each["is_there"] for each in said) and all(each < newest for each in held)

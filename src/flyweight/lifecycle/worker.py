@@ -14,11 +14,11 @@ from time import monotonic
 
 from flyweight.errors import FlyweightError, LifecycleError, SpecError, TransferTimeout
 from flyweight.events import emit
-from flyweight.lifecycle.agreement import RankAgreement
 from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
 from flyweight.ports import Engine, Weights
+from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
 
@@ -204,7 +204,7 @@ class Worker:
                 self._last_problem = ""
             case Signal.RESTORE:
                 # Ranks that hold their weights take part in the update of those that do not.
-                is_shared = self._ranks.rendezvous.num_ranks > 1
+                is_shared = self._ranks.num_ranks > 1
                 if Tag.WEIGHTS in tags and (
                     is_shared or Tag.WEIGHTS in operations.condition.absent
                 ):

@@ -32,9 +32,9 @@ from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
 from flyweight.live.messages import Ask, Want
 from flyweight.live.reconnect import Reconnect
-from flyweight.live.replica_round import ReplicaRound, UpdateOptions, UpdateSink
+from flyweight.live.replica_round import ReplicaRound, UpdateSink
 from flyweight.live.report import TIMEOUT_SECONDS, check_verified
-from flyweight.ports import UpdateReport, Weights
+from flyweight.ports import UpdateOptions, UpdateReport, Weights
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import ModelLayout
 
@@ -60,6 +60,7 @@ class Replica:
         layout: ModelLayout | None = None,
         rank: int | None = None,
         num_ranks: int | None = None,
+        layout_rank: int | None = None,
         extra: Literal["refuse", "report"] = "refuse",
         framework: Framework = "torch",
         device: str = "cpu",
@@ -71,7 +72,8 @@ class Replica:
             an iterator of (name, whole tensor), in the publisher's order.
         address: the publisher's address, `unix:DIRECTORY`.
         name: the name in reports and events; by default the host and the process id.
-        layout: how the model's tensors are cut over ranks, with `rank` as this one.
+        layout: how the model's tensors are cut over ranks.
+        layout_rank: which rank of the layout this is; by default `rank`.
         rank, num_ranks: which of how many ranks of the engine this is. All of them make a replica
             with the same `name`: none overwrites its weights before all have drained, and none
             holds a new version before all do.
@@ -98,7 +100,8 @@ class Replica:
             self._sink = LoaderSink(Loader(target, framework, device))
         else:
             may_leave = extra == "report"
-            self._sink = MemorySink(target, layout=layout, rank=rank, may_leave=may_leave)
+            cut = rank if layout_rank is None else layout_rank
+            self._sink = MemorySink(target, layout=layout, rank=cut, may_leave=may_leave)
         self._updating = threading.Lock()
         self._publisher = Reconnect(
             Address.parse(address),
@@ -164,6 +167,11 @@ class Replica:
         return self._session if self._version is not None else ""
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the engine, which take each version together."""
+        return self._ranks[1]
+
+    @property
     def progress(self) -> float:
         """How much of the current or last round is copied, from 0 to 1."""
         return 0.0 if self._round is None else self._round.progress
@@ -209,14 +217,19 @@ class Replica:
         again for the new ones. With `before`, or several ranks, VersionError is raised instead,
         since others may have paused for this round; the next update takes the version.
         """
-        options = UpdateOptions(
-            version=None if version is None else check_version(version),
-            timeout_seconds=check_seconds("timeout_seconds", timeout_seconds),
-            before=before,
-            is_over=is_over,
-            may_keep=may_keep,
-            must_verify=must_verify,
+        return self.take(
+            UpdateOptions(
+                version=None if version is None else check_version(version),
+                timeout_seconds=check_seconds("timeout_seconds", timeout_seconds),
+                before=before,
+                is_over=is_over,
+                may_keep=may_keep,
+                must_verify=must_verify,
+            )
         )
+
+    def take(self, options: UpdateOptions) -> UpdateReport:
+        """Do as `update`, which explains the options. The round joins the ranks of a replica."""
         self._check_open()
         if not self._updating.acquire(blocking=False):
             raise TransportError(f"an update of replica {self.name!r} is under way")

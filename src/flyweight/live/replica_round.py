@@ -32,18 +32,6 @@ from flyweight.spec.manifest import Leaf, TensorSpec
 _REASON_SECONDS = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
-    """The arguments of `Replica.update`, which explains them."""
-
-    version: int | None
-    timeout_seconds: float
-    before: Callable[[int], None] | None
-    is_over: Callable[[], bool]
-    may_keep: bool
-    must_verify: bool
-
-
 @dataclass(frozen=True)
 class SinkResult:
     """What a sink received in a round, before the round is committed."""
