@@ -106,14 +106,11 @@ class Engine:
         return [child.told(seconds) for child in self.ranks]
 
     def is_served_again(self, address):
-        """Have another publisher serve the engine, which may need a second request to find it."""
+        """Have another publisher serve the engine, also a rank that was started again."""
         with fw.Publisher({"w": np.full((8, 1024), 3.0)}, address, hold=True) as publisher:
             publisher.publish(3)
-            for _ in range(2):
-                self.begin_update()
-                told = self.told()
-                if all(not error for _, error in told):
-                    break
+            self.begin_update()
+            told = self.told()
             assert [each for each, _ in told] == [("SERVING", 3, 3.0)] * 2, told
 
 

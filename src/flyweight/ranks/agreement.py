@@ -90,8 +90,8 @@ class RankAgreement:
 
     def _connected_group(self, timeout_seconds: float) -> Group:
         """Return the group of ranks, connected, with this timeout for each wait."""
-        if self._group is not None and self._group.can_rejoin:
-            self._leave()  # a rank missed earlier answers; start over with a new group
+        if self._group is not None and self._group.is_over:
+            self._leave()  # a rank missed earlier answers, or was started again
         if self._group is None:
             self._group = join_group(self._rendezvous, timeout_seconds=timeout_seconds)
         else:

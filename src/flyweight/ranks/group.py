@@ -301,10 +301,9 @@ class Group:
     # The end.
 
     @property
-    def can_rejoin(self) -> bool:
-        """True if this group is over while the others live: one left, or one was given up."""
-        is_given_up = isinstance(self._fault, TransferTimeout)
-        return is_given_up or any(each.is_done for each in self._connections.values())
+    def is_over(self) -> bool:
+        """True if a rank left, was given up or died; one that was started again may join anew."""
+        return self._fault is not None or any(each.is_done for each in self._connections.values())
 
     def leave(self) -> None:
         """Close after telling the others that this rank leaves on purpose."""
