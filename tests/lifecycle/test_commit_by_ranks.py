@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -178,8 +178,8 @@ def serve(rank, num_ranks, framework, directory):
         self.obey({"tell": told})
 
 
-def manage(rank, num_ranks, framework, directory):
-    """A rank with FastDeploy's manager, on snapshots that it takes its share of."""
+def manage(rank, num_ranks, framework, directory, strategy="ipc_snapshot"):
+    """A rank with FastDeploy's manager, on snapshots or a publisher that it takes its share of."""
     from paddle import distributed
 
     from flyweight.engines.fastdeploy import (
@@ -190,7 +190,7 @@ def manage(rank, num_ranks, framework, directory):
 
     self = Rank(framework, directory, rank)
     config = SimpleNamespace(
-        load_config=SimpleNamespace(load_strategy="ipc_snapshot"),
+        load_config=SimpleNamespace(load_strategy=strategy),
         model_config=SimpleNamespace(model=f"{directory}/run"),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=num_ranks,
@@ -204,7 +204,11 @@ def manage(rank, num_ranks, framework, directory):
             faults("drop_cache")
 
     faults = self.faults
-    options = FastDeployOptions(layout=fw.ModelLayout.from_json(LAYOUT), timeout_seconds=SECONDS)
+    options = FastDeployOptions(
+        layout=fw.ModelLayout.from_json(LAYOUT),
+        timeout_seconds=SECONDS,
+        address=None if strategy == "ipc_snapshot" else f"unix:{directory}/policy",
+    )
     manager = DynamicWeightManager(
         config, self.model, rank, options=options, hooks=Hooks(config.parallel_config)
     )
@@ -225,6 +229,8 @@ def manage(rank, num_ranks, framework, directory):
             {
                 "tell": told,
                 "update": lambda: tried(manager.update_parameters, manager.finalize_update),
+                "load 2": lambda: tried(lambda: manager.update_weights_by_rdma(2)),
+                "load 3": lambda: tried(lambda: manager.update_weights_by_rdma(3)),
                 "clear": lambda: tried(manager.clear_parameters),
                 "clear with groups": lambda: tried(lambda: manager.clear_parameters(0, True)),
                 "restart": lambda: tried(
@@ -255,11 +261,10 @@ def ask(directory, word, ranks=(0, 1)):
 
 
 @contextmanager
-def running(function, framework, directory, threads):
+def running(function, framework, directory, threads, *more):
     """Two ranks in processes of their own, to the end of the block; yields whom to ask in the end."""
-    done = threads.submit(
-        run_ranks, 2, __file__, function, framework, directory, framework=framework, check=False
-    )
+    words = function, framework, directory, *more
+    done = threads.submit(run_ranks, 2, __file__, *words, framework=framework, check=False)
     alive = [0, 1]
     try:
         until(
@@ -411,3 +416,38 @@ def test_two_ranks_of_the_old_manager_commit_together_or_not_at_all(tmp_path, th
 
         assert ask(tmp_path, "clear") == [told("cleared", None, None)] * 2
         assert ask(tmp_path, "update") == [told("serving", 3, 3)] * 2
+
+
+def test_two_ranks_of_the_old_manager_take_a_round_or_a_snapshot_together(tmp_path, threads):
+    """One replica of two ranks at the publisher; without the publisher both read the same files."""
+
+    def told(version):
+        return {"health": "serving", "version": version, "holds": version, "error": ""}
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "version.yaml").write_text("step: 1\n")
+    trainer = weights(1)
+    with ExitStack() as stack:
+        publisher = fw.Publisher(trainer, f"unix:{tmp_path}/policy", hold=True)
+        with publisher:
+            publisher.publish(1)
+            stack.enter_context(running("manage", "paddle", tmp_path, threads, "rsync"))
+            assert ask(tmp_path, "tell") == [told(1)] * 2
+            assert len(publisher.replicas) == 1  # of two ranks
+            for name, array in weights(2).items():
+                trainer[name][...] = array
+            publisher.publish(2)
+            (tmp_path / "drop_cache.0").write_text("raise")
+            answers = ask(tmp_path, "load 2")
+            assert all("drop_cache went wrong" in each.pop("error") for each in answers)
+            assert answers == [{"health": "serving", "version": 1, "holds": 1}] * 2
+            (tmp_path / "drop_cache.0").unlink()
+            assert ask(tmp_path, "load 2") == [told(2)] * 2
+        fw.save(weights(3), run, version=3)
+        (tmp_path / "drop_cache.1").write_text("raise")
+        answers = ask(tmp_path, "load 3")
+        assert all("drop_cache went wrong" in each.pop("error") for each in answers)
+        assert answers == [{"health": "serving", "version": 2, "holds": 2}] * 2
+        (tmp_path / "drop_cache.1").unlink()
+        assert ask(tmp_path, "load 3") == [told(3)] * 2
