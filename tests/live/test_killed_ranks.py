@@ -46,6 +46,7 @@ def end_at(point, signal_number, pipe):
             time.sleep(0.02)  # let go out what was sent before
             pipe.send(("ended", point))
             os.kill(os.getpid(), signal_number)
+            time.sleep(0.1)  # a stop reaches another thread first
 
     send = Connection.send
 
@@ -256,6 +257,7 @@ def end_a_rank(address, rank, child, restarted, signal_number):
             child.join()
             restarted.send("start")
         else:
+            until(lambda: child.is_stopped)
             child.go_on()
             _, (state, held, whole, texts) = child.told()
             assert held == version, (ended, texts)

@@ -189,7 +189,7 @@ def test_tensors_replaced_in_a_short_round_are_not_claimed_either(address, monke
     ):
         publisher.publish(1)
         with monkeypatch.context() as patch:
-            delayed(patch, ReplicaRound, "wait_commit", 0, lambda *args: replaced(engine, "data"))
+            delayed(patch, ReplicaRound, "commit", 0, lambda *args: replaced(engine, "data"))
             with suppress(VersionError):  # if the round was not so short
                 replica.update(timeout_seconds=10)
         assert replica.version is None
