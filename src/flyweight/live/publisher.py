@@ -125,6 +125,7 @@ class Publisher:
                     group.broadcast("joined", None)
                 except BaseException:
                     side.close()
+                    group.tick()  # raises if a rank was lost: others may have left because of it
                     raise
                 return side
             invitation = msgspec.convert(group.broadcast("invite", None), Invitation)
