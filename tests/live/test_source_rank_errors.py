@@ -173,6 +173,7 @@ def test_a_rank_two_versions_late_is_in_step_again(ranks, replica):
     for version in (1, 2):
         (error,) = ranks.call(act(1, "publish", version))
         assert isinstance(error, TransferTimeout)
+        assert "published version 2 in time: '1'" in str(error)
     assert ranks.all("publish", 3) == [(3, [])] * 3
 
 
