@@ -103,7 +103,7 @@ def test_a_cleared_engine_is_not_filled_by_versions_that_come(followed):
     assert all("released meanwhile" in str(each) for each in followed.follower.errors)
     assert followed.follower.end(followed.replica) == 1
     assert followed.operations.state is State.CLEARED
-    assert not followed.operations.has_weights_memory
+    assert not followed.operations._steps.has_weights_memory
 
 
 def test_a_pinned_version_is_not_left_for_a_newer_one(followed):

@@ -397,7 +397,7 @@ def test_an_update_that_finds_nothing_gives_the_memory_of_a_cleared_engine_back(
     with pytest.raises(TransferTimeout):
         operations.update(9, timeout_seconds=0.3)
     assert operations.state is State.CLEARED
-    assert not operations.has_weights_memory
+    assert not operations._steps.has_weights_memory
     operations.restore()
     serving.update(10)
     assert serving.serves(10)

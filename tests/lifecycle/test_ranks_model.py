@@ -167,7 +167,7 @@ class Engine:
     def update(self, hub, **options):
         """Update on all ranks; return what each raised."""
         for each in self.operations:
-            each._ranks._hub = hub
+            each._steps.ranks._hub = hub
 
         def update(rank):
             try:
@@ -257,7 +257,7 @@ def newer(run, threads):
         path = run.parent / "away"
         path.rename(run / "v0000000002") if path.exists() else save(run, 2)
         if broken is not None:
-            engine.operations[broken[0]]._engine.drop_cache = broken[1]
+            engine.operations[broken[0]]._steps._engine.drop_cache = broken[1]
         hub = Hub(num_ranks, **fault)
         return engine, hub, engine.update(hub)
 
@@ -309,7 +309,7 @@ def test_a_rank_that_cannot_drain_for_a_snapshot_leaves_all_at_the_old_version(n
     engine, _, raised = newer(2, broken=(rank, refuse))
     assert all("a request never ends" in str(each) for each in raised)
     assert engine.check() == 1
-    del engine.operations[rank]._engine.drop_cache
+    del engine.operations[rank]._steps._engine.drop_cache
     assert engine.update(Hub(2)) == [None, None]
     assert engine.check() == 2
 

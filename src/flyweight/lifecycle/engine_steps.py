@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from logging import getLogger
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from flyweight.errors import FlyweightError, LifecycleError
+from flyweight.errors import FlyweightError, LifecycleError, PeerLost
 from flyweight.events import emit
 from flyweight.lifecycle.states import Condition, Signal, State, Tag
 from flyweight.ports import Engine, Weights
+from flyweight.ranks.agreement import RankAgreement
+from flyweight.spec.manifest import Json
 
 ResultT = TypeVar("ResultT")
 ROUND_SECONDS = 60.0
@@ -33,19 +35,24 @@ class EngineSteps:
         self,
         engine: Engine,
         weights: Weights,
+        ranks: RankAgreement,
         *,
         should_serve: bool,
         observe: Callable[[], None],
     ) -> None:
-        self._engine, self._weights = engine, weights
-        self._should_serve, self._observe = should_serve, observe
+        self._engine, self._weights, self.ranks = engine, weights, ranks
+        self._observe = observe
+        self.should_serve = should_serve
+        """Whether the engine resumes once it can."""
         self.condition = Condition()
         self.version: int | None = None
         """The last committed version, complete on every rank."""
+        self.session = ""
+        """The source of the committed version."""
         self.failure: FlyweightError | None = None
         self.step = ""
         """The engine call that is running, or ""."""
-        self._released: set[Tag] = set()
+        self.released: set[Tag] = set()
         self._is_idle = False
         """True after the engine has paused and before it is resumed."""
         self._pause_engine(monotonic() + ROUND_SECONDS)
@@ -55,51 +62,71 @@ class EngineSteps:
         return self.condition.state
 
     @property
-    def has_weights_memory(self) -> bool:
-        return Tag.WEIGHTS not in self._released
+    def is_in_pieces(self) -> bool:
+        """True while the weights are being written."""
+        return self.state in (State.UPDATING, State.VERIFYING)
 
-    def _ensure_idle(self, deadline: float, may_drain: bool = True) -> None:
+    @property
+    def has_weights_memory(self) -> bool:
+        return Tag.WEIGHTS not in self.released
+
+    def agree(
+        self, what: str, deadline: float, error: FlyweightError | None = None, **facts: Json
+    ) -> list[dict[str, Any]]:
+        """Return the facts of all ranks once all are ready for an operation; raise if one is not.
+
+        If a rank is lost, the engine has failed.
+        """
+        try:
+            return self.ranks.agree(what, deadline, error, **facts)
+        except PeerLost as lost:
+            self.fail(lost)
+            if error is not None:
+                raise error from lost
+            raise LifecycleError(str(lost)) from lost
+
+    def ensure_idle(self, deadline: float, may_drain: bool = True) -> None:
         """Pause the engine unless it is idle. The state is not enough: a resume may have failed."""
         if self.state is not State.SERVING:
             if not self._is_idle:
                 self._pause_engine(deadline)
             return
-        running = 0 if may_drain else self._call("num_running", lambda: self._engine.num_running)
+        running = 0 if may_drain else self.call("num_running", lambda: self._engine.num_running)
         if running:
             raise LifecycleError(
                 f"{running} requests are running and the caller does not allow to drain them; send "
                 f"PAUSE first, or allow to drain"
             )
-        self._pause(deadline if may_drain else monotonic())
+        self.pause(deadline if may_drain else monotonic())
 
-    def _pause(self, deadline: float, *, should_abort: bool = False) -> None:
+    def pause(self, deadline: float, *, should_abort: bool = False) -> None:
         after = self.condition.after(Signal.PAUSE)
         if after.state is not State.PAUSING:
             return
-        self._signal(Signal.PAUSE)
+        self.signal(Signal.PAUSE)
         try:
             if should_abort:
-                self._call("abort_requests", self._engine.abort_requests)
+                self.call("abort_requests", self._engine.abort_requests)
             self._pause_engine(deadline)
         except FlyweightError:
             try:
                 self._resume_engine()
             except FlyweightError as error:
-                self._fail(error)
+                self.fail(error)
                 raise
-            self._signal(Signal.STUCK)
+            self.signal(Signal.STUCK)
             raise
-        self._signal(Signal.DRAINED)
+        self.signal(Signal.DRAINED)
 
     def _pause_engine(self, deadline: float) -> None:
-        self._call("pause", lambda: self._engine.pause(deadline))
+        self.call("pause", lambda: self._engine.pause(deadline))
         self._is_idle = True
 
     def _resume_engine(self) -> None:
         self._is_idle = False
-        self._call("resume", lambda: self._engine.resume(self.version))
+        self.call("resume", lambda: self._engine.resume(self.version))
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         self.condition.after(Signal.RESUME)
         try:
             self._resume_engine()
@@ -108,40 +135,51 @@ class EngineSteps:
             with suppress(FlyweightError):
                 self._pause_engine(monotonic() + _STOP_SECONDS)
             raise
-        self._signal(Signal.RESUME)
+        self.signal(Signal.RESUME)
 
-    def _resume_if_wanted(self) -> None:
-        if self._should_serve and self.state is State.PAUSED:
-            self._resume()
+    def resume_if_wanted(self) -> None:
+        if self.should_serve and self.state is State.PAUSED:
+            self.resume()
 
-    def _release(self, tag: Tag) -> None:
+    def drop_cache(self) -> None:
+        """Drop what the engine has computed with the old weights."""
+        self.call("drop_cache", self._engine.drop_cache)
+
+    def restore_cache(self) -> None:
+        """Allocate the memory of the cache if it was released."""
+        if Tag.KV_CACHE in self.released:
+            self.call("restore_cache", self._engine.restore_cache)
+            self.released.discard(Tag.KV_CACHE)
+            self.signal(Signal.RESTORE, self.condition.absent - {Tag.KV_CACHE})
+
+    def release(self, tag: Tag) -> None:
         engine = self._engine
-        self._released.add(tag)  # first: a release that fails half-way needs a restore too
+        self.released.add(tag)  # first: a release that fails half-way needs a restore too
         if tag is Tag.KV_CACHE:
-            self._call("release_cache", engine.release_cache)
+            self.call("release_cache", engine.release_cache)
         else:
             self.version = None
             self._weights.forget("the memory of its weights was released")
-            self._call("release_experts", engine.release_experts)
-            self._call("release_weights", engine.release_weights)
-            self._call("release_groups", engine.release_groups)
+            self.call("release_experts", engine.release_experts)
+            self.call("release_weights", engine.release_weights)
+            self.call("release_groups", engine.release_groups)
 
-    def _restore_memory(self) -> bool:
+    def restore_memory(self) -> bool:
         """Allocate memory for the weights if it was released; return True if it was."""
         if self.has_weights_memory:
             return False
         engine = self._engine
         try:
-            self._call("restore_groups", engine.restore_groups)
-            self._call("restore_weights", engine.restore_weights)
-            self._call("restore_experts", engine.restore_experts)
+            self.call("restore_groups", engine.restore_groups)
+            self.call("restore_weights", engine.restore_weights)
+            self.call("restore_experts", engine.restore_experts)
         except FlyweightError as error:
-            self._fail(error)
+            self.fail(error)
             raise
-        self._released.discard(Tag.WEIGHTS)
+        self.released.discard(Tag.WEIGHTS)
         return True
 
-    def _call(self, name: str, method: Callable[[], ResultT]) -> ResultT:
+    def call(self, name: str, method: Callable[[], ResultT]) -> ResultT:
         """Call a method of the engine and show its name in `step` meanwhile."""
         self.step = name
         try:
@@ -149,14 +187,14 @@ class EngineSteps:
         finally:
             self.step = ""
 
-    def _refusal(self, signal: Signal) -> LifecycleError | None:
+    def refusal(self, signal: Signal) -> LifecycleError | None:
         try:
             self.condition.after(signal)
         except LifecycleError as refusal:
             return refusal
         return None
 
-    def _signal(self, signal: Signal, absent: Collection[Tag] | None = None) -> None:
+    def signal(self, signal: Signal, absent: Collection[Tag] | None = None) -> None:
         before = self.condition
         self.condition = before.after(signal, absent)
         if self.condition == before:
@@ -167,7 +205,7 @@ class EngineSteps:
         except Exception:  # a user's listener must not stop a change of state
             _log.exception("a listener of state.changed failed")
 
-    def _fail(self, error: FlyweightError) -> None:
+    def fail(self, error: FlyweightError) -> None:
         """Enter FAILED: the engine serves nothing until a complete update succeeds."""
         if self.state in (State.SERVING, State.PAUSING) or not self._is_idle:
             self._is_idle = False
@@ -175,8 +213,8 @@ class EngineSteps:
             with suppress(FlyweightError):
                 self._pause_engine(monotonic() + _STOP_SECONDS)
         self.failure, self.version = error, None
-        absent = self.condition.absent | self._released | {Tag.WEIGHTS}
-        self._signal(Signal.FAULT, absent)
+        absent = self.condition.absent | self.released | {Tag.WEIGHTS}
+        self.signal(Signal.FAULT, absent)
 
 
 def named(name: str, method: Callable[[], ResultT]) -> ResultT:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 
 from flyweight.checks import check_seconds
 from flyweight.errors import Busy, FlyweightError, LifecycleError, PeerLost, SpecError
-from flyweight.lifecycle.engine_steps import ROUND_SECONDS
-from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag, tags_named
-from flyweight.lifecycle.update import UpdateAttempt, Updates
+from flyweight.lifecycle.engine_steps import ROUND_SECONDS, EngineSteps
+from flyweight.lifecycle.states import ALL_TAGS, Condition, Signal, State, Tag, tags_named
+from flyweight.lifecycle.update import Update
 from flyweight.ports import Engine, UpdateReport, Weights
 from flyweight.ranks.agreement import YIELD_SECONDS, RankAgreement
 
@@ -27,7 +27,7 @@ _TURN_SECONDS = 2.0
 _PASSING = (State.PAUSING, State.CLEARING, State.UPDATING, State.VERIFYING)
 
 
-class Operations(Updates):
+class Operations:
     """The operations of one rank of a replica, on its engine and its weights."""
 
     def __init__(
@@ -55,7 +55,23 @@ class Operations(Updates):
                 f"{weights.num_ranks}; give the replicas of all ranks one name: "
                 f"Replica(..., name=, rank=, num_ranks={ranks.num_ranks})"
             )
-        super().__init__(engine, weights, ranks, should_serve=should_serve, observe=observe)
+        self._weights, self._observe = weights, observe
+        self._steps = EngineSteps(
+            engine, weights, ranks, should_serve=should_serve, observe=observe
+        )
+        self.report: UpdateReport | None = None
+        self.pause_seconds = 0.0
+        """How long the last update paused requests."""
+        self.num_rounds = 0
+        self.last_version: int | None = None
+        """The last committed version, even if it is no longer held."""
+        self.went_back_from: int | None = None
+        """The version before `last_version` if that was newer, else None."""
+        self.num_went_back = 0
+        self._answered: tuple[int | None, str] = None, ""
+        """The version and source with which the last update request was answered."""
+        self.pinned: int | None = None
+        """The version that a user requested by number; the engine does not follow newer ones."""
         self.is_paused_by_hand = False
         self._turn, self._source = threading.Lock(), threading.Lock()
         self._turn_of = ""
@@ -63,10 +79,41 @@ class Operations(Updates):
         self._waiting_requests: set[object] = set()
 
     @property
+    def state(self) -> State:
+        return self._steps.state
+
+    @property
+    def condition(self) -> Condition:
+        """The state, and what is absent."""
+        return self._steps.condition
+
+    @property
+    def version(self) -> int | None:
+        """The committed version, complete on every rank; None while weights are being written."""
+        return None if self._steps.is_in_pieces else self._steps.version
+
+    @property
+    def failure(self) -> FlyweightError | None:
+        """Why there is no complete version, if an operation failed."""
+        return self._steps.failure
+
+    @property
+    def step(self) -> str:
+        """The engine call that is running, or ""."""
+        return self._steps.step
+
+    @property
+    def percent(self) -> float:
+        """Progress of the running update."""
+        if self.state is State.UPDATING:
+            return 100 * self._weights.progress
+        return 100.0 if self.state is State.VERIFYING else 0.0
+
+    @property
     def may_follow(self) -> bool:
         """False while `follow` would not load a new version."""
         is_there = self.pinned is not None and self.pinned == self.version
-        return self.has_weights_memory and not is_there
+        return self._steps.has_weights_memory and not is_there
 
     # Operations.
 
@@ -86,25 +133,27 @@ class Operations(Updates):
         with self._exclusively("pause", deadline):
             was_paused = self._pause_all_ranks("pause", deadline, should_abort=should_abort)
             if should_resume and not was_paused:
-                self._resume_if_wanted()
+                self._steps.resume_if_wanted()
             else:
-                self._should_serve, self.is_paused_by_hand = False, True
+                self._steps.should_serve, self.is_paused_by_hand = False, True
 
     def resume(self, *, timeout_seconds: float = 60.0) -> None:
         """Serve again, on all ranks or on none."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._exclusively("resume", deadline):
-            refusal = self._refusal(Signal.RESUME)
+            refusal = self._steps.refusal(Signal.RESUME)
             try:
-                said = self._ranks.agree("resume", deadline, refusal, version=self.version)
+                said = self._steps.ranks.agree(
+                    "resume", deadline, refusal, version=self._steps.version
+                )
             except PeerLost as lost:
                 raise LifecycleError(str(lost)) from lost
             versions = [each["version"] for each in said]
             if len(set(versions)) > 1:
                 raise LifecycleError(f"the ranks hold versions {versions}")
-            self._should_serve, self.is_paused_by_hand = True, False
+            self._steps.should_serve, self.is_paused_by_hand = True, False
             if self.state is not State.SERVING:
-                self._resume()
+                self._steps.resume()
 
     def clear(
         self,
@@ -119,35 +168,32 @@ class Operations(Updates):
         with self._exclusively("clear", deadline):
             if not tags:
                 return
-            todo = [tag for tag in Tag if tag in tags and tag not in self._released]
+            todo = [tag for tag in Tag if tag in tags and tag not in self._steps.released]
             self._pause_all_ranks("clear", deadline, may_drain=may_drain, should_drop=bool(todo))
             if not todo:
                 return
-            self._signal(Signal.CLEAR)
+            self._steps.signal(Signal.CLEAR)
             try:
                 for tag in todo:
-                    self._release(tag)
+                    self._steps.release(tag)
             except FlyweightError as error:
-                self._fail(error)
+                self._steps.fail(error)
                 raise
-            self.failure = None
-            self._signal(Signal.EMPTIED, self.condition.absent | set(todo))
+            self._steps.failure = None
+            self._steps.signal(Signal.EMPTIED, self.condition.absent | set(todo))
 
     def restore(self, *, timeout_seconds: float = 60.0) -> None:
         """Allocate the memory of the cache again. An update restores the weights."""
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
         with self._exclusively("restore", deadline):
-            self._agree("restore", deadline)
+            self._steps.agree("restore", deadline)
             error: FlyweightError | None = None
             try:
-                if Tag.KV_CACHE in self._released:
-                    self._call("restore_cache", self._engine.restore_cache)
-                    self._released.discard(Tag.KV_CACHE)
-                    self._signal(Signal.RESTORE, self.condition.absent - {Tag.KV_CACHE})
+                self._steps.restore_cache()
             except FlyweightError as failure:
                 error = failure
-            self._agree("serve with what was restored", deadline, error)
-            self._resume_if_wanted()
+            self._steps.agree("serve with what was restored", deadline, error)
+            self._steps.resume_if_wanted()
 
     def update(
         self,
@@ -178,16 +224,31 @@ class Operations(Updates):
             is_over: checked while waiting; True ends the wait early, after the source's `wake`.
         """
         deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-        attempt = UpdateAttempt(
-            version,
-            may_drain,
-            deadline,
-            is_requested=True,
-            must_verify=must_verify,
-            is_restore=is_restore,
-        )
         with self._source_for_request(deadline), self._exclusively("update", deadline):
-            return self._update(attempt, is_over=is_over)
+            # What no request was answered with yet, nobody knows. Nor what is not committed.
+            committed = self._steps.version, self._steps.session
+            update = Update(
+                steps=self._steps,
+                weights=self._weights,
+                wanted=version,
+                deadline=deadline,
+                is_requested=True,
+                before=lambda: None,
+                on_commit=self._on_commit,
+                is_over=is_over,
+                may_drain=may_drain,
+                must_verify=must_verify,
+                is_restore=is_restore,
+                may_keep=committed[0] is None or committed != self._answered,
+            )
+            try:
+                return update.run()
+            finally:
+                if not is_restore:
+                    self._answered = self._steps.version, self._steps.session
+                    if version is None and update.has_started:
+                        self.pinned = None  # on all ranks, whether or not a version has arrived
+                self._count(update)
 
     def follow(self, *, timeout_seconds: float, is_over: Callable[[], bool]) -> bool:
         """Wait for the next version and load it; return False if none arrived.
@@ -207,18 +268,47 @@ class Operations(Updates):
             if not self.may_follow:
                 return False
             with ExitStack() as turn:
+                wanted = self.pinned
 
                 def enter() -> None:
                     # Another rank may wait for what runs here, and this one holds up its round.
-                    is_alone = self._ranks.num_ranks == 1
+                    is_alone = self._steps.ranks.num_ranks == 1
                     seconds = ROUND_SECONDS if is_alone else min(ROUND_SECONDS, _TURN_SECONDS)
                     turn.enter_context(self._exclusively("update", monotonic() + seconds))
+                    if self.pinned != wanted:
+                        raise LifecycleError(f"version {self.pinned} was requested meanwhile")
 
-                attempt = UpdateAttempt(self.pinned, True, deadline, is_requested=False)
-                report = self._update(attempt, enter=enter, is_over=stops)
+                update = Update(
+                    steps=self._steps,
+                    weights=self._weights,
+                    wanted=wanted,
+                    deadline=deadline,
+                    is_requested=False,
+                    before=enter,
+                    on_commit=self._on_commit,
+                    is_over=stops,
+                )
+                report = update.run()
+                self._count(update)
             return report is not None
         finally:
             self._source.release()
+
+    def _on_commit(self, update: Update, version: int, report: UpdateReport | None) -> None:
+        if update.is_requested:
+            self.pinned = update.wanted
+        if report is not None:
+            self.report = report
+        last, self.last_version = self.last_version, version
+        if last != version or report is not None:
+            is_older = last is not None and version < last
+            self.went_back_from = last if is_older else None
+            self.num_went_back += is_older
+
+    def _count(self, update: Update) -> None:
+        if update.paused_at:
+            self.pause_seconds = perf_counter() - update.paused_at
+            self.num_rounds += 1
 
     def fail(self, error: FlyweightError, *, if_so: Callable[[], bool] = lambda: True) -> bool:
         """Enter FAILED because of something that happened outside of any operation.
@@ -228,12 +318,12 @@ class Operations(Updates):
         with self._exclusively("fail", monotonic() + ROUND_SECONDS):
             is_so = if_so()
             if is_so:
-                self._fail(error)
+                self._steps.fail(error)
             return is_so
 
     def retire(self, error: FlyweightError) -> None:
         """Enter FAILED and do not serve again unless requested: nobody can control this engine."""
-        self._should_serve = False
+        self._steps.should_serve = False
         self.fail(error)
 
     def _pause_all_ranks(
@@ -252,17 +342,17 @@ class Operations(Updates):
         error: FlyweightError | None = None
         try:
             if should_abort and self.state is State.SERVING:
-                self._pause(deadline, should_abort=True)
-            self._ensure_idle(deadline, may_drain)
+                self._steps.pause(deadline, should_abort=True)
+            self._steps.ensure_idle(deadline, may_drain)
             if should_drop:
-                self._call("drop_cache", self._engine.drop_cache)
+                self._steps.drop_cache()
         except FlyweightError as failure:
             error = failure
         try:
-            said = self._agree(what, deadline, error, was_paused=self.is_paused_by_hand)
+            said = self._steps.agree(what, deadline, error, was_paused=self.is_paused_by_hand)
             return any(each["was_paused"] for each in said)
         except FlyweightError:
-            self._resume_if_wanted()
+            self._steps.resume_if_wanted()
             raise
 
     # One operation at a time.
@@ -278,7 +368,7 @@ class Operations(Updates):
         finally:
             try:
                 if self.state in _PASSING:  # interrupted half-way
-                    self._fail(LifecycleError(f"{what} was ended in state {self.state}"))
+                    self._steps.fail(LifecycleError(f"{what} was ended in state {self.state}"))
             finally:
                 self._turn.release()
                 self._observe()

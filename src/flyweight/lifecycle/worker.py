@@ -271,8 +271,7 @@ class Worker:
                     pid=self._pid,
                     state=operations.state,
                     absent=tuple(sorted(operations.condition.absent)),
-                    # There is none while the weights are being written.
-                    version=None if operations.is_in_pieces else operations.version,
+                    version=operations.version,
                     pinned=operations.pinned,
                     is_paused_by_hand=operations.is_paused_by_hand,
                     taken=self._taken,
