@@ -10,7 +10,7 @@ from flyweight.errors import (
     TransferTimeout,
     VersionError,
 )
-from flyweight.live.lanes import BucketSlots
+from flyweight.live.bucket_slots import BucketSlots
 from live_rounds import asking, delayed, updated
 from versioned_models import assign, holds, weights
 

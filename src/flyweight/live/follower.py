@@ -13,8 +13,9 @@ from time import monotonic
 from flyweight.errors import FlyweightError, PeerFailed, TransportError, error_named
 from flyweight.live import messages
 from flyweight.live.address import Address
+from flyweight.live.bucket_slots import BucketSlots
 from flyweight.live.frames import FromPublisher
-from flyweight.live.lanes import BucketSlots, Transports
+from flyweight.live.lanes import Transports
 from flyweight.live.message_tables import numbers
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel

@@ -14,7 +14,7 @@ import numpy as np
 
 from flyweight.digest import DigestKind
 from flyweight.errors import FlyweightError, PeerFailed, PlanError
-from flyweight.live.lanes import new_memory_number
+from flyweight.live.bucket_slots import new_memory_number
 from flyweight.live.message_tables import Pieces, Places, numbers, packed
 from flyweight.live.messages import Handle, Memory
 from flyweight.live.rank_messages import ShareOffer

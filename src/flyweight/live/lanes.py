@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
-from operator import is_
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -19,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyweight.cuda import driver
-from flyweight.errors import FlyweightError, PlanError, listed
-from flyweight.live.message_tables import Pieces, Places, packed
-from flyweight.live.messages import Handle, Memory
-from flyweight.live.source import ALIGN_BYTES, BucketFill, PublishedSource, Share
+from flyweight.errors import PlanError, listed
+from flyweight.live.message_tables import Places, packed
+from flyweight.live.messages import Handle
+from flyweight.live.source import PublishedSource, Share
 from flyweight.memory import Buffer
 from flyweight.memory_table import HOST as HOST_MEMORY
 from flyweight.memory_table import Integers
-from flyweight.plans.buckets import PieceTable, pack
 from flyweight.ports import Transport
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -37,10 +34,6 @@ MAPPED, HOST = "mapped", ""
 """Two lanes; any other one is the uuid of the device that has the slots."""
 Lanes = Mapping[str, Integers]
 """The blocks of each lane, by number."""
-
-_HOST_BUCKET_BYTES, _HOST_DEPTH = 64 << 20, 4
-# Each switch between two processes on a device costs some tenths of a millisecond.
-_DEVICE_BUCKET_BYTES, _DEVICE_DEPTH = 512 << 20, 2
 
 
 @dataclass(frozen=True)
@@ -231,168 +224,6 @@ def _can_read(device: int, target: str) -> bool:
         return True
     other = driver.device_named(target)
     return other is not None and driver.can_access_peer(other, device)
-
-
-def _is_each(some: Sequence[object], others: Sequence[object]) -> bool:
-    """True if both have the same objects."""
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
-_memory_numbers = count(1)
-
-
-def new_memory_number() -> int:
-    """Return a number that no other memory of this process has."""
-    return next(_memory_numbers)
-
-
-@dataclass(frozen=True, eq=False)
-class OfferedMemory:
-    """What a replica is told of the memory that its share goes through."""
-
-    number: int
-    """Its id: a replica that has it need not be told again."""
-    memory: Memory
-    lanes: Lanes
-    generation: int
-    """The lanes and the layout of buckets that it was made from."""
-
-
-class BucketSlots:
-    """Memory that buckets are filled into and read from in turn, kept from round to round."""
-
-    def __init__(self, transports: Transports, bucket_bytes: int | None, depth: int | None) -> None:
-        self._transports, self._bucket_bytes, self._depth = transports, bucket_bytes, depth
-        self._key: object = None
-        self._laid_out: tuple[object, ...] = ()
-        """The source and the lanes of the last plan."""
-        self.generation = 0
-        """Counts the layouts of buckets; each replica gets a layout once."""
-        self._lanes: list[str] = []
-        self.fills: list[BucketFill] = []
-        self._slots: dict[int, Buffer] = {}
-        self._handles: dict[int, Handle] = {}
-        self._offered: WeakKeyDictionary[Share, OfferedMemory] = WeakKeyDictionary()
-        """What was offered last for each share."""
-
-    def lay_out(self, source: PublishedSource, lanes: Sequence[Lanes]) -> None:
-        """Plan buckets for the blocks of all these lanes; keep the last plan if it fits."""
-        if self._key is not None and _is_each(self._laid_out, (source, *lanes)):
-            return  # as in most rounds: nothing needs to be compared
-        names = sorted({lane for each in lanes for lane in each if lane != MAPPED})
-        blocks = {
-            lane: np.unique(np.concatenate([each[lane] for each in lanes if lane in each]))
-            for lane in names
-        }
-        key = source, {lane: numbers.tobytes() for lane, numbers in blocks.items()}
-        if key == self._key:
-            self._laid_out = (source, *lanes)
-            return
-        self.close()
-        self.generation += 1
-        try:
-            for lane, numbers in blocks.items():
-                self._lay_out(source, lane, self._packed(source, lane, numbers))
-        except FlyweightError:
-            self.close()
-            raise
-        self._key, self._laid_out = key, (source, *lanes)
-
-    def _packed(self, source: PublishedSource, lane: str, blocks: Integers) -> list[PieceTable]:
-        default = _HOST_BUCKET_BYTES if lane == HOST else _DEVICE_BUCKET_BYTES
-        return list(
-            pack(
-                blocks,
-                source.boxes.shape[blocks],
-                source.item_bytes[blocks],
-                bucket_bytes=default if self._bucket_bytes is None else self._bucket_bytes,
-                align_bytes=ALIGN_BYTES,
-            )
-        )
-
-    def _lay_out(self, source: PublishedSource, lane: str, buckets: Sequence[PieceTable]) -> None:
-        first = len(self._slots)
-        ends = [
-            int(each.at[-1] + each.shape[-1].prod() * source.item_bytes[each.block[-1]])
-            for each in buckets
-        ]
-        default = _HOST_DEPTH if lane == HOST else _DEVICE_DEPTH
-        num_slots = min(default if self._depth is None else self._depth, len(buckets))
-        for slot in range(first, first + num_slots):
-            self._slots[slot] = self._allocate(lane, max(ends))
-            (self._handles[slot],) = self._transports.offer_all([self._slots[slot]])
-        for number, pieces in enumerate(buckets):
-            slot = first + number % num_slots
-            self.fills.append(BucketFill(source, len(self._lanes), slot, pieces, self._slots[slot]))
-            self._lanes.append(lane)
-
-    def _allocate(self, lane: str, nbytes: int) -> Buffer:
-        if lane == HOST:
-            return self._transports.host.allocate(nbytes)
-        device = driver.device_named(lane)
-        assert device is not None
-        return driver.allocate(device, nbytes)
-
-    def offer(self, share: Share, lanes: Lanes, offers: Offers) -> OfferedMemory:
-        """Offer the memory that a share goes through, unless it is what was offered last."""
-        last = self._offered.get(share)
-        if last is None or last.lanes is not lanes or last.generation != self.generation:
-            mapped = lanes.get(MAPPED, np.empty(0, np.int64))
-            memory = self._memory(share, self._buckets_for(lanes), *offers.places(share, mapped))
-            last = OfferedMemory(new_memory_number(), memory, lanes, self.generation)
-            self._offered[share] = last
-        return last
-
-    def _buckets_for(self, lanes: Lanes) -> dict[int, PieceTable]:
-        """Return the buckets that a replica needs, with only the pieces that it needs."""
-        found = {}
-        for fill, lane in zip(self.fills, self._lanes, strict=True):
-            rows = np.flatnonzero(np.isin(fill.pieces.block, lanes.get(lane, ())))
-            if len(rows):
-                found[fill.number] = fill.pieces.take(rows)
-        return found
-
-    def _memory(
-        self,
-        share: Share,
-        buckets: Mapping[int, PieceTable],
-        handles: tuple[Handle, ...],
-        places: Places,
-    ) -> Memory:
-        """Return the memory of a round: these buckets, and blocks that are mapped."""
-        slot_of = {number: self.fills[number].slot for number in buckets}
-        found: list[list[Integers]] = [[] for _ in range(5)]
-        for number, pieces in buckets.items():
-            rows, renumbered = share.renumbered(pieces.block)
-            taken = pieces.take(rows)
-            columns = np.full(len(rows), number), renumbered, taken.offset, taken.shape, taken.at
-            for column, more in zip(found, columns, strict=True):
-                column.append(more)
-        empty = np.empty(0, np.int64)
-        return Memory(
-            handles,
-            places,
-            {slot: self._handles[slot] for slot in sorted(set(slot_of.values()))},
-            slot_of,
-            Pieces(
-                places.num_dims,
-                *(packed(np.concatenate(column) if column else empty) for column in found),
-            ),
-        )
-
-    def close(self) -> None:
-        for fill in self.fills:
-            fill.close()
-        for handle in self._handles.values():
-            self._transports.of(handle).release(handle)
-        for slot in self._slots.values():
-            if slot.device is None:
-                self._transports.host.free(slot)
-            else:
-                driver.free(slot)
-        self._key, self._laid_out = None, ()
-        self.fills, self._slots, self._handles, self._lanes = [], {}, {}, []
-        self._offered.clear()
 
 
 def lane_names(lanes: Lanes) -> str:

@@ -15,7 +15,8 @@ from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportErro
 from flyweight.events import emit
 from flyweight.live import messages
 from flyweight.live.address import Claim
-from flyweight.live.lanes import BucketSlots, Transports
+from flyweight.live.bucket_slots import BucketSlots
+from flyweight.live.lanes import Transports
 from flyweight.live.member import Member, joined_request
 from flyweight.live.members import Members
 from flyweight.live.options import PublisherOptions

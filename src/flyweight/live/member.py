@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from weakref import WeakMethod
 
-from flyweight.errors import FlyweightError, error_named
+from flyweight.checks import MAX_RANKS
+from flyweight.errors import FlyweightError, PeerRefused, error_named
 from flyweight.live import messages
 from flyweight.live.report import ReplicaReport
 from flyweight.live.round import Event, Failed, Reported
@@ -185,3 +186,22 @@ def joined_request(ranks: Sequence[Member]) -> messages.Ask | None:
         held.pop() if len(held) == 1 else None,
         all(each.may_keep for each in requests),
     )
+
+
+def refusal_of(member: Member, siblings: Iterable[Member]) -> PeerRefused | None:
+    """Return why a replica, or a rank of one, cannot join the members of the same replica."""
+    hello = member.hello
+    if not 1 <= hello.num_ranks <= MAX_RANKS or not 0 <= hello.rank < hello.num_ranks:
+        return PeerRefused(f"rank {hello.rank} of {hello.num_ranks} is no rank of a replica")
+    for other in siblings:
+        if other.hello.num_ranks != hello.num_ranks:
+            return PeerRefused(
+                f"replica {hello.name!r} has {other.hello.num_ranks} ranks by its rank "
+                f"{other.hello.rank}, and {hello.num_ranks} by rank {hello.rank}"
+            )
+        if other.hello.rank == hello.rank and other.hello.pid != hello.pid:
+            return PeerRefused(
+                f"replica {member.label} is connected already, as process {other.hello.pid}; "
+                f"replicas of several ranks need names of their own"
+            )
+    return None

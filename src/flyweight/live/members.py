@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from logging import getLogger
 from time import monotonic
 
-from flyweight.checks import MAX_RANKS
 from flyweight.errors import FlyweightError, PeerFailed, PeerLost, PeerRefused, TransferTimeout
 from flyweight.forks import call_in_child
 from flyweight.host import birth_of
 from flyweight.live import frames, messages
 from flyweight.live.address import Claim
 from flyweight.live.connection import HEARTBEATS, Connection
-from flyweight.live.member import Member, MemberRound, by_replica, joined_request
+from flyweight.live.member import Member, MemberRound, by_replica, joined_request, refusal_of
 from flyweight.live.message_tables import Tensors
 from flyweight.live.news import EventThread, Watchers
 from flyweight.live.planner import Planner
@@ -274,19 +273,10 @@ class Members:
     def _add_member(self, member: Member) -> FlyweightError | None:
         """Accept a replica, or a rank of one; return why it is refused."""
         hello = member.hello
-        if not 1 <= hello.num_ranks <= MAX_RANKS or not 0 <= hello.rank < hello.num_ranks:
-            return PeerRefused(f"rank {hello.rank} of {hello.num_ranks} is no rank of a replica")
-        for other in [each for each in self.by_id.values() if each.replica == member.replica]:
-            if other.hello.num_ranks != hello.num_ranks:
-                return PeerRefused(
-                    f"replica {hello.name!r} has {other.hello.num_ranks} ranks by its rank "
-                    f"{other.hello.rank}, and {hello.num_ranks} by rank {hello.rank}"
-                )
-            if other.hello.rank == hello.rank and other.hello.pid != hello.pid:
-                return PeerRefused(
-                    f"replica {member.label} is connected already, as process {other.hello.pid}; "
-                    f"replicas of several ranks need names of their own"
-                )
+        siblings = [each for each in self.by_id.values() if each.replica == member.replica]
+        if (refusal := refusal_of(member, siblings)) is not None:
+            return refusal
+        for other in siblings:
             if other.hello.rank == hello.rank:
                 text = f"replica {member.label} connected again, from the same process"
                 self._refuse(other.id, PeerRefused(text))

@@ -14,8 +14,7 @@ from logging import getLogger
 from time import monotonic, perf_counter
 from typing import Literal
 
-from flyweight.adapters.loader import Framework, Loader
-from flyweight.adapters.tree import is_model
+from flyweight.adapters.loader import Framework
 from flyweight.checks import check_ranks, check_seconds, check_version
 from flyweight.errors import (
     FlyweightError,
@@ -28,12 +27,11 @@ from flyweight.errors import (
 )
 from flyweight.events import emit
 from flyweight.live.address import Address
-from flyweight.live.loader_sink import LoaderSink
-from flyweight.live.memory_sink import MemorySink
 from flyweight.live.messages import Ask, Want
 from flyweight.live.reconnect import Reconnect
-from flyweight.live.replica_round import ReplicaRound, UpdateSink
+from flyweight.live.replica_round import ReplicaRound
 from flyweight.live.report import TIMEOUT_SECONDS, check_verified
+from flyweight.live.sinks import sink_for
 from flyweight.ports import UpdateOptions, UpdateReport, Weights
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import ModelLayout
@@ -82,8 +80,6 @@ class Replica:
         framework, device: what tensors are made for a function.
         token: the publisher's token, if it is not in a file next to its sockets.
         """
-        if extra not in ("refuse", "report"):
-            raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
         for what, text in (("name", name), ("token", token)):
             if text is not None and (not isinstance(text, str) or not text.isprintable()):
                 raise SpecError(f"{what} is {text!r}, not printable text")
@@ -93,15 +89,14 @@ class Replica:
                 f"the {num_ranks} ranks of a replica need a name that they share: name="
             )
         self.name = f"{os.uname().nodename}:{os.getpid()}" if name is None else name
-        self._sink: UpdateSink
-        if callable(target) and not is_model(target):
-            if layout is not None:
-                raise SpecError("a loader takes whole tensors; a layout is for models")
-            self._sink = LoaderSink(Loader(target, framework, device))
-        else:
-            may_leave = extra == "report"
-            cut = rank if layout_rank is None else layout_rank
-            self._sink = MemorySink(target, layout=layout, rank=cut, may_leave=may_leave)
+        self._sink = sink_for(
+            target,
+            layout=layout,
+            rank=rank if layout_rank is None else layout_rank,
+            extra=extra,
+            framework=framework,
+            device=device,
+        )
         self._updating = threading.Lock()
         self._publisher = Reconnect(
             Address.parse(address),

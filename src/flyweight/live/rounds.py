@@ -22,13 +22,9 @@ from flyweight.errors import (
     PlanError,
     TransferTimeout,
 )
+from flyweight.live.bucket_slots import BucketSlots
 from flyweight.live.joined_offer import RoundOffer
-from flyweight.live.lanes import (
-    MAPPED,
-    BucketSlots,
-    Offers,
-    Transports,
-)
+from flyweight.live.lanes import MAPPED, Offers, Transports
 from flyweight.live.member import Member, MemberRound, by_replica, joined_request
 from flyweight.live.members import Members
 from flyweight.live.messages import Begin

@@ -12,7 +12,8 @@ from time import monotonic, perf_counter
 
 from flyweight.digest import DigestKind
 from flyweight.errors import PlanError
-from flyweight.live.lanes import MAPPED, BucketSlots, TransportChoice, lane_names
+from flyweight.live.bucket_slots import BucketSlots
+from flyweight.live.lanes import MAPPED, TransportChoice, lane_names
 from flyweight.live.published_model import DigestKey, PublishedVersion
 from flyweight.live.rank_messages import ShareOffer
 from flyweight.live.source import BucketFill, Share

@@ -22,14 +22,11 @@ from flyweight.errors import (
 )
 from flyweight.live import messages
 from flyweight.live.address import Address
+from flyweight.live.bucket_slots import BucketSlots
 from flyweight.live.frames import FromReplica
 from flyweight.live.joined_copies import JoinedCopies
 from flyweight.live.joined_offer import JoinedOffers, RoundOffer
-from flyweight.live.lanes import (
-    BucketSlots,
-    TransportChoice,
-    Transports,
-)
+from flyweight.live.lanes import TransportChoice, Transports
 from flyweight.live.messages import Memory, Message
 from flyweight.live.published_model import PublishedVersion
 from flyweight.live.rank_messages import Ended, HoldsCopy, Offered, Ready, ShareOffer, Start

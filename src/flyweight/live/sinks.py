@@ -1,0 +1,30 @@
+"""The sink of a replica, by what the user gives it: a model, or an engine's loader."""
+
+from __future__ import annotations
+
+from flyweight.adapters.loader import Framework, Loader
+from flyweight.adapters.tree import is_model
+from flyweight.errors import SpecError
+from flyweight.live.loader_sink import LoaderSink
+from flyweight.live.memory_sink import MemorySink
+from flyweight.live.replica_round import UpdateSink
+from flyweight.spec.model_layout import ModelLayout
+
+
+def sink_for(
+    target: object,
+    *,
+    layout: ModelLayout | None,
+    rank: int | None,
+    extra: str,
+    framework: Framework,
+    device: str,
+) -> UpdateSink:
+    """Return the sink; `Replica` explains the arguments."""
+    if extra not in ("refuse", "report"):
+        raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
+    if callable(target) and not is_model(target):
+        if layout is not None:
+            raise SpecError("a loader takes whole tensors; a layout is for models")
+        return LoaderSink(Loader(target, framework, device))
+    return MemorySink(target, layout=layout, rank=rank, may_leave=extra == "report")
