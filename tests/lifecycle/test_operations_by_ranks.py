@@ -12,7 +12,7 @@ import flyweight as fw
 from child_processes import until
 from fakes import FakeRendezvousStore
 from faulty_engines import KV_CACHE, FaultyEngine
-from flyweight.errors import Busy, LifecycleError, PeerLost, TransferTimeout
+from flyweight.errors import Busy, LifecycleError, PeerLost, SpecError, TransferTimeout
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State, Tag
 from flyweight.ranks.agreement import RankAgreement
@@ -180,6 +180,14 @@ def test_a_rank_that_refuses_to_resume_keeps_the_other_from_serving(pair):
     assert pair.update(2) == [None, None]
     assert pair.both(lambda operations: operations.resume(timeout_seconds=10)) == [None, None]
     assert pair.states == [State.SERVING, State.SERVING]
+
+
+def test_a_replica_that_does_not_know_the_other_ranks_is_refused(address):
+    """It would take versions alone."""
+    model = weights(0)
+    ranks = RankAgreement(Rendezvous(0, 2, FakeRendezvousStore(), "pair"))
+    with fw.Replica(model, address) as replica, pytest.raises(SpecError, match="num_ranks=2"):
+        Operations(FaultyEngine(model), replica, ranks)
 
 
 # One rank at something that the others are not at.
