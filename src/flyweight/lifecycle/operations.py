@@ -18,7 +18,7 @@ from flyweight.errors import Busy, FlyweightError, LifecycleError, PeerLost, Spe
 from flyweight.lifecycle.engine_steps import ROUND_SECONDS, EngineSteps
 from flyweight.lifecycle.states import ALL_TAGS, Condition, Signal, State, Tag, tags_named
 from flyweight.lifecycle.update import Update
-from flyweight.ports import Engine, UpdateReport, Weights
+from flyweight.ports import Engine, UpdateOptions, UpdateReport, Weights
 from flyweight.ranks.agreement import YIELD_SECONDS, RankAgreement
 
 _LEAST_SECONDS = 0.001
@@ -230,16 +230,18 @@ class Operations:
             update = Update(
                 steps=self._steps,
                 weights=self._weights,
-                wanted=version,
+                options=UpdateOptions(
+                    version=version,
+                    timeout_seconds=timeout_seconds,
+                    is_over=is_over,
+                    may_keep=committed[0] is None or committed != self._answered,
+                    must_verify=must_verify,
+                ),
                 deadline=deadline,
-                is_requested=True,
                 before=lambda: None,
                 on_commit=self._on_commit,
-                is_over=is_over,
                 may_drain=may_drain,
-                must_verify=must_verify,
                 is_restore=is_restore,
-                may_keep=committed[0] is None or committed != self._answered,
             )
             try:
                 return update.run()
@@ -281,12 +283,15 @@ class Operations:
                 update = Update(
                     steps=self._steps,
                     weights=self._weights,
-                    wanted=wanted,
+                    options=UpdateOptions(
+                        version=wanted,
+                        timeout_seconds=max(deadline - monotonic(), _LEAST_SECONDS),
+                        is_over=stops,
+                        is_requested=False,
+                    ),
                     deadline=deadline,
-                    is_requested=False,
                     before=enter,
                     on_commit=self._on_commit,
-                    is_over=stops,
                 )
                 report = update.run()
                 self._count(update)
@@ -295,8 +300,8 @@ class Operations:
             self._source.release()
 
     def _on_commit(self, update: Update, version: int, report: UpdateReport | None) -> None:
-        if update.is_requested:
-            self.pinned = update.wanted
+        if update.options.is_requested:
+            self.pinned = update.options.version
         if report is not None:
             self.report = report
         last, self.last_version = self.last_version, version

@@ -10,7 +10,7 @@ The source of weights joins the ranks: they all commit, all keep the old version
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from flyweight.errors import FlyweightError, LifecycleError, TransferTimeout, VersionError
 from flyweight.lifecycle.engine_steps import ROUND_SECONDS, EngineSteps, named
 from flyweight.lifecycle.states import Signal, State, Tag
-from flyweight.ports import UpdateOptions, UpdateReport, Weights
+from flyweight.ports import RankExchange, UpdateOptions, UpdateReport, Weights
 from flyweight.spec.manifest import Json
 
 _LEAST_SECONDS = 0.001
@@ -30,20 +30,16 @@ class Update:
 
     steps: EngineSteps
     weights: Weights
-    wanted: int | None
+    options: UpdateOptions
+    """What is requested; the update adds the exchange with the other ranks."""
     deadline: float
-    is_requested: bool
     before: Callable[[], object]
     """Called when a version is available; if it raises, nothing changes."""
     on_commit: Callable[[Update, int, UpdateReport | None], None]
     """Called with the version and the report before the engine may serve it."""
-    is_over: Callable[[], bool] = lambda: False
     may_drain: bool = True
-    must_verify: bool = False
     is_restore: bool = False
     """True if ranks that hold a version keep it, and only the others load one."""
-    may_keep: bool = False
-    """True if the version that is held may answer the request, on this rank."""
     has_started: bool = False
     """True once all ranks work on the request."""
     is_begun: bool = False
@@ -54,23 +50,25 @@ class Update:
     @property
     def purpose(self) -> str:
         """The request in words; equal on all ranks that work on the same request."""
-        version = "the newest" if self.wanted is None else f"version {self.wanted}"
-        verb = "restore" if self.is_restore else "update to" if self.is_requested else "follow"
+        wanted, is_requested = self.options.version, self.options.is_requested
+        version = "the newest" if wanted is None else f"version {wanted}"
+        verb = "restore" if self.is_restore else "update to" if is_requested else "follow"
         return f"{verb} {version}"
 
     @property
     def is_running(self) -> bool:
         """True once this is the operation that runs; until then it only waits for a version."""
-        return self.is_requested or self.is_begun
+        return self.options.is_requested or self.is_begun
 
     def run(self) -> UpdateReport | None:
         """Run to the end; return None if nobody requested a version and none arrived."""
         steps, report = self.steps, None
-        was_away = self.is_requested and not steps.has_weights_memory
+        was_away = self.options.is_requested and not steps.has_weights_memory
         try:
-            is_held = self.is_requested and self._start()
+            is_held = self.options.is_requested and self._start()
             if not is_held:
-                report = named("update", partial(self.weights.take, self._options()))
+                options = replace(self.options, before=self._begin, exchange=self._exchange())
+                report = named("update", partial(self.weights.take, options))
             self._commit(report)
         except FlyweightError as failure:
             if not self.is_running:
@@ -91,7 +89,7 @@ class Update:
                 steps.resume_if_wanted()
         return report
 
-    def _options(self) -> UpdateOptions:
+    def _exchange(self) -> RankExchange | None:
         ranks = self.steps.ranks
 
         def exchange(
@@ -99,16 +97,7 @@ class Update:
         ) -> list[dict[str, Any]]:
             return ranks.exchange(f"{self.purpose}: {step}", self.deadline, error, **facts)
 
-        return UpdateOptions(
-            version=self.wanted,
-            timeout_seconds=max(self.deadline - monotonic(), _LEAST_SECONDS),
-            before=self._begin,
-            is_over=self.is_over,
-            may_keep=self.may_keep,
-            must_verify=self.must_verify,
-            is_requested=self.is_requested,
-            exchange=None if ranks.num_ranks == 1 else exchange,
-        )
+        return None if ranks.num_ranks == 1 else exchange
 
     def _start(self) -> bool:
         """Begin a request on all ranks; return True if nothing has to be loaded for it."""
@@ -119,9 +108,13 @@ class Update:
             error = failure
         version, session = self.weights.version, self.weights.session
         facts: dict[str, Json] = {"version": version, "session": session}
-        said = self.steps.agree(self.purpose, self.deadline, error, may_keep=self.may_keep, **facts)
+        said = self.steps.agree(
+            self.purpose, self.deadline, error, may_keep=self.options.may_keep, **facts
+        )
         self.has_started = True
-        self.may_keep = self.is_restore or any(each["may_keep"] for each in said)
+        may_keep = self.is_restore or any(each["may_keep"] for each in said)
+        left = max(self.deadline - monotonic(), _LEAST_SECONDS)
+        self.options = replace(self.options, may_keep=may_keep, timeout_seconds=left)
         is_alike = all(each["version"] == version and each["session"] == session for each in said)
         return self.is_restore and is_alike and version is not None
 
@@ -129,7 +122,7 @@ class Update:
         """Pause this rank for version `found`, before the first byte is written on any rank."""
         if self.is_begun:
             raise LifecycleError(f"version {found} was begun after another attempt had ended")
-        if not self.is_requested:
+        if not self.options.is_requested:
             self.deadline = monotonic() + ROUND_SECONDS
         self.before()
         self.is_begun = True
