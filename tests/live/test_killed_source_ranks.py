@@ -173,7 +173,7 @@ BUCKETS = {"bucket_bytes": 16384, "depth": 1}
 
 EVERY = "FLYWEIGHT_EVERY_MESSAGE" in os.environ
 """Set it for all messages (5 minutes); else only some of them, which are others in each test."""
-STEPS = {"kill": [7, 2, 2], "stop": [9, 3, 3]}
+STEPS = {"kill": [13, 4, 4], "stop": [17, 6, 6]}
 HOW = [
     *(("kill", kind) for kind in ["before", "received", *["after"] * EVERY]),
     *(("stop", kind) for kind in ["before", *["after", "received"] * EVERY]),

@@ -362,7 +362,8 @@ class RunningRound:
     def _late_at(self, member: MemberRound) -> float:
         """Return when a member is given up if it makes no progress from now on."""
         seconds = self._timeout_seconds
-        grace = member.last_progress + min(GRACE_SECONDS, seconds / 4)
+        # Never less than a second: a busy machine is late with the news of progress.
+        grace = member.last_progress + min(GRACE_SECONDS, max(seconds / 4, 1.0))
         return min(member.last_progress + seconds, max(self._deadline, grace))
 
     def _give_up(self, member: MemberRound, what: str) -> None:
