@@ -9,13 +9,13 @@ demo: .venv/.demo
 	$(BIN)/python examples/demo
 
 test: .venv/.test
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not check"
 
 check: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_layering.py tests/test_docs_run.py tests/test_public_api.py
+	$(BIN)/python -m pytest -n auto --dist worksteal -m check
 
 gpu-test: .venv/.test
 	$(BIN)/python -m pytest -m gpu

@@ -24,6 +24,8 @@ from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.file_store import FileStore
 from flyweight.ranks.rendezvous import Rendezvous
 
+pytestmark = pytest.mark.check
+
 SECONDS = 3
 ALIKE = [("SERVING", 1, 1.0), ("SERVING", 2, 2.0), ("FAILED", None, None)]
 LAYOUT = fw.ModelLayout.from_json(

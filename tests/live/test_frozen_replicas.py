@@ -15,6 +15,8 @@ from flyweight.live.connection import Connection
 from flyweight.live.copies import PreparedCopies
 from versioned_models import holds, weights
 
+pytestmark = pytest.mark.check
+
 BUCKETS = {"bucket_bytes": 1 << 16, "depth": 2}
 
 

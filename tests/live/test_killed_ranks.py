@@ -22,11 +22,11 @@ from flyweight.live import frames, messages
 from flyweight.live.connection import Connection
 from versioned_models import assign, holding, weights
 
+pytestmark = pytest.mark.check
+
 SECONDS = 15
 UNCOUNTED = (messages.Tick, messages.Going, messages.Welcome, messages.Agreed)
 WHEN = ("before", "after")
-EVERY = "FLYWEIGHT_EVERY_MESSAGE" in os.environ
-"""Set it to end a publisher that holds its versions at every message too."""
 AT_ONCE = 6
 
 
@@ -184,7 +184,7 @@ def numbered(reached):
     return [f"{kind} {number}" for kind in counts for number in range(counts[kind])]
 
 
-@pytest.mark.parametrize("options", [{}, *[{"hold": True}] * EVERY], ids=str)
+@pytest.mark.parametrize("options", [{}, {"hold": True}], ids=str)
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_a_publisher_that_ends_at_any_message_leaves_one_version(tmp_path, signal_number, options):
     def start(point):

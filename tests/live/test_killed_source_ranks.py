@@ -17,6 +17,8 @@ from flyweight.errors import FlyweightError, VersionError
 from source_rank_processes import NBYTES, SIGNALS, holds_whole, source_rank
 from versioned_models import weights
 
+pytestmark = pytest.mark.check
+
 SECONDS = 3.0
 SILENCE_SECONDS = 1.0
 
@@ -173,7 +175,7 @@ BUCKETS = {"bucket_bytes": 16384, "depth": 1}
 
 EVERY = "FLYWEIGHT_EVERY_MESSAGE" in os.environ
 """Set it for all messages (5 minutes); else only some of them, which are others in each test."""
-STEPS = {"kill": [13, 4, 4], "stop": [17, 6, 6]}
+STEPS = {"kill": [7, 2, 2], "stop": [9, 3, 3]}
 HOW = [
     *(("kill", kind) for kind in ["before", "received", *["after"] * EVERY]),
     *(("stop", kind) for kind in ["before", *["after", "received"] * EVERY]),
