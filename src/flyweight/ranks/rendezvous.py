@@ -85,7 +85,9 @@ def join_group(
         if rendezvous.rank == coordinator:
             connections = _Coordinator(rendezvous, rendezvous.store, timeout_seconds).connect()
         else:
-            connections = {coordinator: _connected(rendezvous, coordinator, deadline)}
+            connections = {
+                coordinator: _connected(rendezvous, coordinator, deadline, timeout_seconds)
+            }
     finally:
         lock.release()
     return Group(
@@ -97,16 +99,18 @@ def join_group(
     )
 
 
-def _connected(rendezvous: Rendezvous, coordinator: int, deadline: float) -> socket.socket:
+def _connected(
+    rendezvous: Rendezvous, coordinator: int, deadline: float, timeout_seconds: float
+) -> socket.socket:
     """Return a connection to the coordinator."""
-    store, number, started = rendezvous.store, secrets.token_hex(16), monotonic()
+    store, number = rendezvous.store, secrets.token_hex(16)
     assert store is not None
     arrival = f"{number} {coordinator} {location()}"
     store.set(rendezvous.key("arrival", rendezvous.rank), arrival, deadline)
     while (answer := store.get(rendezvous.key("answer", number), deadline)) is None:
         if monotonic() > deadline:
             raise TransferTimeout(
-                f"coordinator rank {coordinator} did not answer within {deadline - started:.3g} s; "
+                f"coordinator rank {coordinator} did not answer within {timeout_seconds:g} s; "
                 f"all {rendezvous.num_ranks} ranks must make the call"
             )
         sleep(_POLL_SECONDS)
