@@ -31,6 +31,7 @@ from flyweight.verbs.find import PathLike
 
 SILENCE_SECONDS = 15.0
 _CLOSE_SECONDS = 5.0
+_FAULT_SECONDS = 2.0
 
 
 class Publisher:
@@ -125,7 +126,8 @@ class Publisher:
                     group.broadcast("joined", None)
                 except BaseException:
                     side.close()
-                    group.tick()  # raises if a rank was lost: others may have left because of it
+                    # A rank may have left because another one was lost, which the group tells.
+                    group.wait_for_fault(_FAULT_SECONDS)
                     raise
                 return side
             invitation = msgspec.convert(group.broadcast("invite", None), Invitation)

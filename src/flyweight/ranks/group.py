@@ -168,7 +168,7 @@ class Group:
         if self._fault is not None:
             raise self._fault
 
-    def _wait_for_fault(self, seconds: float) -> None:
+    def wait_for_fault(self, seconds: float) -> None:
         """Raise the group's fault, if there is one or another thread sets one in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._fault is not None, seconds)
@@ -183,7 +183,7 @@ class Group:
             self._give_up(self._silent(connection))
         except OSError as cause:
             # The reason why the peer closed may have arrived before: the listener knows it.
-            self._wait_for_fault(_LINGER_SECONDS)
+            self.wait_for_fault(_LINGER_SECONDS)
             self._give_up(self._lost(connection, cause))
         self._raise_fault()
 
@@ -233,7 +233,7 @@ class Group:
     def _give_up(self, fault: TransportError) -> NoReturn:
         """Raise the group's fault: this one, unless another came first."""
         self._fail(fault)
-        self._wait_for_fault(self._timeout_seconds)
+        self.wait_for_fault(self._timeout_seconds)
         raise fault
 
     def _fail(self, fault: TransportError) -> None:
@@ -321,7 +321,7 @@ class Group:
         try:
             if self._connections and isinstance(error, StoreError) and error.errno == errno.ENOENT:
                 try:
-                    self._wait_for_fault(_LINGER_SECONDS)
+                    self.wait_for_fault(_LINGER_SECONDS)
                 except TransportError as fault:
                     raise fault from error
             if error is not None and error is not self._fault:
