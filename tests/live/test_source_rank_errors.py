@@ -159,7 +159,6 @@ def test_a_late_rank_gets_the_error_that_the_others_got_and_is_in_step_again(
     for each in ranks.call(*(act(rank, "publish", 1) for rank in others)):
         assert isinstance(each, TransferTimeout)
         assert (f"published version 1 in time: '{late}'" if late else "rank 0") in str(each)
-    time.sleep(0.5)  # rank 0 hears soon that the others have given up
     (error,) = ranks.call(act(late, "publish", 1))
     assert isinstance(error, TransferTimeout)
     assert (f"in time: '{late}'" if late else "source rank") in str(error)
@@ -167,6 +166,28 @@ def test_a_late_rank_gets_the_error_that_the_others_got_and_is_in_step_again(
     assert ranks.all("publish", 2, num_replicas=1) == [(2, [])] * 3
     assert update.result(SECONDS).version == 2
     assert holds_whole(replica.model, 2)
+
+
+def test_a_rank_that_stops_once_it_is_ready_fails_a_publish_that_no_replica_waits_for(ranks):
+    ranks.made()
+    for version, seconds in enumerate((0.1, 0.5, 2.0), start=1):  # for rank 2 to say it is ready
+        ranks.children[2].send(("publish", (version,), {}))
+        time.sleep(seconds)
+        ranks.children[2].stop()
+        try:
+            found = ranks.call(
+                *(act(rank, "publish", version, timeout_seconds=0.5) for rank in (0, 1))
+            )
+        finally:
+            ranks.children[2].go_on()
+        _, error, _ = ranks.children[2].told()
+        for each in (*found, error):
+            assert isinstance(each, TransferTimeout)
+        if "confirmed" in str(found[0]):
+            break
+    for each in (*found, error):
+        assert f"have not confirmed version {version} in time: '2'" in str(each)
+    assert ranks.all("publish", 4) == [(4, [])] * 3
 
 
 def test_a_rank_two_versions_late_is_in_step_again(ranks, replica):

@@ -196,6 +196,10 @@ class Follower:
         """Offer what a round needs, and fill its buckets."""
         deadline = monotonic() + start.timeout_seconds
         self._round, self._emptied = start.round, set()
+        if not start.shares:  # nobody reads this rank
+            self._connection.send(Offered(start.round, (), 0.0))
+            lease.release()
+            return
         wanted, before = [], dict(self._shares)
         for each in start.shares:
             known = before.get(each.number)
@@ -241,9 +245,6 @@ class Follower:
         if not self._connection.is_lost:
             return error
         return type(error)(f"source rank 0: {error}; make new publishers on all ranks")
-
-    def check_source(self) -> None:
-        """Do nothing: a snapshot has no followers."""
 
     def replicas(self) -> list[str]:
         """Return nothing: replicas connect to rank 0."""

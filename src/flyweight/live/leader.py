@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from time import monotonic, perf_counter
 
-from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError, listed
+from flyweight.errors import PeerLost, TransferTimeout, TransportError, listed
 from flyweight.events import emit
 from flyweight.live import messages
 from flyweight.live.address import Claim
@@ -26,7 +26,8 @@ from flyweight.live.report import Lease, PublishReport, ReplicaReport
 from flyweight.live.rounds import Rounds
 from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import SourceBlocks
-from flyweight.live.sources import GOING_SECONDS, Sources, failed_publish
+from flyweight.live.source_rank import failed_publish
+from flyweight.live.sources import GOING_SECONDS, Sources
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.fd_passing import FdServer
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -111,11 +112,6 @@ class Leader:
         if self._sources.failure is not None:
             raise self._sources.failure
 
-    def check_source(self) -> None:
-        """Raise if the source is no model."""
-        if self._model.stored is not None:
-            raise SpecError("the source is a snapshot, which replicas take without a publish")
-
     def begin(
         self, version: int, num_replicas: int, timeout_seconds: float, is_open: Callable[[], bool]
     ) -> Callable[[Lease], PublishReport]:
@@ -171,7 +167,7 @@ class Leader:
                         f"{len(found)} of {num_replicas} replicas requested version {version} "
                         f"in time; {len(self.replicas())} are connected{why}"
                     )
-                self._sources.tell(messages.Going(0))
+                self._sources.send_going()
                 self.members.changed.wait(min(left, GOING_SECONDS))
             for ranks in found:
                 self.members.reserve(ranks)
@@ -223,6 +219,8 @@ class Leader:
                     self._rounds.prepare(source, some, self._slots, timeout_seconds, release)
                 )
                 self._run_round(rounds[-1], parent, is_held=held is not None)
+        if not from_model and held is None:
+            self._sources.confirm(self._rounds.new_number(), version, timeout_seconds)
         self.members.version = version
         progress = [member for round_ in rounds for member in round_.members]
         digest_seconds = sum(round_.digest_seconds for round_ in rounds)

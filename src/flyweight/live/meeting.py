@@ -66,7 +66,7 @@ def rendezvous_for(
 
 
 def holding_of(published: PublishedModel, options: PublisherOptions) -> Holding:
-    """Return what this rank holds, as rank 0 is told; raise SpecError if that is not known."""
+    """Return what this rank holds, as a message to rank 0; raise SpecError if that is not known."""
     source = published.source
     if published.stored is not None:
         raise SpecError("a snapshot is whole: one publisher alone publishes it")

@@ -16,7 +16,7 @@ from warnings import warn
 import msgspec
 
 from flyweight.checks import check_seconds, check_version
-from flyweight.errors import TransferTimeout, TransportError, VersionError
+from flyweight.errors import SpecError, TransferTimeout, TransportError, VersionError
 from flyweight.live.address import Address, Claim
 from flyweight.live.follower import Follower
 from flyweight.live.lanes import TransportChoice
@@ -98,21 +98,21 @@ class Publisher:
         number = None if version is None else check_version(version)
         self._publishing = threading.Lock()
         self._is_open, self._pid = True, os.getpid()
-        place, model = Address.parse(address), PublishedModel(source)
+        place, self._model = Address.parse(address), PublishedModel(source)
         self._address = str(place)
-        rendezvous = rendezvous_for(model, place, process_group, rank, num_ranks)
+        rendezvous = rendezvous_for(self._model, place, process_group, rank, num_ranks)
         self._side: Leader | Follower
         if rendezvous.num_ranks == 1:
-            blocks = blocks_alone(model.source)
-            self._side = Leader(model, self._options, Claim(place, token), blocks, number)
+            blocks = blocks_alone(self._model.source)
+            self._side = Leader(self._model, self._options, Claim(place, token), blocks, number)
         else:
-            self._side = self._meet(model, place, token, rendezvous)
+            self._side = self._meet(place, token, rendezvous)
 
     def _meet(
-        self, model: PublishedModel, address: Address, token: str | None, rendezvous: Rendezvous
+        self, address: Address, token: str | None, rendezvous: Rendezvous
     ) -> Leader | Follower:
         """Meet the other ranks, which all make a publisher now."""
-        options = self._options
+        model, options = self._model, self._options
         deadline = monotonic() + options.timeout_seconds
         with join_group(rendezvous, timeout_seconds=options.timeout_seconds) as group:
             holdings = group.gather_typed("describe", holding_of(model, options))
@@ -251,7 +251,8 @@ class Publisher:
 
     def _check_next(self, version: int) -> None:
         self._check_open()
-        self._side.check_source()
+        if self._model.stored is not None:
+            raise SpecError("the source is a snapshot, which replicas take without a publish")
         last = self.version
         if last is not None and version <= last:
             raise VersionError(

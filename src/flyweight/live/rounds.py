@@ -62,6 +62,12 @@ class Rounds:
         self.available: PublishedVersion | None = None
         """The version that replicas can take at once, between two publishes."""
 
+    def new_number(self) -> int:
+        """Return the number of the next round."""
+        with self._members.changed:
+            self.last_number += 1
+            return self.last_number
+
     def prepare(
         self,
         version: PublishedVersion,
@@ -71,10 +77,7 @@ class Rounds:
         on_release: Callable[[], None] = lambda: None,
     ) -> RunningRound:
         """Return a round that `run` runs; `RunningRound` explains `on_release`."""
-        sources = self._sources
-        with self._members.changed:
-            self.last_number += 1
-            number = self.last_number
+        sources, number = self._sources, self.new_number()
         agreements = list(dict.fromkeys(map(_agreement, members)))
         offers, digest_seconds = sources.offer(number, version, agreements, slots, timeout_seconds)
         round_ = RunningRound(

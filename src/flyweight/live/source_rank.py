@@ -157,3 +157,11 @@ def remember(shares: dict[int, Share], share: Share) -> None:
     shares[share.number] = share
     while len(shares) > REMEMBERED_SHARES:
         del shares[next(iter(shares))]
+
+
+def failed_publish(version: int, error: BaseException, last: int | None = None) -> Ended:
+    """Return the end of a publish that failed; `last` is the version that was published last."""
+    kind, text = type(error).__name__, str(error)
+    if not isinstance(error, FlyweightError):
+        kind, text = PeerFailed.__name__, f"source rank 0: {kind}: {text}"
+    return Ended(version, 0, 0.0, 0.0, (), kind, text, last)

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
+from flyweight.digest import DigestKind
 from flyweight.errors import (
     FlyweightError,
-    PeerFailed,
     PeerLost,
     TransferTimeout,
     VersionError,
@@ -33,7 +33,7 @@ from flyweight.live.rank_messages import Ended, HoldsCopy, Offered, Ready, Share
 from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import Agreement, SourceBlocks
 from flyweight.live.source_part import WantedShare, offer_shares
-from flyweight.live.source_rank import SourceRank
+from flyweight.live.source_rank import SourceRank, failed_publish
 from flyweight.plans.shares import agreed_values
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.fd_passing import FdConnection, FdServer
@@ -66,6 +66,7 @@ class Sources:
         """The round that reads the models of all ranks."""
         self._filled: list[tuple[int, int]] = []
         """The buckets, with their rounds, that were filled before their round began."""
+        self._last_going = 0.0
         self._copies = JoinedCopies(blocks, files, transports)
         self._joined = JoinedOffers(self.num_ranks, blocks.boxes.num_dims, should_verify)
 
@@ -146,7 +147,7 @@ class Sources:
     def _on_fault(self, follower: SourceRank, error: FlyweightError) -> None:
         """End the publish of a follower that does not go on with it."""
         if follower.ready is None:
-            return  # it was told of the end meanwhile
+            return  # its publish has ended meanwhile
         follower.fault = follower.ready, error
         self._fail(error)
         self._end_one(follower, failed_publish(follower.ready, error))
@@ -262,10 +263,20 @@ class Sources:
                         f"{len(late)} of {self.num_ranks} source ranks have not {step} in time: "
                         f"{listed(late)}"
                     )
-                for each in self.followers:
-                    if each.ready is not None:
-                        self._send(messages.Going(0), each.id)
+                self.send_going(going_seconds)
                 self._changed.wait(min(left, going_seconds))
+
+    def send_going(self, seconds: float = GOING_SECONDS) -> None:
+        """Tell ranks that have begun to publish to wait on, unless that was done just now.
+
+        They answer, which wakes the waiting thread.
+        """
+        now = monotonic()
+        if now >= self._last_going + seconds:
+            self._last_going = now
+            for each in self.followers:
+                if each.ready is not None:
+                    self._send(messages.Going(0), each.id)
 
     def tell(self, message: Message) -> None:
         """Send a message to every rank that takes part in the publish."""
@@ -318,11 +329,7 @@ class Sources:
         is_on_host = version.source.is_on_host and (not is_shared or self._is_on_host)
         kinds = [each.digest_kind(is_source_on_host=is_on_host) for each in agreements]
         if is_shared:
-            for follower in self.followers:
-                shares = follower.started_shares(agreements, kinds)
-                follower.offered = None
-                start = Start(number, version.version, shares, timeout_seconds)
-                self._send(start, follower.id)
+            self._start(number, version.version, agreements, kinds, timeout_seconds)
         wanted = []
         for agreement, kind in zip(agreements, kinds, strict=True):
             found = agreement.shares.get(0) if is_shared else (None, agreement.whole)
@@ -340,11 +347,7 @@ class Sources:
         for (agreement, _), offer in zip(wanted, offers, strict=True):
             parts[agreement][0] = offer
         if is_shared:
-            self._wait(
-                lambda each: each.offered is not None and each.offered.round == number,
-                "offered their memory",
-                deadline,
-            )
+            self._wait_offered(number, "offered their memory", deadline)
             for follower in self.followers:
                 for agreement, offer in follower.take_offers(agreements).items():
                     parts[agreement][follower.rank] = offer
@@ -354,6 +357,33 @@ class Sources:
             for each, kind in zip(agreements, kinds, strict=True)
         }
         return joined, seconds
+
+    def confirm(self, number: int, version: int, timeout_seconds: float) -> None:
+        """Return once all ranks have said that they still publish a version that nobody reads.
+
+        A rank may have given up just now; without this, rank 0 would succeed alone.
+        """
+        self._start(number, version, (), (), timeout_seconds)
+        deadline = monotonic() + timeout_seconds
+        self._wait_offered(number, f"confirmed version {version}", deadline)
+
+    def _start(
+        self,
+        number: int,
+        version: int,
+        agreements: Sequence[Agreement],
+        kinds: Sequence[DigestKind],
+        timeout_seconds: float,
+    ) -> None:
+        for each in self.followers:
+            each.offered = None
+            shares = each.started_shares(agreements, kinds)
+            self._send(Start(number, version, shares, timeout_seconds), each.id)
+
+    def _wait_offered(self, number: int, step: str, deadline: float) -> None:
+        self._wait(
+            lambda each: each.offered is not None and each.offered.round == number, step, deadline
+        )
 
     @property
     def _is_on_host(self) -> bool:
@@ -368,11 +398,3 @@ class Sources:
         for each in self.followers:
             if each.files is not None:
                 each.files.close()
-
-
-def failed_publish(version: int, error: BaseException, last: int | None = None) -> Ended:
-    """Return what other ranks are told of a publish that failed; `last` is what they go on from."""
-    kind, text = type(error).__name__, str(error)
-    if not isinstance(error, FlyweightError):
-        kind, text = PeerFailed.__name__, f"source rank 0: {kind}: {text}"
-    return Ended(version, 0, 0.0, 0.0, (), kind, text, last)
