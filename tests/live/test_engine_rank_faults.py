@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import until
+from child_processes import Child, until
 from flyweight.errors import (
     PeerLost,
     StoreError,
@@ -19,7 +19,7 @@ from flyweight.live.connection import Connection
 from flyweight.live.replica_connection import ReplicaConnection
 from flyweight.live.replica_round import ReplicaRound
 from flyweight.ranks.decision import RoundDecisions
-from live_engines import SECONDS, WHOLE, Engine, published, states
+from live_engines import LAYOUT, SECONDS, WHOLE, Engine, published, states
 from versioned_models import weights
 
 
@@ -91,6 +91,42 @@ def test_tensors_replaced_on_one_rank_leave_no_version_on_any(address, pool, mom
         monkeypatch.undo()
         published(publisher, engine, pool, 3)
         assert states(engine) == [("ready", 3)] * 2
+
+
+class FixedStep(dict):
+    """A model whose step cannot be set."""
+
+    def __setitem__(self, key, value):
+        raise OSError(f"{key} is fixed")
+
+
+def rank_with_a_step(address, rank, kind, pipe):
+    model = kind(w=np.zeros((3, 4)), step=0)
+    with fw.Replica(
+        model, address, name="engine", layout=LAYOUT, rank=rank, num_ranks=2
+    ) as replica:
+        try:
+            replica.update(timeout_seconds=SECONDS)
+            error = ""
+        except Exception as failure:
+            error = str(failure)
+        return replica.state, replica.version, error
+
+
+def test_a_value_that_one_rank_cannot_set_leaves_no_version_on_any(address):
+    """Values are set before the commit, so a rank that fails to set one does not fail alone."""
+    model = {"w": WHOLE.copy(), "step": 7}
+    with (
+        Child(rank_with_a_step, address, 0, dict) as first,
+        Child(rank_with_a_step, address, 1, FixedStep) as second,
+        fw.Publisher(model, address) as publisher,
+    ):
+        (failed,) = publisher.publish(1, num_replicas=1, timeout_seconds=SECONDS).failed
+        assert failed.name == "engine"
+        for each in (first, second):
+            state, version, error = each.result()
+            assert (state, version) == ("failed", None)
+            assert "step is fixed" in error
 
 
 @pytest.mark.parametrize(("verdict", "state"), [("write", "ready"), ("commit", "failed")])

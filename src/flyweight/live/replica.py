@@ -321,11 +321,12 @@ class Replica:
                 return None
             result = self._sink.receive(round_)
             self._sink.touched()
+            # Before the commit, so that what fails here fails on all ranks: none serves alone.
+            self._sink.finish(round_.begin.values)
             if self._ranks[1] > 1:
-                self._check_current(version)  # after the commit the other ranks hold the version
+                self._check_current(version)
             round_.commit(result)
             self._check_current(version)
-            self._sink.finish(round_.begin.values)
         except HandleGone as error:
             reason = round_.abort_reason() or error  # memory goes with a publisher that aborts
             self._fail(round_, reason)

@@ -276,7 +276,7 @@ class UpdateSink(Protocol):
         """Tell the framework that tensors were written, successfully or not."""
 
     def finish(self, values: Mapping[str, Leaf]) -> None:
-        """Set the values that are not tensors, once the version is committed."""
+        """Set the values that are not tensors, after all tensors are written."""
 
     def close(self) -> None:
         """Free what was prepared. Safe to repeat."""
