@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from logging import getLogger
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,14 @@ def emit(kind: str, **fields: int | float | str | None) -> None:
     """Call every listener with an event; almost free when there are none."""
     for listener in _listeners:
         listener(Event(kind, fields))
+
+
+def announce(kind: str, **fields: int | float | str | None) -> None:
+    """Do as `emit`, but log what a listener raises: it must not stop a change of state half-way."""
+    try:
+        emit(kind, **fields)
+    except Exception:
+        getLogger("flyweight.events").exception("a listener of %s failed", kind)
 
 
 @contextmanager

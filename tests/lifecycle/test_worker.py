@@ -415,7 +415,7 @@ def test_a_forked_child_leaves_its_parents_worker_alone(publisher, address, cell
 
 def test_a_listener_that_raises_leaves_no_state_half_way(publisher, address, cell):
     def listener(event):
-        if event.kind == "state.changed":
+        if event.kind.startswith(("state.", "update.", "worker.", "operation.")):
             raise ValueError(event.kind)
 
     model = weights(0)
@@ -423,12 +423,15 @@ def test_a_listener_that_raises_leaves_no_state_half_way(publisher, address, cel
     with (
         listening(listener),
         fw.Replica(model, address) as replica,
-        fw.Worker(engine, replica, cell),
+        fw.Worker(engine, replica, cell) as worker,
         Control(cell) as control,
     ):
         publish(publisher, 1)
         until(lambda: serves(control, 1))
+        assert control.status().ranks[0].num_rounds == 1
         assert ended(control, Signal.PAUSE).ending == "done"
+        cell.unlink()
+        until(lambda: worker.operations.state is State.FAILED)
 
 
 def test_an_update_after_a_failure_waits_for_the_request_that_still_runs(publisher, address):

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from flyweight.checks import check_seconds, check_version
 from flyweight.errors import Busy, FlyweightError, PeerLost, TransferTimeout
-from flyweight.events import emit
+from flyweight.events import announce
 from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.replica_status import (
     Operation,
@@ -143,7 +143,7 @@ class Control:
             self.cell.write_request(request)
             self._running = operation
             self._watch_in_thread(operation, request, records, timeout_seconds)
-        emit("operation.started", id=operation.id, name=self.name)
+        announce("operation.started", id=operation.id, name=self.name)
         return operation
 
     def check_idle(self) -> None:
@@ -222,7 +222,7 @@ class Control:
             operation.ending = "failed" if error else "done"
             self._running = None
             self._ended.notify_all()
-        emit(
+        announce(
             "operation.ended", id=operation.id, name=self.name, ending=operation.ending,
             seconds=operation.seconds, reason=reason, version=operation.version,
         )  # fmt: skip

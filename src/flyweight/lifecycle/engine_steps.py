@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from logging import getLogger
 from time import monotonic
 from typing import Any, TypeVar
 
 from flyweight.errors import FlyweightError, LifecycleError, PeerLost
-from flyweight.events import emit
+from flyweight.events import announce
 from flyweight.lifecycle.states import Condition, Signal, State, Tag
 from flyweight.ports import Engine, Weights
 from flyweight.ranks.agreement import RankAgreement
@@ -25,7 +24,6 @@ ResultT = TypeVar("ResultT")
 ROUND_SECONDS = 60.0
 """Time to drain requests and reach the other ranks in an update that no request started."""
 _STOP_SECONDS = 1.0
-_log = getLogger("flyweight.lifecycle")
 
 
 class EngineSteps:
@@ -200,10 +198,7 @@ class EngineSteps:
         if self.condition == before:
             return
         self._observe()
-        try:
-            emit("state.changed", state=self.state, before=before.state, signal=signal)
-        except Exception:  # a user's listener must not stop a change of state
-            _log.exception("a listener of state.changed failed")
+        announce("state.changed", state=self.state, before=before.state, signal=signal)
 
     def fail(self, error: FlyweightError) -> None:
         """Enter FAILED: the engine serves nothing until a complete update succeeds."""

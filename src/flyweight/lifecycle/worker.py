@@ -13,7 +13,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from flyweight.errors import FlyweightError, LifecycleError, SpecError, TransferTimeout
-from flyweight.events import emit
+from flyweight.events import announce
 from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import ALL_TAGS, Signal, State, Tag
@@ -148,7 +148,7 @@ class Worker:
             if not self._is_over.is_set():
                 self._is_over.set()
                 self.failure = failure
-                emit("worker.ended", rank=self._rank, error=str(failure))
+                announce("worker.ended", rank=self._rank, error=str(failure))
                 self._weights.wake()
                 self.operations.retire(failure)
                 self.write_record()

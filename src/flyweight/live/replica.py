@@ -25,7 +25,7 @@ from flyweight.errors import (
     TransportError,
     VersionError,
 )
-from flyweight.events import emit
+from flyweight.events import announce
 from flyweight.live.address import Address
 from flyweight.live.messages import Ask, Want
 from flyweight.live.reconnect import Reconnect
@@ -339,10 +339,10 @@ class Replica:
         report = self.report = round_.report(result, self._sink.verified)
         last, self.last_version = self.last_version, version
         if last is not None and version < last:  # a trainer that was restarted may do so
-            emit("update.went_back", version=version, before=last, name=self.name)
+            announce("update.went_back", version=version, before=last, name=self.name)
             _log.warning("replica %s went back from version %d to %d", self.name, last, version)
         nbytes, seconds = report.nbytes, report.seconds
-        emit("update.done", version=version, nbytes=nbytes, seconds=seconds, name=self.name)
+        announce("update.done", version=version, nbytes=nbytes, seconds=seconds, name=self.name)
         if round_.interrupt is not None:
             raise round_.interrupt
         return report
@@ -389,7 +389,7 @@ class Replica:
             error.note(f"replica {self.name!r}, version {version}: {outcome}")
         if is_touched:
             self._state, self._failure = "failed", failure
-        emit("update.failed", version=version, name=self.name, error=str(error))
+        announce("update.failed", version=version, name=self.name, error=str(error))
 
     def close(self) -> None:
         """Disconnect from the publisher and unmap its memory. Safe to repeat.
