@@ -1,19 +1,19 @@
 """A directory as the store in which the ranks of a group find each other, without a process group.
 
-All ranks must be on one host, or share a file system. A file is written whole or not at all.
+All ranks must be on one host, or share a file system. A file begins with the digest of its text, so
+a text that is not whole does not count, and a process that is killed leaves no other file.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 from hashlib import blake2b
 from pathlib import Path
 
 from flyweight.errors import PeerLost, SpecError
 from flyweight.host import exposure
 
-_MAX_TEXT_BYTES = 4096
+_DIGEST_BYTES = 16
 
 
 class FileStore:
@@ -33,26 +33,29 @@ class FileStore:
             raise PeerLost(f"cannot use directory {str(directory)!r}: {cause.strerror}") from cause
 
     def set(self, key: str, text: str, deadline: float) -> None:
-        path = self._path(key)
-        draft = path.with_suffix(f".{secrets.token_hex(8)}")
+        path, data = self._path(key), text.encode()
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-            with open(file, "wb") as opened:
-                opened.write(text.encode())
-            draft.rename(path)
+            with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+                file.write(_digest(data) + data)
         except OSError as cause:
-            draft.unlink(missing_ok=True)
             raise PeerLost(f"cannot write {str(path)!r}: {cause.strerror}") from cause
 
     def get(self, key: str, deadline: float) -> str | None:
         path = self._path(key)
         try:
-            with open(path, "rb") as file:
-                return file.read(_MAX_TEXT_BYTES).decode(errors="replace")
+            data = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as cause:
             raise PeerLost(f"cannot read {str(path)!r}: {cause.strerror}") from cause
+        digest, text = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        # A writer that is at it, or was killed, has set nothing.
+        return text.decode() if digest == _digest(text) else None
 
     def _path(self, key: str) -> Path:
-        return self._directory / blake2b(key.encode(), digest_size=16).hexdigest()
+        return self._directory / _digest(key.encode()).hex()
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -4,7 +4,8 @@ Every rank writes to a store that all of them can read, such as a process group'
 has arrived, under a key of its own and with a number used once. The coordinator answers
 each number with the address where it listens and a token that only readers of the store
 know; then every rank connects. What an earlier call left in the store answers no new
-number, so a rank that missed one call is not out of step for the next.
+number, so a rank that missed one call is not out of step for the next. Each rank has the same
+keys in every call, so the store does not grow.
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ _POLL_SECONDS = 0.01
 
 _locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
 """One rendezvous at a time for each rank of a group: a rank has one key in the store."""
-_answered: dict[tuple[str, int], str] = {}
-"""The number of each rank that this process answered last, as coordinator of a group."""
 
 
 class RendezvousStore(Protocol):
@@ -62,8 +61,8 @@ class Rendezvous:
     group: str = ""
     """A name that all ranks of the group use for it, and no other group does."""
 
-    def key(self, kind: str, name: object) -> str:
-        return f"{self.group}/{kind}/{name}"
+    def key(self, kind: str, *ranks: int) -> str:
+        return "/".join((self.group, kind, *map(str, ranks)))
 
 
 def join_group(
@@ -107,15 +106,17 @@ def _connected(
     assert store is not None
     arrival = f"{number} {coordinator} {location()}"
     store.set(rendezvous.key("arrival", rendezvous.rank), arrival, deadline)
-    while (answer := store.get(rendezvous.key("answer", number), deadline)) is None:
+    key = rendezvous.key("answer", coordinator, rendezvous.rank)
+    while not (answer := store.get(key, deadline) or "").startswith(number):
         if monotonic() > deadline:
             raise TransferTimeout(
                 f"coordinator rank {coordinator} did not answer within {timeout_seconds:g} s; "
                 f"all {rendezvous.num_ranks} ranks must make the call"
             )
         sleep(_POLL_SECONDS)
+    answer = answer.removeprefix(f"{number} ")
     if answer.startswith(_CALLED_OFF):
-        store.set(rendezvous.key("heard", number), "yes", deadline)
+        store.set(rendezvous.key("heard", rendezvous.rank), number, deadline)
         raise TransferTimeout(answer.removeprefix(_CALLED_OFF))
     name, port, token = answer.rsplit(" ", 2)
     try:
@@ -174,9 +175,9 @@ class _Coordinator:
             if arrival is None:
                 continue
             number, coordinator, place = arrival.split(" ", 2)
-            answered = _answered.get((self._rendezvous.group, rank))
-            if number in (answered, self._arrivals.get(rank, ("", ""))[0]):
-                continue
+            answer = self._store.get(self._answer_key(rank), self._deadline) or ""
+            if number in (answer.partition(" ")[0], self._arrivals.get(rank, ("", ""))[0]):
+                continue  # of an earlier call
             if int(coordinator) != self._rendezvous.rank:
                 raise TransportError(
                     f"rank {rank} takes rank {coordinator} for the coordinator, rank "
@@ -189,8 +190,10 @@ class _Coordinator:
     def _answer(self, ranks: Iterable[int], answer: str) -> None:
         for rank in ranks:
             number, _ = self._arrivals[rank]
-            _answered[self._rendezvous.group, rank] = number
-            self._store.set(self._rendezvous.key("answer", number), answer, self._deadline)
+            self._store.set(self._answer_key(rank), f"{number} {answer}", self._deadline)
+
+    def _answer_key(self, rank: int) -> str:
+        return self._rendezvous.key("answer", self._rendezvous.rank, rank)
 
     def _accept_all(self) -> None:
         address = _own_address(place for _, place in self._arrivals.values())
@@ -255,8 +258,10 @@ class _Coordinator:
             waiting = [rank for rank in self._arrivals if rank not in self._connections]
             self._answer(waiting, f"{_CALLED_OFF}{error}")
             for rank in waiting:  # the store may be in this process, and end with it
-                key = self._rendezvous.key("heard", self._arrivals[rank][0])
-                while self._store.get(key, self._deadline) is None and monotonic() < self._deadline:
+                key, number = self._rendezvous.key("heard", rank), self._arrivals[rank][0]
+                while self._store.get(key, self._deadline) != number:
+                    if monotonic() > self._deadline:
+                        return
                     sleep(_POLL_SECONDS)
 
 
