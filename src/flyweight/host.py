@@ -7,12 +7,18 @@ number or a lock has no meaning under another boot.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import stat
+import struct
+
+from flyweight.errors import StoreError
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OPEN_FILES = "/proc/self/fd"
+_LOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37  # Linux; not every build of Python names them
 
 
 def boot_id() -> str:
@@ -97,3 +103,37 @@ def exposure(found: os.stat_result, *, bits: int = 0o077) -> str:
     if found.st_uid in (os.geteuid(), 0) and not mode & bits:
         return ""
     return f"is of user {found.st_uid} with mode {mode:o}"
+
+
+def locked(file: int, offset: int, nbytes: int, *, is_shared: bool = False) -> bool:
+    """Lock a range of bytes (0 for all); return False if another open file holds a lock there.
+
+    The lock belongs to the open file description: it ends with the last process that holds it, also
+    if that is killed, and a forked child's close does not end it.
+    """
+    return _lock_call(file, _F_OFD_SETLK, offset, nbytes, is_shared=is_shared) is not None
+
+
+def locked_bytes(file: int, offset: int) -> int | None:
+    """Return the length (0 for all) of another open file's lock on a byte; None without a lock.
+
+    Neither waits nor locks. The kernel answers for processes of every PID namespace.
+    """
+    found = _lock_call(file, _F_OFD_GETLK, offset, 1)
+    if found is None:
+        return None
+    kind, _, _, nbytes, _ = _LOCK.unpack(found)
+    return None if kind == fcntl.F_UNLCK else int(nbytes)
+
+
+def _lock_call(
+    file: int, call: int, offset: int, nbytes: int, *, is_shared: bool = False
+) -> bytes | None:
+    """Return the kernel's answer, or None if another open file holds the lock."""
+    kind = fcntl.F_RDLCK if is_shared else fcntl.F_WRLCK
+    try:
+        return fcntl.fcntl(file, call, _LOCK.pack(kind, os.SEEK_SET, offset, nbytes, 0))
+    except OSError as cause:
+        if cause.errno in (errno.EAGAIN, errno.EACCES):
+            return None
+        raise StoreError(cause.errno, f"cannot lock a file: {cause.strerror}") from cause

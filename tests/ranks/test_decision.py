@@ -341,8 +341,33 @@ def test_thousands_of_rounds_leave_the_files_of_one(decisions, tmp_path):
         assert decisions.decide("a", number, "keep" if number % 3 else "write")
         assert decisions.decide("a", number, "commit") == "commit"
     assert len(stored(tmp_path)) == 2
-    decisions.forget("a")
-    decisions.forget("unknown")
+
+
+def test_replicas_that_come_and_go_leave_the_files_of_those_that_can_ask(decisions, tmp_path):
+    """Also if they are killed. A replica that has lost its publisher still finds its verdict."""
+
+    def rank(name, pipe):
+        mine = RoundDecisions(tmp_path, SESSION, name)
+        pipe.send("opened")
+        pipe.recv()
+        mine.decide(name, 0, "fail")  # late, and of a round that the leader knows nothing of
+
+    with Child(rank, "stays") as staying:
+        assert staying.told() == "opened"
+        decisions.begin("stays", 1)
+        assert decisions.decide("stays", 1, "commit") == "commit"
+        for number, name in enumerate("abcde", 2):
+            with Child(rank, name) as going, Child(rank, name) as other:
+                assert going.told() == other.told() == "opened"
+                decisions.begin(name, number)
+                assert decisions.decide(name, number, "write") == "write"
+                going.kill()
+                going.join()
+                other.send("go on")
+                other.result()
+            assert len(stored(tmp_path)) == 3
+        assert decisions.decide("stays", 1, "fail") == "commit"
+    decisions.begin("last", 9)
     assert stored(tmp_path) == set()
 
 
@@ -364,11 +389,11 @@ def test_decisions_that_are_closed_or_were_never_made_are_not_there(decisions, t
         RoundDecisions(tmp_path, "b")
     decisions.close()
     decisions.close()
-    asks = {decisions.decide: ("a", 1, "fail"), decisions.begin: ("a", 1), decisions.forget: ("a",)}
+    asks = {decisions.decide: ("a", 1, "fail"), decisions.begin: ("a", 1)}
     for ask, words in asks.items():
         with pytest.raises(StoreError, match="are closed"):
             ask(*words)
-    assert len(resources()["files"]) == len(before["files"]) - 1
+    assert len(resources()["files"]) == len(before["files"]) - 2
 
 
 def test_a_rank_that_comes_while_the_decisions_are_removed_does_not_join(decisions, tmp_path):

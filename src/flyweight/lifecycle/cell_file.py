@@ -7,8 +7,6 @@ engine is never replaced.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import secrets
 import stat
@@ -20,7 +18,7 @@ from time import monotonic, monotonic_ns, sleep
 from uuid import UUID
 
 from flyweight.errors import LifecycleError, StoreError
-from flyweight.host import boot_id, exposure
+from flyweight.host import boot_id, exposure, locked, locked_bytes
 
 PROTOCOL = 2
 HEADER = struct.Struct("<8sIIQ16s")  # magic, protocol, ranks, epoch, boot id
@@ -30,8 +28,6 @@ _MAGIC = b"FLYWCELL"
 _TRIES = 1000
 _LIVES = 1 << 62
 """Offset of the bytes that processes lock to show that they run; far beyond the file's end."""
-_LOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
-_F_OFD_GETLK, _F_OFD_SETLK = 36, 37  # Linux; not every build of Python names them
 
 
 @dataclass(frozen=True)
@@ -175,38 +171,11 @@ def begin_life(lock: int) -> int:
 
 
 def is_life_running(file: int, number: int) -> bool:
-    """True while the process that holds this life runs. Neither waits nor locks.
-
-    The kernel answers for processes of every PID namespace.
-    """
+    """True while the process that holds this life runs."""
     if not 0 < number < _LIVES:
         return False
-    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LIVES + number, 1, 0)
-    try:
-        kind, _, _, nbytes, _ = _LOCK.unpack(fcntl.fcntl(file, _F_OFD_GETLK, asked))
-    except OSError as cause:
-        raise _not_locked(cause) from cause
     # A process that replaces a cell locks all of it, which is not a life.
-    return bool(kind != fcntl.F_UNLCK and nbytes == 1)
-
-
-def locked(file: int, offset: int, nbytes: int) -> bool:
-    """Lock a range of bytes (0 for all); return False if another open file holds a lock there.
-
-    The lock belongs to the open file description: a forked child's close does not end it.
-    """
-    lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, nbytes, 0)
-    try:
-        fcntl.fcntl(file, _F_OFD_SETLK, lock)
-    except OSError as cause:
-        if cause.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise _not_locked(cause) from cause
-    return True
-
-
-def _not_locked(cause: OSError) -> StoreError:
-    return StoreError(cause.errno, f"cannot lock a status cell: {cause.strerror}")
+    return locked_bytes(file, _LIVES + number) == 1
 
 
 def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:

@@ -145,7 +145,7 @@ class ReplicaConnection:
         self.session = welcome.session
         if self.num_ranks > 1:
             # Opened now: a rank that loses its publisher still finds what was decided.
-            self.decisions = RoundDecisions(self.address.directory, welcome.session)
+            self.decisions = RoundDecisions(self.address.directory, welcome.session, self.name)
 
     def welcomed(self, deadline: float, is_over: Callable[[], bool] = _never) -> messages.Welcome:
         """Return the publisher's answer to the hello, and send heartbeats as it expects."""

@@ -15,6 +15,7 @@ process leaves a whole decision or none, a stopped one delays nobody, and nothin
 
 The directory is of one session of the publisher. It outlives the publisher: a process that uses
 it holds a shared lock, which the kernel releases, and only a process that finds no lock removes it.
+A rank also locks a byte for its replica, so that the leader knows which replicas can still ask.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Literal
 
 from flyweight.errors import PeerLost, SpecError, StoreError
 from flyweight.forks import call_in_child
-from flyweight.host import exposure, opened
+from flyweight.host import exposure, locked, locked_bytes, opened
 
 Verdict = Literal["write", "keep", "commit", "fail"]
 _QUESTION_OF: dict[Verdict, str] = {
@@ -42,21 +43,22 @@ _QUESTION_OF: dict[Verdict, str] = {
 }
 _SESSION = re.compile(r"[0-9a-f]{1,64}")
 _PREFIX = "decisions-"
-_MADE = re.compile(r"write|keep|commit|fail|[0-9a-f]{32}\.[0-9]+\.(write|commit)")
+_DECISION = re.compile(r"[0-9a-f]{32}\.[0-9]+\.(write|commit)")
 
 
 class RoundDecisions:
     """The decisions of one session of a publisher, opened by one of its ranks or replicas."""
 
-    def __init__(self, directory: Path, session: str) -> None:
+    def __init__(self, directory: Path, session: str, replica: str | None = None) -> None:
         """Open the decisions of a publisher; `create` makes them. Raise PeerLost if there are none.
 
         directory: the publisher's private directory.
+        replica: the replica that asks; None for a publisher, which begins its rounds.
         """
         self.path = _path(directory, session)
         self._rounds: dict[str, int] = {}
         """The round that each replica is in, of those that this process leads."""
-        self._lock = threading.Lock()
+        self._lock, self._locks = threading.Lock(), -1
         try:
             self._file = opened(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError as cause:
@@ -72,6 +74,9 @@ class RoundDecisions:
                 )
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._verdicts = {self._inode(each): each for each in _QUESTION_OF}
+            self._locks = opened(self.path / "write", os.O_RDWR | os.O_NOFOLLOW)
+            if replica is not None:
+                locked(self._locks, _byte(_digest(replica)), 1, is_shared=True)
         except OSError as cause:  # another process is removing it
             self._close_file()
             raise PeerLost(f"the decisions in {str(self.path)!r} were removed") from cause
@@ -100,11 +105,18 @@ class RoundDecisions:
     def begin(self, replica: str, round_number: int) -> None:
         """Remove what was decided in the replica's last round. Only the leader calls this.
 
-        All ranks of the replica wait for a version, so they have settled their last round.
+        All ranks of the replica wait for a version, so they have settled their last round. If the
+        replica is new, remove what was decided for those that are gone.
         """
         with self._lock:
             self._check_open()
-            self._forget(replica)
+            last = self._rounds.get(replica)
+            if last is None:
+                with suppress(OSError):  # then it is tried again for the next new replica
+                    self._forget_gone()
+            else:
+                for question in ("write", "commit"):
+                    self._unlink(_name(replica, last, question))
             self._rounds[replica] = round_number
 
     def decide(self, replica: str, round_number: int, proposal: Verdict) -> Verdict:
@@ -122,12 +134,6 @@ class RoundDecisions:
             except OSError as cause:
                 error = _error(cause, f"decide round {round_number} of {replica!r}", self.path)
             return self._decided(name, question, error)
-
-    def forget(self, replica: str) -> None:
-        """Remove the decisions on a replica whose processes have all ended."""
-        with self._lock:
-            self._check_open()
-            self._forget(replica)
 
     def close(self) -> None:
         """Stop using the decisions; the last process that does removes them. Safe to repeat.
@@ -152,12 +158,21 @@ class RoundDecisions:
     def _inode(self, name: str) -> int:
         return os.stat(name, dir_fd=self._file, follow_symlinks=False).st_ino
 
-    def _forget(self, replica: str) -> None:
-        last = self._rounds.pop(replica, None)
-        if last is not None:
-            for question in ("write", "commit"):
-                with suppress(OSError):  # what stays is of a round that is over
-                    os.unlink(_name(replica, last, question), dir_fd=self._file)
+    def _forget_gone(self) -> None:
+        """Remove the decisions on replicas none of whose processes can ask for them any more."""
+        names = [name for name in os.listdir(self._file) if _DECISION.fullmatch(name)]
+        digests = {name.partition(".")[0] for name in names}
+        gone = {each for each in digests if locked_bytes(self._locks, _byte(each)) is None}
+        for name in names:
+            if name.partition(".")[0] in gone:
+                self._unlink(name)
+        self._rounds = {
+            name: last for name, last in self._rounds.items() if _digest(name) not in gone
+        }
+
+    def _unlink(self, name: str) -> None:
+        with suppress(OSError):  # what stays is of a round that is over
+            os.unlink(name, dir_fd=self._file)
 
     def _check_open(self) -> None:
         if self._file < 0:
@@ -169,9 +184,10 @@ class RoundDecisions:
         self._close_file()
 
     def _close_file(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        for file in (self._file, self._locks):
+            if file >= 0:
+                os.close(file)
+        self._file = self._locks = -1
 
 
 def remove_unused(directory: Path) -> None:
@@ -200,7 +216,7 @@ def _remove(file: int, path: Path) -> None:
         # The verdicts first: without them nobody opens what is half removed.
         for name in sorted(os.listdir(file), key=lambda name: name not in _QUESTION_OF):
             is_file = stat.S_ISREG(os.stat(name, dir_fd=file, follow_symlinks=False).st_mode)
-            if is_file and _MADE.fullmatch(name):
+            if is_file and (name in _QUESTION_OF or _DECISION.fullmatch(name)):
                 os.unlink(name, dir_fd=file)
         os.rmdir(path)
 
@@ -212,9 +228,17 @@ def _path(directory: Path, session: str) -> Path:
 
 
 def _name(replica: str, round_number: int, question: str) -> str:
+    return f"{_digest(replica)}.{round_number:d}.{question}"
+
+
+def _digest(replica: str) -> str:
     # Not the replica's name: another process chose it, and it may be any text.
-    digest = blake2b(replica.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    return f"{digest}.{round_number:d}.{question}"
+    return blake2b(replica.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _byte(digest: str) -> int:
+    """Return the byte that the ranks of a replica lock, anywhere beyond the end of a file."""
+    return int(digest[:15], 16)
 
 
 def _error(cause: OSError, what: str, path: Path) -> StoreError:
