@@ -61,21 +61,41 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether to serve afterwards; after a pause, whether to serve as before."""
 
 
-class RankRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    """The state of one rank, written by its worker."""
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank's worker tells everybody."""
 
     pid: int = 0
     """For people only: another PID namespace, or a later process, may use the same number."""
-    started: int = 0
-    """The life of the process (see cell_file): when it claimed the rank, in nanoseconds."""
-    state: State = State.CLEARED
+    is_alive: bool = False
+    """True while the worker runs. Never stored: readers ask the kernel."""
     absent: tuple[Tag, ...] = (Tag.WEIGHTS,)
     version: int | None = None
     """The version that is complete on all ranks."""
     pinned: int | None = None
     """The version that was requested by number; the rank does not follow newer ones."""
+    step: str = ""
+    percent: float = 0.0
+    num_running: int = 0
+    reason: str = ""
+    """Why the engine is FAILED, or why it did not load the last version."""
+    nbytes: int = 0
+    round_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    num_rounds: int = 0
+    went_back_from: int | None = None
+    """The previous version, if it was newer than this one: the trainer has restarted."""
+    num_went_back: int = 0
+    """How often that happened in this process."""
+
+
+class RankRecord(
+    RankFacts, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The state of one rank, written by its worker."""
+
+    started: int = 0
+    """The life of the process (see cell_file): when it claimed the rank, in nanoseconds."""
+    state: State = State.CLEARED
     is_paused_by_hand: bool = False
     """True between a pause and a resume by a user; survives a restart."""
     taken: int = 0
@@ -86,23 +106,8 @@ class RankRecord(
     """The error type of the last answer, or ""."""
     answer: str = ""
     """The error text of the last answer."""
-    reason: str = ""
-    """Why the engine is FAILED, or why it did not load the last version."""
     is_listening: bool = True
     """False once its worker has ended, even if the process runs on."""
-    step: str = ""
-    percent: float = 0.0
-    num_running: int = 0
-    nbytes: int = 0
-    round_seconds: float = 0.0
-    pause_seconds: float = 0.0
-    num_rounds: int = 0
-    went_back_from: int | None = None
-    """The previous version, if it was newer than this one: the trainer has restarted."""
-    num_went_back: int = 0
-    """How often that happened in this process."""
-    is_alive: bool = False
-    """True while the worker runs. Never stored: readers ask the kernel."""
 
 
 RecordT = TypeVar("RecordT", Request, RankRecord)
@@ -126,7 +131,8 @@ class _DoubleRecord(Generic[RecordT]):
         """Return the current record, or None, and its counter."""
         for _ in range(_TRIES):
             count = self.count
-            data = self._half(count)
+            start = self._start(count)
+            data = self._memory[start : start + _RECORD_BYTES]
             # The record repeats its counter: other CPUs may see the stores in another order.
             number, length, crc = _RECORD.unpack_from(data)
             body = data[_RECORD.size : _RECORD.size + length]
@@ -149,9 +155,8 @@ class _DoubleRecord(Generic[RecordT]):
                 f"the status cell has no readable {_KIND_NAMES[self._kind]}: {cause}"
             ) from cause
 
-    def _half(self, count: int) -> bytes:
-        start = self._offset + 8 + (count & 1) * _RECORD_BYTES
-        return self._memory[start : start + _RECORD_BYTES]
+    def _start(self, count: int) -> int:
+        return self._offset + 8 + (count & 1) * _RECORD_BYTES
 
     def write(self, record: RecordT) -> None:
         """Show another record. For this word's one writer, one thread at a time."""
@@ -159,7 +164,7 @@ class _DoubleRecord(Generic[RecordT]):
         count = (self.count + 1) & 0xFFFFFFFF
         data = _RECORD.pack(count, len(body), _crc(count, body)) + body
         assert len(data) <= _RECORD_BYTES
-        start = self._offset + 8 + (count & 1) * _RECORD_BYTES
+        start = self._start(count)
         self._memory[start : start + len(data)] = data
         self._words[0] = count
         futex.wake(self.address)

@@ -129,21 +129,18 @@ class CellFile:
 
     def check_current(self, file: int) -> None:
         """Raise unless the path still leads to this open file."""
-        try:
-            found = os.stat(self.path)
-        except OSError as cause:
-            raise LifecycleError(
-                f"status cell {str(self.path)!r} was removed while in use: {cause.strerror}"
-            ) from cause
-        if not is_same_file(found, os.fstat(file)):
-            raise LifecycleError(
-                f"status cell {str(self.path)!r} was replaced by another run; attach again"
-            )
+        if self.leads_to(file):
+            return
+        is_there = os.path.exists(self.path)
+        what = (
+            "was replaced by another run; attach again" if is_there else "was removed while in use"
+        )
+        raise LifecycleError(f"status cell {str(self.path)!r} {what}")
 
     def leads_to(self, file: int) -> bool:
         try:
-            return is_same_file(os.stat(self.path), os.fstat(file))
-        except FileNotFoundError:
+            return os.path.samestat(os.stat(self.path), os.fstat(file))
+        except OSError:
             return False
 
     def claimed(self, lock: int, number: int) -> bool:
@@ -176,11 +173,6 @@ def is_life_running(file: int, number: int) -> bool:
         return False
     # A process that replaces a cell locks all of it, which is not a life.
     return locked_bytes(file, _LIVES + number) == 1
-
-
-def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
-    """True if both results describe the same file."""
-    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
 
 def _boot() -> bytes:

@@ -98,9 +98,7 @@ class EngineSteps:
         self.pause(deadline if may_drain else monotonic())
 
     def pause(self, deadline: float, *, should_abort: bool = False) -> None:
-        after = self.condition.after(Signal.PAUSE)
-        if after.state is not State.PAUSING:
-            return
+        """Pause an engine that serves; it serves again if it cannot pause."""
         self.signal(Signal.PAUSE)
         try:
             if should_abort:

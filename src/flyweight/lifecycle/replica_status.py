@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from flyweight.lifecycle.cell import RankRecord
+from flyweight.lifecycle.cell import RankFacts, RankRecord
 from flyweight.lifecycle.states import State
 
 ABSENT = "ABSENT"
@@ -32,29 +32,13 @@ Ending = Literal["running", "done", "failed"]
 RankRecords = Sequence[RankRecord | None]
 
 
-class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of one rank: its record, and whether its process runs."""
+class RankStatus(RankFacts, frozen=True, kw_only=True):
+    """The status of one rank: what its worker tells, and whether its process runs."""
 
     rank: int
-    pid: int
     life: int
     """A new number for each start of the rank, also if the pid repeats."""
-    is_alive: bool
     state: str
-    absent: tuple[str, ...]
-    version: int | None
-    pinned: int | None
-    step: str
-    percent: float
-    num_running: int
-    reason: str
-    nbytes: int
-    round_seconds: float
-    pause_seconds: float
-    num_rounds: int
-    went_back_from: int | None = None
-    """The previous version, if it was newer."""
-    num_went_back: int = 0
 
 
 class Operation(msgspec.Struct, kw_only=True):
@@ -109,27 +93,14 @@ def replica_status(
 
 def _rank_status(rank: int, record: RankRecord | None) -> RankStatus:
     known = RankRecord() if record is None else record
-    is_alive = known.is_alive
-    return RankStatus(
-        rank=rank,
-        pid=known.pid,
-        life=known.started,
-        is_alive=is_alive,
-        state=ABSENT if record is None else known.state if is_alive else State.FAILED,
-        absent=known.absent,
-        version=known.version if is_alive else None,
-        pinned=known.pinned,
-        step=known.step,
-        percent=known.percent,
-        num_running=known.num_running,
-        reason=known.reason if is_alive or record is None else why_gone(known, known.started),
-        nbytes=known.nbytes,
-        round_seconds=known.round_seconds,
-        pause_seconds=known.pause_seconds,
-        num_rounds=known.num_rounds,
-        went_back_from=known.went_back_from if is_alive else None,
-        num_went_back=known.num_went_back,
-    )
+    facts = {name: getattr(known, name) for name in RankFacts.__struct_fields__}
+    state: str = known.state
+    if record is None:
+        state = ABSENT
+    elif not record.is_alive:
+        state, reason = State.FAILED, why_gone(record, record.started)
+        facts.update(version=None, went_back_from=None, reason=reason)
+    return RankStatus(rank=rank, life=known.started, state=state, **facts)
 
 
 def why_gone(record: RankRecord | None, life: int | None) -> str:

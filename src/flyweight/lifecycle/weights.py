@@ -80,7 +80,9 @@ class StoredWeights:
     @property
     def version(self) -> int | None:
         """The version that the model holds; None if its tensors were replaced or moved."""
-        self._look()
+        identity = self._identity
+        if self._version is not None and identity is not None and not identity.is_same():
+            self.forget("its tensors were replaced, or have moved")
         return self._version
 
     @property
@@ -92,11 +94,6 @@ class StoredWeights:
     def newest(self) -> int:
         """The newest version in the directory, or -1."""
         return max(versions(self._path), default=-1)
-
-    def _look(self) -> None:
-        if self._version is None or self._identity is None or self._identity.is_same():
-            return
-        self.forget("its tensors were replaced, or have moved")
 
     def take(self, options: UpdateOptions) -> UpdateReport:
         """Load a version, or the newest; wait for a newer one if the model holds the newest.

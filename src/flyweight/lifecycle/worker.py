@@ -76,8 +76,8 @@ class Worker:
             self._cell.claim(rank)
             self._taken = self._done = 0
             self._error = self._answer = self._last_problem = ""
-            self._continue_after_restart()
             last = self._cell.record(rank)
+            self._continue_after_restart(last)
             self.operations = Operations(
                 engine,
                 weights,
@@ -101,9 +101,9 @@ class Worker:
         warnings.warn("Worker.machine is now Worker.operations", DeprecationWarning, stacklevel=2)
         return self.operations
 
-    def _continue_after_restart(self) -> None:
+    def _continue_after_restart(self, last: RankRecord | None) -> None:
         """Continue with the record of this rank's previous process, if there was one."""
-        request, last = self._cell.last_request(), self._cell.record(self._rank)
+        request = self._cell.last_request()
         if request is None:
             self._taken = self._done = 0 if last is None else last.taken
             return

@@ -37,6 +37,12 @@ class Reconnect:
         self.connection: ReplicaConnection | None = None
         """The connection that has joined last, if it was not closed since."""
 
+    @property
+    def is_joined(self) -> bool:
+        """True while there is a connection that has joined and is not lost."""
+        connection = self.connection  # another thread may close it
+        return connection is not None and not connection.is_lost
+
     def joined(self, deadline: float, is_over: Callable[[], bool]) -> ReplicaConnection:
         """Return a connection that has joined; wait for a publisher if necessary."""
         while True:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from logging import getLogger
 from time import monotonic, perf_counter
 from typing import Literal
@@ -27,7 +26,7 @@ from flyweight.errors import (
 )
 from flyweight.events import announce
 from flyweight.live.address import Address
-from flyweight.live.messages import Ask, Want
+from flyweight.live.messages import Want
 from flyweight.live.reconnect import Reconnect
 from flyweight.live.replica_round import ReplicaRound
 from flyweight.live.report import TIMEOUT_SECONDS, check_verified
@@ -83,8 +82,10 @@ class Replica:
         for what, text in (("name", name), ("token", token)):
             if text is not None and (not isinstance(text, str) or not text.isprintable()):
                 raise SpecError(f"{what} is {text!r}, not printable text")
-        self._ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
-        if self._ranks[1] > 1 and name is None:
+        ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
+        self.num_ranks = ranks[1]
+        """The number of ranks of the engine, which take each version together."""
+        if self.num_ranks > 1 and name is None:
             raise SpecError(
                 f"the {num_ranks} ranks of a replica need a name that they share: name="
             )
@@ -102,13 +103,12 @@ class Replica:
             Address.parse(address),
             token,
             self.name,
-            self._ranks,
+            ranks,
             choose=self._choose,
             is_current=self._sink.is_current,
         )
         self._version: int | None = None
         self._session = ""
-        self._num_requests = 0
         self._state: State = "empty"
         self._failure: FlyweightError | None = None
         self.report: UpdateReport | None = None
@@ -120,10 +120,10 @@ class Replica:
         self._round: ReplicaRound | None = None
         self._checked_at = 0.0
         self._is_open, self._pid = True, os.getpid()
-        with suppress(PeerLost, TransferTimeout):  # the publisher may start later
+        try:
             self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
-        if not self.is_connected:
-            self._sink.check()  # to join has checked it already
+        except (PeerLost, TransferTimeout):  # the publisher may start later
+            self._sink.check()  # as joining does
 
     @property
     def version(self) -> int | None:
@@ -132,39 +132,34 @@ class Replica:
         None before the first update, after one that failed, and once the tensors that held the
         version were replaced or have moved.
         """
-        return None if self._has_moved else self._version
+        return None if self._moved() else self._version
 
     @property
     def state(self) -> State:
         """'empty', 'ready', 'updating', or 'failed'."""
-        return "empty" if self._has_moved else self._state
+        return "empty" if self._moved() else self._state
 
     @property
     def failure(self) -> FlyweightError | None:
         """Why the model holds no complete version; None if it holds one or never did."""
-        version = self._version
-        return _moved(version) if version is not None and self._has_moved else self._failure
+        return self._moved() or self._failure
 
-    @property
-    def _has_moved(self) -> bool:
-        """True if the tensors that hold the version are no longer those of the model."""
-        return self._version is not None and not self._sink.is_current()
+    def _moved(self) -> VersionError | None:
+        """Return an error if the tensors that hold the version are no longer the model's."""
+        version = self._version
+        if version is None or self._sink.is_current():
+            return None
+        return VersionError(f"{_REPLACED} since version {version} was taken; update again")
 
     @property
     def is_connected(self) -> bool:
         """True while a publisher is connected and has accepted this replica."""
-        connection = self._publisher.connection
-        return connection is not None and not connection.is_lost
+        return self._publisher.is_joined
 
     @property
     def session(self) -> str:
         """An id of the publisher that the version came from; a restarted one has another."""
         return self._session if self._version is not None else ""
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks of the engine, which take each version together."""
-        return self._ranks[1]
 
     @property
     def progress(self) -> float:
@@ -173,9 +168,8 @@ class Replica:
 
     def check_servable(self) -> None:
         """Raise VersionError unless the model holds a complete version; call it before serving."""
-        state, failure = self.state, self.failure
-        if self.version is None or state != "ready":
-            why = "it never took one" if failure is None else str(failure)
+        if (state := self.state) != "ready":
+            why = self.failure or "it never took one"
             raise VersionError(
                 f"replica {self.name!r} is {state} and holds no whole version: {why}"
             )
@@ -261,29 +255,23 @@ class Replica:
     def _check_open(self) -> None:
         if self._pid != os.getpid():
             raise TransportError(
-                f"replica {self.name!r} belongs to process {self._pid}; a child process makes its "
-                f"own"
+                f"replica {self.name!r} belongs to process {self._pid}; a child makes its own"
             )
         if not self._is_open:
             raise TransportError(f"replica {self.name!r} is closed")
 
     def _forget_if_moved(self) -> None:
-        version = self._version
-        if version is not None and self._has_moved:
-            self.forget(str(_moved(version)))
+        if (moved := self._moved()) is not None:
+            self.forget(str(moved))
 
     def _update(self, options: UpdateOptions) -> UpdateReport:
         started, deadline = perf_counter(), monotonic() + options.timeout_seconds
         while True:
             self._check_open()
             connection = self._publisher.joined(deadline, options.is_over)
-            have = self._version if self._session == connection.session else None
-            self._num_requests += 1
-            may_keep = have is not None and (options.may_keep or have == options.version)
-            ask = Ask(self._num_requests, options.version, have, self._version, may_keep)
             self._sink.synchronize(deadline)
             try:
-                begin = connection.request(ask, deadline, options.is_over)
+                begin = connection.request(options, self._version, self._session, deadline)
             except (PeerLost, TransferTimeout) as error:
                 # If the publisher is still connected, nobody has published in time.
                 is_lost = isinstance(error, PeerLost) or connection.is_lost
@@ -323,16 +311,16 @@ class Replica:
             self._sink.touched()
             # Before the commit, so that what fails here fails on all ranks: none serves alone.
             self._sink.finish(round_.begin.values)
-            if self._ranks[1] > 1:
+            if self.num_ranks > 1:
                 self._check_current(version)
             round_.commit(result)
             self._check_current(version)
-        except HandleGone as error:
-            reason = round_.abort_reason() or error  # memory goes with a publisher that aborts
-            self._fail(round_, reason)
-            raise reason from error
         except BaseException as error:
-            self._fail(round_, error)
+            # Memory goes with a publisher that aborts, and it may have said why.
+            reason = round_.abort_reason() if isinstance(error, HandleGone) else None
+            self._fail(round_, reason or error)
+            if reason is not None:
+                raise reason from error
             raise
         self._version, self._state, self._failure = version, "ready", None
         self._session, self.unused = round_.connection.session, round_.connection.unused
@@ -357,10 +345,10 @@ class Replica:
         self._checked_at = perf_counter()
         if self._sink.is_in_place():
             round_.wait_write()
-            if self._ranks[1] == 1 or self._sink.is_in_place():  # other ranks may drain for long
+            if self.num_ranks == 1 or self._sink.is_in_place():  # other ranks may drain for long
                 return True
         replaced = VersionError(f"{_REPLACED} before version {version} was copied")
-        if options.before is not None or self._ranks[1] > 1:
+        if options.before is not None or self.num_ranks > 1:
             raise replaced
         round_.fail(replaced, is_touched=False)
         return False
@@ -378,17 +366,15 @@ class Replica:
     def _fail(self, round_: ReplicaRound, error: BaseException) -> None:
         """Tell the publisher, and remember whether the weights were overwritten."""
         version, is_touched = round_.begin.version, self._state == "updating"
+        round_.fail(error, is_touched=is_touched)
+        if not isinstance(error, FlyweightError):
+            error = TransportError(f"{type(error).__name__}: {error}")
         outcome = f"it still holds version {self.version}"
         if is_touched:
+            self._state, self._failure = "failed", error
             self._sink.touched()
             outcome = "the weights are not whole, update again before serving"
-        round_.fail(error, is_touched=is_touched)
-        failure: FlyweightError = TransportError(f"{type(error).__name__}: {error}")
-        if isinstance(error, FlyweightError):
-            failure = error
-            error.note(f"replica {self.name!r}, version {version}: {outcome}")
-        if is_touched:
-            self._state, self._failure = "failed", failure
+        error.note(f"replica {self.name!r}, version {version}: {outcome}")
         announce("update.failed", version=version, name=self.name, error=str(error))
 
     def close(self) -> None:
@@ -409,10 +395,6 @@ class Replica:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-def _moved(version: int) -> VersionError:
-    return VersionError(f"{_REPLACED} since version {version} was taken; update again")
 
 
 _WEIGHTS: type[Weights] = Replica  # mypy checks the port

@@ -30,6 +30,7 @@ from flyweight.live.address import Address
 from flyweight.live.connection import HEARTBEATS, Connection
 from flyweight.live.lanes import Transports
 from flyweight.live.remote_source import RemoteSource
+from flyweight.ports import UpdateOptions
 from flyweight.ranks.decision import RoundDecisions
 from flyweight.spec.manifest import TensorSpec
 from flyweight.transports.cuda_ipc import CudaIpcTransport
@@ -87,6 +88,7 @@ class ReplicaConnection:
         self._silence_seconds = float("inf")
         self.has_ended = False
         """True once the publisher has said goodbye."""
+        self._num_requests = 0
         self._open_request = 0
         """The request that is waited for; a round that answers another one is declined."""
         known = address.token() if token is None else token
@@ -169,16 +171,23 @@ class ReplicaConnection:
             )
 
     def request(
-        self, ask: messages.Ask, deadline: float, is_over: Callable[[], bool]
+        self, options: UpdateOptions, held: int | None, session: str, deadline: float
     ) -> messages.Begin | None:
-        """Request a version; return the start of its round, or None if the replica has it."""
+        """Request a version; return the start of its round, or None if the replica has it.
+
+        held, session: the version that the replica holds, and the publisher that it is of.
+        """
+        have = held if session == self.session else None
+        may_keep = have is not None and (options.may_keep or have == options.version)
+        self._num_requests += 1
+        ask = messages.Ask(self._num_requests, options.version, have, held, may_keep)
         self._open_request = ask.ask
         self.send(ask)
         newer = "a version" if ask.have is None else f"a version after {ask.have}"
         what = newer if ask.version is None else f"version {ask.version}"
         try:
             while True:
-                message = self.next(deadline, what, is_over=is_over)
+                message = self.next(deadline, what, is_over=options.is_over)
                 match message:
                     case messages.Begin(ask=number) if number == ask.ask:
                         return message

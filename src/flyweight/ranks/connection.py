@@ -18,14 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
-from flyweight.errors import PeerFailed, PeerLost, TransferTimeout, TransportError
+from flyweight.errors import PeerFailed, TransportError, error_named
 from flyweight.spec.manifest import Json
 from flyweight.spec.strict_json import parse_json
 
 _MAX_FRAME_BYTES = 1 << 30
-_FAULTS: dict[str, type[TransportError]] = {
-    each.__name__: each for each in (PeerLost, PeerFailed, TransferTimeout)
-}
 
 
 def frame_of(kind: str, **fields: Json) -> bytes:
@@ -43,7 +40,8 @@ def fault_frame(fault: TransportError) -> bytes:
 
 def fault_named(kind: str, text: str) -> TransportError:
     """Return the fault that a peer tells of."""
-    return _FAULTS.get(kind, PeerFailed)(text)
+    fault = error_named(kind, text)
+    return fault if isinstance(fault, TransportError) else PeerFailed(text)
 
 
 @dataclass(eq=False)
