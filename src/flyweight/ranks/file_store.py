@@ -36,7 +36,7 @@ class FileStore:
         path, data = self._path(key), text.encode()
         flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+            with open(os.open(path, flags, 0o600), "wb") as file:
                 file.write(_digest(data) + data)
         except OSError as cause:
             raise PeerLost(f"cannot write {str(path)!r}: {cause.strerror}") from cause
