@@ -31,6 +31,16 @@ def test_saving_and_loading_numpy_arrays_imports_no_framework(tmp_path):
     assert not modules_after(code) & {"torch", "paddle"}
 
 
+def test_a_script_that_keeps_its_own_engine_to_the_end_prints_nothing():
+    code = """
+import numpy as np, flyweight as fw
+class Engine(fw.ModelEngine):
+    def drop_cache(self): pass
+engine = Engine({"w": np.zeros(2)})
+"""
+    assert not modules_after(code) & {"torch", "paddle"}
+
+
 WHILE_IMPORTING = """
 import sys, threading
 import numpy as np, flyweight as fw

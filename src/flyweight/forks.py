@@ -10,24 +10,28 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from weakref import WeakMethod
+from types import MethodType
+from weakref import WeakKeyDictionary
 
 fork_lock = threading.RLock()
 """While a thread holds this lock, the process does not fork."""
-_methods: set[WeakMethod[Callable[[], None]]] = set()
+_functions: WeakKeyDictionary[object, Callable[[object], None]] = WeakKeyDictionary()
+"""What to call in a child, for each object that still lives."""
 
 
 def call_in_child(method: Callable[[], None]) -> None:
-    """Call a bound method in every child that this process forks, as long as its object lives."""
-    _methods.add(WeakMethod(method, _methods.discard))
+    """Call a bound method in every child that this process forks, as long as its object lives.
+
+    An object has one such method: a second one replaces it.
+    """
+    assert isinstance(method, MethodType)
+    _functions[method.__self__] = method.__func__
 
 
 def _after_fork_in_child() -> None:
     fork_lock.release()
-    for reference in list(_methods):
-        method = reference()
-        if method is not None:
-            method()
+    for owner, function in list(_functions.items()):
+        function(owner)
 
 
 os.register_at_fork(
