@@ -59,6 +59,8 @@ def one_of(kind: type[EnumT], value: str, what: str) -> EnumT:
 
 def check_ranks(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
     """Return a rank and the number of ranks; raise SpecError unless the rank is one of them."""
+    if rank is None or num_ranks is None:
+        raise SpecError(f"rank is {rank!r} and num_ranks is {num_ranks!r}; give both")
     if type(num_ranks) is not int or not 1 <= num_ranks <= MAX_RANKS:
         raise SpecError(f"num_ranks is {num_ranks!r}, expected 1 to {MAX_RANKS}")
     if type(rank) is not int or not 0 <= rank < num_ranks:

@@ -90,8 +90,17 @@ def test_ranks_that_request_different_versions_are_denied(address, pool):
             for rank, version in zip(engine.ranks, (5, 6), strict=True)
         ]
         for each in updates:
-            with pytest.raises(VersionError, match="its ranks request different versions"):
+            with pytest.raises(VersionError, match="same version, not 5 on rank 0, 6 on rank 1"):
                 each.result(SECONDS)
+
+
+def test_a_rank_that_requests_nothing_is_named_to_the_trainer_and_to_the_others(address, pool):
+    with fw.Publisher({"w": WHOLE.copy()}, address) as publisher, Engine(address) as engine:
+        update = pool.submit(engine.ranks[0].update, timeout_seconds=0.3)
+        with pytest.raises(TransferTimeout, match="requested no version: rank 1 of 'engine'"):
+            publisher.publish(1, num_replicas=1, timeout_seconds=0.2)
+        with pytest.raises(TransferTimeout, match="all 2 ranks of the engine must request"):
+            update.result(SECONDS)
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -168,7 +177,7 @@ def test_a_second_engine_of_the_same_name_is_refused(address, pool):
         child.send("go")
         text = f"'engine', rank 0 is connected already, as process {os.getpid()}"
         assert text in child.result()
-        with pytest.raises(PeerRefused, match="has 2 ranks by its rank 0, and 3 by rank 2"):
+        with pytest.raises(PeerRefused, match="has num_ranks=3, its rank 0 has 2; all"):
             fw.Replica({"w": WHOLE.copy()}, address, name="engine", rank=2, num_ranks=3)
         report, _ = published(publisher, engine, pool, 1)
         assert report.failed == ()

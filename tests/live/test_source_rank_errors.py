@@ -144,7 +144,7 @@ def test_ranks_that_publish_different_versions_are_all_told(ranks, replica, thre
         found = ranks.call(*(act(rank, "publish", others if rank else late) for rank in (0, 1, 2)))
         for each in found:
             assert isinstance(each, VersionError)
-            assert f"rank 0 publishes {late}, rank 1 publishes {others}" in str(each)
+            assert f"{late} on rank 0, {others} on ranks 1, 2" in str(each)
     update = threads.submit(replica.update, timeout_seconds=SECONDS)
     assert ranks.all("publish", 4, num_replicas=1) == [(4, [])] * 3
     assert update.result(SECONDS).version == 4
@@ -158,10 +158,12 @@ def test_a_late_rank_gets_the_error_that_the_others_got_and_is_in_step_again(
     others = [rank for rank in range(3) if rank != late]
     for each in ranks.call(*(act(rank, "publish", 1) for rank in others)):
         assert isinstance(each, TransferTimeout)
-        assert (f"published version 1 in time: '{late}'" if late else "rank 0") in str(each)
+        assert (
+            f"called publish(1) in time: rank {late}" if late else "rank 0 has sent nothing"
+        ) in str(each)
     (error,) = ranks.call(act(late, "publish", 1))
     assert isinstance(error, TransferTimeout)
-    assert (f"in time: '{late}'" if late else "source rank") in str(error)
+    assert (f"in time: rank {late}" if late else "source rank") in str(error)
     update = threads.submit(replica.update, timeout_seconds=SECONDS)
     assert ranks.all("publish", 2, num_replicas=1) == [(2, [])] * 3
     assert update.result(SECONDS).version == 2
@@ -186,7 +188,7 @@ def test_a_rank_that_stops_once_it_is_ready_fails_a_publish_that_no_replica_wait
         if "confirmed" in str(found[0]):
             break
     for each in (*found, error):
-        assert f"have not confirmed version {version} in time: '2'" in str(each)
+        assert f"have not confirmed version {version} in time: rank 2" in str(each)
     assert ranks.all("publish", 4) == [(4, [])] * 3
 
 
@@ -196,7 +198,7 @@ def test_a_rank_two_versions_late_is_in_step_again(ranks, replica):
     for version in (1, 2):
         (error,) = ranks.call(act(1, "publish", version))
         assert isinstance(error, TransferTimeout)
-        assert "published version 2 in time: '1'" in str(error)
+        assert "called publish(2) in time: rank 1" in str(error)
     assert ranks.all("publish", 3) == [(3, [])] * 3
 
 

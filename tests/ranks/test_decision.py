@@ -385,7 +385,7 @@ def test_files_of_others_are_left_alone(decisions, tmp_path):
 
 def test_decisions_that_are_closed_or_were_never_made_are_not_there(decisions, tmp_path):
     before = resources()
-    with pytest.raises(PeerLost, match="no publisher has decided in"):
+    with pytest.raises(PeerLost, match="its publisher has ended"):
         RoundDecisions(tmp_path, "b")
     decisions.close()
     decisions.close()

@@ -10,7 +10,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from time import monotonic
 
-from flyweight.errors import FlyweightError, PeerFailed, TransportError, error_named
+from flyweight.errors import (
+    FlyweightError,
+    PeerFailed,
+    TransferTimeout,
+    TransportError,
+    error_named,
+)
 from flyweight.live import messages
 from flyweight.live.address import Address
 from flyweight.live.bucket_slots import BucketSlots
@@ -88,7 +94,10 @@ class Follower:
             stack.callback(self._connection.disconnect, "the publisher was closed")
             session = self._connection.welcomed(deadline).session
             if session != invitation.session:
-                raise TransportError(f"another publisher started at {address} just now")
+                raise TransportError(
+                    f"another publisher started at {address} while this rank joined; make new "
+                    f"publishers on all ranks"
+                )
             self._closing = stack.pop_all()
 
     def begin(
@@ -123,7 +132,7 @@ class Follower:
         version = lease.version
         try:
             while self._ended is None:
-                message = self._next(timeout_seconds, f"version {version} from rank 0")
+                message = self._next(timeout_seconds, f"version {version}")
                 match message:
                     case Hold(version=number) if number == version:
                         self._hold(message, lease)
@@ -157,7 +166,12 @@ class Follower:
             except FlyweightError as error:
                 if self._is_over() and not self._connection.is_lost:
                     raise TransportError("the publisher was closed") from error
-                raise self._of_rank_0(error) from error
+                if self._connection.is_lost:
+                    raise self._of_rank_0(error) from error
+                raise TransferTimeout(
+                    f"source rank 0 has sent nothing about {what} for {timeout_seconds:g} s; all "
+                    f"ranks must call publish"
+                ) from error
             is_late = self._num_due > 1  # of an earlier publish, which this rank gave up
             self._num_due -= isinstance(message, Ended)
             if is_late:
@@ -231,7 +245,7 @@ class Follower:
 
     def _wait_empty(self, bucket: int, timeout_seconds: float) -> None:
         while bucket not in self._emptied and self._ended is None:
-            self._next(timeout_seconds, f"the news that bucket {bucket} is empty")
+            self._next(timeout_seconds, f"bucket {bucket}")
 
     def check_open(self) -> None:
         """Raise what ended the connection to rank 0."""

@@ -17,7 +17,7 @@ from flyweight.live import messages
 from flyweight.live.address import Claim
 from flyweight.live.bucket_slots import BucketSlots
 from flyweight.live.lanes import Transports
-from flyweight.live.member import Member, joined_request
+from flyweight.live.member import Member, different_requests, joined_request, late_ranks
 from flyweight.live.members import Members
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel, PublishedVersion
@@ -148,7 +148,7 @@ class Leader:
                 for ranks in self.members.waiting():
                     request = joined_request(ranks)
                     if request is None:
-                        self.members.deny_all(ranks, "its ranks request different versions")
+                        self.members.deny_all(ranks, different_requests(ranks))
                     elif request.version is not None and request.version < version:
                         self.members.deny(ranks, version)
                     elif request.version in (None, version):
@@ -163,6 +163,8 @@ class Leader:
                 if left <= 0:
                     refused = [f"{e.name}: {e.error}" for e in self.members.take_refused()]
                     why = f"; {len(refused)} were refused: {listed(refused)}" if refused else ""
+                    if late := late_ranks(self.members.by_id.values()):
+                        why += f"; these requested no version: {', '.join(late[:5])}"
                     raise TransferTimeout(
                         f"{len(found)} of {num_replicas} replicas requested version {version} "
                         f"in time; {len(self.replicas())} are connected{why}"

@@ -69,7 +69,10 @@ def holding_of(published: PublishedModel, options: PublisherOptions) -> Holding:
     """Return what this rank holds, as a message to rank 0; raise SpecError if that is not known."""
     source = published.source
     if published.stored is not None:
-        raise SpecError("a snapshot is whole: one publisher alone publishes it")
+        raise SpecError(
+            "a snapshot is whole, so one publisher serves it; make it on one rank, without "
+            "process_group=, rank= and num_ranks="
+        )
     if unknown := undeclared_shards(published.thing):
         raise SpecError(
             f"{len(unknown)} tensors are marked as the part of one rank and do not say which "

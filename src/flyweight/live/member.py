@@ -8,7 +8,13 @@ from time import monotonic
 from weakref import WeakMethod
 
 from flyweight.checks import MAX_RANKS
-from flyweight.errors import FlyweightError, PeerRefused, error_named
+from flyweight.errors import (
+    FlyweightError,
+    PeerRefused,
+    error_named,
+    listed_by_value,
+    ranks_listed,
+)
 from flyweight.live import messages
 from flyweight.live.report import ReplicaReport
 from flyweight.live.round import Event, Failed, Reported
@@ -188,6 +194,26 @@ def joined_request(ranks: Sequence[Member]) -> messages.Ask | None:
     )
 
 
+def different_requests(ranks: Sequence[Member]) -> str:
+    """Return why the ranks of a replica, which request different versions, get none."""
+    versions = {each.hello.rank: each.request.version for each in ranks if each.request}
+    return (
+        f"the ranks of replica {ranks[0].name!r} must request the same version, not "
+        f"{listed_by_value(versions)}"
+    )
+
+
+def late_ranks(members: Iterable[Member]) -> list[str]:
+    """Return the replicas of which only some ranks wait for a version, with the missing ranks."""
+    found = []
+    for ranks in by_replica(members):
+        num_ranks = ranks[0].hello.num_ranks
+        late = set(range(num_ranks)) - {each.hello.rank for each in ranks if each.request}
+        if 0 < len(late) < num_ranks:
+            found.append(f"{ranks_listed(late)} of {ranks[0].name!r}")
+    return found
+
+
 def refusal_of(member: Member, siblings: Iterable[Member]) -> PeerRefused | None:
     """Return why a replica, or a rank of one, cannot join the members of the same replica."""
     hello = member.hello
@@ -196,12 +222,12 @@ def refusal_of(member: Member, siblings: Iterable[Member]) -> PeerRefused | None
     for other in siblings:
         if other.hello.num_ranks != hello.num_ranks:
             return PeerRefused(
-                f"replica {hello.name!r} has {other.hello.num_ranks} ranks by its rank "
-                f"{other.hello.rank}, and {hello.num_ranks} by rank {hello.rank}"
+                f"rank {hello.rank} of replica {hello.name!r} has num_ranks={hello.num_ranks}, its "
+                f"rank {other.hello.rank} has {other.hello.num_ranks}; all ranks need the same"
             )
         if other.hello.rank == hello.rank and other.hello.pid != hello.pid:
             return PeerRefused(
-                f"replica {member.label} is connected already, as process {other.hello.pid}; "
-                f"replicas of several ranks need names of their own"
+                f"replica {member.label} is connected already, as process {other.hello.pid}; stop "
+                f"that process, or give each engine a name of its own"
             )
     return None

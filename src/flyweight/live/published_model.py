@@ -99,8 +99,12 @@ class PublishedModel:
             identity = Identity(self.thing)
             source = PublishedSource.of(self._adapted(), self.copiers, self._num_dims)
         if not source.has_same_blocks(self.source):
+            before, now = self.source.tensors.items(), source.tensors.items()
+            names = {name for name, _ in before ^ now}
+            which = f": {listed(names)}" if names else ""
             raise PlanError(
-                "the model has other tensors than when its publisher was made; make a new publisher"
+                f"the model has other tensors than when its publisher was made{which}; make a new "
+                f"publisher, on every rank if there are several"
             )
         self._identity = identity
         if source.has_same_memory(self.source):

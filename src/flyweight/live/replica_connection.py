@@ -197,7 +197,9 @@ class ReplicaConnection:
                         raise error_named(kind, text)
                     case _:
                         continue  # the end of an earlier round
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TransferTimeout) and self.num_ranks > 1 and not self.is_lost:
+                error.note(f"all {self.num_ranks} ranks of the engine must request a version")
             self._withdraw(ask.ask)
             raise
 

@@ -117,7 +117,7 @@ class ReplicaRound:
             return
         self.connection.send(messages.Drained(self.begin.round))
         try:
-            while isinstance(message := self._next("the word to write"), messages.Filled):
+            while isinstance(message := self._next("the permission to write"), messages.Filled):
                 self._early.append(message)  # buckets are filled while others still drain
         except BaseException:
             if not self._is_aborted and self._decided("keep") != "keep":

@@ -25,7 +25,13 @@ from flyweight.errors import (
 from flyweight.live.bucket_slots import BucketSlots
 from flyweight.live.joined_offer import RoundOffer
 from flyweight.live.lanes import MAPPED, Offers, Transports
-from flyweight.live.member import Member, MemberRound, by_replica, joined_request
+from flyweight.live.member import (
+    Member,
+    MemberRound,
+    by_replica,
+    different_requests,
+    joined_request,
+)
 from flyweight.live.members import Members
 from flyweight.live.messages import Begin
 from flyweight.live.options import PublisherOptions
@@ -203,7 +209,7 @@ class Rounds:
             return
         request = joined_request(ranks)
         if request is None:
-            self._members.deny_all(ranks, "its ranks request different versions")
+            self._members.deny_all(ranks, different_requests(ranks))
             return
         last = self._members.version
         searched = tuple(each.searched_request for each in ranks)

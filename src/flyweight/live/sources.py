@@ -18,7 +18,8 @@ from flyweight.errors import (
     TransferTimeout,
     VersionError,
     error_named,
-    listed,
+    listed_by_value,
+    ranks_listed,
 )
 from flyweight.live import messages
 from flyweight.live.address import Address
@@ -216,7 +217,7 @@ class Sources:
                 for each in self.followers:
                     if each.fault is not None and each.has_given_up(version):
                         raise each.fault[1]
-                step = f"published version {version}"
+                step = f"called publish({version})"
                 self._wait(lambda each: each.ready is not None, step, deadline)
                 self._check_same(version)
                 for each in self.followers:
@@ -235,8 +236,8 @@ class Sources:
     def _check_same(self, version: int) -> None:
         found = {0: version, **{each.rank: each.ready for each in self.followers}}
         if set(found.values()) != {version}:
-            each = ", ".join(f"rank {rank} publishes {number}" for rank, number in found.items())
-            raise VersionError(f"all ranks must publish the same version: {each}")
+            values = listed_by_value(found)
+            raise VersionError(f"all ranks must publish the same version, not {values}")
 
     def agreed_values(self, own: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
         """Return the values of all ranks; raise PlanError if they differ."""
@@ -254,14 +255,14 @@ class Sources:
             while True:
                 check()
                 self.check()
-                late = [str(each.rank) for each in self.followers if not is_done(each)]
+                late = [each.rank for each in self.followers if not is_done(each)]
                 if not late:
                     return
                 left = deadline - monotonic()
                 if left <= 0:
                     raise TransferTimeout(
                         f"{len(late)} of {self.num_ranks} source ranks have not {step} in time: "
-                        f"{listed(late)}"
+                        f"{ranks_listed(late)}"
                     )
                 self.send_going(going_seconds)
                 self._changed.wait(min(left, going_seconds))

@@ -66,8 +66,12 @@ class RankAgreement:
     def _exchange(self, mine: dict[str, Json], deadline: float) -> list[dict[str, Any]]:
         if self.num_ranks == 1:
             return [mine]
-        if not self._speaking.acquire(timeout=self._patience(deadline)):
-            raise PeerLost("the ranks did not decide: another exchange is under way")
+        seconds = self._patience(deadline)
+        if not self._speaking.acquire(timeout=seconds):
+            raise PeerLost(
+                f"the ranks did not decide: this rank still waits for the others in another "
+                f"operation after {seconds:.3g} s"
+            )
         try:
             group = self._connected_group(self._patience(deadline))
             said: Any = group.broadcast("answers", group.gather("say", mine) or None)
@@ -133,4 +137,6 @@ def _mixed(said: list[dict[str, Any]]) -> LifecycleError | None:
     if len({each["what"] for each in said}) == 1:
         return None
     words = ", ".join(f"rank {rank} {each['what']!r}" for rank, each in enumerate(said))
-    return LifecycleError(f"the ranks were asked for different things: {words}")
+    return LifecycleError(
+        f"the ranks were asked for different things: {words}; ask all of them for the same"
+    )

@@ -62,7 +62,7 @@ class RoundDecisions:
         try:
             self._file = opened(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError as cause:
-            raise PeerLost(f"no publisher has decided in {str(self.path)!r}") from cause
+            raise PeerLost(f"{str(self.path)!r} is not there: its publisher has ended") from cause
         except OSError as cause:
             raise _error(cause, "open", self.path) from cause
         call_in_child(self._close_in_child)
