@@ -192,6 +192,14 @@ def test_a_rank_that_stops_once_it_is_ready_fails_a_publish_that_no_replica_wait
     assert ranks.all("publish", 4) == [(4, [])] * 3
 
 
+def test_all_ranks_are_told_that_no_replica_came(ranks, replica):
+    options = {rank: {"timeout_seconds": 0.4 if rank else 0.8} for rank in range(3)}
+    acts = (act(rank, "publish", 1, num_replicas=1, **each) for rank, each in options.items())
+    for each in ranks.call(*acts):
+        assert isinstance(each, TransferTimeout)
+        assert "0 of 1 replicas requested version 1 in time; 1 are connected" in str(each)
+
+
 def test_a_rank_two_versions_late_is_in_step_again(ranks, replica):
     for version in (1, 2):
         ranks.call(*(act(rank, "publish", version, timeout_seconds=0.3) for rank in (0, 2)))

@@ -142,6 +142,8 @@ class Leader:
         self, version: int, num_replicas: int, deadline: float, is_open: Callable[[], bool]
     ) -> list[Member]:
         """Reserve the members that wait for this version; deny those that wait for an older one."""
+        # Ranks with a short timeout must hear in time that this one still waits.
+        going_seconds = min((deadline - monotonic()) / 8, GOING_SECONDS)
         with self.members.changed:
             while True:
                 found: list[list[Member]] = []
@@ -169,8 +171,8 @@ class Leader:
                         f"{len(found)} of {num_replicas} replicas requested version {version} "
                         f"in time; {len(self.replicas())} are connected{why}"
                     )
-                self._sources.send_going()
-                self.members.changed.wait(min(left, GOING_SECONDS))
+                self._sources.send_going(going_seconds)
+                self.members.changed.wait(min(left, going_seconds))
             for ranks in found:
                 self.members.reserve(ranks)
             return [member for ranks in found for member in ranks]

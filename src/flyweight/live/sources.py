@@ -82,7 +82,8 @@ class Sources:
         rank = hello.rank
         if hello.num_ranks != self.num_ranks or not 0 < rank < self.num_ranks:
             return PeerLost(
-                f"rank {rank} of {hello.num_ranks} joined a publisher of {self.num_ranks} ranks"
+                f"rank {rank} has num_ranks={hello.num_ranks}, rank 0 has {self.num_ranks}; all "
+                f"ranks need the same"
             )
         follower = self.followers[rank - 1]
         if follower.id:
@@ -267,7 +268,7 @@ class Sources:
                 self.send_going(going_seconds)
                 self._changed.wait(min(left, going_seconds))
 
-    def send_going(self, seconds: float = GOING_SECONDS) -> None:
+    def send_going(self, seconds: float) -> None:
         """Tell ranks that have begun to publish to wait on, unless that was done just now.
 
         They answer, which wakes the waiting thread.
