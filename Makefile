@@ -22,11 +22,11 @@ gpu-test: .venv/.test
 
 benchmarks: .venv/.test
 	$(PIP) -r benchmarks/requirements.txt
-	for question in load save growth ranks replicas planning background live_update lifecycle; do $(BIN)/python benchmarks/$$question.py || exit 1; done
+	for question in load save growth ranks replicas planning background live_update lifecycle many_tensors source_ranks; do $(BIN)/python benchmarks/$$question.py || exit 1; done
 
 .venv/.demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) --editable . torch==2.13.0
+	$(PIP) --editable '.[server]' torch==2.13.0
 	touch $@
 
 .venv/.test: pyproject.toml

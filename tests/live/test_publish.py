@@ -136,7 +136,7 @@ def test_a_publish_that_nobody_waits_for_returns_at_once_and_says_so(address):
         report = publisher.publish(1)
         assert time.monotonic() - started < 1
         assert report.replicas == ()
-        assert str(report) == "version 1: no replica was listening"
+        assert str(report) == "version 1: no replica was waiting"
         with fw.Replica(weights(2), address):  # connected is not waiting
             assert publisher.publish(2).replicas == ()
 

@@ -75,8 +75,9 @@ class Publisher:
         version: the version of a snapshot that has no number.
         token: the secret that replicas must have; by default a random one in a file that only
             this user can read.
-        timeout_seconds: a replica that makes no progress in a round for this long is given up.
-        silence_seconds: a replica that sends nothing for this long is given up.
+        timeout_seconds: the time for ranks to meet, for a round between two publishes, and by
+            default for `publish`.
+        silence_seconds: a replica or a rank that sends nothing for this long is given up.
         process_group: a process group of torch or Paddle whose ranks hold the model together. The
             default group is used if the model has DTensors, dist tensors or `Sharded` tensors.
         rank, num_ranks: which of how many ranks this is, without a process group.
@@ -202,8 +203,13 @@ class Publisher:
         version: the number of the version, greater than the last one.
         background: return a `Lease` at once, and publish in another thread.
         num_replicas: first wait until this many replicas wait for the version; rank 0's counts.
-        timeout_seconds: the time for that wait, and for each replica to make progress in the
-            round; by default the publisher's own.
+        timeout_seconds: the time to wait for the other ranks and for replicas, and as long again
+            for the round, which goes on only for replicas that have just made progress; by default
+            the publisher's own.
+
+        Errors of replicas are in the report. Raises TransferTimeout if ranks or replicas do not
+        come in time, VersionError if the version does not follow the last one or the ranks publish
+        different ones, and PeerLost if a rank is gone: then all ranks make new publishers.
 
         Do not write to the model until the call returns, or with `background` until
         `Lease.wait_copied` returns. Digests detect a write between the digest and the copy of a

@@ -93,7 +93,7 @@ class PublishReport:
     seconds: float
     """The time of the rounds; the wait for replicas before them is not included."""
     digest_seconds: float
-    """The time spent on digests of the published weights; replicas copy meanwhile."""
+    """The time spent on digests of the published weights, before replicas copy them."""
     replicas: tuple[ReplicaReport, ...] = ()
     """One report for each replica that took part, or was refused since the last publish."""
 
@@ -155,7 +155,7 @@ class PublishReport:
 
     def __str__(self) -> str:
         if not self.replicas:
-            return f"version {self.version}: no replica was listening"
+            return f"version {self.version}: no replica was waiting"
         lanes = "+".join(sorted({each.strategy for each in self.replicas}))
         failed = f", {len(self.failed)} failed" if self.failed else ""
         text = (

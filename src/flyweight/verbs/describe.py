@@ -21,7 +21,7 @@ from flyweight.stores.local import LocalStore, as_path, refused
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.worker_threads import default_threads
 
-_PACKAGES = "numpy xxhash click rich torch paddlepaddle safetensors ml_dtypes"
+_PACKAGES = "numpy xxhash msgspec pyzmq click rich torch paddlepaddle safetensors ml_dtypes"
 
 
 def inspect(path: PathLike, *, version: int | None = None) -> dict[str, Json]:
