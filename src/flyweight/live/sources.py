@@ -81,10 +81,8 @@ class Sources:
         """Accept a rank; return why it is refused."""
         rank = hello.rank
         if hello.num_ranks != self.num_ranks or not 0 < rank < self.num_ranks:
-            return PeerLost(
-                f"rank {rank} has num_ranks={hello.num_ranks}, rank 0 has {self.num_ranks}; all "
-                f"ranks need the same"
-            )
+            sizes = listed_by_value({0: self.num_ranks, rank: hello.num_ranks})
+            return PeerLost(f"all ranks need the same num_ranks, not {sizes}")
         follower = self.followers[rank - 1]
         if follower.id:
             return PeerLost(f"rank {rank} has joined this publisher already")
