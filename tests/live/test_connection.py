@@ -11,13 +11,12 @@ from msgspec.structs import replace
 
 import flyweight as fw
 from child_processes import until
-from flyweight.errors import (
-    TransferTimeout,
-    TransportError,
-)
+from flyweight.errors import PlanError, TransferTimeout, TransportError
 from flyweight.live import frames, messages
 from flyweight.live.connection import Connection
 from flyweight.live.message_tables import packed
+from flyweight.live.rank_messages import Ended
+from flyweight.live.report import PublishReport, ReplicaReport
 from flyweight.live.rounds import Rounds
 from flyweight.plans.copy_table import MAX_PAIRS
 from flyweight.spec.box import Box
@@ -123,6 +122,26 @@ def test_another_protocol_is_refused_with_both_numbers(address):
         assert answer.kind == "PeerRefused"
         ours = f"this one {frames.PROTOCOL}; install the"
         assert answer.text.startswith(f"the other side speaks protocol 77, {ours}")
+
+
+def test_another_rank_gets_the_report_with_the_errors_in_it():
+    replica = ReplicaReport("a", 7, 8, 0.5, 0.25, 0.125, "mapped", PlanError("no room"), True)
+    ended = Ended(PublishReport(3, 8, 0.5, 0.25, (replica,)), TransferTimeout("late"), 3)
+    found = frames.decode_from_publisher(frames.encode(ended))
+    for ours, theirs in (
+        (ended.error, found.error),
+        (replica.error, found.report.replicas[0].error),
+    ):
+        assert (type(ours), str(ours)) == (type(theirs), str(theirs))
+    assert str(found.report) == str(ended.report)
+    assert replace(found.report.replicas[0], error=None) == replace(replica, error=None)
+
+
+@pytest.mark.parametrize("error", ["text", ["kind"], ["kind", 1], ["kind", "text", ""], {"a": 1}])
+def test_an_error_that_is_not_a_class_and_a_text_is_not_decoded(error):
+    ended = {"type": "Ended", "report": [3, 8, 0.5, 0.25, []], "error": error}
+    with pytest.raises(TransportError, match="cannot decode"):
+        frames.decode_from_publisher(HEAD + msgspec.msgpack.encode(ended))
 
 
 ABSURD_WANTS = {

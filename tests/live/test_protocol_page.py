@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flyweight.live import frames, message_tables, messages, rank_messages, running_round
+from flyweight.live import frames, message_tables, messages, rank_messages, report, running_round
 from flyweight.live.connection import HEARTBEATS
 from flyweight.live.source_rank import REMEMBERED_SHARES
 from flyweight.plans.copy_table import MAX_COPIES, MAX_PAIRS
@@ -15,7 +15,7 @@ from flyweight.plans.copy_table import MAX_COPIES, MAX_PAIRS
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 KINDS = {
     kind.__name__: kind
-    for module in (messages, rank_messages, message_tables)
+    for module in (messages, rank_messages, message_tables, report)
     for kind in vars(module).values()
     if isinstance(kind, type)
     and issubclass(kind, msgspec.Struct)

@@ -10,13 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from time import monotonic
 
-from flyweight.errors import (
-    FlyweightError,
-    PeerFailed,
-    TransferTimeout,
-    TransportError,
-    error_named,
-)
+from flyweight.errors import FlyweightError, PeerFailed, TransferTimeout, TransportError
 from flyweight.live import messages
 from flyweight.live.address import Address
 from flyweight.live.bucket_slots import BucketSlots
@@ -148,9 +142,9 @@ class Follower:
             raise
         if self._ended.last is not None:
             self.version = self._ended.last
-        if self._ended.kind:
-            raise error_named(self._ended.kind, self._ended.text)
-        return PublishReport.of(self._ended)
+        if self._ended.error is not None:
+            raise self._ended.error
+        return self._ended.report
 
     def _report(self, error: BaseException) -> None:
         """Tell rank 0 that this rank does not go on with the publish."""

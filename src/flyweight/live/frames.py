@@ -12,34 +12,9 @@ from typing import TypeVar
 
 import msgspec
 
-from flyweight.errors import PeerRefused, TransportError
-from flyweight.live.messages import (
-    Abort,
-    Agreed,
-    Ask,
-    Begin,
-    Bye,
-    Commit,
-    Copied,
-    Denied,
-    Done,
-    Drained,
-    Emptied,
-    Fault,
-    Filled,
-    Going,
-    Hello,
-    Kept,
-    Message,
-    News,
-    Refusal,
-    Tick,
-    Want,
-    Welcome,
-    Withdraw,
-    Write,
-)
-from flyweight.live.rank_messages import Ended, Hold, HoldsCopy, Offered, Ready, Released, Start
+from flyweight.errors import FlyweightError, PeerRefused, TransportError, error_named
+from flyweight.live import messages, rank_messages
+from flyweight.live.messages import Message, Want
 from flyweight.memory import collector_paused
 
 PROTOCOL = 4
@@ -47,48 +22,29 @@ MAX_MESSAGE_BYTES = 256 << 20
 _MAGIC = b"fw"
 _LARGE_BYTES = 1 << 20  # a list of very many tensors
 
-FromReplica = (
-    Hello
-    | Want
-    | Ask
-    | Withdraw
-    | Emptied
-    | Drained
-    | Copied
-    | Done
-    | Fault
-    | Tick
-    | Bye
-    | Ready
-    | Offered
-    | HoldsCopy
-    | Filled
-)
-FromPublisher = (
-    Welcome
-    | Agreed
-    | Refusal
-    | Denied
-    | Kept
-    | Begin
-    | Filled
-    | Going
-    | Write
-    | Commit
-    | Abort
-    | Tick
-    | Bye
-    | News
-    | Hold
-    | Start
-    | Emptied
-    | Released
-    | Ended
-)
+FromReplica = messages.FromReplica | rank_messages.FromFollower
+"""What a publisher receives: followers connect to rank 0 as replicas do."""
+FromPublisher = messages.FromPublisher | rank_messages.FromLeader
 
-_ENCODER = msgspec.msgpack.Encoder()
-_FROM_REPLICA: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromReplica)
-_FROM_PUBLISHER: msgspec.msgpack.Decoder[FromPublisher] = msgspec.msgpack.Decoder(FromPublisher)
+
+def _plain(error: object) -> tuple[str, str]:
+    """Return an error as the name of its class and its text."""
+    if not isinstance(error, FlyweightError):
+        raise TypeError(f"a message cannot contain {type(error).__name__}")
+    return type(error).__name__, str(error)
+
+
+def _error(kind: type, plain: object) -> FlyweightError:
+    return error_named(*msgspec.convert(plain, tuple[str, str]))
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_FROM_REPLICA: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(
+    FromReplica, dec_hook=_error
+)
+_FROM_PUBLISHER: msgspec.msgpack.Decoder[FromPublisher] = msgspec.msgpack.Decoder(
+    FromPublisher, dec_hook=_error
+)
 
 
 def encode(message: Message) -> bytes:

@@ -21,7 +21,7 @@ from flyweight.live.member import Member, different_requests, joined_request, la
 from flyweight.live.members import Members
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel, PublishedVersion
-from flyweight.live.rank_messages import Hold, Invitation
+from flyweight.live.rank_messages import Ended, Hold, Invitation
 from flyweight.live.report import Lease, PublishReport, ReplicaReport
 from flyweight.live.rounds import Rounds
 from flyweight.live.running_round import RunningRound
@@ -201,7 +201,7 @@ class Leader:
         try:
             self._release_gathered()
         finally:
-            self._sources.end(lease.version, report.message())
+            self._sources.end(lease.version, Ended(report, last=report.version))
         return report
 
     def _run_rounds(

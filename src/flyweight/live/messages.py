@@ -264,3 +264,7 @@ class News(Message, frozen=True):
 
 InRound = Emptied | Drained | Copied | Done | Fault | Tick
 """What a member says to the round that it is in."""
+FromReplica = Hello | Want | Ask | Withdraw | InRound | Bye
+Answer = Welcome | Agreed | Refusal | Denied | Kept
+"""What a publisher says to a replica outside of a round."""
+FromPublisher = Answer | Begin | Filled | Going | Write | Commit | Abort | Tick | Bye | News

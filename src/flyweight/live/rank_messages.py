@@ -11,8 +11,10 @@ from __future__ import annotations
 import msgspec
 
 from flyweight.digest import DigestKind
+from flyweight.errors import FlyweightError
 from flyweight.live.message_tables import Boxes, Table, Tensors
-from flyweight.live.messages import Memory, Message
+from flyweight.live.messages import Emptied, Filled, Memory, Message
+from flyweight.live.report import PublishReport
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
@@ -144,32 +146,15 @@ class Released(Message, frozen=True):
     version: int
 
 
-class ReplicaResult(Table, frozen=True):
-    """The result of a publish for one replica; the fields are those of `ReplicaReport`."""
-
-    name: str
-    pid: int
-    nbytes: int
-    seconds: float
-    copy_seconds: float
-    verify_seconds: float
-    strategy: str
-    kind: str
-    text: str
-    """The error's class and text; both are empty if it holds the version."""
-    is_touched: bool
-
-
 class Ended(Message, frozen=True):
     """Rank 0: the publish is over."""
 
-    version: int
-    nbytes: int
-    seconds: float
-    digest_seconds: float
-    replicas: tuple[ReplicaResult, ...]
-    kind: str = ""
-    text: str = ""
-    """The class and the text of the error that ended it; both are empty if there was none."""
+    report: PublishReport
+    error: FlyweightError | None = None
+    """What ended the publish, if it failed; the report is empty then."""
     last: int | None = None
     """The version that was published last, if it changes: also if only some replicas have it."""
+
+
+FromFollower = Ready | Offered | HoldsCopy | Filled
+FromLeader = Hold | Start | Emptied | Released | Ended

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 
-from flyweight.errors import FlyweightError, TransferTimeout, VersionError, error_named
-from flyweight.live.rank_messages import Ended, ReplicaResult
+from flyweight.errors import FlyweightError, TransferTimeout, VersionError
+from flyweight.live.message_tables import Table
 from flyweight.ports import UpdateReport
 
 TIMEOUT_SECONDS = 30.0
@@ -17,8 +16,7 @@ _MAX_REASONS = 5
 _MAX_REFUSED = 100
 
 
-@dataclass(frozen=True)
-class ReplicaReport:
+class ReplicaReport(Table, frozen=True):
     """The result of a publish for one replica."""
 
     name: str
@@ -83,8 +81,7 @@ class RefusedReplicas:
         return found
 
 
-@dataclass(frozen=True)
-class PublishReport:
+class PublishReport(Table, frozen=True):
     """The result of a publish."""
 
     version: int
@@ -105,53 +102,6 @@ class PublishReport:
     def failed(self) -> tuple[ReplicaReport, ...]:
         """The replicas that did not get the version."""
         return tuple(each for each in self.replicas if each.error is not None)
-
-    @classmethod
-    def of(cls, ended: Ended) -> PublishReport:
-        """Return what rank 0 reports to another rank."""
-        replicas = [
-            ReplicaReport(
-                each.name,
-                each.pid,
-                each.nbytes,
-                each.seconds,
-                each.copy_seconds,
-                each.verify_seconds,
-                each.strategy,
-                error_named(each.kind, each.text) if each.kind else None,
-                each.is_touched,
-            )
-            for each in ended.replicas
-        ]
-        return cls(
-            ended.version, ended.nbytes, ended.seconds, ended.digest_seconds, tuple(replicas)
-        )
-
-    def message(self) -> Ended:
-        """Return the report for another rank."""
-        replicas = tuple(
-            ReplicaResult(
-                each.name,
-                each.pid,
-                each.nbytes,
-                each.seconds,
-                each.copy_seconds,
-                each.verify_seconds,
-                each.strategy,
-                "" if each.error is None else type(each.error).__name__,
-                "" if each.error is None else str(each.error),
-                each.is_touched,
-            )
-            for each in self.replicas
-        )
-        return Ended(
-            self.version,
-            self.nbytes,
-            self.seconds,
-            self.digest_seconds,
-            replicas,
-            last=self.version,
-        )
 
     def __str__(self) -> str:
         if not self.replicas:

@@ -17,6 +17,7 @@ from flyweight.live.rank_messages import (
     ShareTable,
     StartedShare,
 )
+from flyweight.live.report import PublishReport
 from flyweight.live.source import Share
 from flyweight.live.source_blocks import Agreement
 from flyweight.spec.manifest import Leaf
@@ -161,7 +162,6 @@ def remember(shares: dict[int, Share], share: Share) -> None:
 
 def failed_publish(version: int, error: BaseException, last: int | None = None) -> Ended:
     """Return the end of a publish that failed; `last` is the version that was published last."""
-    kind, text = type(error).__name__, str(error)
     if not isinstance(error, FlyweightError):
-        kind, text = PeerFailed.__name__, f"source rank 0: {kind}: {text}"
-    return Ended(version, 0, 0.0, 0.0, (), kind, text, last)
+        error = PeerFailed(f"source rank 0: {type(error).__name__}: {error}")
+    return Ended(PublishReport(version, 0, 0.0, 0.0), error, last)

@@ -134,14 +134,14 @@ class Sources:
             follower.memory.clear()
             follower.pass_on_files(self._files)
         missed = follower.missed
-        if missed is not None and ready.version >= missed.version:
+        if missed is not None and ready.version >= missed.report.version:
             follower.missed = None
         if ready.kind:
             text = f"source rank {follower.rank}: {ready.text}"
             self._on_fault(follower, error_named(ready.kind, text))
         elif self.failure is not None:
             self._end_one(follower, failed_publish(ready.version, self.failure))
-        elif missed is not None and ready.version <= missed.version:
+        elif missed is not None and ready.version <= missed.report.version:
             self._end_one(follower, missed)
 
     def _on_fault(self, follower: SourceRank, error: FlyweightError) -> None:
