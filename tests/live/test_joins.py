@@ -1,7 +1,9 @@
 """Replicas that join while something else runs: nobody waits for their plan, and all are served."""
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from child_processes import Child
 from flyweight.errors import TransferTimeout
 from flyweight.events import listening
 from flyweight.live import messages
+from flyweight.live.sources import Sources
 from flyweight.plans.copy_table import BoxTable, plan_copies
 from flyweight.spec.box import Box
-from peers import FakeReplica, want
+from live_rounds import call_before
+from peers import FakeReplica, tensors, want
 
 SIZE, NUM_TENSORS = 1024, 4000
 SILENCE_SECONDS = 0.8  # a round sends Going every second: only heartbeats come more often
@@ -241,3 +245,33 @@ def test_a_replica_that_is_restarted_with_another_layout_is_served(address, is_i
                 assert publisher.told() == ("published", (["first"], {}))
         publisher.send(None)
         publisher.result()
+
+
+def test_a_replica_that_wants_something_else_in_mid_round_fails_alone(address, monkeypatch):
+    model, engine = many_weights(4, 1), many_weights(4, 2)
+    with (
+        fw.Publisher(model, address) as publisher,
+        fw.Replica(engine, address) as replica,
+        FakeReplica(address) as peer,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        peer.join()
+        has_agreed = threading.Event()
+
+        def want_less():
+            peer.say(
+                want(tensors(("w0", "u8", (SIZE,))), [(0, Box.whole((SIZE,)))], may_leave=True)
+            )
+            peer.hear_of(messages.Agreed)
+            has_agreed.set()
+
+        call_before(monkeypatch, Sources, "offer", want_less)
+        peer.say(messages.Ask(1, None, None))
+        update = pool.submit(replica.update, timeout_seconds=10)
+        publish = pool.submit(publisher.publish, 1, num_replicas=2, timeout_seconds=10)
+        assert has_agreed.wait(10)
+        begin = peer.hear_of(messages.Begin)
+        peer.say(messages.Fault(begin.round, "PlanError", "another plan", False))
+        assert [each.name for each in publish.result(20).failed] == ["fake"]
+        assert update.result(20).version == 1
+        assert has_arrived(engine, model)

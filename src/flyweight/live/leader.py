@@ -17,7 +17,13 @@ from flyweight.live import messages
 from flyweight.live.address import Claim
 from flyweight.live.bucket_slots import BucketSlots
 from flyweight.live.lanes import Transports
-from flyweight.live.member import Member, different_requests, joined_request, late_ranks
+from flyweight.live.member import (
+    Member,
+    different_requests,
+    joined_request,
+    late_ranks,
+    too_late,
+)
 from flyweight.live.members import Members
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel, PublishedVersion
@@ -150,9 +156,9 @@ class Leader:
                 for ranks in self.members.waiting():
                     request = joined_request(ranks)
                     if request is None:
-                        self.members.deny_all(ranks, different_requests(ranks))
+                        self.members.deny(ranks, different_requests(ranks))
                     elif request.version is not None and request.version < version:
-                        self.members.deny(ranks, version)
+                        self.members.deny(ranks, too_late(request, version))
                     elif request.version in (None, version):
                         found.append(ranks)
                 self.check_open()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from weakref import WeakMethod
@@ -11,11 +11,13 @@ from flyweight.checks import MAX_RANKS
 from flyweight.errors import (
     FlyweightError,
     PeerRefused,
+    VersionError,
     error_named,
     listed_by_value,
     ranks_listed,
 )
 from flyweight.live import messages
+from flyweight.live.joined_offer import RoundOffer
 from flyweight.live.report import ReplicaReport
 from flyweight.live.round import Event, Failed, Reported
 from flyweight.live.source_blocks import Agreement
@@ -34,14 +36,15 @@ class Member:
     """The version that it waits for."""
     round: MemberRound | None = None
     """Its progress in the round that it is in."""
-    searched_request: int = 0
-    """The number of the last request for which the store was searched."""
-    is_busy: bool = False
-    """True while it is in a round, or about to be."""
-    request_in_round: int = 0
-    """The number of the request that the round answers, even if it was withdrawn since."""
+    is_searched: bool = False
+    """True if the store was searched for that version."""
+    request_in_round: int | None = None
+    """The number of the request that a round answers, even if it was withdrawn since.
+
+    None if it is in no round, and not about to be.
+    """
     lists_sent: int | None = None
-    """The number of the memory that it was told of last, so that it is not told again."""
+    """The number of the memory whose list it got last, so that it is not sent again."""
     version: int | None = None
     state: str = "joined"
     error: str = ""
@@ -66,6 +69,15 @@ class Member:
         return self.name if self.hello.num_ranks == 1 else f"{self.name}/{self.hello.rank}"
 
     @property
+    def is_waiting(self) -> bool:
+        """True if it waits for a version and is in no round."""
+        return self.request is not None and self.request_in_round is None
+
+    def refused(self, error: FlyweightError) -> ReplicaReport:
+        """Return the report of a replica that a publish cannot serve."""
+        return ReplicaReport(self.name, self.hello.pid, 0, 0.0, 0.0, 0.0, "nothing", error)
+
+    @property
     def label(self) -> str:
         """Its name for people, with its rank if there are several."""
         rank = f", rank {self.hello.rank}" if self.hello.num_ranks > 1 else ""
@@ -76,17 +88,14 @@ class Member:
 class MemberRound:
     """One member in a round."""
 
-    feed: WeakMethod[Callable[[MemberRound, Event | None, FlyweightError | None], None]]
-    """Takes events. Weak, as a reference to the round would be a cycle that keeps tensors alive."""
     member: Member
     agreement: Agreement
+    offer: RoundOffer
     begin: messages.Begin
-    expected: bytes
-    """The digests of what it must hold in the end; empty if nothing is verified."""
-    buckets: frozenset[int]
-    """The buckets that it needs."""
-    is_mapped: bool
-    """True if it reads the memory of this process's model itself."""
+    feed: WeakMethod[Callable[[MemberRound, Event | None, FlyweightError | None], None]] = field(
+        init=False
+    )
+    """The round that takes events. Weak: a cycle of references would keep tensors alive."""
     last_progress: float = 0.0
     """When it last did something, or got something to do."""
     copied_bytes: int = 0
@@ -123,6 +132,11 @@ class MemberRound:
             self.error,
             self.error is not None and self.is_touched,
         )
+
+    @property
+    def buckets(self) -> KeysView[int]:
+        """The buckets that it needs."""
+        return self.offer.memory.bucket_slots.keys()
 
     def has_emptied(self, bucket: int) -> bool:
         return bucket not in self.buckets or bucket in self.emptied
@@ -175,6 +189,11 @@ def by_replica(members: Iterable[Member]) -> list[list[Member]]:
     return [sorted(each, key=lambda member: member.hello.rank) for each in found.values()]
 
 
+def whole_replicas(members: Iterable[Member]) -> list[list[Member]]:
+    """Return the groups of `by_replica` that have all ranks of their replica."""
+    return [each for each in by_replica(members) if len(each) == each[0].hello.num_ranks]
+
+
 def joined_request(ranks: Sequence[Member]) -> messages.Ask | None:
     """Return the one request of all ranks of a replica; None if they request different versions.
 
@@ -194,10 +213,10 @@ def joined_request(ranks: Sequence[Member]) -> messages.Ask | None:
     )
 
 
-def different_requests(ranks: Sequence[Member]) -> str:
+def different_requests(ranks: Sequence[Member]) -> VersionError:
     """Return why the ranks of a replica, which request different versions, get none."""
     versions = {each.hello.rank: each.request.version for each in ranks if each.request}
-    return (
+    return VersionError(
         f"the ranks of replica {ranks[0].name!r} must request the same version, not "
         f"{listed_by_value(versions)}"
     )
@@ -212,6 +231,14 @@ def late_ranks(members: Iterable[Member]) -> list[str]:
         if 0 < len(late) < num_ranks:
             found.append(f"{ranks_listed(late)} of {ranks[0].name!r}")
     return found
+
+
+def too_late(request: messages.Ask, version: int) -> VersionError:
+    """Return why a request for an old version is denied."""
+    return VersionError(
+        f"version {request.version} was requested, the publisher is at {version} and does not hold "
+        f"it any more"
+    )
 
 
 def refusal_of(member: Member, siblings: Iterable[Member]) -> PeerRefused | None:

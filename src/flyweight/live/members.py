@@ -20,12 +20,11 @@ from flyweight.host import birth_of
 from flyweight.live import frames, messages
 from flyweight.live.address import Claim
 from flyweight.live.connection import HEARTBEATS, Connection
-from flyweight.live.member import Member, MemberRound, by_replica, joined_request, refusal_of
+from flyweight.live.member import Member, MemberRound, refusal_of, whole_replicas
 from flyweight.live.message_tables import Tensors
 from flyweight.live.news import EventThread, Watchers
 from flyweight.live.planner import Planner
 from flyweight.live.report import RefusedReplicas, ReplicaReport
-from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import Sources
 from flyweight.ranks.decision import RoundDecisions
@@ -59,7 +58,6 @@ class Members:
             on_unreachable=self._on_unreachable,
             on_failure=self._on_failure,
         )
-        self._watchers = Watchers(self.connection.send)
         call_in_child(self._replace_lock)
 
     def _replace_lock(self) -> None:
@@ -77,54 +75,37 @@ class Members:
         """
         self._sources, self._files, self._on_request = sources, files, on_request
         self._has_started = True
-        self._watchers.set_version(self.version)
-        self._events = EventThread()
+        self._watchers = Watchers(self.connection.send, self.version)
+        self.events = EventThread()
+        """Emits events in another thread."""
         self._planner = Planner(sources.blocks.plan, self._agree, self._refuse_member)
         self.connection.start()
-
-    def announce(self, kind: str, **fields: int | float | str | None) -> None:
-        """Emit an event in another thread."""
-        self._events.emit(kind, **fields)
 
     # Requests and rounds.
 
     def waiting(self) -> list[list[Member]]:
-        """Return the ranks of each replica that waits for a version and is in no round.
-
-        A replica waits once all of its ranks do.
-        """
-        ready = [each for each in self.by_id.values() if each.request and not each.is_busy]
-        return [each for each in by_replica(ready) if len(each) == each[0].hello.num_ranks]
-
-    def _ranks_of(self, member: Member) -> list[Member]:
-        """Return the ranks of a member's replica; none if some have not joined."""
-        if member.hello.num_ranks == 1:
-            return [member]
-        (found,) = by_replica(e for e in self.by_id.values() if e.replica == member.replica)
-        return found if len(found) == member.hello.num_ranks else []
+        """Return the ranks of each replica that waits for a version: all of its ranks do."""
+        return whole_replicas(each for each in self.by_id.values() if each.is_waiting)
 
     def replicas(self) -> list[list[Member]]:
         """Return the ranks of each replica whose ranks have all joined."""
-        joined = by_replica(each for each in self.by_id.values() if each.agreement)
-        return [each for each in joined if len(each) == each[0].hello.num_ranks]
+        return whole_replicas(each for each in self.by_id.values() if each.agreement)
 
-    def deny(self, ranks: Sequence[Member], version: int) -> None:
-        """Tell a replica that the version it requests will never come."""
-        request = joined_request(ranks)
-        wanted = None if request is None else request.version
-        self.deny_all(
-            ranks,
-            f"version {wanted} was requested, the publisher is at {version} and does not hold it "
-            f"any more",
-        )
+    def _siblings(self, member: Member) -> list[Member]:
+        """Return the members that are ranks of the same replica."""
+        if member.hello.num_ranks == 1:  # do not look at all others
+            return [self.by_id[member.id]] if member.id in self.by_id else []
+        return [each for each in self.by_id.values() if each.replica == member.replica]
 
-    def deny_all(self, ranks: Sequence[Member], text: str) -> None:
-        """Tell a replica why it gets no version."""
-        for member in ranks:
-            if member.request is not None:
-                # Forget it first: the replica may send another as soon as it is denied.
-                request, member.request = member.request, None
-                self._send(member, messages.Denied(request.ask, "VersionError", text))
+    def deny(self, ranks: Sequence[Member], error: FlyweightError) -> None:
+        """Tell a replica why it does not get the version that it requests."""
+        with self.changed:
+            for member in ranks:
+                if member.request is not None:
+                    # Forget it first: the replica may send another as soon as it is denied.
+                    number, member.request, member.error = member.request.ask, None, str(error)
+                    denied = messages.Denied(number, type(error).__name__, str(error))
+                    self._send(member, denied)
 
     def confirm(self, ranks: Sequence[Member]) -> None:
         """Tell a replica that it already has the version that it requests."""
@@ -132,32 +113,20 @@ class Members:
             if all(each.request is not None for each in ranks):
                 for member in ranks:
                     assert member.request is not None
-                    number, member.request, member.state = member.request.ask, None, "ready"
+                    number, member.request = member.request.ask, None
+                    member.state, member.error = "ready", ""
                     self._send(member, messages.Kept(number))
-
-    def fail(self, member: Member, error: FlyweightError) -> None:
-        """Tell a replica that its request failed, before its round began."""
-        with self.changed:
-            if member.request is not None:
-                denied = messages.Denied(member.request.ask, type(error).__name__, str(error))
-                self._send(member, denied)
-                member.request, member.error = None, str(error)
-
-    def refuse_round(self, member: Member, error: FlyweightError) -> ReplicaReport:
-        """Tell a replica that a round cannot serve it; return that for the trainer."""
-        self.fail(member, error)
-        return _failed(member, error)
 
     def reserve(self, ranks: Sequence[Member]) -> None:
         """Reserve the ranks of a replica for the round that answers their requests."""
         for member in ranks:
             assert member.request is not None
-            member.is_busy, member.request_in_round = True, member.request.ask
+            member.request_in_round = member.request.ask
 
-    def join_round(self, round_: RunningRound) -> None:
+    def join_round(self, members: Sequence[MemberRound]) -> None:
         """Pass the messages of a round's members to it, until `leave_round`."""
         with self.changed:
-            for progress in round_.members:
+            for progress in members:
                 progress.member.round, progress.member.state = progress, "updating"
                 if progress.member.id not in self.by_id:
                     progress.lose(PeerLost(f"replica {progress.member.label} is gone"))
@@ -176,7 +145,7 @@ class Members:
                     member.request = None
             if progress is None or not progress.is_committed:
                 member.lists_sent = None  # it may not have received them
-            member.round, member.is_busy = None, False
+            member.round = member.request_in_round = None
             self.changed.notify_all()
 
     def set_state(
@@ -188,8 +157,10 @@ class Members:
         seconds: float,
     ) -> None:
         """Tell watchers what the publisher does."""
+        nbytes = sum(each.agreement.nbytes for each in progress)
+        lanes = "+".join(sorted({each.begin.strategy for each in progress}))
         with self.changed:
-            self._watchers.set_state(round_, version, state, progress, seconds)
+            self._watchers.news = messages.News(version, round_, state, nbytes, seconds, lanes, ())
             self._watchers.send(self.by_id.values())
 
     def close(self) -> None:
@@ -209,7 +180,7 @@ class Members:
         if self.decisions is not None:
             self.decisions.close()
         self._planner.close()
-        self._events.close()
+        self.events.close()
 
     # Messages from replicas, in the connection's thread.
 
@@ -273,7 +244,7 @@ class Members:
     def _add_member(self, member: Member) -> FlyweightError | None:
         """Accept a replica, or a rank of one; return why it is refused."""
         hello = member.hello
-        siblings = [each for each in self.by_id.values() if each.replica == member.replica]
+        siblings = self._siblings(member)
         if (refusal := refusal_of(member, siblings)) is not None:
             return refusal
         for other in siblings:
@@ -298,28 +269,19 @@ class Members:
                     text = "a Want must come before the first Ask"
                     self._send(member, messages.Refusal("PeerRefused", text))
                     return
-                member.request, member.state = message, "asking"
-                ranks = self._ranks_of(member)
-                if ranks and all(each.request and not each.is_busy for each in ranks):
+                member.request, member.state, member.is_searched = message, "asking", False
+                siblings = self._siblings(member)
+                for ranks in whole_replicas(each for each in siblings if each.is_waiting):
                     self._on_request(ranks)
             case messages.Withdraw(ask=number):
                 if member.request is not None and member.request.ask == number:
                     member.request = None
                     member.state = "joined" if member.version is None else "ready"
-            case (
-                messages.Emptied()
-                | messages.Drained()
-                | messages.Copied()
-                | messages.Done()
-                | messages.Fault()
-                | messages.Tick()
-            ):
-                if member.round is not None:
-                    member.round.receive(message)
             case messages.Bye(text=text):
                 self._lose(member.id, PeerLost(f"replica {member.label} disconnected: {text}"))
             case _:
-                pass
+                if member.round is not None and isinstance(message, messages.InRound):
+                    member.round.receive(message)
 
     # Plans, which a thread of their own makes.
 
@@ -333,7 +295,7 @@ class Members:
             self._send(member, self._sources.blocks.agreed)
             self.changed.notify_all()
         pid = member.hello.pid
-        self.announce("replica.joined", name=member.shown_name, pid=pid, nbytes=agreement.nbytes)
+        self.events.emit("replica.joined", name=member.shown_name, pid=pid, nbytes=agreement.nbytes)
         with self.changed:
             self._watchers.send(self.by_id.values())
 
@@ -341,7 +303,7 @@ class Members:
         """Tell a replica why it is refused, and the trainer with the next publish."""
         with self.changed:
             if self.by_id.get(member.id) is member:
-                self._refused.add(_failed(member, error))
+                self._refused.add(member.refused(error))
                 self._refuse(member.id, error)
 
     def take_refused(self) -> list[ReplicaReport]:
@@ -388,7 +350,7 @@ class Members:
             if member.round is not None:
                 member.round.lose(error)
             pid = member.hello.pid
-            self.announce("replica.lost", name=member.shown_name, pid=pid, error=str(error))
+            self.events.emit("replica.lost", name=member.shown_name, pid=pid, error=str(error))
             self._watchers.send(self.by_id.values())
             self.changed.notify_all()
 
@@ -411,8 +373,3 @@ class Members:
                     self.connection.send(messages.Tick(), follower.id)
             self._watchers.remove_silent(now, self._silence_seconds, awake)
             self._watchers.send(self.by_id.values())
-
-
-def _failed(member: Member, error: FlyweightError) -> ReplicaReport:
-    pid = member.hello.pid
-    return ReplicaReport(member.name, pid, 0, 0.0, 0.0, 0.0, "nothing", error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -13,7 +13,7 @@ import msgspec
 
 from flyweight.events import emit
 from flyweight.live import messages
-from flyweight.live.member import Member, MemberRound
+from flyweight.live.member import Member
 
 _WATCHER_SECONDS = 5.0
 """The shortest silence for which a watcher is given up: watchers do not know `silence_seconds`."""
@@ -45,12 +45,15 @@ class EventThread:
 
 
 class Watchers:
-    """The watchers of a publisher, and what they are told. Its members' lock guards it."""
+    """The watchers of a publisher, and the news that they get. Its members' lock guards it."""
 
-    def __init__(self, send: Callable[[messages.Message, bytes], None]) -> None:
+    def __init__(
+        self, send: Callable[[messages.Message, bytes], None], version: int | None
+    ) -> None:
         self._send = send
         self._last_seen: dict[bytes, float] = {}
-        self._news = messages.News(None, 0, "idle", 0, 0.0, "", ())
+        self.news = messages.News(version, 0, "idle", 0, 0.0, "", ())
+        """What the publisher does; `send` adds what its replicas do."""
 
     def __contains__(self, id: bytes) -> bool:
         return id in self._last_seen
@@ -72,22 +75,6 @@ class Watchers:
             if now - max(last_seen, awake_since) > max(silence_seconds, _WATCHER_SECONDS):
                 del self._last_seen[id]
 
-    def set_version(self, version: int | None) -> None:
-        self._news = msgspec.structs.replace(self._news, version=version)
-
-    def set_state(
-        self,
-        round_: int,
-        version: int | None,
-        state: str,
-        progress: Sequence[MemberRound],
-        seconds: float,
-    ) -> None:
-        """Note what the publisher does; `send` tells it."""
-        nbytes = sum(each.agreement.nbytes for each in progress)
-        lanes = "+".join(sorted({each.begin.strategy for each in progress}))
-        self._news = messages.News(version, round_, state, nbytes, seconds, lanes, ())
-
     def send(self, members: Iterable[Member]) -> None:
         """Tell all watchers what the publisher and its replicas do."""
         if not self._last_seen:
@@ -105,6 +92,6 @@ class Watchers:
             for each in members
             if each.agreement
         )
-        news = msgspec.structs.replace(self._news, replicas=replicas)
+        news = msgspec.structs.replace(self.news, replicas=replicas)
         for id in self.ids:  # one that is unreachable is removed meanwhile
             self._send(news, id)

@@ -1,6 +1,6 @@
 """Rounds: makes a round of a published version and the members that take it, and runs it.
 
-A member is told which memory a round goes through, and not told again while that stays the same.
+Each round names the memory that it goes through; only a member that does not know it gets its list.
 The rounds of a publish run in the thread that publishes. A replica that asks between two publishes
 is served by a catch-up round, from memory or from a snapshot. That round has a thread and bucket
 slots of its own, so that the next publish need not wait.
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from logging import getLogger
 from time import monotonic, perf_counter
-from weakref import WeakMethod
 
 from flyweight.errors import (
     FlyweightError,
@@ -31,12 +30,12 @@ from flyweight.live.member import (
     by_replica,
     different_requests,
     joined_request,
+    too_late,
 )
 from flyweight.live.members import Members
 from flyweight.live.messages import Begin
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel, PublishedVersion
-from flyweight.live.report import ReplicaReport
 from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import Sources
@@ -84,11 +83,25 @@ class Rounds:
     ) -> RunningRound:
         """Return a round that `run` runs; `RunningRound` explains `on_release`."""
         sources, number = self._sources, self.new_number()
-        agreements = list(dict.fromkeys(map(_agreement, members)))
+        # Only once: a replica may want something else meanwhile.
+        agreed = {member: _agreement(member) for member in members}
+        agreements = list(dict.fromkeys(agreed.values()))
         offers, digest_seconds = sources.offer(number, version, agreements, slots, timeout_seconds)
+        taking, refused = [], []
+        for ranks in by_replica(members):
+            found = [offers[agreed[each]] for each in ranks]
+            errors = [each.error for each in found if each.error is not None]
+            if errors:  # the transport is impossible for this replica only
+                self._members.deny(ranks, errors[0])
+                refused.append(ranks[0].refused(errors[0]))
+                continue
+            for member, offer in zip(ranks, found, strict=True):
+                begin = self._begin(number, version, member, offer)
+                taking.append(MemberRound(member, agreed[member], offer, begin))
         round_ = RunningRound(
             number,
             version,
+            taking,
             self._members.connection,
             fills=slots.fills,
             num_ranks=sources.num_ranks,
@@ -99,33 +112,27 @@ class Rounds:
             on_release=on_release,
             timeout_seconds=timeout_seconds,
         )
-        round_.digest_seconds = digest_seconds
-        for ranks in by_replica(members):
-            found = [offers[_agreement(each)] for each in ranks]
-            errors = [each.error for each in found if each.error is not None]
-            if errors:  # the transport is impossible for this replica only
-                refused = [self._members.refuse_round(each, errors[0]) for each in ranks]
-                round_.refused.append(ReplicaReport.joined(refused))
-                continue
-            for member, offer in zip(ranks, found, strict=True):
-                round_.members.append(self._member_round(round_, member, offer))
+        round_.digest_seconds, round_.refused = digest_seconds, refused
         self._warn_if_unmapped(version)
-        self._members.join_round(round_)
+        self._members.join_round(taking)
         return round_
 
     def _warn_if_unmapped(self, version: PublishedVersion) -> None:
         if (reason := version.offers.refusal) and not self._has_warned:
             self._has_warned = True
             _log.warning("tensors go through buckets instead of being mapped: %s", reason)
-            self._members.announce("publish.unmapped", reason=reason)
+            self._members.events.emit("publish.unmapped", reason=reason)
 
-    def _member_round(self, round_: RunningRound, member: Member, offer: RoundOffer) -> MemberRound:
-        version, memory = round_.version, None
+    def _begin(
+        self, number: int, version: PublishedVersion, member: Member, offer: RoundOffer
+    ) -> Begin:
+        assert member.request_in_round is not None  # it is reserved
+        memory = None
         has_digests = version.digests is not None and self._options.should_verify
         if member.lists_sent != offer.lists:
             member.lists_sent, memory = offer.lists, offer.memory
-        begin = Begin(
-            round=round_.number,
+        return Begin(
+            round=number,
             ask=member.request_in_round,
             version=version.version,
             parent=version.parent,
@@ -138,32 +145,24 @@ class Rounds:
             memory=memory,
             values=dict(version.values),
         )
-        return MemberRound(
-            WeakMethod(round_.on_event),
-            member,
-            _agreement(member),
-            begin,
-            offer.digests,
-            frozenset(offer.memory.bucket_slots),
-            offer.is_mapped,
-        )
 
     def choose_sources(
         self, live: PublishedVersion, held: PublishedVersion | None, members: Sequence[Member]
     ) -> tuple[list[Member], list[Member]]:
         """Split members: those that read the model, and those that read the held copy.
 
-        If a copy is held, only members that map the whole model on a device read the model.
+        If a copy is held, only replicas that map the whole model on a device read the model.
         """
         if held is None:
             return list(members), []
-        from_model = []
+        from_model: list[Member] = []
         if live.source.devices and not self._sources.followers:
-            for member in members:
-                with suppress(PlanError):  # the transport is impossible for this member
-                    share = _agreement(member).whole
-                    if set(live.offers.lanes(share, self._options.transport)) == {MAPPED}:
-                        from_model.append(member)
+            for ranks in by_replica(members):  # all ranks of a replica are in one round
+                with suppress(PlanError):  # the transport is impossible for this replica
+                    shares = [_agreement(each).whole for each in ranks]
+                    lanes = [live.offers.lanes(each, self._options.transport) for each in shares]
+                    if all(set(each) == {MAPPED} for each in lanes):
+                        from_model += ranks
         return from_model, [member for member in members if member not in from_model]
 
     def run(self, round_: RunningRound) -> None:
@@ -209,11 +208,11 @@ class Rounds:
             return
         request = joined_request(ranks)
         if request is None:
-            self._members.deny_all(ranks, different_requests(ranks))
+            self._members.deny(ranks, different_requests(ranks))
             return
         last = self._members.version
-        searched = tuple(each.searched_request for each in ranks)
-        has_store = self._options.store is not None and searched != _numbers(ranks)
+        is_searched = all(each.is_searched for each in ranks)
+        has_store = self._options.store is not None and not is_searched
         newest = last if request.version is None else request.version
         may_be_newer = has_store and available is None and request.version is None
         is_newest = request.have is not None and request.have == newest and not may_be_newer
@@ -223,11 +222,11 @@ class Rounds:
             if available.version != request.have:
                 self._start_thread(ranks, available)
         elif has_store:
-            for each, number in zip(ranks, _numbers(ranks), strict=True):
-                each.searched_request = number  # once: later versions come by a publish
+            for each in ranks:
+                each.is_searched = True  # once: later versions come by a publish
             self._start_thread(ranks, None)
         elif request.version is not None and last is not None and request.version <= last:
-            self._members.deny(ranks, last)
+            self._members.deny(ranks, too_late(request, last))
 
     def retire_available(self, version: int, timeout_seconds: float) -> None:
         """Withdraw the available version, so that `version` can overwrite its memory.
@@ -265,8 +264,8 @@ class Rounds:
         except RuntimeError as cause:  # the system's limit of threads is reached
             self._threads.discard(thread)
             text = f"the publisher cannot start a thread: {cause}; raise the limit, ulimit -u"
+            self._members.deny(ranks, PeerFailed(text))
             for member in ranks:
-                self._members.fail(member, PeerFailed(text))
                 self._members.leave_round(member)
 
     def _catch_up(self, ranks: Sequence[Member], version: PublishedVersion | None) -> None:
@@ -281,11 +280,9 @@ class Rounds:
                 if version is not None:
                     self._run_catch_up(ranks, version, slots, started)
         except FlyweightError as error:
-            for member in ranks:
-                self._members.fail(member, error)
+            self._members.deny(ranks, error)
         except BaseException as error:
-            for member in ranks:
-                self._members.fail(member, PeerFailed(f"{type(error).__name__}: {error}"))
+            self._members.deny(ranks, PeerFailed(f"{type(error).__name__}: {error}"))
             raise
         finally:
             with self._members.changed:
@@ -309,7 +306,7 @@ class Rounds:
         members.set_state(round_.number, members.version, "idle", round_.members, seconds)
         progress = round_.members[0] if round_.members else None
         if progress is not None and progress.has_begun:
-            members.announce(
+            members.events.emit(
                 "serve.done",
                 name=ranks[0].name,
                 pid=ranks[0].hello.pid,
@@ -358,7 +355,3 @@ class Rounds:
 def _agreement(member: Member) -> Agreement:
     assert member.agreement is not None  # members cannot request a version before they agree
     return member.agreement
-
-
-def _numbers(ranks: Sequence[Member]) -> tuple[int, ...]:
-    return tuple(0 if each.request is None else each.request.ask for each in ranks)

@@ -1,6 +1,6 @@
 """A round that runs: a version goes from its source to the members that take part.
 
-`round.py` decides what is told to whom; the threads of connections feed it what members say. The
+`round.py` decides which messages are sent; the threads of connections feed it what members say. The
 thread that publishes fills buckets and gives up late members. Each replica ends on its own. No
 member delays the others for longer than its deadline, and the bucket slots that a lost member had
 not emptied are free again.
@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, perf_counter
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -57,6 +58,7 @@ class RunningRound:
         self,
         number: int,
         version: PublishedVersion,
+        members: Sequence[MemberRound],
         connection: Connection,
         *,
         fills: Sequence[BucketFill],
@@ -68,8 +70,9 @@ class RunningRound:
         on_release: Callable[[], None],
         timeout_seconds: float,
     ) -> None:
-        """Prepare a round; add its `members`, then `run` it.
+        """Prepare a round; `run` runs it.
 
+        members: who takes part, all ranks of each replica.
         fills: the buckets of this process. Those of all ranks together are numbered in turn.
         num_ranks, tell_rank: the number of source ranks, and how to send one of them a message.
         name_of: returns the name of a block's tensor.
@@ -80,22 +83,24 @@ class RunningRound:
         timeout_seconds: a member without progress for this long is given up. So is one that is
             not done when the round is this old, unless it has just made progress.
         """
-        self.number, self.version, self.connection = number, version, connection
+        self.number, self.version, self.members = number, version, members
+        self._connection = connection
         self._fills, self._num_ranks, self._tell_rank = fills, num_ranks, tell_rank
         self._name_of, self._decisions, self._beginning = name_of, decisions, beginning
         self._on_release, self._timeout_seconds = on_release, timeout_seconds
         self._spin_seconds = spin_seconds(bool(version.source.devices))
-        self.members: list[MemberRound] = []
         self.refused: list[ReplicaReport] = []
         """The members that the round cannot serve."""
         self.changed = threading.Condition(threading.RLock())
-        self._state = start(num_ranks, {})
         self._by_replica: dict[str, list[MemberRound]] = {}
+        for each in members:
+            each.feed = WeakMethod(self.on_event)
+            self._by_replica.setdefault(each.member.replica, []).append(each)
+        ranks = {name: each[0].member.hello.num_ranks for name, each in self._by_replica.items()}
+        self._state = start(num_ranks, ranks)
         self._errors: dict[str, FlyweightError] = {}
         """Why each replica failed."""
-        self._stopped: FlyweightError | None = None
-        """Why the round must not begin."""
-        self._is_released = self._has_begun = self._is_feeding = False
+        self._is_feeding = False
         self._events: deque[Event] = deque()
         """The events that are not taken up yet."""
         self._filled: set[int] = set()
@@ -115,9 +120,10 @@ class RunningRound:
                     return
                 self.begin()
             self._fill_buckets()
-            if not any(member.is_mapped for member in self.members):
+            if not any(member.offer.is_mapped for member in self.members):
                 self._on_release()
-            self._wait(lambda: self._is_released or self._state.is_over, self._waited_for)
+            # Two waits, as each begins with a spin.
+            self._wait(lambda: self._state.num_reading == 0, self._waited_for)
             self._wait(lambda: self._state.is_over, self._waited_for)
         except BaseException as error:
             stopped = PeerFailed(f"the publisher stopped: {type(error).__name__}: {error}")
@@ -130,32 +136,15 @@ class RunningRound:
         """Tell all members that the round starts."""
         self._last_going = monotonic()
         with self.changed:
-            if self._stopped is not None:
-                for each in self.members:
-                    each.error = each.error or self._stopped
-                return
-            for each in self.members:
-                self._by_replica.setdefault(each.member.replica, []).append(each)
-            ranks = {
-                name: each[0].member.hello.num_ranks for name, each in self._by_replica.items()
-            }
-            self._state = start(self._num_ranks, ranks)
-            for name, num_ranks in ranks.items():
-                if num_ranks > 1 and self._decisions is not None:
+            for name, ranks in self._by_replica.items():
+                if len(ranks) > 1 and self._decisions is not None:
                     self._decisions.begin(name, self.number)
-            self._has_begun, early = True, list(self._filled)
-            for each in self.members:
-                if each.error is not None:
-                    self._feed(Failed(each.member.replica, each.rank, str(each.error)), each.error)
             for rank in range(self._num_ranks):  # all of them have offered their memory
                 self._feed(SourceReady(rank))
-        for bucket in early:
-            self.on_filled(bucket)
 
     def abort(self, error: FlyweightError) -> None:
         """End the round for all replicas that have not committed."""
         with self.changed:
-            self._stopped = self._stopped or error
             for name in self._by_replica:
                 self._errors.setdefault(name, error)
             self._feed(SourceFailed(0, str(error)))
@@ -167,13 +156,10 @@ class RunningRound:
     ) -> None:
         """Handle what a member says, or that it is gone."""
         with self.changed:
-            if not self._has_begun:
-                if isinstance(event, Failed):
-                    member.error = member.error or error  # `begin` takes it up
-                return
-            if isinstance(event, Reported) and event.step == "done" and not self._is_right(member):
+            if isinstance(event, Reported) and event.step == "done":
                 error = self._mismatch(member)
-                event = Failed(event.replica, event.rank, str(error))
+                if error is not None:
+                    event = Failed(event.replica, event.rank, str(error))
             if event is not None:
                 self._feed(event, error)
         self._relay_emptied()
@@ -182,7 +168,7 @@ class RunningRound:
         if isinstance(event, Failed) and error is not None:
             self._errors.setdefault(event.replica, error)
         self._events.append(event)
-        if self._is_feeding:  # a member was lost as it was told something; that is finished first
+        if self._is_feeding:  # a message to a member has failed; its event comes first
             return
         self._is_feeding = True
         try:
@@ -212,7 +198,6 @@ class RunningRound:
     def _carry_out(self, action: Action) -> None:
         now = monotonic()
         if action.what == "release":
-            self._is_released = True
             self._on_release()
             self._tell_ranks(Released(self.version.version))
         for member in self._by_replica.get(action.replica, ()):
@@ -220,12 +205,14 @@ class RunningRound:
                 case "begin":
                     member.last_progress, member.has_begun = now, True
                     self._send(member, member.begin)
+                    for bucket in member.buckets & self._filled:  # by other ranks, before
+                        self._send(member, messages.Filled(self.number, bucket))
                 case "write":
                     member.last_progress = now
                     self._send(member, messages.Write(self.number))
                 case "commit":
                     member.is_committed = True
-                    self._send(member, messages.Commit(self.number, member.expected))
+                    self._send(member, messages.Commit(self.number, member.offer.digests))
                     member.seconds = perf_counter() - self._started
                 case "abort":
                     self._abort(member, action)
@@ -242,14 +229,14 @@ class RunningRound:
             self._send(member, messages.Abort(self.number, kind, text, action.is_touched))
 
     def _send(self, member: MemberRound, message: messages.Message) -> None:
-        self.connection.send(message, member.member.id)
+        self._connection.send(message, member.member.id)
 
-    def _is_right(self, member: MemberRound) -> bool:
-        return member.done is not None and member.done.digests == member.expected
-
-    def _mismatch(self, member: MemberRound) -> DigestMismatch:
+    def _mismatch(self, member: MemberRound) -> DigestMismatch | None:
+        """Return which tensors of a member differ from what was published."""
         assert member.done is not None
-        found, expected = member.done.digests, member.expected
+        found, expected = member.done.digests, member.offer.digests
+        if found == expected:
+            return None
         if len(found) != len(expected):
             wrong = [f"{len(found) // 8} digests, {len(expected) // 8} expected"]
         else:
@@ -298,10 +285,8 @@ class RunningRound:
         """Tell the members that need a bucket that it is full."""
         with self.changed:
             self._filled.add(bucket)
-            if not self._has_begun:
-                return
             for member in self._running():
-                if bucket in member.buckets:
+                if bucket in member.buckets and member.has_begun:
                     member.last_progress = monotonic()  # only now it has something to do
                     self._send(member, messages.Filled(self.number, bucket))
             if bucket % self._num_ranks:
@@ -337,7 +322,7 @@ class RunningRound:
         waited_for: Callable[[], Iterator[tuple[MemberRound, str]]],
     ) -> None:
         """Return once it is over; meanwhile give up late members, and tell the others to wait."""
-        self.connection.spin(is_over, self._spin_seconds)
+        self._connection.spin(is_over, self._spin_seconds)
         going_seconds = min(self._timeout_seconds / 8, 1.0)
         while True:
             with self.changed:
