@@ -3,6 +3,7 @@
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from flyweight.errors import (
     TransferTimeout,
     VersionError,
 )
+from flyweight.live.rounds import Rounds
 from live_engines import LAYOUT, SECONDS, WHOLE, Engine, published, states
 
 
@@ -73,6 +75,34 @@ def test_a_rank_that_cannot_drain_leaves_all_ranks_as_they_were(address, pool):
             second.result(SECONDS)
         assert [(each.version, each.state) for each in engine.ranks] == [(1, "ready")] * 2
         assert engine.weights.tobytes() == WHOLE.tobytes()
+
+
+def test_all_ranks_read_the_held_copy_if_one_of_them_cannot_map_the_model(
+    address, pool, monkeypatch
+):
+    """Only a model on a GPU is read beside its held copy; here memory that is shared stands in."""
+    torch, choose_sources = pytest.importorskip("torch"), Rounds.choose_sources
+
+    def as_on_a_gpu(rounds, live, held, members):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(live.source, "devices", [0])
+            return choose_sources(rounds, live, held, members)
+
+    monkeypatch.setattr(Rounds, "choose_sources", as_on_a_gpu)
+    model = {"mapped": torch.ones(6).share_memory_(), "copied": torch.ones(6)}
+    stages = [{name: torch.zeros(6)} for name in model]
+    with ExitStack() as stack:
+        publisher = stack.enter_context(fw.Publisher(model, address, hold=True))
+        ranks = [
+            stack.enter_context(
+                fw.Replica(stage, address, name="engine", rank=n, num_ranks=2, extra="report")
+            )
+            for n, stage in enumerate(stages)
+        ]
+        updates = [pool.submit(rank.update, timeout_seconds=SECONDS) for rank in ranks]
+        assert publisher.publish(1, num_replicas=1, timeout_seconds=2).failed == ()
+        assert [each.result(SECONDS).version for each in updates] == [1, 1]
+    assert all(each.all() for stage in stages for each in stage.values())
 
 
 def test_a_replica_of_several_ranks_needs_a_name(address):

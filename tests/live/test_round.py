@@ -13,8 +13,8 @@ from flyweight.live.round import (
     Phase,
     Reported,
     Round,
-    SourceFailed,
     SourceReady,
+    SourcesFailed,
     start,
     step,
     waiting_for,
@@ -90,8 +90,8 @@ def after(world):
     for rank in range(NUM_SOURCES):
         if rank not in world.state.ready:
             yield fed(world, SourceReady(rank))
-        if fault.num_faults >= 0:
-            yield fed(fault, SourceFailed(rank, "died"))
+    if fault.num_faults >= 0:
+        yield fed(fault, SourcesFailed("died"))
     for name, replica in world.state.replicas.items():
         for rank in range(replica.num_ranks):
             if any((name, rank) == each[:2] for each in world.settled):
@@ -227,7 +227,7 @@ def check_world(world):
     assert world.num_released == (state.num_reading == 0), world
     assert bool(running) == bool(waited or world.to_decide or world.to_hear), world
     for (name, rank), what in waited.items():
-        is_late = {"offered its weights": SourceFailed(rank, "late")}
+        is_late = {"offered its weights": SourcesFailed("late")}
         after, _ = step(state, is_late.get(what) or Failed(name, rank, "late"))
         assert after.num_running < state.num_running, (world, name, rank)
         assert name is None or what == missing(world, name, rank), world
@@ -342,16 +342,15 @@ def test_a_failed_engine_rank_does_not_stop_the_other_replica():
 
 
 def test_a_source_that_fails_before_the_begin_leaves_all_replicas_as_they_are():
-    state, actions = run(start(2, {"a": 2, "b": 1}), SourceReady(0), SourceFailed(1, "died"))
-    reason = "source rank 1: died"
-    aborts = [Action("abort", name, reason=reason) for name in ("a", "b")]
+    state, actions = run(start(2, {"a": 2, "b": 1}), SourceReady(0), SourcesFailed("died"))
+    aborts = [Action("abort", name, reason="died") for name in ("a", "b")]
     assert actions == [*aborts, Action("release")]
     assert step(state, SourceReady(1)) == (state, [])
 
 
 def test_a_source_that_fails_spares_the_replica_that_has_committed():
     state, _ = run(start(2, {"a": 1, "b": 1}), *READY, Reported("a", 0, "done"))
-    state, actions = run(state, SourceFailed(0, "died"))
+    state, actions = run(state, SourcesFailed("died"))
     assert [(each.what, each.replica) for each in actions] == [("abort", "b"), ("release", "")]
     assert state.replicas["a"].phase is Phase.COMMITTED
 

@@ -75,7 +75,7 @@ class Member:
 
     def refused(self, error: FlyweightError) -> ReplicaReport:
         """Return the report of a replica that a publish cannot serve."""
-        return ReplicaReport(self.name, self.hello.pid, 0, 0.0, 0.0, 0.0, "nothing", error)
+        return ReplicaReport(self.name, self.hello.pid, error=error)
 
     @property
     def label(self) -> str:

@@ -11,7 +11,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from logging import getLogger
 from time import monotonic
 
 from flyweight.errors import FlyweightError, PeerFailed, PeerLost, PeerRefused, TransferTimeout
@@ -24,13 +23,13 @@ from flyweight.live.member import Member, MemberRound, refusal_of, whole_replica
 from flyweight.live.message_tables import Tensors
 from flyweight.live.news import EventThread, Watchers
 from flyweight.live.planner import Planner
-from flyweight.live.report import RefusedReplicas, ReplicaReport
+from flyweight.live.report import ReplicaReport
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import Sources
 from flyweight.ranks.decision import RoundDecisions
 from flyweight.transports.fd_passing import FdServer
 
-_log = getLogger("flyweight.live")
+_MAX_REFUSED = 100
 
 
 class Members:
@@ -48,7 +47,8 @@ class Members:
         self._has_started = self._is_closed = False
         self.decisions: RoundDecisions | None = None
         """The verdicts for replicas of several ranks; None until the first of them joins."""
-        self._refused = RefusedReplicas()
+        self._refused: dict[str, ReplicaReport] = {}
+        """The replicas that were refused since the last publish, by name; the latest are kept."""
         self.connection = Connection(
             claim.address.endpoint,
             is_publisher=True,
@@ -291,7 +291,7 @@ class Members:
                 return  # it has gone meanwhile
             member.agreement = agreement
             member.lists_sent = None
-            self._refused.remove(member.name)
+            self._refused.pop(member.name, None)
             self._send(member, self._sources.blocks.agreed)
             self.changed.notify_all()
         pid = member.hello.pid
@@ -303,13 +303,17 @@ class Members:
         """Tell a replica why it is refused, and the trainer with the next publish."""
         with self.changed:
             if self.by_id.get(member.id) is member:
-                self._refused.add(member.refused(error))
+                self._refused.pop(member.name, None)
+                self._refused[member.name] = member.refused(error)
+                if len(self._refused) > _MAX_REFUSED:
+                    del self._refused[next(iter(self._refused))]
                 self._refuse(member.id, error)
 
     def take_refused(self) -> list[ReplicaReport]:
         """Return the replicas that were refused since the last call."""
         with self.changed:
-            return self._refused.take()
+            found, self._refused = list(self._refused.values()), {}
+            return found
 
     # Lost replicas.
 
@@ -355,21 +359,21 @@ class Members:
             self.changed.notify_all()
 
     def _on_heartbeat(self, now: float) -> None:
+        awake = self.connection.awake_since
+
+        def check(id: bytes, last_seen: float, name: str) -> None:
+            if now - max(last_seen, awake) <= self._silence_seconds:
+                self.connection.send(messages.Tick(), id)
+            else:
+                text = f"{name} was silent for {self._silence_seconds:g} s"
+                self.connection.send(messages.Bye(text), id)
+                self._lose(id, TransferTimeout(text))
+
         with self.changed:
-            awake = self.connection.awake_since
             for member in list(self.by_id.values()):
-                if now - max(member.last_seen, awake) > self._silence_seconds:
-                    text = f"replica {member.label} was silent for {self._silence_seconds:g} s"
-                    self._send(member, messages.Bye(text))
-                    self._lose(member.id, TransferTimeout(text))
-                else:
-                    self._send(member, messages.Tick())
+                check(member.id, member.last_seen, f"replica {member.label}")
             for follower in self._sources.followers:
-                if follower.id and now - max(follower.last_seen, awake) > self._silence_seconds:
-                    text = f"it was silent for {self._silence_seconds:g} s"
-                    self.connection.send(messages.Bye(text), follower.id)
-                    self._sources.lose(follower, TransferTimeout(text))
-                elif follower.id:
-                    self.connection.send(messages.Tick(), follower.id)
+                if follower.id:
+                    check(follower.id, follower.last_seen, "it")
             self._watchers.remove_silent(now, self._silence_seconds, awake)
             self._watchers.send(self.by_id.values())

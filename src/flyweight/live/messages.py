@@ -32,7 +32,7 @@ class Hello(Message, frozen=True):
     line: str = ""
     """The name of its connection for files, by which the publisher learns of its death."""
     role: Literal["replica", "watcher", "source"] = "replica"
-    """A watcher is only told the news; a source is another rank of the publisher itself."""
+    """A watcher only gets the news; a source is another rank of the publisher itself."""
     rank: int = 0
     """Which of the ranks it is, of its replica or of the publisher."""
     num_ranks: int = 1

@@ -13,7 +13,6 @@ from flyweight.ports import UpdateReport
 
 TIMEOUT_SECONDS = 30.0
 _MAX_REASONS = 5
-_MAX_REFUSED = 100
 
 
 class ReplicaReport(Table, frozen=True):
@@ -22,15 +21,15 @@ class ReplicaReport(Table, frozen=True):
     name: str
     """The name that the replica was made with."""
     pid: int
-    nbytes: int
+    nbytes: int = 0
     """The bytes that it received; 0 if it failed."""
-    seconds: float
+    seconds: float = 0.0
     """From the start of the round to its commit."""
-    copy_seconds: float
+    copy_seconds: float = 0.0
     """The time that it spent copying."""
-    verify_seconds: float
+    verify_seconds: float = 0.0
     """The time that it spent on digests of its parameters, during or after the copy."""
-    strategy: str
+    strategy: str = "nothing"
     """How the tensors got there: 'mapped', 'bucketed', 'host', or several joined by '+'."""
     error: FlyweightError | None = None
     """Why it failed; None if it holds the version."""
@@ -58,27 +57,6 @@ class ReplicaReport(Table, frozen=True):
     @property
     def gb_per_second(self) -> float:
         return self.nbytes / 1e9 / max(self.seconds, 1e-9)
-
-
-class RefusedReplicas:
-    """The replicas that were refused since the last publish, by name; the latest are kept."""
-
-    def __init__(self) -> None:
-        self._reports: dict[str, ReplicaReport] = {}
-
-    def add(self, report: ReplicaReport) -> None:
-        self.remove(report.name)
-        self._reports[report.name] = report
-        while len(self._reports) > _MAX_REFUSED:
-            del self._reports[next(iter(self._reports))]
-
-    def remove(self, name: str) -> None:
-        self._reports.pop(name, None)
-
-    def take(self) -> list[ReplicaReport]:
-        """Return all of them, and forget them."""
-        found, self._reports = list(self._reports.values()), {}
-        return found
 
 
 class PublishReport(Table, frozen=True):

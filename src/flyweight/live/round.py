@@ -98,10 +98,9 @@ class SourceReady(Struct, frozen=True):
     rank: int
 
 
-class SourceFailed(Struct, frozen=True):
-    """A source rank is lost, late, or has another version."""
+class SourcesFailed(Struct, frozen=True):
+    """The sources cannot continue: a rank is lost or late, or the publisher is closed."""
 
-    rank: int
     reason: str
 
 
@@ -132,11 +131,11 @@ class Decided(Struct, frozen=True):
     """Why nothing can be stored."""
 
 
-Event = SourceReady | SourceFailed | Reported | Failed | Decided
+Event = SourceReady | SourcesFailed | Reported | Failed | Decided
 
 
 class Action(Struct, frozen=True):
-    """What to tell all ranks of a replica; `release` is for the sources, `decide` for the store."""
+    """A message to all ranks of a replica; `release` is for the sources, `decide` for the store."""
 
     what: Literal["begin", "decide", "write", "commit", "abort", "release"]
     replica: str = ""
@@ -148,7 +147,7 @@ class Action(Struct, frozen=True):
 
 
 def step(state: Round, event: Event) -> tuple[Round, list[Action]]:
-    """Return the round after an event, and what to tell whom. A late event changes nothing."""
+    """Return the round after an event, and the actions. A late event changes nothing."""
     if state.is_over:
         return state, []
     match event:
@@ -157,12 +156,11 @@ def step(state: Round, event: Event) -> tuple[Round, list[Action]]:
             if len(state.ready) < state.num_sources:
                 return state, []
             steps = [_begun(each) for each in state.replicas.values()]
-        case SourceFailed(rank, reason):
-            reason = f"source rank {rank}: {reason}"
+        case SourcesFailed(reason):
             steps = [_failed(each, reason) for each in state.replicas.values()]
         case Reported(name) | Failed(name) | Decided(name) if name in state.replicas:
             replica = state.replicas[name]
-            steps = [step_replica(replica, event)]
+            steps = [_step_replica(replica, event)]
             if steps[0][0] is replica:
                 return state, []
         case _:
@@ -170,10 +168,10 @@ def step(state: Round, event: Event) -> tuple[Round, list[Action]]:
     return _with(state, steps)
 
 
-def step_replica(
+def _step_replica(
     replica: ReplicaRound, event: Reported | Failed | Decided
 ) -> tuple[ReplicaRound, list[Action]]:
-    """Return a replica after an event of its own, and what to tell its ranks."""
+    """Return a replica after an event of its own, and the actions."""
     match event:
         case Reported(_, rank) if not 0 <= rank < replica.num_ranks:
             return replica, []
@@ -277,12 +275,12 @@ def _with(
     """Return the round with these replicas, and all actions; the last reader releases."""
     replicas, actions = {**state.replicas}, []
     num_running, num_reading = state.num_running, state.num_reading
-    for after, told in steps:
+    for after, its_actions in steps:
         before = replicas[after.name]
         replicas[after.name] = after
         num_running -= before.is_over != after.is_over
         num_reading -= before.is_reading != after.is_reading
-        actions += told
+        actions += its_actions
     if num_reading == 0 < state.num_reading:
         actions.append(Action("release"))
     return Round(state.num_sources, replicas, num_running, num_reading, state.ready), actions

@@ -9,7 +9,6 @@ not emptied are free again.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, perf_counter
 from weakref import WeakMethod
@@ -37,8 +36,8 @@ from flyweight.live.round import (
     Event,
     Failed,
     Reported,
-    SourceFailed,
     SourceReady,
+    SourcesFailed,
     start,
     step,
     waiting_for,
@@ -100,9 +99,6 @@ class RunningRound:
         self._state = start(num_ranks, ranks)
         self._errors: dict[str, FlyweightError] = {}
         """Why each replica failed."""
-        self._is_feeding = False
-        self._events: deque[Event] = deque()
-        """The events that are not taken up yet."""
         self._filled: set[int] = set()
         """The buckets that are full, or were."""
         self._filled_elsewhere: set[int] = set()
@@ -147,7 +143,7 @@ class RunningRound:
         with self.changed:
             for name in self._by_replica:
                 self._errors.setdefault(name, error)
-            self._feed(SourceFailed(0, str(error)))
+            self._feed(SourcesFailed(str(error)))
 
     # What happened, and what follows from it.
 
@@ -167,20 +163,12 @@ class RunningRound:
     def _feed(self, event: Event, error: FlyweightError | None = None) -> None:
         if isinstance(event, Failed) and error is not None:
             self._errors.setdefault(event.replica, error)
-        self._events.append(event)
-        if self._is_feeding:  # a message to a member has failed; its event comes first
-            return
-        self._is_feeding = True
-        try:
-            while self._events:
-                self._state, actions = step(self._state, self._events.popleft())
-                for action in actions:
-                    if action.what == "decide":
-                        self._events.append(self._decided(action))
-                    else:
-                        self._carry_out(action)
-        finally:
-            self._is_feeding = False
+        self._state, actions = step(self._state, event)
+        for action in actions:
+            if action.what == "decide":
+                self._feed(self._decided(action))
+            else:
+                self._carry_out(action)
         self.changed.notify_all()
 
     def _decided(self, action: Action) -> Decided:
