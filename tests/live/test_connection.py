@@ -13,14 +13,17 @@ import flyweight as fw
 from child_processes import until
 from flyweight.errors import PlanError, TransferTimeout, TransportError
 from flyweight.live import frames, messages
+from flyweight.live.address import Address
 from flyweight.live.connection import Connection
 from flyweight.live.message_tables import packed
+from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import Ended
 from flyweight.live.report import PublishReport, ReplicaReport
 from flyweight.live.rounds import Rounds
 from flyweight.plans.copy_table import MAX_PAIRS
 from flyweight.spec.box import Box
-from live_rounds import welcomed
+from flyweight.transports.fd_passing import FdConnection
+from live_rounds import call_before, welcomed
 from peers import FakeReplica, tensors, want
 from versioned_models import holds, weights
 
@@ -67,6 +70,25 @@ def test_an_error_of_ours_in_the_connection_is_told_and_leaves_nobody_waiting(
         with fw.Publisher(model, address, hold=True) as another:
             another.publish(1)
             assert replica.update(timeout_seconds=10).version == 1
+
+
+def test_a_replica_that_is_gone_before_the_publisher_is_ready_harms_nobody(address, monkeypatch):
+    place = Address.parse(address)
+
+    def come_and_go():
+        FdConnection(place.fd_socket, token=place.token(), timeout_seconds=5).close()
+        time.sleep(0.2)  # the server notices that
+
+    call_before(monkeypatch, PublishedModel, "open", come_and_go)
+    model, engine = weights(1), weights(2)
+    with (
+        fw.Publisher(model, address) as publisher,
+        fw.Replica(engine, address) as replica,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        future = pool.submit(replica.update, timeout_seconds=10)
+        assert publisher.publish(1, num_replicas=1).failed == ()
+        assert future.result(10).version == 1
 
 
 HEAD = b"fw" + bytes([frames.PROTOCOL])

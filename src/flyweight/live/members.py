@@ -74,11 +74,11 @@ class Members:
         on_request: called with the ranks of each replica that requests a version.
         """
         self._sources, self._files, self._on_request = sources, files, on_request
-        self._has_started = True
         self._watchers = Watchers(self.connection.send, self.version)
         self.events = EventThread()
         """Emits events in another thread."""
         self._planner = Planner(sources.blocks.plan, self._agree, self._refuse_member)
+        self._has_started = True
         self.connection.start()
 
     # Requests and rounds.
@@ -329,6 +329,8 @@ class Members:
     def on_process_gone(self, line: str) -> None:
         """Lose the replica whose connection for files was closed with its process."""
         with self.changed:
+            if not self._has_started:
+                return  # it has not joined
             for member in list(self.by_id.values()):
                 if member.hello.line == line:
                     text = f"replica {member.label}, process {member.hello.pid}, is gone"
