@@ -1,5 +1,6 @@
 """The connection for messages: garbage, other protocols, publishers that come and go."""
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +90,24 @@ def test_a_replica_that_is_gone_before_the_publisher_is_ready_harms_nobody(addre
         future = pool.submit(replica.update, timeout_seconds=10)
         assert publisher.publish(1, num_replicas=1).failed == ()
         assert future.result(10).version == 1
+
+
+@pytest.mark.parametrize("change", [{}, {"num_ranks": 2}, {"role": "watcher"}], ids=str)
+def test_a_second_hello_in_mid_round_ends_the_first_member(address, change):
+    with (
+        fw.Publisher(weights(1), address) as publisher,
+        FakeReplica(address) as peer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        peer.join()
+        peer.say(messages.Ask(1, None, None))
+        publish = pool.submit(publisher.publish, 1, num_replicas=1, timeout_seconds=20)
+        peer.hear_of(messages.Begin)
+        peer.say(messages.Hello(peer.token, "fake", os.getpid(), **change))
+        assert "Hello" in peer.hear_of(messages.Refusal).text
+        (failed,) = publish.result(5).failed
+        assert failed.name == "fake"
+        assert publisher.replicas == []
 
 
 HEAD = b"fw" + bytes([frames.PROTOCOL])

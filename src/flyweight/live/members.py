@@ -219,6 +219,9 @@ class Members:
             text = f"the publisher at {self._claim.address} has another token"
             self.connection.send(messages.Refusal("PeerRefused", text), id)
             return
+        if id in self.by_id:
+            self._refuse(id, PeerRefused("a connection sends one Hello, this one has sent two"))
+            return
         if hello.role == "watcher":
             self._watchers.seen(id)
             self._watchers.send(self.by_id.values())
