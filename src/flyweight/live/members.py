@@ -228,10 +228,10 @@ class Members:
             return
         blocks = self._sources.blocks
         if hello.role == "source":
-            if (error := self._sources.on_hello(id, hello)) is not None:
-                self._refuse(id, error)
-                return
-        elif (error := self._add_member(Member(id, hello, monotonic()))) is not None:
+            error = self._sources.on_hello(id, hello)
+        else:
+            error = self._add_member(Member(id, hello, monotonic()))
+        if error is not None:
             self._refuse(id, error)
             return
         welcome = messages.Welcome(

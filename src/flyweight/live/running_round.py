@@ -51,7 +51,7 @@ GRACE_SECONDS = 3.0
 
 
 class RunningRound:
-    """Runs in the thread that publishes. `changed` guards all state."""
+    """Runs in the thread that publishes. One lock guards all state."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RunningRound:
         self._spin_seconds = spin_seconds(bool(version.source.devices))
         self.refused: list[ReplicaReport] = []
         """The members that the round cannot serve."""
-        self.changed = threading.Condition(threading.RLock())
+        self._changed = threading.Condition(threading.RLock())
         self._by_replica: dict[str, list[MemberRound]] = {}
         for each in members:
             each.feed = WeakMethod(self.on_event)
@@ -118,7 +118,7 @@ class RunningRound:
             self._fill_buckets()
             if not any(member.offer.is_mapped for member in self.members):
                 self._on_release()
-            # Two waits, as each begins with a spin.
+            # Two waits, as each begins with a spin: for the copies, then for the digests.
             self._wait(lambda: self._state.num_reading == 0, self._waited_for)
             self._wait(lambda: self._state.is_over, self._waited_for)
         except BaseException as error:
@@ -131,7 +131,7 @@ class RunningRound:
     def begin(self) -> None:
         """Tell all members that the round starts."""
         self._last_going = monotonic()
-        with self.changed:
+        with self._changed:
             for name, ranks in self._by_replica.items():
                 if len(ranks) > 1 and self._decisions is not None:
                     self._decisions.begin(name, self.number)
@@ -140,7 +140,7 @@ class RunningRound:
 
     def abort(self, error: FlyweightError) -> None:
         """End the round for all replicas that have not committed."""
-        with self.changed:
+        with self._changed:
             for name in self._by_replica:
                 self._errors.setdefault(name, error)
             self._feed(SourcesFailed(str(error)))
@@ -151,7 +151,7 @@ class RunningRound:
         self, member: MemberRound, event: Event | None, error: FlyweightError | None
     ) -> None:
         """Handle what a member says, or that it is gone."""
-        with self.changed:
+        with self._changed:
             if isinstance(event, Reported) and event.step == "done":
                 error = self._mismatch(member)
                 if error is not None:
@@ -169,7 +169,7 @@ class RunningRound:
                 self._feed(self._decided(action))
             else:
                 self._carry_out(action)
-        self.changed.notify_all()
+        self._changed.notify_all()
 
     def _decided(self, action: Action) -> Decided:
         """Store a verdict, so that it holds even if this process dies before all ranks know it."""
@@ -193,7 +193,8 @@ class RunningRound:
                 case "begin":
                     member.last_progress, member.has_begun = now, True
                     self._send(member, member.begin)
-                    for bucket in member.buckets & self._filled:  # by other ranks, before
+                    # Other ranks fill their buckets as soon as they have offered them.
+                    for bucket in member.buckets & self._filled:
                         self._send(member, messages.Filled(self.number, bucket))
                 case "write":
                     member.last_progress = now
@@ -220,7 +221,7 @@ class RunningRound:
         self._connection.send(message, member.member.id)
 
     def _mismatch(self, member: MemberRound) -> DigestMismatch | None:
-        """Return which tensors of a member differ from what was published."""
+        """Return an error if a member holds other bytes than were published."""
         assert member.done is not None
         found, expected = member.done.digests, member.offer.digests
         if found == expected:
@@ -271,7 +272,7 @@ class RunningRound:
 
     def on_filled(self, bucket: int) -> None:
         """Tell the members that need a bucket that it is full."""
-        with self.changed:
+        with self._changed:
             self._filled.add(bucket)
             for member in self._running():
                 if bucket in member.buckets and member.has_begun:
@@ -283,10 +284,10 @@ class RunningRound:
 
     def _relay_emptied(self) -> None:
         """Tell other ranks which of their buckets all members have emptied."""
-        with self.changed:
+        with self._changed:
             empty = [each for each in self._filled_elsewhere if self._is_empty(each)]
             self._filled_elsewhere.difference_update(empty)
-            self.changed.notify_all()
+            self._changed.notify_all()
         for bucket in empty:
             number, rank = divmod(bucket, self._num_ranks)
             self._tell_rank(rank, messages.Emptied(self.number, number))
@@ -313,7 +314,7 @@ class RunningRound:
         self._connection.spin(is_over, self._spin_seconds)
         going_seconds = min(self._timeout_seconds / 8, 1.0)
         while True:
-            with self.changed:
+            with self._changed:
                 if is_over():
                     return
                 now, next_late = monotonic(), float("inf")
@@ -324,7 +325,7 @@ class RunningRound:
                     else:
                         next_late = min(next_late, late_at)
                 seconds = max(min(next_late - now, going_seconds), 0.001)
-                if self.changed.wait_for(is_over, seconds):
+                if self._changed.wait_for(is_over, seconds):
                     return
                 if monotonic() - self._last_going > going_seconds:
                     self._last_going = monotonic()
