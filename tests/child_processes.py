@@ -240,8 +240,15 @@ def resources():
 
 
 def shared_files():
-    """Return what is in /dev/shm, but for the cells NAME.NUMBER of FastDeploy: other tests' come and go."""
-    return {name for name in os.listdir("/dev/shm") if not name.rpartition(".")[2].isdecimal()}
+    """Return what is in /dev/shm, but for what other tests' processes make and remove.
+
+    Those are the cells NAME.NUMBER of FastDeploy, and the semaphores of multiprocessing.
+    """
+    return {
+        name
+        for name in os.listdir("/dev/shm")
+        if not name.rpartition(".")[2].isdecimal() and not name.startswith("sem.")
+    }
 
 
 def settled(before, seconds=5):
