@@ -1,5 +1,7 @@
 """An engine's own loader as the target of updates."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -51,13 +53,20 @@ def test_a_loader_that_fails_or_leaves_tensors_fails_the_replica_by_name(address
     def lazy(named):
         next(iter(named))
 
-    cases = [(picky, PeerFailed, "no such parameter"), (lazy, TransportError, "took 1 of 7")]
+    def odd(named):
+        raise FileNotFoundError(f"no such file: {os.fsdecode(b'a' + bytes([255]))}")  # not UTF-8
+
+    cases = [
+        (picky, PeerFailed, "no such parameter"),
+        (lazy, TransportError, "took 1 of 7"),
+        (odd, PeerFailed, "no such file"),
+    ]
     with fw.Publisher(weights(1), address) as publisher:
         for version, (load, told, text) in enumerate(cases):
             with fw.Replica(load, address, framework="numpy") as replica:
                 future = threads.submit(replica.update, timeout_seconds=10)
                 report = publisher.publish(version, num_replicas=1)
-                with pytest.raises((ValueError, TransportError), match=text):
+                with pytest.raises((ValueError, OSError, TransportError), match=text):
                     future.result(10)
                 assert isinstance(report.replicas[0].error, told)
                 assert text in str(report.replicas[0].error)

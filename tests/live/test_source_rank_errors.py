@@ -9,6 +9,7 @@ import pytest
 import flyweight as fw
 from child_processes import Child
 from flyweight.errors import FlyweightError, PeerRefused, PlanError, TransferTimeout, VersionError
+from flyweight.live.replica_connection import ReplicaConnection
 from source_rank_processes import NBYTES, holds_whole, source_rank
 from versioned_models import weights
 
@@ -77,11 +78,28 @@ def replica(ranks, address):
 
 
 def test_ranks_that_are_in_step_publish(ranks, replica, threads):
-    for version in (1, 2):
+    for version in (1, np.int64(2)):  # a trainer may count its steps with numpy
         update = threads.submit(replica.update, version, timeout_seconds=SECONDS)
         assert ranks.all("publish", version, num_replicas=1) == [(version, [])] * 3
         assert update.result(SECONDS).version == version
         assert holds_whole(replica.model, version)
+
+
+def test_a_rank_that_could_not_say_that_it_is_ready_is_in_step_again(address, threads, monkeypatch):
+    def full(*args):
+        raise MemoryError
+
+    def make(rank):
+        model, options = {f"{rank}": np.zeros(3)}, {"timeout_seconds": SECONDS}
+        return fw.Publisher(model, address, rank=rank, num_ranks=2, **options)
+
+    leader, follower = threads.map(make, range(2))
+    with leader, follower:
+        with monkeypatch.context() as patched, pytest.raises(MemoryError):
+            patched.setattr(ReplicaConnection, "send", full)
+            follower.publish(1)
+        reports = threads.map(lambda each: each.publish(2), (leader, follower))
+        assert [each.version for each in reports] == [2, 2]
 
 
 def sharded(rows, dtype="f4", shape=(6, 2)):

@@ -58,7 +58,7 @@ class Follower:
         self.version: int | None = None
         """The version that was published last."""
         self._num_due = 0
-        """How many publishes have begun here that rank 0 has not ended."""
+        """How many `Ready` were sent that rank 0 has not answered by `Ended`."""
         self._is_stopped = False
         self._round = 0
         self._emptied: set[int] = set()
@@ -102,7 +102,6 @@ class Follower:
         Rank 0 decides how many replicas to wait for.
         """
         self._ended, self._round, self._emptied = None, 0, set()
-        self._num_due += 1
         is_replaced, values = False, {}
         try:
             is_replaced = self._model.refresh()
@@ -111,11 +110,14 @@ class Follower:
             self._model.synchronize(monotonic() + timeout_seconds)
             values = dict(self._model.source.manifest.values)
         except BaseException as error:
-            ready = Ready(version, {}, is_replaced, type(error).__name__, str(error))
-            self._connection.send(ready)
+            self._send_ready(Ready(version, {}, is_replaced, type(error).__name__, str(error)))
             raise
-        self._connection.send(Ready(version, values, is_replaced))
+        self._send_ready(Ready(version, values, is_replaced))
         return lambda lease: self._publish(lease, timeout_seconds)
+
+    def _send_ready(self, ready: Ready) -> None:
+        self._connection.send(ready)
+        self._num_due += 1  # not if it cannot be sent: rank 0 ends what it has heard of
 
     def give_up(self, version: int, error: BaseException) -> None:
         """Tell rank 0 that this rank cannot publish."""

@@ -48,7 +48,17 @@ _FROM_PUBLISHER: msgspec.msgpack.Decoder[FromPublisher] = msgspec.msgpack.Decode
 
 
 def encode(message: Message) -> bytes:
-    return _MAGIC + bytes([PROTOCOL]) + _ENCODER.encode(message)
+    try:
+        data = _ENCODER.encode(message)
+    except UnicodeEncodeError:  # an error may name a path that is not UTF-8
+        fields = msgspec.structs.asdict(message).items()
+        texts = {name: _escaped(value) for name, value in fields if isinstance(value, str)}
+        data = _ENCODER.encode(msgspec.structs.replace(message, **texts))
+    return _MAGIC + bytes([PROTOCOL]) + data
+
+
+def _escaped(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def digest_of(want: Want) -> bytes:

@@ -218,7 +218,10 @@ class Publisher:
         timeout = self._options.timeout_seconds
         if timeout_seconds is not None:
             timeout = check_seconds("timeout_seconds", timeout_seconds)
-        lease = Lease(check_version(version))
+        version = check_version(version)
+        if type(num_replicas) is not int or num_replicas < 0:
+            raise SpecError(f"num_replicas is {num_replicas!r}, expected a whole number from 0")
+        lease = Lease(version)
         self._check_open()
         if not self._publishing.acquire(timeout=max(timeout, 0)):
             raise TransferTimeout(f"the last publish is still under way after {timeout:g} s")
