@@ -1,5 +1,6 @@
 """Closing either side: it ends waits, frees everything, and does not hang."""
 
+import signal
 import threading
 import time
 
@@ -148,3 +149,29 @@ def test_all_that_happened_before_close_has_been_told_after_it(address):
         with fw.Publisher(weights(1), address):
             fw.Replica(weights(50), address).close()
         assert told.count("replica.joined") == 1
+
+
+@pytest.mark.parametrize("side", ["publisher", "replica"])
+def test_a_signal_handler_closes_what_it_interrupts(address, side):
+    before = resources()
+    publisher = fw.Publisher(weights(1), address, timeout_seconds=20)
+    replica = fw.Replica(weights(50), address)
+    call, closed = {
+        "publisher": (lambda: publisher.publish(1, num_replicas=1), publisher),
+        "replica": (lambda: replica.update(timeout_seconds=20), replica),
+    }[side]
+    old = signal.signal(signal.SIGUSR1, lambda *_: closed.close())
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGUSR1))
+    started = time.monotonic()
+    try:
+        timer.start()
+        with pytest.raises(TransportError, match="closed"):
+            call()
+        assert time.monotonic() - started < 5
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, old)
+        replica.close()
+        publisher.close()
+    assert settled(before) == before

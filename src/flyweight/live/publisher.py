@@ -97,7 +97,8 @@ class Publisher:
             silence_seconds=silence_seconds,
         )
         number = None if version is None else check_version(version)
-        self._publishing = threading.Lock()
+        self._publishing, self._thread = threading.Lock(), 0
+        """Held while a publish runs, and the thread of the call that began it."""
         self._is_open, self._pid = True, os.getpid()
         place, self._model = Address.parse(address), PublishedModel(source)
         self._address = str(place)
@@ -226,6 +227,7 @@ class Publisher:
         if not self._publishing.acquire(timeout=max(timeout, 0)):
             raise TransferTimeout(f"the last publish is still under way after {timeout:g} s")
         try:
+            self._thread = threading.get_ident()
             self._check_next(version)
             run = self._side.begin(version, num_replicas, timeout, lambda: self._is_open)
 
@@ -236,6 +238,7 @@ class Publisher:
                     self._publishing.release()
 
             if background:
+                self._thread = 0
                 thread = threading.Thread(target=publish, name="flyweight-publish", daemon=True)
                 try:
                     thread.start()
@@ -245,9 +248,17 @@ class Publisher:
                 return lease
         except BaseException:
             self._publishing.release()
+            self._end_call()
             raise
         publish()
+        self._end_call()
         return lease.wait(0)
+
+    def _end_call(self) -> None:
+        """Close what a signal handler wanted to close in the middle of the call."""
+        is_interrupted, self._thread = self._thread < 0, 0
+        if is_interrupted:
+            self._close()
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -272,12 +283,19 @@ class Publisher:
     def close(self) -> None:
         """Disconnect all replicas and free everything. Safe to repeat.
 
-        Rounds that run may end, for up to `timeout_seconds`; then they are aborted.
+        Rounds that run may end, for up to `timeout_seconds`; then they are aborted. In a signal
+        handler that interrupts `publish`, returns at once: `publish` ends, and closes.
         """
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
         self._side.stop()
+        if self._thread == threading.get_ident() and self._publishing.locked():
+            self._thread = -1  # it cannot wait for the call that it interrupts
+        else:
+            self._close()
+
+    def _close(self) -> None:
         deadline = monotonic() + self._options.timeout_seconds
         is_over = self._publishing.acquire(timeout=self._options.timeout_seconds)
         if not self._side.wait_rounds(deadline) or not is_over:

@@ -98,7 +98,7 @@ class Replica:
             framework=framework,
             device=device,
         )
-        self._updating = threading.Lock()
+        self._updating, self._thread = threading.Lock(), 0
         self._publisher = Reconnect(
             Address.parse(address),
             token,
@@ -223,9 +223,12 @@ class Replica:
         if not self._updating.acquire(blocking=False):
             raise TransportError(f"an update of replica {self.name!r} is under way")
         try:
+            self._thread = threading.get_ident()
             return self._update(options)
         finally:
             self._updating.release()
+            if not self._is_open:
+                self._free()
 
     def follow(self, *, timeout_seconds: float | None = None) -> Iterator[UpdateReport]:
         """Take each version as it is published, and yield its report.
@@ -233,11 +236,10 @@ class Replica:
         The weights do not change while the caller has a report. With `timeout_seconds`, raises
         TransferTimeout if no version comes for that long; without, waits forever.
         """
+        seconds = TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         while True:
             try:
-                yield self.update(
-                    timeout_seconds=TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-                )
+                yield self.update(timeout_seconds=seconds)
             except TransferTimeout:
                 # Nobody published; or a round failed, which the caller must know.
                 if timeout_seconds is not None or self._state == "failed" or not self._is_open:
@@ -380,15 +382,20 @@ class Replica:
     def close(self) -> None:
         """Disconnect from the publisher and unmap its memory. Safe to repeat.
 
-        An update in another thread ends with TransportError.
+        An update in another thread, or that a signal handler interrupts, ends by TransportError.
         """
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
         self._publisher.end()
+        if self._thread != threading.get_ident() or not self._updating.locked():
+            self._free()
+
+    def _free(self) -> None:
         if self._updating.acquire(timeout=_CONNECT_SECONDS):  # an update still reads the memory
             self._publisher.disconnect()
             self._sink.close()
+            self._updating.release()
 
     def __enter__(self) -> Replica:
         return self
