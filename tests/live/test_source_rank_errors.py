@@ -157,6 +157,13 @@ def test_a_publisher_alone_with_a_part_gets_the_recipe(address):
         fw.Publisher(sharded((0, 2)), address)
 
 
+def test_parameters_that_zero_3_has_emptied_are_refused_with_the_recipe(address):
+    emptied = np.zeros(0, "f4").view(Marked)
+    emptied.ds_shape = (4, 4)
+    with pytest.raises(PlanError, match="1 parameters are partitioned.*'w'.*GatheredParameters"):
+        fw.Publisher({"w": emptied, "b": np.zeros(3, "f4")}, address)
+
+
 def test_ranks_that_publish_different_versions_are_all_told(ranks, replica, threads):
     for late, others in ((1, 2), (2, 1)):
         found = ranks.call(*(act(rank, "publish", others if rank else late) for rank in (0, 1, 2)))

@@ -32,3 +32,14 @@ def undeclared_shards(thing: object) -> list[str]:
         if getattr(leaf, "is_distributed", False) is True
         or getattr(leaf, "tensor_model_parallel", False) is True
     ]
+
+
+def emptied_names(model: Model, thing: object) -> list[str]:
+    """Return the names of parameters whose elements DeepSpeed's ZeRO-3 keeps elsewhere."""
+    if not any(0 in spec.shape for spec in model.manifest.tensors.values()):
+        return []
+    return [
+        name
+        for name, leaf, _ in walk(thing)
+        if tuple(getattr(leaf, "ds_shape", ())) not in ((), tuple(getattr(leaf, "shape", ())))
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flyweight.adapters.model import Model
-from flyweight.adapters.parts import partial_names, undeclared_shards
+from flyweight.adapters.parts import emptied_names, partial_names, undeclared_shards
 from flyweight.checks import check_ranks
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.live.address import Address
@@ -40,6 +40,12 @@ def rendezvous_for(
     """
     model = published.source.source
     has_layout = isinstance(model, Model) and model.has_layout
+    if isinstance(model, Model) and (emptied := emptied_names(model, published.thing)):
+        raise PlanError(
+            f"{len(emptied)} parameters are partitioned by ZeRO-3 and empty on this rank: "
+            f"{listed(emptied)}; make the publisher and publish inside of "
+            f"deepspeed.zero.GatheredParameters(model.parameters()), which every rank enters"
+        )
     if rank is not None or num_ranks is not None:
         if process_group is not None:
             raise SpecError("give a process_group, or rank and num_ranks, not both")
