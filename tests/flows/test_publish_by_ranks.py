@@ -15,7 +15,7 @@ import pytest
 
 import flyweight as fw
 from child_processes import Child, until
-from flyweight.errors import PlanError
+from flyweight.errors import FlyweightError, PlanError
 from rank_processes import launch, run_ranks
 
 SECONDS = 20
@@ -459,3 +459,15 @@ def alone_in_a_job(rank, num_ranks, root):
 
 def test_a_whole_model_in_a_job_is_published_alone(tmp_path):
     run_ranks(2, __file__, "alone_in_a_job", tmp_path)
+
+
+def two_publishers(rank, num_ranks, root):
+    """Two models of the same names, whose publishers the ranks make in different orders."""
+    half = fw.Sharded(np.full((2, 3), rank), (4, 3), (2 * rank, 0))
+    address = f"unix:{root}/{('policy', 'reference')[rank]}"
+    with pytest.raises(FlyweightError, match="in the same order: .*/policy'.*/reference'"):
+        fw.Publisher({"w": half}, address, timeout_seconds=SECONDS)
+
+
+def test_publishers_of_different_addresses_do_not_meet(tmp_path):
+    run_ranks(2, __file__, "two_publishers", tmp_path)

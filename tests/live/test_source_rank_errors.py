@@ -142,6 +142,13 @@ def test_a_rank_that_makes_no_publisher_is_named(ranks):
     ranks.made()
 
 
+def test_two_processes_that_are_the_same_rank_are_told_so(ranks):
+    options = {"address": ranks.address, "rank": 1, "timeout_seconds": 0.5}
+    found = ranks.call(*((child, ("make", (), options)) for child in (1, 2)))
+    assert all(isinstance(each, TransferTimeout) for each in found), found
+    assert sum("another process made it as rank 1" in str(each) for each in found) == 1
+
+
 def test_another_publisher_at_the_address_is_told_to_all(ranks, address):
     with fw.Publisher(weights(1), address):
         for result in ranks.make():

@@ -71,7 +71,7 @@ def rendezvous_for(
     return found
 
 
-def holding_of(published: PublishedModel, options: PublisherOptions) -> Holding:
+def holding_of(published: PublishedModel, options: PublisherOptions, address: Address) -> Holding:
     """Return what this rank holds, as a message to rank 0; raise SpecError if that is not known."""
     source = published.source
     if published.stored is not None:
@@ -92,7 +92,7 @@ def holding_of(published: PublishedModel, options: PublisherOptions) -> Holding:
         Boxes.of(source.boxes),
         tuple(places.names),
         packed(places.index),
-        options.common,
+        f"{options.common}, address={str(address)!r}",
     )
 
 
@@ -106,8 +106,8 @@ def blocks_together(holdings: Sequence[Holding]) -> SourceBlocks:
     for rank, each in enumerate(holdings):
         if each.settings != holdings[0].settings:
             raise SpecError(
-                f"publishers of one model need the same options: rank 0 has "
-                f"{holdings[0].settings}, rank {rank} {each.settings}"
+                f"publishers of one model need the same options, and every rank makes them in the "
+                f"same order: rank 0 has {holdings[0].settings}, rank {rank} {each.settings}"
             )
     held, places = [], []
     for rank, each in enumerate(holdings):

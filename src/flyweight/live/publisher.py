@@ -117,7 +117,7 @@ class Publisher:
         model, options = self._model, self._options
         deadline = monotonic() + options.timeout_seconds
         with join_group(rendezvous, timeout_seconds=options.timeout_seconds) as group:
-            holdings = group.gather_typed("describe", holding_of(model, options))
+            holdings = group.gather_typed("describe", holding_of(model, options, address))
             side: Leader | Follower
             if rendezvous.rank == 0:
                 blocks = blocks_together(holdings)

@@ -109,9 +109,11 @@ def _connected(
     key = rendezvous.key("answer", coordinator, rendezvous.rank)
     while not (answer := store.get(key, deadline) or "").startswith(number):
         if monotonic() > deadline:
+            why = f"all {rendezvous.num_ranks} ranks must make the call"
+            if store.get(rendezvous.key("arrival", rendezvous.rank), deadline) != arrival:
+                why = f"another process made it as rank {rendezvous.rank}"
             raise TransferTimeout(
-                f"coordinator rank {coordinator} did not answer within {timeout_seconds:g} s; "
-                f"all {rendezvous.num_ranks} ranks must make the call"
+                f"coordinator rank {coordinator} did not answer within {timeout_seconds:g} s; {why}"
             )
         sleep(_POLL_SECONDS)
     answer = answer.removeprefix(f"{number} ")
