@@ -141,6 +141,14 @@ def test_a_publish_that_nobody_waits_for_returns_at_once_and_says_so(address):
             assert publisher.publish(2).replicas == ()
 
 
+@pytest.mark.parametrize("number", [-1, 1.0, "1", None])
+def test_a_number_of_replicas_is_whole_or_refused(address, number):
+    with fw.Publisher(weights(1), address) as publisher:
+        with pytest.raises(SpecError, match="num_replicas is"):
+            publisher.publish(1, num_replicas=number)
+        assert publisher.publish(1).version == 1
+
+
 def test_versions_only_grow(address):
     with fw.Publisher(weights(1), address) as publisher:
         publisher.publish(3)
