@@ -118,6 +118,7 @@ REFUSED = {
     "shape": ({"rank2": {"model": sharded((4, 6), shape=(7, 2))}}, "'w' .*rank 0.*rank 2"),
     "missing": ({"rank1": {"model": {}}}, "hold 8 of the 12 elements of 'w'"),
     "twice": ({"rank1": {"model": sharded((1, 4))}}, "'w' has elements twice: .* of rank 1 and in .* of rank 0"),
+    "tokens": ({"rank2": {"token": "a"}}, "rank 0 has .*token=None, rank 2 .*token=.of digest "),
     "options": ({"rank2": {"hold": True}}, "rank 0 has hold=False.* rank 2 hold=True"),
     "undeclared": ({"rank2": {"model": {"w": np.zeros(3).view(Marked)}}}, "marked as the part of one rank.*'w'"),
 }  # fmt: skip
@@ -325,8 +326,8 @@ def test_a_replica_that_asks_between_two_publishes_gets_the_snapshot(ranks, addr
         assert holds_whole(model, 1)
 
 
-def test_replicas_need_the_token_of_rank_0(ranks, address, threads):
-    ranks.made(rank0={"token": "secret"})
+def test_replicas_need_the_token_of_the_ranks(ranks, address, threads):
+    ranks.made(**{f"rank{rank}": {"token": "secret"} for rank in range(3)})
     model = weights(99, NBYTES)
     with pytest.raises(PeerRefused, match="token"):
         fw.Replica(model, address, token="other").update(timeout_seconds=SECONDS)

@@ -14,7 +14,6 @@ from flyweight.checks import check_ranks
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.live.address import Address
 from flyweight.live.message_tables import Boxes, Tensors, numbers, packed
-from flyweight.live.options import PublisherOptions
 from flyweight.live.plan import whole_boxes
 from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import Holding
@@ -71,8 +70,11 @@ def rendezvous_for(
     return found
 
 
-def holding_of(published: PublishedModel, options: PublisherOptions, address: Address) -> Holding:
-    """Return what this rank holds, as a message to rank 0; raise SpecError if that is not known."""
+def holding_of(published: PublishedModel, settings: str) -> Holding:
+    """Return what this rank holds, as a message to rank 0; raise SpecError if that is not known.
+
+    settings: what must be the same on all ranks.
+    """
     source = published.source
     if published.stored is not None:
         raise SpecError(
@@ -92,7 +94,7 @@ def holding_of(published: PublishedModel, options: PublisherOptions, address: Ad
         Boxes.of(source.boxes),
         tuple(places.names),
         packed(places.index),
-        f"{options.common}, address={str(address)!r}",
+        settings,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from flyweight.checks import check_seconds
 from flyweight.errors import SpecError
@@ -35,7 +36,10 @@ class PublisherOptions:
         if check_seconds("silence_seconds", self.silence_seconds) <= 0:
             raise SpecError("silence_seconds is 0, it must be greater: every replica would be lost")
 
-    @property
-    def common(self) -> str:
-        """The options that must be the same on all ranks, as text."""
-        return f"hold={self.hold}, should_verify={self.should_verify}, transport={self.transport!r}"
+    def common(self, address: str, token: str | None) -> str:
+        """Return what must be the same on all ranks, as text that anybody may read."""
+        digest = None if token is None else blake2b(token.encode(), digest_size=4).hexdigest()
+        return (
+            f"hold={self.hold}, should_verify={self.should_verify}, transport={self.transport!r}, "
+            f"address={address!r}, token={digest and f'(of digest {digest})'}"
+        )

@@ -74,7 +74,7 @@ class Publisher:
         should_verify: compare digests of every tensor on both sides before a version is committed.
         version: the version of a snapshot that has no number.
         token: the secret that replicas must have; by default a random one in a file that only
-            this user can read.
+            this user can read. Ranks with different tokens refuse each other.
         timeout_seconds: the time for ranks to meet, for a round between two publishes, and by
             default for `publish`.
         silence_seconds: a replica or a rank that sends nothing for this long is given up.
@@ -116,8 +116,9 @@ class Publisher:
         """Meet the other ranks, which all make a publisher now."""
         model, options = self._model, self._options
         deadline = monotonic() + options.timeout_seconds
+        settings = options.common(str(address), token)
         with join_group(rendezvous, timeout_seconds=options.timeout_seconds) as group:
-            holdings = group.gather_typed("describe", holding_of(model, options, address))
+            holdings = group.gather_typed("describe", holding_of(model, settings))
             side: Leader | Follower
             if rendezvous.rank == 0:
                 blocks = blocks_together(holdings)

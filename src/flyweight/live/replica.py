@@ -86,9 +86,7 @@ class Replica:
         self.num_ranks = ranks[1]
         """The number of ranks of the engine, which take each version together."""
         if self.num_ranks > 1 and name is None:
-            raise SpecError(
-                f"the {num_ranks} ranks of a replica need a name that they share: name="
-            )
+            raise SpecError(f"the {num_ranks} ranks of a replica need a common name: name=")
         self.name = f"{os.uname().nodename}:{os.getpid()}" if name is None else name
         self._sink = sink_for(
             target,
@@ -170,9 +168,8 @@ class Replica:
         """Raise VersionError unless the model holds a complete version; call it before serving."""
         if (state := self.state) != "ready":
             why = self.failure or "it never took one"
-            raise VersionError(
-                f"replica {self.name!r} is {state} and holds no whole version: {why}"
-            )
+            text = f"replica {self.name!r} is {state} and holds no whole version: {why}"
+            raise VersionError(text)
 
     def update(
         self,
@@ -200,11 +197,10 @@ class Replica:
 
         Raises TransferTimeout if no version comes, VersionError if the version will never come,
         PeerLost if the publisher dies, and TransportError if another update is under way. An error
-        after the first write leaves the replica in the state 'failed'.
-
-        If the model's tensors were replaced while the update waited, the version is requested
-        again for the new ones. With `before`, or several ranks, VersionError is raised instead,
-        since others may have paused for this round; the next update takes the version.
+        after the first write leaves the replica in the state 'failed'. If the model's tensors were
+        replaced while the update waited, the version is requested again for the new ones. With
+        `before`, or several ranks, VersionError is raised instead, since others may have paused
+        for this round; the next update takes the version.
         """
         return self.take(
             UpdateOptions(
@@ -283,10 +279,10 @@ class Replica:
                 continue
             if begin is None:
                 self._forget_if_moved()  # tensors may have been replaced meanwhile
-                if self._version is not None and self.report is not None:
-                    check_verified(self.report, options.must_verify)
-                    return self.report
-                continue
+                if self._version is None or self.report is None:
+                    continue
+                check_verified(self.report, options.must_verify)
+                return self.report
             round_ = self._round = ReplicaRound(
                 connection,
                 begin,
@@ -295,8 +291,7 @@ class Replica:
                 waited_seconds=perf_counter() - started,
                 touch=self._touch,
             )
-            report = self._take_part(round_, options)
-            if report is not None:
+            if (report := self._take_part(round_, options)) is not None:
                 return report
 
     def _choose(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
@@ -331,8 +326,8 @@ class Replica:
         if last is not None and version < last:  # a trainer that was restarted may do so
             announce("update.went_back", version=version, before=last, name=self.name)
             _log.warning("replica %s went back from version %d to %d", self.name, last, version)
-        nbytes, seconds = report.nbytes, report.seconds
-        announce("update.done", version=version, nbytes=nbytes, seconds=seconds, name=self.name)
+        done = {"version": version, "nbytes": report.nbytes, "seconds": report.seconds}
+        announce("update.done", name=self.name, **done)
         if round_.interrupt is not None:
             raise round_.interrupt
         return report
@@ -380,10 +375,7 @@ class Replica:
         announce("update.failed", version=version, name=self.name, error=str(error))
 
     def close(self) -> None:
-        """Disconnect from the publisher and unmap its memory. Safe to repeat.
-
-        An update in another thread, or that a signal handler interrupts, ends by TransportError.
-        """
+        """Disconnect and unmap memory; an update under way raises TransportError. Repeatable."""
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False
