@@ -226,7 +226,7 @@ def test_a_rank_that_stops_once_it_is_ready_fails_a_publish_that_no_replica_wait
 
 
 def test_all_ranks_are_told_that_no_replica_came(ranks, replica):
-    options = {rank: {"timeout_seconds": 0.4 if rank else 0.8} for rank in range(3)}
+    options = {rank: {"timeout_seconds": 1.0 if rank else 1.5} for rank in range(3)}
     acts = (act(rank, "publish", 1, num_replicas=1, **each) for rank, each in options.items())
     for each in ranks.call(*acts):
         assert isinstance(each, TransferTimeout)
