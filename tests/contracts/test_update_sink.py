@@ -9,9 +9,9 @@ from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
 from flyweight.live.message_tables import Boxes, Pieces, Places, packed
 from flyweight.live.messages import Agreed, Begin, Memory
-from flyweight.live.plan import whole_boxes
 from flyweight.live.remote_source import RemoteSource
 from flyweight.memory import Buffer
+from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.manifest import TensorSpec
 from flyweight.transports.shared_memory import SharedMemoryHandle
@@ -42,7 +42,7 @@ class Round:
         want = sink.want(SPECS, {})
         assert want.tensors.names == ("m", "b")
         zeros = packed([0] * len(SPECS))
-        agreed = Agreed(Boxes.of(whole_boxes(list(SPECS.values()))), zeros, ("",), zeros)
+        agreed = Agreed(Boxes.of(BoxTable.whole(SPECS.values())), zeros, ("",), zeros)
         self.source = RemoteSource(agreed, SPECS, {}, want, OwnMemory())
         nothing, one = packed([0]), packed([1])
         memory = Memory(

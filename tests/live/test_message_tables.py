@@ -17,7 +17,6 @@ from flyweight.live.copies import Copiers
 from flyweight.live.meeting import blocks_alone
 from flyweight.live.message_tables import Boxes, Pieces, Places, numbers, packed
 from flyweight.live.messages import Begin, Memory
-from flyweight.live.plan import whole_boxes
 from flyweight.live.remote_source import RemoteSource
 from flyweight.live.source import PublishedSource
 from flyweight.memory import Buffer
@@ -30,7 +29,7 @@ from flyweight.transports.shared_memory import SharedMemoryHandle
 from peers import agreed, tensors, want
 
 SHAPES = [(4, 6), (3,), (), (2, 0)]
-WHOLE = whole_boxes([TensorSpec(dtype_named("u8"), shape) for shape in SHAPES])
+WHOLE = BoxTable.whole([TensorSpec(dtype_named("u8"), shape) for shape in SHAPES])
 ODD = [0, 1, 2, 3, 5, 6, 7, -1, -2, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63), 2**63 - 4]
 
 

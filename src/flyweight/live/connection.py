@@ -43,7 +43,7 @@ class Connection:
         endpoint: str,
         *,
         is_publisher: bool,
-        on_frame: Callable[[bytes, bytes], None],
+        on_frame: Callable[[bytes, memoryview], None],
         on_heartbeat: Callable[[float], None],
         heartbeat_seconds: float,
         on_unreachable: Callable[[bytes], None] = lambda member: None,
@@ -107,7 +107,7 @@ class Connection:
     def send(self, message: Message, to: bytes = b"") -> None:
         """Send a message from any thread, without blocking."""
         frame = encode(message)
-        parts = [to, frame] if self._is_publisher else [frame]
+        parts: list[bytes | bytearray] = [to, frame] if self._is_publisher else [frame]
         with self._lock:
             if self._is_freed:
                 return
@@ -224,15 +224,15 @@ class Connection:
         try:
             while (parts := self._next_frame()) is not None:
                 *envelope, frame = parts
-                self._on_frame(envelope[0] if envelope else b"", frame)
+                self._on_frame(envelope[0].bytes if envelope else b"", frame.buffer)
         finally:
             self._receiving.release()
 
-    def _next_frame(self) -> list[bytes] | None:
+    def _next_frame(self) -> list[zmq.Frame] | None:
         with self._lock:
             if self._is_freed:
                 return None
             try:
-                return self._socket.recv_multipart(zmq.NOBLOCK)
+                return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.ZMQError:  # nothing has arrived
                 return None

@@ -286,7 +286,7 @@ class PreparedDigests:
     """Digests of blocks of memory that are computed again in every round."""
 
     def __init__(self, memory: BufferTable) -> None:
-        self._memory = memory
+        self._nbytes, self._owner = memory.nbytes, memory.owner
         is_host, is_small = memory.device == HOST, memory.nbytes <= SMALL_BYTES
         is_flat = is_host & is_small & memory.is_contiguous
         self._flat = np.flatnonzero(is_flat)
@@ -315,8 +315,8 @@ class PreparedDigests:
         Memory of a device has digests of kind 'words' only.
         """
         assert kind == "words" or not self._on_devices
-        found: Words = np.zeros(len(self._memory), np.uint64)
-        sizes = self._memory.nbytes
+        found: Words = np.zeros(len(self._nbytes), np.uint64)
+        sizes = self._nbytes
         running = {row: Digest(int(sizes[row]), kind) for row in self._large.tolist()}
         if self._chunks:
             _run_chunks(

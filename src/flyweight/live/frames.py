@@ -22,6 +22,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 _MAGIC = b"fw"
 _LARGE_BYTES = 1 << 20  # a list of very many tensors
 
+Frame = bytes | bytearray | memoryview
 FromReplica = messages.FromReplica | rank_messages.FromFollower
 """What a publisher receives: followers connect to rank 0 as replicas do."""
 FromPublisher = messages.FromPublisher | rank_messages.FromLeader
@@ -47,14 +48,15 @@ _FROM_PUBLISHER: msgspec.msgpack.Decoder[FromPublisher] = msgspec.msgpack.Decode
 )
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message) -> bytearray:
+    frame = bytearray((*_MAGIC, PROTOCOL))
     try:
-        data = _ENCODER.encode(message)
+        _ENCODER.encode_into(message, frame, 3)
     except UnicodeEncodeError:  # an error may name a path that is not UTF-8
         fields = msgspec.structs.asdict(message).items()
         texts = {name: _escaped(value) for name, value in fields if isinstance(value, str)}
-        data = _ENCODER.encode(msgspec.structs.replace(message, **texts))
-    return _MAGIC + bytes([PROTOCOL]) + data
+        _ENCODER.encode_into(msgspec.structs.replace(message, **texts), frame, 3)
+    return frame
 
 
 def _escaped(text: str) -> str:
@@ -70,22 +72,22 @@ def digest_of(want: Want) -> bytes:
     return found.digest()
 
 
-def decode_from_replica(frame: bytes) -> FromReplica:
+def decode_from_replica(frame: Frame) -> FromReplica:
     return _decode(_FROM_REPLICA, frame)
 
 
-def decode_from_publisher(frame: bytes) -> FromPublisher:
+def decode_from_publisher(frame: Frame) -> FromPublisher:
     return _decode(_FROM_PUBLISHER, frame)
 
 
 MessageT = TypeVar("MessageT")
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frame: bytes) -> MessageT:
+def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frame: Frame) -> MessageT:
     """Return the message; raise PeerRefused for another protocol, else TransportError."""
     if frame[:2] != _MAGIC or len(frame) < 3:
         raise TransportError(
-            f"{len(frame)} bytes that start with {frame[:8]!r} are not a message of flyweight"
+            f"{len(frame)} bytes that start with {bytes(frame[:8])!r} are no message of flyweight"
         )
     if frame[2] != PROTOCOL:
         raise PeerRefused(

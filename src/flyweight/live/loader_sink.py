@@ -17,11 +17,11 @@ from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, Prepare
 from flyweight.live.lanes import HOST, visible_devices
 from flyweight.live.message_tables import Boxes, Tensors, packed
 from flyweight.live.messages import Want
-from flyweight.live.plan import whole_boxes
 from flyweight.live.remote_source import Arrivals
 from flyweight.live.replica_round import ReplicaRound, SinkResult
 from flyweight.memory import Buffer
 from flyweight.memory_table import BufferTable, Integers
+from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.manifest import Leaf, TensorSpec
 
 
@@ -53,7 +53,7 @@ class LoaderSink:
         place = self.loader.place
         return Want(
             Tensors.of(tensors),
-            Boxes.of(whole_boxes(list(tensors.values()))),
+            Boxes.of(BoxTable.whole(tensors.values())),
             (place,),
             packed([0] * len(tensors)),
             False,

@@ -14,11 +14,11 @@ from flyweight.checks import check_ranks
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.live.address import Address
 from flyweight.live.message_tables import Boxes, Tensors, numbers, packed
-from flyweight.live.plan import whole_boxes
 from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import Holding
 from flyweight.live.source import PublishedSource
 from flyweight.live.source_blocks import Places, SourceBlocks, held_table
+from flyweight.plans.copy_table import BoxTable
 from flyweight.plans.merged_source import HeldTable
 from flyweight.ranks.file_store import FileStore
 from flyweight.ranks.process_group import default_group, rendezvous_of
@@ -114,7 +114,7 @@ def blocks_together(holdings: Sequence[Holding]) -> SourceBlocks:
     held, places = [], []
     for rank, each in enumerate(holdings):
         tensors = each.tensors.specs()
-        boxes = each.boxes.table(whole_boxes(list(tensors.values())))
+        boxes = each.boxes.table(BoxTable.whole(tensors.values()))
         index = numbers(each.place)
         if len(index) != len(boxes):
             raise SpecError(f"rank {rank}: {len(boxes)} blocks have {len(index)} devices")

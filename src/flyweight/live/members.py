@@ -187,7 +187,7 @@ class Members:
     def _send(self, member: Member, message: messages.Message) -> None:
         self.connection.send(message, member.id)
 
-    def _on_frame(self, id: bytes, frame: bytes) -> None:
+    def _on_frame(self, id: bytes, frame: memoryview) -> None:
         try:
             message = frames.decode_from_replica(frame)
         except FlyweightError as error:
@@ -295,7 +295,7 @@ class Members:
             member.agreement = agreement
             member.lists_sent = None
             self._refused.pop(member.name, None)
-            self._send(member, self._sources.blocks.agreed)
+            self._send(member, self._sources.blocks.agreed())
             self.changed.notify_all()
         pid = member.hello.pid
         self.events.emit("replica.joined", name=member.shown_name, pid=pid, nbytes=agreement.nbytes)

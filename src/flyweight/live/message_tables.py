@@ -9,7 +9,7 @@ import numpy as np
 
 from flyweight.errors import SpecError
 from flyweight.memory_table import Integers
-from flyweight.plans.copy_table import BoxTable
+from flyweight.plans.copy_table import BoxTable, kinds_of
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.manifest import MAX_DIMS, MAX_NAME_CHARS, TensorSpec
 
@@ -35,13 +35,8 @@ class Tensors(Table, frozen=True):
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorSpec]) -> Tensors:
-        kinds = {id(spec): spec for spec in tensors.values()}
-        index = {key: n for n, key in enumerate(kinds)}
-        return cls(
-            tuple(tensors),
-            tuple(Kind(spec.dtype.name, spec.shape) for spec in kinds.values()),
-            packed([index[id(spec)] for spec in tensors.values()]),
-        )
+        kinds, kind = kinds_of(tensors.values())
+        return cls(tuple(tensors), tuple(Kind(e.dtype.name, e.shape) for e in kinds), packed(kind))
 
     def specs(self) -> dict[str, TensorSpec]:
         """Return the spec of each tensor by name; raise SpecError for absurd ones."""
@@ -54,7 +49,7 @@ class Tensors(Table, frozen=True):
             if len(name) > MAX_NAME_CHARS or not name.isprintable():
                 raise SpecError(f"name {name[:80]!r} has {len(name)} characters")
         kinds = [TensorSpec(dtype_named(each.dtype), each.shape) for each in self.kinds]
-        found = {name: kinds[n] for name, n in zip(self.names, kind.tolist(), strict=True)}
+        found = dict(zip(self.names, map(kinds.__getitem__, kind.tolist()), strict=True))
         if len(found) != len(self.names):
             raise SpecError(f"{len(self.names)} tensors have {len(found)} names")
         return found

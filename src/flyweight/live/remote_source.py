@@ -6,7 +6,7 @@ Everything that a publisher says about memory is checked here, before anything i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,11 +23,10 @@ from flyweight.live.messages import (
     Memory,
     Want,
 )
-from flyweight.live.plan import Holders, common_places, item_bytes, plan, whole_boxes
 from flyweight.live.source import row_major
 from flyweight.memory import Buffer, collector_paused
 from flyweight.memory_table import HOST, BufferTable, Integers
-from flyweight.plans.copy_table import BoxTable
+from flyweight.plans.copy_table import BoxTable, item_bytes, numbers_of, plan_copies
 from flyweight.spec.manifest import TensorSpec
 
 _MAX_REACH = float(2**62)
@@ -68,30 +67,30 @@ class RemoteSource:
         tensors, tied: what the publisher has.
         want: what it was asked for.
         """
-        specs = list(tensors.values())
         try:
-            self._boxes = agreed.sources.table(whole_boxes(specs))
+            self._boxes = agreed.sources.table(BoxTable.whole(tensors.values()))
         except SpecError as cause:
             raise TransportError(f"the publisher describes no blocks: {cause}") from cause
-        self._item_bytes = item_bytes(specs)[self._boxes.tensor]
-        with collector_paused():
-            wholes = whole_boxes(list(want.tensors.specs().values()))
-            self.sinks: BoxTable = want.blocks.table(wholes)
-        place, sink_place = numbers(agreed.place), numbers(want.place)
-        holders = Holders(numbers(agreed.rank), place)
-        if not len(place) == len(holders.rank) == len(self._boxes):
+        self._item_bytes = item_bytes(tensors.values())[self._boxes.tensor]
+        place, rank = numbers(agreed.place), numbers(agreed.rank)
+        if not len(place) == len(rank) == len(self._boxes):
             raise TransportError(f"{len(self._boxes)} blocks have {len(place)} devices")
         self._check_index(place, len(agreed.places), "device")
-        self._check_index(holders.rank, MAX_RANKS, "rank")
+        self._check_index(rank, MAX_RANKS, "rank")
         with collector_paused():
-            self.copies = plan(
-                list(tensors),
-                tied,
+            wholes = BoxTable.whole(want.tensors.specs().values())
+            self.sinks: BoxTable = want.blocks.table(wholes)
+            names = list(tensors)
+            tensor = numbers_of(list(want.tensors.names), names, tied)
+            if (tensor < 0).any():
+                raise TransportError("the publisher agrees to send tensors that it does not have")
+            self.copies = plan_copies(
                 self._boxes,
-                holders,
-                wanted=want.tensors.names,
-                sinks=self.sinks,
-                sink_places=common_places(agreed.places, want.places)[sink_place],
+                replace(self.sinks, tensor=tensor[self.sinks.tensor]),
+                names,
+                source_ranks=rank,
+                source_places=place,
+                sink_places=numbers_of(want.places, agreed.places)[numbers(want.place)],
             )
         self.copy_bytes: Integers = self.copies.num_items * self._item_bytes[self.copies.source]
         self.nbytes = int(self.copy_bytes.sum())

@@ -295,7 +295,7 @@ class ReplicaConnection:
 
     # Called by the connection's thread.
 
-    def _on_frame(self, _: bytes, frame: bytes) -> None:
+    def _on_frame(self, _: bytes, frame: memoryview) -> None:
         try:
             message = frames.decode_from_publisher(frame)
         except FlyweightError as error:

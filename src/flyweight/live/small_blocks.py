@@ -30,27 +30,28 @@ class SmallBlocks:
     """Blocks that are copied and hashed by C, batch after batch."""
 
     def __init__(self, sink: BufferTable, source: BufferTable | None = None) -> None:
-        self._sink, self._source = sink, source
+        self._address, self._nbytes = sink.address, sink.nbytes
+        self._source = None if source is None else source.address
+        self._owners = sink.owner, None if source is None else source.owner
         batch = np.cumsum(sink.nbytes) // _BATCH_BYTES
         cuts = (np.flatnonzero(np.diff(batch)) + 1).tolist() if len(sink) else []
         self._batches = list(pairwise([0, *cuts, len(sink)])) if len(sink) else []
 
     def __len__(self) -> int:
-        return len(self._sink)
+        return len(self._address)
 
     @cached_property
     def _moves(self) -> tuple[list[int], list[int], list[int]]:
         """Where each block goes, where it comes from, and its bytes."""
         assert self._source is not None
-        sizes: list[int] = self._sink.nbytes.tolist()
-        return self._sink.address.tolist(), self._source.address.tolist(), sizes
+        return self._address.tolist(), self._source.tolist(), self._nbytes.tolist()
 
     @cached_property
     def _views(self) -> list[Any]:
         """Each block's bytes, for the hash; made when they are first digested."""
-        sizes: list[int] = self._sink.nbytes.tolist()
+        sizes: list[int] = self._nbytes.tolist()
         view_at = {size: (ctypes.c_char * size).from_address for size in set(sizes)}
-        pairs = zip(sizes, self._sink.address.tolist(), strict=True)
+        pairs = zip(sizes, self._address.tolist(), strict=True)
         with collector_paused():
             return [view_at[size](address) for size, address in pairs]
 

@@ -20,11 +20,10 @@ from flyweight.digest import Digest, DigestKind, Words
 from flyweight.errors import TransferTimeout
 from flyweight.formats.stored import Stored, whole_digest
 from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
-from flyweight.live.plan import item_bytes
 from flyweight.memory import Buffer
 from flyweight.memory_table import HOST, NOWHERE, BufferTable, Integers
 from flyweight.plans.buckets import PieceTable
-from flyweight.plans.copy_table import BoxTable
+from flyweight.plans.copy_table import BoxTable, item_bytes
 from flyweight.ports import Source
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Manifest, TensorSpec
@@ -74,8 +73,9 @@ class Share:
 
     @cached_property
     def _numbers(self) -> tuple[Integers, Integers]:
-        pairs = np.unique(np.stack([self.regions.block, self.source], axis=1), axis=0)
-        return pairs[:, 0], pairs[:, 1]
+        span = int(self.source.max(initial=0)) + 1
+        pairs = np.unique(self.regions.block * span + self.source)
+        return pairs // span, pairs % span
 
 
 class PublishedSource:
@@ -127,7 +127,7 @@ class PublishedSource:
     @cached_property
     def item_bytes(self) -> Integers:
         """The width of the items of each block."""
-        return item_bytes(list(self.tensors.values()))[self.boxes.tensor]
+        return item_bytes(self.tensors.values())[self.boxes.tensor]
 
     @cached_property
     def nbytes(self) -> Integers:

@@ -1,13 +1,13 @@
 """The blocks that all source ranks hold together, as one table, and the plans of replicas over it.
 
-A replica sees one publisher with one list of tensors and blocks. It is told the rank of each block
+A replica sees one publisher with one list of tensors and blocks. It knows the rank of each block
 only to make the same plan. Its agreement is divided into one share for each rank that it reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 
@@ -19,11 +19,17 @@ from flyweight.errors import PlanError, SpecError, listed
 from flyweight.formats.stored import Stored, same_bytes
 from flyweight.live.message_tables import Boxes, Tensors, numbers, packed
 from flyweight.live.messages import Agreed, Want
-from flyweight.live.plan import Holders, common_places, item_bytes, plan, whole_boxes
 from flyweight.live.source import PublishedSource, Regions, Share, aligned_starts, row_major
 from flyweight.memory import Buffer, collector_paused
 from flyweight.memory_table import HOST, BufferTable, Integers
-from flyweight.plans.copy_table import BoxTable, CopyTable
+from flyweight.plans.copy_table import (
+    BoxTable,
+    CopyTable,
+    item_bytes,
+    kinds_of,
+    numbers_of,
+    plan_copies,
+)
 from flyweight.plans.fit import check_fit
 from flyweight.plans.merged_source import HeldTable, MergedSource, merge_held
 from flyweight.spec.manifest import Leaf, TensorSpec
@@ -83,7 +89,7 @@ class SourceBlocks:
         self.block: Integers = merged.block
         """The rank that holds each block, and the block's number there."""
         self.place_names = sorted({name for each in places for name in each.names})
-        flat = np.concatenate([common_places(self.place_names, e.names)[e.index] for e in places])
+        flat = np.concatenate([numbers_of(e.names, self.place_names)[e.index] for e in places])
         first = np.cumsum([0, *(len(each.index) for each in places)])
         self._held = held
         self._flat: Integers = first[self.rank] + self.block
@@ -92,12 +98,11 @@ class SourceBlocks:
 
     @cached_property
     def described(self) -> Tensors:
-        """The tensors, as replicas are told of them."""
+        """The tensors, as `Welcome` has them."""
         return Tensors.of(self.tensors)
 
-    @cached_property
     def agreed(self) -> Agreed:
-        """What replicas must know of the blocks to make the plan that `plan` makes."""
+        """Return what replicas must know of the blocks to make the plan that `plan` makes."""
         return Agreed(
             Boxes.of(self.boxes), packed(self.rank), tuple(self.place_names), packed(self._place)
         )
@@ -105,7 +110,7 @@ class SourceBlocks:
     @cached_property
     def item_bytes(self) -> Integers:
         """The width of the items of each block."""
-        return item_bytes(list(self.tensors.values()))[self.boxes.tensor]
+        return item_bytes(self.tensors.values())[self.boxes.tensor]
 
     def name_of(self, block: int) -> str:
         """Return the name of a block's tensor."""
@@ -124,34 +129,34 @@ class SourceBlocks:
 
     def _plan(self, want: Want) -> Agreement:
         wanted = want.tensors.specs()
-        self._check_specs(wanted)
-        sinks = want.blocks.table(whole_boxes(list(wanted.values())))
+        tensor = self._numbers_of(wanted)
+        sinks = want.blocks.table(BoxTable.whole(wanted.values()))
         place = numbers(want.place)
         if len(place) != len(sinks) or (
             len(place) and not 0 <= place.min() <= place.max() < len(want.places)
         ):
             raise SpecError(f"{len(sinks)} blocks have {len(place)} devices")
-        unused = self.tensors.keys() - {self.tied.get(name, name) for name in wanted}
-        if unused and not want.may_leave:
+        unused = np.flatnonzero(np.bincount(tensor, minlength=len(self.names)) == 0)
+        if len(unused) and not want.may_leave:
             raise PlanError(
                 f"the publisher has {len(unused)} tensors that the replica lacks: "
-                f"{listed(unused)}; make the replica with extra='report' to leave them out"
+                f"{listed([self.names[n] for n in unused])}; make the replica with "
+                f"extra='report' to leave them out"
             )
-        copies = plan(
-            self.names,
-            self.tied,
+        copies = plan_copies(
             self.boxes,
-            Holders(self.rank, self._place),
-            wanted=list(wanted),
-            sinks=sinks,
-            sink_places=common_places(self.place_names, want.places)[place],
+            replace(sinks, tensor=tensor[sinks.tensor]),
+            self.names,
+            source_ranks=self.rank,
+            source_places=self._place,
+            sink_places=numbers_of(want.places, self.place_names)[place],
         )
         return self._agreement(copies, want, place[copies.sink])
 
     def _agreement(self, copies: CopyTable, want: Want, place: Integers) -> Agreement:
         devices = frozenset(want.devices)
 
-        def share(rows: Integers, block: Integers) -> Share:
+        def share(rows: Integers | slice, block: Integers) -> Share:
             regions = Regions(block[rows], copies.source_offset[rows], copies.shape[rows])
             return Share(
                 next(_share_numbers),
@@ -162,7 +167,7 @@ class SourceBlocks:
                 devices,
             )
 
-        whole = share(np.arange(len(copies)), copies.source)
+        whole = share(slice(None), copies.source)
         rank, block = self.rank[copies.source], self.block[copies.source]
         shares = {}
         for each in np.unique(rank).tolist():
@@ -171,21 +176,27 @@ class SourceBlocks:
         nbytes = int((copies.num_items * self.item_bytes[copies.source]).sum())
         return Agreement(copies, nbytes, not any(want.places), whole, shares)
 
-    def _check_specs(self, wanted: Mapping[str, TensorSpec]) -> None:
-        missing = [name for name in wanted if name not in self.tensors and name not in self.tied]
-        if missing:
+    def _numbers_of(self, wanted: Mapping[str, TensorSpec]) -> Integers:
+        """Return the number of each tensor; raise unless all are here, as they are wanted."""
+        tensor = numbers_of(list(wanted), self.names, self.tied)
+        if (tensor < 0).any():
+            missing = [name for name, n in zip(wanted, tensor, strict=True) if n < 0]
             raise PlanError(
                 f"the replica wants {len(missing)} tensors that the publisher lacks: "
                 f"{listed(missing)}"
             )
-        have = {name: self.tensors[self.tied.get(name, name)] for name in wanted}
-        check_fit(have, wanted, source="at the publisher", sink="at the replica")
+        (have, kind), (want, want_kind) = kinds_of(self.tensors.values()), kinds_of(wanted.values())
+        pairs = np.unique(kind[tensor] * len(want) + want_kind).tolist()
+        if any(have[pair // len(want)] != want[pair % len(want)] for pair in pairs):
+            specs = {name: have[n] for name, n in zip(wanted, kind[tensor].tolist(), strict=True)}
+            check_fit(specs, wanted, source="at the publisher", sink="at the replica")
+        return tensor
 
     def copied_memory(self, rank: int, copy: Buffer) -> BufferTable:
         """Return where the blocks of a rank lie in the copy that it holds."""
         held = self._held[rank]
         boxes = held.boxes.widened(self.boxes.num_dims)
-        widths = item_bytes(list(held.tensors.values()))[boxes.tensor]
+        widths = item_bytes(held.tensors.values())[boxes.tensor]
         starts = aligned_starts(boxes.num_items * widths)
         return row_major(copy, starts, boxes.shape, widths)
 

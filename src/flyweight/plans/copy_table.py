@@ -10,9 +10,10 @@ All numbers count items. Tensors with fewer dims than others have leading dims o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,37 @@ MAX_PAIRS = 1 << 20
 _REMEDY = "cut the tensors into fewer boxes"
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
+
+
+def kinds_of(specs: Collection[TensorSpec]) -> tuple[list[TensorSpec], Integers]:
+    """Return the different objects among the specs, and the index of each tensor's spec there.
+
+    A model has very many tensors and few kinds of them; those of a kind share one object.
+    """
+    kinds = dict(zip(map(id, specs), specs, strict=True))
+    index = {key: n for n, key in enumerate(kinds)}
+    kind = np.fromiter(map(index.__getitem__, map(id, specs)), np.int64, len(specs))
+    return list(kinds.values()), kind
+
+
+def item_bytes(specs: Collection[TensorSpec]) -> Integers:
+    """Return the width of the items of each tensor."""
+    kinds, kind = kinds_of(specs)
+    return np.array([spec.item_bytes for spec in kinds], np.int64)[kind]
+
+
+def numbers_of(
+    names: Sequence[str], known: Sequence[str], tied: Mapping[str, str] | None = None
+) -> Integers:
+    """Return the position of each name in `known`; -1 if it is not there.
+
+    tied: second names of some that are known.
+    """
+    if names == known:
+        return np.arange(len(names))  # most often, and without a dict of very many names
+    number = {name: n for n, name in enumerate(known)}
+    number |= {name: number[of] for name, of in (tied or {}).items() if of in number}
+    return np.fromiter(map(number.get, names, repeat(-1)), np.int64, len(names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,15 +89,10 @@ class BoxTable:
         )
 
     @classmethod
-    def whole(cls, specs: Sequence[TensorSpec]) -> BoxTable:
+    def whole(cls, specs: Collection[TensorSpec]) -> BoxTable:
         """Return one box for each tensor, which is all of it."""
-        keys = [(spec.dtype.bits, spec.shape) for spec in specs]
-        alike = dict(zip(keys, specs, strict=True))  # few, of very many tensors
-        boxes = cls.of(
-            [(n, spec.stored(Box.whole(spec.shape))) for n, spec in enumerate(alike.values())]
-        )
-        kinds = {key: n for n, key in enumerate(alike)}
-        kind = np.array([kinds[key] for key in keys], np.int64)
+        kinds, kind = kinds_of(specs)
+        boxes = cls.of([(n, spec.stored(Box.whole(spec.shape))) for n, spec in enumerate(kinds)])
         return cls(np.arange(len(specs)), boxes.offset[kind], boxes.shape[kind])
 
     def __len__(self) -> int:
@@ -103,8 +130,9 @@ class BoxTable:
     @cached_property
     def _by_tensor(self) -> tuple[Integers, Integers]:
         """The rows sorted by tensor, and the tensors of the sorted rows."""
-        is_sorted = bool((self.tensor[1:] >= self.tensor[:-1]).all())
-        order = np.arange(len(self)) if is_sorted else np.argsort(self.tensor, kind="stable")
+        if (self.tensor[1:] >= self.tensor[:-1]).all():
+            return np.arange(len(self)), self.tensor
+        order = np.argsort(self.tensor, kind="stable")
         return order, self.tensor[order]
 
     def rows_of(self, num_tensors: int) -> tuple[Integers, Integers, Integers]:

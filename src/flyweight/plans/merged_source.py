@@ -1,6 +1,6 @@
 """Merged source: what several ranks hold together, as one table of source boxes.
 
-Every rank tells its own tensors, ties, values and boxes. Together they must be whole tensors: an
+Every rank has its own tensors, ties, values and boxes. Together they must be whole tensors: an
 error names the ranks and what is missing, there twice, or different between them. Equal boxes on
 several ranks are replicas. Tensors that are cut alike are checked once.
 """
