@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property
 from itertools import pairwise
 from time import monotonic, perf_counter
 from typing import Any
@@ -15,7 +14,7 @@ import xxhash
 
 from flyweight.digest import Words
 from flyweight.errors import TransferTimeout
-from flyweight.memory import Bytes, collector_paused
+from flyweight.memory import Bytes
 from flyweight.memory_table import BufferTable
 
 _BATCH_BYTES = 1 << 20  # copied, then digested in a core's own cache
@@ -36,24 +35,12 @@ class SmallBlocks:
         batch = np.cumsum(sink.nbytes) // _BATCH_BYTES
         cuts = (np.flatnonzero(np.diff(batch)) + 1).tolist() if len(sink) else []
         self._batches = list(pairwise([0, *cuts, len(sink)])) if len(sink) else []
+        self._view_at = {
+            size: (ctypes.c_char * size).from_address for size in np.unique(self._nbytes).tolist()
+        }
 
     def __len__(self) -> int:
         return len(self._address)
-
-    @cached_property
-    def _moves(self) -> tuple[list[int], list[int], list[int]]:
-        """Where each block goes, where it comes from, and its bytes."""
-        assert self._source is not None
-        return self._address.tolist(), self._source.tolist(), self._nbytes.tolist()
-
-    @cached_property
-    def _views(self) -> list[Any]:
-        """Each block's bytes, for the hash; made when they are first digested."""
-        sizes: list[int] = self._nbytes.tolist()
-        view_at = {size: (ctypes.c_char * size).from_address for size in set(sizes)}
-        pairs = zip(sizes, self._address.tolist(), strict=True)
-        with collector_paused():
-            return [view_at[size](address) for size, address in pairs]
 
     def run(
         self, deadline: float, on_progress: Callable[[int], None], *, should_hash: bool
@@ -66,17 +53,23 @@ class SmallBlocks:
         spent = 0.0
         for first, end in self._batches:
             check_time(deadline, len(self))
+            # Objects for one batch, not for all blocks: those would take megabytes all the time.
+            sinks, sizes = self._address[first:end].tolist(), self._nbytes[first:end].tolist()
             if self._source is not None:
-                sinks, sources, sizes = (each[first:end] for each in self._moves)
-                deque(map(ctypes.memmove, sinks, sources, sizes), maxlen=0)
+                deque(map(ctypes.memmove, sinks, self._source[first:end].tolist(), sizes), maxlen=0)
                 on_progress(sum(sizes))
             if should_hash:
                 started = perf_counter()
-                found = map(xxhash.xxh3_64_intdigest, self._views[first:end])
+                found = map(xxhash.xxh3_64_intdigest, self._views(sinks, sizes))
                 hashes[first:end] = np.fromiter(found, np.uint64, end - first)
                 spent += perf_counter() - started
         return hashes, spent
 
+    def _views(self, addresses: list[int], sizes: list[int]) -> list[Any]:
+        view_at = self._view_at
+        return [view_at[size](at) for at, size in zip(addresses, sizes, strict=True)]
+
     def bytes(self) -> list[Bytes]:
         """Return each block's bytes, in place."""
-        return [np.frombuffer(view, np.uint8) for view in self._views]
+        views = self._views(self._address.tolist(), self._nbytes.tolist())
+        return [np.frombuffer(view, np.uint8) for view in views]

@@ -125,9 +125,19 @@ class SourceBlocks:
     def plan(self, want: Want) -> Agreement:
         """Return the copies that fill what a replica wants; raise PlanError if none can."""
         with collector_paused():
-            return self._plan(want)
+            sinks, place = self._sinks(want), numbers(want.place)
+            copies = plan_copies(
+                self.boxes,
+                sinks,
+                self.names,
+                source_ranks=self.rank,
+                source_places=self._place,
+                sink_places=numbers_of(want.places, self.place_names)[place],
+            )
+            return self._agreement(copies, want, place[copies.sink])
 
-    def _plan(self, want: Want) -> Agreement:
+    def _sinks(self, want: Want) -> BoxTable:
+        """Return the boxes that a replica wants of our tensors; raise if something is wrong."""
         wanted = want.tensors.specs()
         tensor = self._numbers_of(wanted)
         sinks = want.blocks.table(BoxTable.whole(wanted.values()))
@@ -143,15 +153,7 @@ class SourceBlocks:
                 f"{listed([self.names[n] for n in unused])}; make the replica with "
                 f"extra='report' to leave them out"
             )
-        copies = plan_copies(
-            self.boxes,
-            replace(sinks, tensor=tensor[sinks.tensor]),
-            self.names,
-            source_ranks=self.rank,
-            source_places=self._place,
-            sink_places=numbers_of(want.places, self.place_names)[place],
-        )
-        return self._agreement(copies, want, place[copies.sink])
+        return replace(sinks, tensor=tensor[sinks.tensor])
 
     def _agreement(self, copies: CopyTable, want: Want, place: Integers) -> Agreement:
         devices = frozenset(want.devices)
