@@ -107,10 +107,10 @@ def test_a_want_with_changed_bytes_is_planned_or_refused(data):
         agreement = SOURCE.plan(asked)
     except FlyweightError:
         return
-    copies = agreement.copies
-    held = SOURCE.boxes.shape[copies.source]
-    assert (copies.source_offset >= 0).all()
-    assert (copies.source_offset + copies.shape <= held).all()
+    read = agreement.whole.regions
+    held = SOURCE.boxes.shape[read.block]
+    assert (read.offset >= 0).all()
+    assert (read.offset + read.shape <= held).all()
 
 
 # Memory that a publisher describes: 8 rows of 6 bytes in a slot, of which a replica maps a part.

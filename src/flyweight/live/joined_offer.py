@@ -78,7 +78,7 @@ class JoinedOffers:
             }
             memory = joined_memory(memories, self._num_ranks, self._num_dims)
             last = self._last[agreement] = key, new_memory_number(), memory
-        count, digests = len(agreement.copies), b""
+        count, digests = len(agreement.whole.source), b""
         if self._should_verify:
             shared = {rank: rows for rank, (rows, _) in agreement.shares.items()}
             digests = joined_digests(parts, shared if is_shared else {0: np.arange(count)}, count)

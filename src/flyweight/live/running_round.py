@@ -230,7 +230,7 @@ class RunningRound:
             wrong = [f"{len(found) // 8} digests, {len(expected) // 8} expected"]
         else:
             differs = np.frombuffer(found, np.uint64) != np.frombuffer(expected, np.uint64)
-            blocks = np.unique(member.agreement.copies.source[differs])
+            blocks = np.unique(member.agreement.whole.source[differs])
             wrong = sorted({self._name_of(block) for block in blocks.tolist()})
         return DigestMismatch(
             f"replica {member.member.label} holds other bytes than were published in "

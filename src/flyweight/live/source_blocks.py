@@ -56,7 +56,6 @@ class Places:
 class Agreement:
     """The copies that a replica gets."""
 
-    copies: CopyTable
     nbytes: int
     is_on_host: bool
     """True if the replica receives everything in host memory."""
@@ -176,7 +175,7 @@ class SourceBlocks:
             rows = np.flatnonzero(rank == each)
             shares[each] = rows, whole if self.is_held_by(each) else share(rows, block)
         nbytes = int((copies.num_items * self.item_bytes[copies.source]).sum())
-        return Agreement(copies, nbytes, not any(want.places), whole, shares)
+        return Agreement(nbytes, not any(want.places), whole, shares)
 
     def _numbers_of(self, wanted: Mapping[str, TensorSpec]) -> Integers:
         """Return the number of each tensor; raise unless all are here, as they are wanted."""

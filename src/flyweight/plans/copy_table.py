@@ -204,14 +204,7 @@ def plan_copies(
     num_dims = max(sources.num_dims, sinks.num_dims)
     sources, sinks = sources.widened(num_dims), sinks.widened(num_dims)
     _check_pairs(sources, sinks, names)
-    fills: list[_Fill] = []
-    num_copies = 0
-    for group, held, taken in groups_cut_alike(sources, sinks, len(names)):
-        route = _route(sources, held[0], sinks, taken[0], names[int(group[0])])
-        num_copies += route.num_copies * len(group)
-        if num_copies > MAX_COPIES:
-            raise PlanError(f"the plan has more than {MAX_COPIES} copies; {_REMEDY}")
-        fills += _fills(route, held, taken)
+    fills = _all_fills(sources, sinks, names)
     ranks = _turns(sources, len(names)) if source_ranks is None else source_ranks
     chosen = _chosen_sources(fills, ranks, source_places, sink_places)
     if not fills:
@@ -224,9 +217,9 @@ def plan_copies(
     if (sink[1:] < sink[:-1]).any():
         order = np.argsort(sink, kind="stable")
         source, sink, offset, shape = source[order], sink[order], offset[order], shape[order]
-    return CopyTable(
-        source, sink, offset - sources.offset[source], offset - sinks.offset[sink], shape
-    )
+    source_offset = offset - sources.offset[source]
+    offset -= sinks.offset[sink]
+    return CopyTable(source, sink, source_offset, offset, shape)
 
 
 def _check_pairs(sources: BoxTable, sinks: BoxTable, names: Sequence[str]) -> None:
@@ -316,6 +309,18 @@ class _Fill:
     def num_items(self) -> Integers:
         found: Integers = self.shape.prod(axis=1, dtype=np.int64)
         return found
+
+
+def _all_fills(sources: BoxTable, sinks: BoxTable, names: Sequence[str]) -> list[_Fill]:
+    fills: list[_Fill] = []
+    num_copies = 0
+    for group, held, taken in groups_cut_alike(sources, sinks, len(names)):
+        route = _route(sources, held[0], sinks, taken[0], names[int(group[0])])
+        num_copies += route.num_copies * len(group)
+        if num_copies > MAX_COPIES:
+            raise PlanError(f"the plan has more than {MAX_COPIES} copies; {_REMEDY}")
+        fills += _fills(route, held, taken)
+    return fills
 
 
 def _route(sources: BoxTable, held: Integers, sinks: BoxTable, taken: Integers, name: str) -> Route:
