@@ -15,13 +15,12 @@ from flyweight.adapters.loader import Loader
 from flyweight.errors import TransportError, listed
 from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST, visible_devices
-from flyweight.live.message_tables import Boxes, Tensors, packed
+from flyweight.live.message_tables import Tensors, packed
 from flyweight.live.messages import Want
 from flyweight.live.remote_source import Arrivals
 from flyweight.live.replica_round import ReplicaRound, SinkResult
 from flyweight.memory import Buffer
 from flyweight.memory_table import BufferTable, Integers
-from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.manifest import Leaf, TensorSpec
 
 
@@ -53,7 +52,7 @@ class LoaderSink:
         place = self.loader.place
         return Want(
             Tensors.of(tensors),
-            Boxes.of(BoxTable.whole(tensors.values())),
+            None,
             (place,),
             packed([0] * len(tensors)),
             False,

@@ -26,6 +26,7 @@ from flyweight.live.replica_round import ReplicaRound, SinkResult
 from flyweight.memory import collector_paused
 from flyweight.memory_table import HOST as HOST_MEMORY
 from flyweight.memory_table import NOWHERE, BufferTable
+from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.manifest import Leaf, Manifest, TensorSpec
 from flyweight.spec.model_layout import ModelLayout
 
@@ -98,9 +99,10 @@ class MemorySink:
         self._model, self._identity, self._memory = model, found, memory
         places, place = np.unique(self._memory.device, return_inverse=True)
         self._devices = [int(device) for device in places if device != HOST_MEMORY]
+        specs = {name: model.manifest.spec(name) for name in names}
         return Want(
-            Tensors.of({name: model.manifest.spec(name) for name in names}),
-            Boxes.of(boxes),
+            Tensors.of(specs),
+            None if boxes.is_same(BoxTable.whole(specs.values())) else Boxes.of(boxes),
             tuple(HOST if each == HOST_MEMORY else driver.uuid(int(each)) for each in places),
             packed(place),
             self._may_leave,

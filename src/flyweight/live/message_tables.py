@@ -94,6 +94,11 @@ class Boxes(Table, frozen=True):
         return found
 
 
+def received_boxes(sent: Boxes | None, whole: BoxTable) -> BoxTable:
+    """Return boxes that were sent; None is one box for each tensor, which is all of it."""
+    return whole if sent is None else sent.table(whole)
+
+
 class Places(Table, frozen=True):
     """Where a replica can map some of the publisher's blocks; strides are in bytes."""
 

@@ -56,7 +56,8 @@ class Want(Message, frozen=True):
     """Replica: the boxes that it wants, and the devices that they are on."""
 
     tensors: Tensors
-    blocks: Boxes
+    blocks: Boxes | None
+    """None if each tensor is one block."""
     places: tuple[str, ...]
     """The devices that occur: the uuid of a GPU, or "" for the host."""
     place: bytes
@@ -70,7 +71,8 @@ class Want(Message, frozen=True):
 class Agreed(Message, frozen=True):
     """Publisher: the blocks that it has of its tensors. Both sides work out the same plan."""
 
-    sources: Boxes
+    sources: Boxes | None
+    """None if each tensor is one block."""
     rank: bytes
     """The rank of the publisher that holds each block."""
     places: tuple[str, ...]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flyweight.checks import MAX_RANKS
 from flyweight.errors import SpecError, TransportError
 from flyweight.live.lanes import Transports
-from flyweight.live.message_tables import Pieces, Places, numbers
+from flyweight.live.message_tables import Pieces, Places, numbers, received_boxes
 from flyweight.live.messages import (
     Agreed,
     Begin,
@@ -68,7 +68,7 @@ class RemoteSource:
         want: what it was asked for.
         """
         try:
-            self._boxes = agreed.sources.table(BoxTable.whole(tensors.values()))
+            self._boxes = received_boxes(agreed.sources, BoxTable.whole(tensors.values()))
         except SpecError as cause:
             raise TransportError(f"the publisher describes no blocks: {cause}") from cause
         self._item_bytes = item_bytes(tensors.values())[self._boxes.tensor]
@@ -79,7 +79,7 @@ class RemoteSource:
         self._check_index(rank, MAX_RANKS, "rank")
         with collector_paused():
             wholes = BoxTable.whole(want.tensors.specs().values())
-            self.sinks: BoxTable = want.blocks.table(wholes)
+            self.sinks: BoxTable = received_boxes(want.blocks, wholes)
             names = list(tensors)
             tensor = numbers_of(list(want.tensors.names), names, tied)
             if (tensor < 0).any():

@@ -17,7 +17,7 @@ from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.formats.stored import Stored, same_bytes
-from flyweight.live.message_tables import Boxes, Tensors, numbers, packed
+from flyweight.live.message_tables import Boxes, Tensors, numbers, packed, received_boxes
 from flyweight.live.messages import Agreed, Want
 from flyweight.live.source import PublishedSource, Regions, Share, aligned_starts, row_major
 from flyweight.memory import Buffer, collector_paused
@@ -102,9 +102,13 @@ class SourceBlocks:
 
     def agreed(self) -> Agreed:
         """Return what replicas must know of the blocks to make the plan that `plan` makes."""
-        return Agreed(
-            Boxes.of(self.boxes), packed(self.rank), tuple(self.place_names), packed(self._place)
-        )
+        boxes = None if self._is_whole else Boxes.of(self.boxes)
+        return Agreed(boxes, packed(self.rank), tuple(self.place_names), packed(self._place))
+
+    @cached_property
+    def _is_whole(self) -> bool:
+        """True if each tensor is one block."""
+        return self.boxes.is_same(BoxTable.whole(self.tensors.values()))
 
     @cached_property
     def item_bytes(self) -> Integers:
@@ -139,7 +143,7 @@ class SourceBlocks:
         """Return the boxes that a replica wants of our tensors; raise if something is wrong."""
         wanted = want.tensors.specs()
         tensor = self._numbers_of(wanted)
-        sinks = want.blocks.table(BoxTable.whole(wanted.values()))
+        sinks = received_boxes(want.blocks, BoxTable.whole(wanted.values()))
         place = numbers(want.place)
         if len(place) != len(sinks) or (
             len(place) and not 0 <= place.min() <= place.max() < len(want.places)
