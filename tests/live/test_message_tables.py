@@ -15,6 +15,7 @@ from flyweight.errors import FlyweightError, PlanError, SpecError, TransportErro
 from flyweight.live import frames, messages
 from flyweight.live.copies import Copiers
 from flyweight.live.meeting import blocks_alone
+from flyweight.live.memory_sink import MemorySink
 from flyweight.live.message_tables import Boxes, Pieces, Places, numbers, packed
 from flyweight.live.messages import Begin, Memory
 from flyweight.live.remote_source import RemoteSource
@@ -111,6 +112,20 @@ def test_a_want_with_changed_bytes_is_planned_or_refused(data):
     held = SOURCE.boxes.shape[read.block]
     assert (read.offset >= 0).all()
     assert (read.offset + read.shape <= held).all()
+
+
+def test_tensors_that_are_whole_are_planned_without_boxes():
+    written_out = [(0, Box((0, 0), (4, 6))), (1, Box((0,), (3,)))]
+    expected = SOURCE.plan(want(SOURCE.described, written_out)).whole.regions
+    short = MemorySink({name: each.copy() for name, each in MODEL.items()}).want(SOURCE.tensors, {})
+    found = SOURCE.plan(short)
+    assert short.blocks is None
+    assert SOURCE.agreed().sources is None
+    for name in ("block", "offset", "shape"):
+        assert getattr(found.whole.regions, name).tolist() == getattr(expected, name).tolist()
+    source = RemoteSource(SOURCE.agreed(), SOURCE.tensors, {}, short, OwnMemory())
+    assert source.copies.source.tolist() == [0, 1]
+    assert source.nbytes == found.nbytes == 24 + 12
 
 
 # Memory that a publisher describes: 8 rows of 6 bytes in a slot, of which a replica maps a part.

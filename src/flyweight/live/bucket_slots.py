@@ -13,7 +13,7 @@ import numpy as np
 from flyweight.cuda import driver
 from flyweight.errors import FlyweightError
 from flyweight.live.lanes import HOST, MAPPED, Lanes, Offers, Transports
-from flyweight.live.message_tables import Pieces, Places, packed
+from flyweight.live.message_tables import Pieces, Places, packed_columns
 from flyweight.live.messages import Handle, Memory
 from flyweight.live.source import ALIGN_BYTES, BucketFill, PublishedSource, Share
 from flyweight.memory import Buffer
@@ -40,10 +40,10 @@ def new_memory_number() -> int:
 
 @dataclass(frozen=True, eq=False)
 class OfferedMemory:
-    """What a replica is told of the memory that its share goes through."""
+    """The memory that a share goes through, as it is sent to the replica."""
 
     number: int
-    """Its id: a replica that has it need not be told again."""
+    """Its id: a replica that has received it gets only this number."""
     memory: Memory
     lanes: Lanes
     generation: int
@@ -153,23 +153,18 @@ class BucketSlots:
     ) -> Memory:
         """Return the memory of a round: these buckets, and blocks that are mapped."""
         slot_of = {number: self.fills[number].slot for number in buckets}
-        found: list[list[Integers]] = [[] for _ in range(5)]
+        tables = []
         for number, pieces in buckets.items():
             rows, renumbered = share.renumbered(pieces.block)
             taken = pieces.take(rows)
-            columns = np.full(len(rows), number), renumbered, taken.offset, taken.shape, taken.at
-            for column, more in zip(found, columns, strict=True):
-                column.append(more)
-        empty = np.empty(0, np.int64)
+            bucket = np.full(len(rows), number)
+            tables.append((bucket, renumbered, taken.offset, taken.shape, taken.at))
         return Memory(
             handles,
             places,
             {slot: self._handles[slot] for slot in sorted(set(slot_of.values()))},
             slot_of,
-            Pieces(
-                places.num_dims,
-                *(packed(np.concatenate(column) if column else empty) for column in found),
-            ),
+            Pieces(places.num_dims, *packed_columns(5, tables)),
         )
 
     def close(self) -> None:

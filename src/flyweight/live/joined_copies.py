@@ -31,7 +31,7 @@ class JoinedCopies:
     def join(self, own: PublishedVersion, followers: Sequence[SourceRank]) -> PublishedVersion:
         """Return the copies of a version as one, which this process can read.
 
-        own: the copy that this process holds; each follower has told of its own.
+        own: the copy that this process holds; `SourceRank.copy` is that of a follower.
         """
         copies = [each.copy for each in followers if each.copy is not None]
         handles = [each.handle for each in copies]

@@ -15,7 +15,7 @@ import numpy as np
 from flyweight.digest import DigestKind
 from flyweight.errors import FlyweightError, PeerFailed, PlanError
 from flyweight.live.bucket_slots import new_memory_number
-from flyweight.live.message_tables import Pieces, Places, numbers, packed
+from flyweight.live.message_tables import Pieces, Places, numbers, packed_columns
 from flyweight.live.messages import Handle, Memory
 from flyweight.live.rank_messages import ShareOffer
 from flyweight.live.source_blocks import Agreement
@@ -103,33 +103,26 @@ def joined_memory(memories: Mapping[int, Memory], num_ranks: int, num_dims: int)
     handles: list[Handle] = []
     slots: dict[int, Handle] = {}
     bucket_slots: dict[int, int] = {}
-    places: list[list[Integers]] = [[] for _ in range(4)]
-    pieces: list[list[Integers]] = [[] for _ in range(5)]
+    places, pieces = [], []
     for rank, memory in memories.items():
-        found, piece = memory.places, memory.pieces
-        for column, more in zip(
-            places,
+        place, piece = memory.places, memory.pieces
+        places.append(
             (
-                numbers(found.source),
-                numbers(found.handle) + len(handles),
-                numbers(found.start),
-                numbers(found.strides, num_dims),
-            ),
-            strict=True,
-        ):
-            column.append(more)
-        for column, more in zip(
-            pieces,
+                numbers(place.source),
+                numbers(place.handle) + len(handles),
+                numbers(place.start),
+                numbers(place.strides, num_dims),
+            )
+        )
+        pieces.append(
             (
                 numbers(piece.bucket) * num_ranks + rank,
                 numbers(piece.source),
                 numbers(piece.offset, num_dims),
                 numbers(piece.shape, num_dims),
                 numbers(piece.at),
-            ),
-            strict=True,
-        ):
-            column.append(more)
+            )
+        )
         handles += memory.handles
         slots |= {slot * num_ranks + rank: handle for slot, handle in memory.slots.items()}
         bucket_slots |= {
@@ -138,8 +131,8 @@ def joined_memory(memories: Mapping[int, Memory], num_ranks: int, num_dims: int)
         }
     return Memory(
         tuple(handles),
-        Places(num_dims, *(b"".join(map(packed, column)) for column in places)),
+        Places(num_dims, *packed_columns(4, places)),
         slots,
         bucket_slots,
-        Pieces(num_dims, *(b"".join(map(packed, column)) for column in pieces)),
+        Pieces(num_dims, *packed_columns(5, pieces)),
     )

@@ -58,7 +58,7 @@ class MemorySink:
         self._identity: Identity | None = None
         self._prepared: _PreparedRound | None = None
         self._devices: list[int] = []
-        self._is_told = False
+        self._is_touched = False
         """True once the framework knows that the tensors were written in this round."""
 
     @property
@@ -117,9 +117,9 @@ class MemorySink:
 
     def touched(self) -> None:
         assert self._model is not None
-        if not self._is_told:
+        if not self._is_touched:
             self._model.touched()
-            self._is_told = True
+            self._is_touched = True
 
     def receive(self, round_: ReplicaRound) -> SinkResult:
         begin, prepared = round_.begin, self._prepare(round_.source)
@@ -133,7 +133,7 @@ class MemorySink:
         started = perf_counter()
         round_.touch()
         prepared.mapped.start()
-        self._is_told = False
+        self._is_touched = False
         if digests is not None and not prepared.buckets and prepared.mapped.is_ordered:
             digests.last.start()  # the device digests as soon as it has copied
         if self._devices and not prepared.buckets:

@@ -129,6 +129,11 @@ def packed(table: Integers | Sequence[int]) -> bytes:
     return np.ascontiguousarray(table, "<i8").tobytes()
 
 
+def packed_columns(num_columns: int, tables: Sequence[tuple[Integers, ...]]) -> list[bytes]:
+    """Return the columns of tables that follow each other, as bytes of a message."""
+    return [b"".join(packed(each[n]) for each in tables) for n in range(num_columns)]
+
+
 def numbers(data: bytes, num_columns: int | None = None) -> Integers:
     """Return the numbers of a message, in rows of `num_columns` if that is given."""
     columns = 1 if num_columns is None else num_columns

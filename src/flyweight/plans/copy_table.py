@@ -35,14 +35,14 @@ _SHIFT = np.uint64(29)
 
 
 def kinds_of(specs: Collection[TensorSpec]) -> tuple[list[TensorSpec], Integers]:
-    """Return the different objects among the specs, and the index of each tensor's spec there.
+    """Return the different objects among the specs, in order, and the index of each spec there.
 
     A model has very many tensors and few kinds of them; those of a kind share one object.
     """
-    kinds = dict(zip(map(id, specs), specs, strict=True))
-    index = {key: n for n, key in enumerate(kinds)}
-    kind = np.fromiter(map(index.__getitem__, map(id, specs)), np.int64, len(specs))
-    return list(kinds.values()), kind
+    ids = np.fromiter(map(id, specs), np.int64, len(specs))
+    _, first, found = np.unique(ids, return_index=True, return_inverse=True)
+    all_specs, order = list(specs), np.argsort(first)
+    return [all_specs[n] for n in first[order]], np.argsort(order)[found]
 
 
 def item_bytes(specs: Collection[TensorSpec]) -> Integers:
