@@ -102,9 +102,7 @@ class BufferTable:
     @cached_property
     def is_contiguous(self) -> NDArray[np.bool_]:
         """Which blocks lie row-major without gaps; dims of size 1 have no stride to check."""
-        inner = np.cumprod(self.shape[:, :0:-1], axis=1, dtype=np.int64)[:, ::-1]
-        ones = np.ones((len(self), 1), np.int64)
-        wanted = np.concatenate([inner, ones], axis=1) * self.item_bytes[:, None]
+        wanted = row_major_strides(self.shape) * self.item_bytes[:, None]
         is_right = (self.shape == 1) | (self.strides == wanted)
         found: NDArray[np.bool_] = is_right.all(axis=1) | (self.nbytes == 0)
         return found
@@ -164,6 +162,12 @@ class BufferTable:
             self.is_writable,
             None if device == HOST else device,
         )
+
+
+def row_major_strides(shape: Integers) -> Integers:
+    """Return the strides, in items, of blocks that lie row-major without gaps."""
+    inner = np.cumprod(shape[:, :0:-1], axis=1, dtype=np.int64)[:, ::-1]
+    return np.concatenate([inner, np.ones((len(shape), 1), np.int64)], axis=1)
 
 
 def _padded(rows: Sequence[Sizes], num_dims: int, filler: int) -> Integers:

@@ -16,16 +16,10 @@ from flyweight.checks import MAX_RANKS
 from flyweight.errors import SpecError, TransportError
 from flyweight.live.lanes import Transports
 from flyweight.live.message_tables import Pieces, Places, numbers, received_boxes
-from flyweight.live.messages import (
-    Agreed,
-    Begin,
-    Handle,
-    Memory,
-    Want,
-)
+from flyweight.live.messages import Agreed, Begin, Handle, Memory, Want
 from flyweight.live.source import row_major
 from flyweight.memory import Buffer, collector_paused
-from flyweight.memory_table import HOST, BufferTable, Integers
+from flyweight.memory_table import HOST, BufferTable, Integers, row_major_strides
 from flyweight.plans.copy_table import BoxTable, item_bytes, numbers_of, plan_copies
 from flyweight.spec.manifest import TensorSpec
 
@@ -257,9 +251,7 @@ class RemoteSource:
     def byte_offsets(self, arrivals: Arrivals) -> Integers:
         """Return where the items that arrive start in the bytes of their copies."""
         shape = self.copies.shape[arrivals.copy]
-        inner = np.cumprod(shape[:, :0:-1], axis=1, dtype=np.int64)[:, ::-1]
-        strides = np.concatenate([inner, np.ones((len(shape), 1), np.int64)], axis=1)
-        items: Integers = (arrivals.offset * strides).sum(axis=1)
+        items: Integers = (arrivals.offset * row_major_strides(shape)).sum(axis=1)
         return items * self._item_bytes[self.copies.source[arrivals.copy]]
 
     def _check_whole(self, arrivals: Sequence[Arrivals]) -> None:

@@ -21,7 +21,7 @@ from flyweight.errors import TransferTimeout
 from flyweight.formats.stored import Stored, whole_digest
 from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.memory import Buffer
-from flyweight.memory_table import HOST, NOWHERE, BufferTable, Integers
+from flyweight.memory_table import HOST, NOWHERE, BufferTable, Integers, row_major_strides
 from flyweight.plans.buckets import PieceTable
 from flyweight.plans.copy_table import BoxTable, item_bytes
 from flyweight.ports import Source
@@ -270,12 +270,10 @@ class BucketFill:
 
 def row_major(buffer: Buffer, at: Integers, shape: Integers, item_bytes: Integers) -> BufferTable:
     """Return items in row-major order that start at bytes `at` of a flat buffer."""
-    inner = np.cumprod(shape[:, :0:-1], axis=1, dtype=np.int64)[:, ::-1]
-    strides = np.concatenate([inner, np.ones((len(shape), 1), np.int64)], axis=1)
     return BufferTable(
         buffer.address + at,
         shape,
-        strides * item_bytes[:, None],
+        row_major_strides(shape) * item_bytes[:, None],
         item_bytes,
         np.full(len(shape), HOST if buffer.device is None else buffer.device),
         buffer,
