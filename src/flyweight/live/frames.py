@@ -87,7 +87,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frame: Frame) -> Message
     """Return the message; raise PeerRefused for another protocol, else TransportError."""
     if frame[:2] != _MAGIC or len(frame) < 3:
         raise TransportError(
-            f"{len(frame)} bytes that start with {bytes(frame[:8])!r} are no message of flyweight"
+            f"{len(frame)} bytes that start with {bytes(frame[:8])!r} are not a message of "
+            f"flyweight"
         )
     if frame[2] != PROTOCOL:
         raise PeerRefused(
