@@ -106,7 +106,7 @@ def test_all_ranks_read_the_held_copy_if_one_of_them_cannot_map_the_model(
 
 
 def test_a_replica_of_several_ranks_needs_a_name(address):
-    with pytest.raises(SpecError, match="need a name that they share"):
+    with pytest.raises(SpecError, match="need a common name"):
         fw.Replica({"w": np.zeros(3)}, address, rank=0, num_ranks=2)
 
 
