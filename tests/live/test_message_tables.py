@@ -16,9 +16,11 @@ from flyweight.live import frames, messages
 from flyweight.live.copies import Copiers
 from flyweight.live.meeting import blocks_alone
 from flyweight.live.memory_sink import MemorySink
-from flyweight.live.message_tables import Boxes, Pieces, Places, numbers, packed
+from flyweight.live.message_tables import Boxes, Pieces, Places, Tensors, numbers, packed
 from flyweight.live.messages import Begin, Memory
+from flyweight.live.rank_messages import Ended
 from flyweight.live.remote_source import RemoteSource
+from flyweight.live.report import PublishReport, ReplicaReport
 from flyweight.live.source import PublishedSource
 from flyweight.memory import Buffer
 from flyweight.plans import copy_table
@@ -372,3 +374,14 @@ def test_a_small_message_cannot_make_very_many_parts_of_copies():
     text, peak = peak_bytes(lambda: source.open(told))
     assert "10000 pieces of buckets have 30000000 parts of copies" in text
     assert peak < 4 << 20
+
+
+def test_texts_that_are_not_utf8_are_escaped_wherever_a_message_has_them():
+    error = TransportError("no such file: a\udcff")
+    report = PublishReport(7, 0, 0.0, 0.0, (ReplicaReport("engine", 1, error=error),))
+    ended = frames.decode_from_publisher(frames.encode(Ended(report, error)))
+    (replica,) = ended.report.replicas
+    assert str(replica.error) == str(ended.error) == "no such file: a\\udcff"
+    wanted = messages.Want(Tensors((), (), b""), None, ("a\udcff",), b"\xff", False, ())
+    found = frames.decode_from_replica(frames.encode(wanted))
+    assert (found.places, found.place) == (("a\\udcff",), b"\xff")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -53,14 +53,21 @@ def encode(message: Message) -> bytearray:
     try:
         _ENCODER.encode_into(message, frame, 3)
     except UnicodeEncodeError:  # an error may name a path that is not UTF-8
-        fields = msgspec.structs.asdict(message).items()
-        texts = {name: _escaped(value) for name, value in fields if isinstance(value, str)}
-        _ENCODER.encode_into(msgspec.structs.replace(message, **texts), frame, 3)
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_plain)
+        _ENCODER.encode_into(_escaped(plain), frame, 3)
     return frame
 
 
-def _escaped(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
+def _escaped(plain: Any) -> Any:
+    """Return the same with escapes in texts that are not UTF-8, wherever they are in it."""
+    match plain:
+        case str():
+            return plain.encode(errors="backslashreplace").decode()
+        case list() | tuple():
+            return [_escaped(each) for each in plain]
+        case dict():
+            return {_escaped(key): _escaped(each) for key, each in plain.items()}
+    return plain
 
 
 def digest_of(want: Want) -> bytes:
