@@ -76,7 +76,7 @@ class _Load:
         return report
 
     def _is_quiet(self, error: Exception) -> bool:
-        """True if nothing was found while nobody requested a version: then no rank is told."""
+        """True if nothing was found while nobody requested a version: no rank needs to know."""
         is_waiting = not self._options.is_requested and self._options.timeout_seconds > 0
         return is_waiting and isinstance(error, TransferTimeout)
 
