@@ -74,9 +74,10 @@ class FakePublisher:
     def __init__(self, address, content, *, silence_seconds=15.0):
         directory = Path(address.removeprefix("unix:"))
         directory.mkdir(mode=0o700, exist_ok=True)
-        token = directory / "token"
+        token = directory / "token.draft"
         token.write_text("t" * 32)
         token.chmod(0o600)
+        token.rename(directory / "token")  # whole at once, as a publisher does: a replica may look
         self.content = np.frombuffer(content, np.uint8)
         self.silence_seconds = silence_seconds
         self._door = FdServer(directory / "door", token="t" * 32)
