@@ -424,6 +424,16 @@ def test_two_ranks_of_the_old_manager_take_a_round_or_a_snapshot_together(tmp_pa
     def told(version):
         return {"health": "serving", "version": version, "holds": version, "error": ""}
 
+    def load_after_a_failure(version, rank):
+        """Load a version; before that, one rank fails, and both keep the version before it."""
+        hook = tmp_path / f"drop_cache.{rank}"
+        hook.write_text("raise")
+        answers = ask(tmp_path, f"load {version}")
+        assert all("drop_cache went wrong" in each.pop("error") for each in answers)
+        assert answers == [{"health": "serving", "version": version - 1, "holds": version - 1}] * 2
+        hook.unlink()
+        assert ask(tmp_path, f"load {version}") == [told(version)] * 2
+
     run = tmp_path / "run"
     run.mkdir()
     (run / "version.yaml").write_text("step: 1\n")
@@ -438,16 +448,6 @@ def test_two_ranks_of_the_old_manager_take_a_round_or_a_snapshot_together(tmp_pa
             for name, array in weights(2).items():
                 trainer[name][...] = array
             publisher.publish(2)
-            (tmp_path / "drop_cache.0").write_text("raise")
-            answers = ask(tmp_path, "load 2")
-            assert all("drop_cache went wrong" in each.pop("error") for each in answers)
-            assert answers == [{"health": "serving", "version": 1, "holds": 1}] * 2
-            (tmp_path / "drop_cache.0").unlink()
-            assert ask(tmp_path, "load 2") == [told(2)] * 2
+            load_after_a_failure(2, rank=0)
         fw.save(weights(3), run, version=3)
-        (tmp_path / "drop_cache.1").write_text("raise")
-        answers = ask(tmp_path, "load 3")
-        assert all("drop_cache went wrong" in each.pop("error") for each in answers)
-        assert answers == [{"health": "serving", "version": 2, "holds": 2}] * 2
-        (tmp_path / "drop_cache.1").unlink()
-        assert ask(tmp_path, "load 3") == [told(3)] * 2
+        load_after_a_failure(3, rank=1)
