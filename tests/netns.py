@@ -208,7 +208,9 @@ def _joined(labels, guard_pid, reply):
 
 
 def _prefix(network, user):
-    return ["nsenter", *([] if user is None else [f"--user={user}"]), f"--net={network}", "--"]
+    # The user is the new namespace's root already, and may not change its groups.
+    enter_user = [] if user is None else [f"--user={user}", "--preserve-credentials"]
+    return ["nsenter", *enter_user, f"--net={network}", "--"]
 
 
 def _run(network, user, *words, text=None):
