@@ -30,6 +30,14 @@ def boot_id() -> str:
         return ""
 
 
+def identity() -> str:
+    """Return a name of this host that other hosts do not have: the boot's id.
+
+    FLYWEIGHT_HOST overrides it, for containers that share a kernel but no memory.
+    """
+    return os.environ.get("FLYWEIGHT_HOST") or boot_id()
+
+
 def birth_of(pid: int | None = None) -> tuple[int, int] | None:
     """Return a process's id and its start in clock ticks since boot, or None if it is not visible.
 
