@@ -24,7 +24,7 @@ KINDS = {
 }
 OTHERS = {
     *("lock", "token", "control", "door", "flock", "fw", "type", "welcome", "full"),
-    *("file", "gone", "shared_memory", "cuda_ipc", "published", "held", "snapshot"),
+    *("file", "gone", "shared_memory", "network", "cuda_ipc", "published", "held", "snapshot"),
     *("words", "xxh3", "publish", "ranks", "hold", "replica", "watcher", "source"),
     *("write", "keep", "commit", "fail"),
 }

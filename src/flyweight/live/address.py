@@ -37,8 +37,7 @@ class Address:
         scheme, colon, path = str(text).partition(":")
         if scheme != "unix" or not colon or not path or "\0" in path:
             raise SpecError(
-                f"address {text!r} is not of the form 'unix:DIRECTORY'; other hosts cannot be "
-                f"reached yet"
+                f"address {text!r} is not of the form 'unix:DIRECTORY' or 'tcp://HOST:PORT'"
             )
         return cls(Path(path).absolute())
 

@@ -12,17 +12,22 @@ import numpy as np
 
 from flyweight.cuda import driver
 from flyweight.errors import FlyweightError
-from flyweight.live.lanes import HOST, MAPPED, Lanes, Offers, Transports
+from flyweight.live.gathers import GatheredBucket, gathered_buckets
+from flyweight.live.lanes import HOST, MAPPED, NETWORK, Lanes, Offers, Transports
 from flyweight.live.message_tables import Pieces, Places, packed_columns
 from flyweight.live.messages import Handle, Memory
 from flyweight.live.source import ALIGN_BYTES, BucketFill, PublishedSource, Share
 from flyweight.memory import Buffer
 from flyweight.memory_table import Integers
 from flyweight.plans.buckets import PieceTable, pack
+from flyweight.transports.network import NetworkHandle
 
 _HOST_BUCKET_BYTES, _HOST_DEPTH = 64 << 20, 4
 # Each switch between two processes on a device costs some tenths of a millisecond.
 _DEVICE_BUCKET_BYTES, _DEVICE_DEPTH = 512 << 20, 2
+
+
+Fill = BucketFill | GatheredBucket
 
 
 def _is_each(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -61,34 +66,60 @@ class BucketSlots:
         self.generation = 0
         """Counts the layouts of buckets; each replica gets a layout once."""
         self._lanes: list[str] = []
-        self.fills: list[BucketFill] = []
+        self.fills: list[Fill] = []
+        self._gathered: dict[int, Share] = {}
+        """The share that each gathered bucket is for."""
         self._slots: dict[int, Buffer] = {}
         self._handles: dict[int, Handle] = {}
+        self._remote_handles: dict[int, NetworkHandle] = {}
+        """The same slots, and gathered buckets, as other hosts read them."""
         self._offered: WeakKeyDictionary[Share, OfferedMemory] = WeakKeyDictionary()
         """What was offered last for each share."""
 
-    def lay_out(self, source: PublishedSource, lanes: Sequence[Lanes]) -> None:
+    def lay_out(self, source: PublishedSource, lanes: Mapping[Share, Lanes]) -> None:
         """Plan buckets for the blocks of all these lanes; keep the last plan if it fits."""
-        if self._key is not None and _is_each(self._laid_out, (source, *lanes)):
+        if self._key is not None and _is_each(self._laid_out, (source, *lanes.values())):
             return  # as in most rounds: nothing needs to be compared
-        names = sorted({lane for each in lanes for lane in each if lane != MAPPED})
+        each_lanes = list(lanes.values())
+        names = sorted({lane for each in each_lanes for lane in each} - {MAPPED, NETWORK})
         blocks = {
-            lane: np.unique(np.concatenate([each[lane] for each in lanes if lane in each]))
+            lane: np.unique(np.concatenate([each[lane] for each in each_lanes if lane in each]))
             for lane in names
         }
-        key = source, {lane: numbers.tobytes() for lane, numbers in blocks.items()}
+        remote = [share for share, each in lanes.items() if NETWORK in each]
+        packed = {lane: numbers.tobytes() for lane, numbers in blocks.items()}
+        key = source, packed, [share.number for share in remote]
         if key == self._key:
-            self._laid_out = (source, *lanes)
+            self._laid_out = (source, *each_lanes)
             return
         self.close()
         self.generation += 1
         try:
             for lane, numbers in blocks.items():
                 self._lay_out(source, lane, self._packed(source, lane, numbers))
+            for share in remote:
+                self._gather(source, share, lanes[share][NETWORK])
         except FlyweightError:
             self.close()
             raise
-        self._key, self._laid_out = key, (source, *lanes)
+        self._key, self._laid_out = key, (source, *each_lanes)
+
+    def _gather(self, source: PublishedSource, share: Share, blocks: Integers) -> None:
+        """Offer blocks to a replica on another host, in buckets that need no slot."""
+        assert self._transports.network is not None
+        buckets = gathered_buckets(
+            source,
+            share,
+            blocks,
+            self._transports.network,
+            bucket_bytes=_HOST_BUCKET_BYTES if self._bucket_bytes is None else self._bucket_bytes,
+            first=len(self.fills),
+        )
+        for bucket in buckets:
+            self.fills.append(bucket)
+            self._lanes.append(NETWORK)
+            self._gathered[bucket.number] = share
+            self._remote_handles[bucket.slot] = bucket.handle
 
     def _packed(self, source: PublishedSource, lane: str, blocks: Integers) -> list[PieceTable]:
         default = _HOST_BUCKET_BYTES if lane == HOST else _DEVICE_BUCKET_BYTES
@@ -130,19 +161,33 @@ class BucketSlots:
         last = self._offered.get(share)
         if last is None or last.lanes is not lanes or last.generation != self.generation:
             mapped = lanes.get(MAPPED, np.empty(0, np.int64))
-            memory = self._memory(share, self._buckets_for(lanes), *offers.places(share, mapped))
+            memory = self._memory(
+                share, self._buckets_for(share, lanes), *offers.places(share, mapped)
+            )
             last = OfferedMemory(new_memory_number(), memory, lanes, self.generation)
             self._offered[share] = last
         return last
 
-    def _buckets_for(self, lanes: Lanes) -> dict[int, PieceTable]:
+    def _buckets_for(self, share: Share, lanes: Lanes) -> dict[int, PieceTable]:
         """Return the buckets that a replica needs, with only the pieces that it needs."""
         found = {}
         for fill, lane in zip(self.fills, self._lanes, strict=True):
+            if lane == NETWORK:
+                if self._gathered[fill.number] is share:
+                    found[fill.number] = fill.pieces
+                continue
             rows = np.flatnonzero(np.isin(fill.pieces.block, lanes.get(lane, ())))
             if len(rows):
                 found[fill.number] = fill.pieces.take(rows)
         return found
+
+    def _handle(self, slot: int, *, is_remote: bool) -> Handle:
+        if not is_remote:
+            return self._handles[slot]
+        if slot not in self._remote_handles:
+            assert self._transports.network is not None
+            self._remote_handles[slot] = self._transports.network.offer(self._slots[slot])
+        return self._remote_handles[slot]
 
     def _memory(
         self,
@@ -162,7 +207,10 @@ class BucketSlots:
         return Memory(
             handles,
             places,
-            {slot: self._handles[slot] for slot in sorted(set(slot_of.values()))},
+            {
+                slot: self._handle(slot, is_remote=share.is_remote)
+                for slot in sorted(set(slot_of.values()))
+            },
             slot_of,
             Pieces(places.num_dims, *packed_columns(5, tables)),
         )
@@ -170,7 +218,7 @@ class BucketSlots:
     def close(self) -> None:
         for fill in self.fills:
             fill.close()
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *self._remote_handles.values()):
             self._transports.of(handle).release(handle)
         for slot in self._slots.values():
             if slot.device is None:
@@ -179,4 +227,5 @@ class BucketSlots:
                 driver.free(slot)
         self._key, self._laid_out = None, ()
         self.fills, self._slots, self._handles, self._lanes = [], {}, {}, []
+        self._gathered, self._remote_handles = {}, {}
         self._offered.clear()

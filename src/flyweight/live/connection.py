@@ -20,6 +20,7 @@ from flyweight.errors import TransportError
 from flyweight.forks import call_in_child
 from flyweight.live.frames import MAX_MESSAGE_BYTES, encode
 from flyweight.live.messages import Message
+from flyweight.transports.data_sockets import DataConnection
 from flyweight.transports.fd_passing import FdConnection, check_files
 
 HEARTBEATS = 5
@@ -47,7 +48,7 @@ class Connection:
         on_heartbeat: Callable[[float], None],
         heartbeat_seconds: float,
         on_unreachable: Callable[[bytes], None] = lambda member: None,
-        files: FdConnection | None = None,
+        files: FdConnection | DataConnection | None = None,
         on_peer_gone: Callable[[], None] = lambda: None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
@@ -94,6 +95,17 @@ class Connection:
             raise TransportError(f"cannot open a socket at {endpoint!r}: {cause}") from cause
         self._thread = threading.Thread(target=self._run, name="flyweight-connection", daemon=True)
         call_in_child(self._abandon_in_child)
+
+    def listen(self, endpoint: str) -> int:
+        """Bind another endpoint, before `start`; return its port."""
+        try:
+            self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as cause:
+            raise TransportError(f"cannot listen at {endpoint!r}: {cause}") from cause
+        last = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(last, bytes)
+        return int(last.rstrip(b"\0").rpartition(b":")[2])
 
     def start(self) -> None:
         """Begin to receive: `on_frame` may be called from now on."""

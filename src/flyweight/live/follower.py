@@ -11,11 +11,14 @@ from contextlib import ExitStack
 from time import monotonic
 
 from flyweight.errors import FlyweightError, PeerFailed, TransferTimeout, TransportError
+from flyweight.host import identity
 from flyweight.live import messages
 from flyweight.live.address import Address
 from flyweight.live.bucket_slots import BucketSlots
+from flyweight.live.fetch import Fetched
 from flyweight.live.frames import FromPublisher
 from flyweight.live.lanes import Transports
+from flyweight.live.line import Line, LocalLine, opened_line
 from flyweight.live.message_tables import numbers
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel
@@ -35,8 +38,11 @@ from flyweight.live.report import Lease, PublishReport
 from flyweight.live.source import Regions, Share
 from flyweight.live.source_part import WantedShare, fill_in_turn, offer_shares
 from flyweight.live.source_rank import remember
+from flyweight.live.tcp_address import TcpAddress, parse_address
 from flyweight.transports.cuda_ipc import CudaIpcTransport
+from flyweight.transports.data_sockets import DataServer, Welcome
 from flyweight.transports.fd_passing import FdServer
+from flyweight.transports.network import NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
 
 
@@ -63,13 +69,11 @@ class Follower:
         self._round = 0
         self._emptied: set[int] = set()
         self._ended: Ended | None = None
-        address = Address.parse(invitation.address)
+        address = parse_address(invitation.address)
         with ExitStack() as stack:
-            files = FdServer(address.fd_socket_of(rank), token=invitation.token)
-            stack.callback(files.close)
-            self._transports = Transports(
-                SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files)
-            )
+            line = opened_line(address, invitation.token, deadline)
+            stack.callback(line.close)
+            self._transports = _opened_transports(line, address, invitation, rank, stack)
             stack.callback(self._transports.close)
             stack.callback(model.copiers.close)
             model.open(self._transports, invitation.num_dims)
@@ -77,13 +81,7 @@ class Follower:
             self._slots = BucketSlots(self._transports, options.bucket_bytes, options.depth)
             stack.callback(self._slots.close)
             self._connection = ReplicaConnection(
-                address,
-                invitation.token,
-                f"source rank {rank}",
-                role="source",
-                rank=rank,
-                num_ranks=num_ranks,
-                deadline=deadline,
+                line, f"source rank {rank}", role="source", rank=rank, num_ranks=num_ranks
             )
             stack.callback(self._connection.disconnect, "the publisher was closed")
             session = self._connection.welcomed(deadline).session
@@ -182,6 +180,8 @@ class Follower:
                 case Ended():
                     self._ended = message
                     return message
+                case Fetched():
+                    continue  # a follower fetches nothing
                 case _:
                     return message
 
@@ -282,6 +282,27 @@ class Follower:
         self._closing.close()
 
 
+def _opened_transports(
+    line: Line, address: Address | TcpAddress, invitation: Invitation, rank: int, stack: ExitStack
+) -> Transports:
+    """Return transports that offer this rank's memory: to rank 0's host, and to others if asked."""
+    files = data = None
+    if isinstance(line, LocalLine):
+        files = FdServer(line.address.fd_socket_of(rank), token=invitation.token)
+        stack.callback(files.close)
+    if isinstance(address, TcpAddress):
+        # On another host than rank 0: the interface by which rank 0 is reached.
+        host = address.host if isinstance(line, LocalLine) else line.files.local_host
+        welcome = Welcome(control_port=0, session=invitation.session, host=identity())
+        server = DataServer(host, token=invitation.token, welcome=welcome)
+        stack.callback(server.close)
+        place_host = "" if isinstance(line, LocalLine) else host
+        data = NetworkTransport(server=server, place_host=place_host)
+    return Transports(
+        SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files), data
+    )
+
+
 def _share(table: ShareTable) -> Share:
     regions = Regions(
         numbers(table.block),
@@ -295,4 +316,5 @@ def _share(table: ShareTable) -> Share:
         table.places,
         numbers(table.place),
         frozenset(table.devices),
+        table.is_remote,
     )

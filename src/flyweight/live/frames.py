@@ -17,7 +17,7 @@ from flyweight.live import messages, rank_messages
 from flyweight.live.messages import Message, Want
 from flyweight.memory import collector_paused
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE_BYTES = 256 << 20
 _MAGIC = b"fw"
 _LARGE_BYTES = 1 << 20  # a list of very many tensors

@@ -3,7 +3,9 @@
 mapped    the replica maps the block's own memory and copies from it: one copy
 bucketed  the block is packed into slots of device memory that both sides can map, for trainers
           that must free or rewrite their memory soon, and for memory that cannot be mapped
-host      the block is packed into slots of shared host memory, which every process can map
+host      the block is packed into slots of shared host memory, which every process can map; a
+          replica on another host reads the slots over the network
+network   a replica on another host reads the block's own memory over the network
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyweight.cuda import driver
-from flyweight.errors import PlanError, listed
+from flyweight.errors import PlanError, TransportError, listed
+from flyweight.live.gathers import gathered_blocks
 from flyweight.live.message_tables import Places, packed
 from flyweight.live.messages import Handle
 from flyweight.live.source import PublishedSource, Share
@@ -26,22 +29,24 @@ from flyweight.memory_table import HOST as HOST_MEMORY
 from flyweight.memory_table import Integers
 from flyweight.ports import Transport
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
+from flyweight.transports.network import NetworkHandle, NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
 
 TransportChoice = Literal["auto", "mapped", "bucketed", "host"]
 TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "mapped", "bucketed", "host")
-MAPPED, HOST = "mapped", ""
-"""Two lanes; any other one is the uuid of the device that has the slots."""
+MAPPED, NETWORK, HOST = "mapped", "network", ""
+"""Three lanes; any other one is the uuid of the device that has the slots."""
 Lanes = Mapping[str, Integers]
 """The blocks of each lane, by number."""
 
 
 @dataclass(frozen=True)
 class Transports:
-    """The transports between processes of this host: one for host memory, one for GPUs."""
+    """The transports of a process: for host memory, for GPUs, and to other hosts if it has one."""
 
     host: SharedMemoryTransport
     device: CudaIpcTransport
+    network: NetworkTransport | None = None
 
     def offer_all(self, buffers: Sequence[Buffer]) -> list[Handle]:
         """Offer buffers without a copy, which the next round would not see."""
@@ -52,9 +57,15 @@ class Transports:
 
     def of(self, handle: Handle) -> Transport[Any]:
         """Return the transport that a handle belongs to."""
+        if isinstance(handle, NetworkHandle):
+            if self.network is None:
+                raise TransportError("a handle names memory of a host without a connection")
+            return self.network
         return self.device if isinstance(handle, CudaIpcHandle) else self.host
 
     def close(self) -> None:
+        if self.network is not None:
+            self.network.close()
         self.device.close()
         self.host.close()
 
@@ -106,6 +117,8 @@ class Offers:
 
     def _chosen(self, share: Share, transport: TransportChoice) -> Lanes:
         used = np.unique(share.regions.block)
+        if share.is_remote:
+            return self._chosen_remote(share, used, transport)
         device = self._source.memory.device[used]
         found: dict[str, Integers] = {}
         is_host = device == HOST_MEMORY
@@ -132,6 +145,17 @@ class Offers:
                 f"{listed(unmapped)}; {remedy}, or publish with transport='auto'"
             )
         return {lane: blocks for lane, blocks in sorted(found.items()) if len(blocks)}
+
+    def _chosen_remote(self, share: Share, used: Integers, transport: TransportChoice) -> Lanes:
+        """Return the lanes of a replica on another host."""
+        if transport == "mapped":
+            raise PlanError(
+                "a replica on another host cannot map the publisher's memory; publish with "
+                "transport='auto'"
+            )
+        gathered = gathered_blocks(self._source, share, used) if transport == "auto" else used[:0]
+        found = {HOST: used[~np.isin(used, gathered)], NETWORK: gathered}
+        return {lane: blocks for lane, blocks in found.items() if len(blocks)}
 
     def _unreadable(self, share: Share, device: int) -> Integers:
         """Return the blocks that go to memory which cannot be filled from a device."""
@@ -226,7 +250,9 @@ def _can_read(device: int, target: str) -> bool:
     return other is not None and driver.can_access_peer(other, device)
 
 
-def lane_names(lanes: Lanes) -> str:
+def lane_names(lanes: Lanes, *, is_remote: bool) -> str:
     """Return the lanes in use as text for people, such as 'host+mapped'."""
+    if is_remote and lanes:
+        return NETWORK
     kinds = {MAPPED if lane == MAPPED else "host" if lane == HOST else "bucketed" for lane in lanes}
     return "+".join(sorted(kinds)) if kinds else "nothing"

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from time import monotonic, perf_counter
 
-from flyweight.errors import PeerLost, TransferTimeout, TransportError, listed
+from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError, listed
 from flyweight.events import emit
+from flyweight.host import identity
 from flyweight.live import messages
 from flyweight.live.address import Claim
+from flyweight.live.admission import Admission
 from flyweight.live.bucket_slots import BucketSlots
 from flyweight.live.lanes import Transports
 from flyweight.live.member import (
@@ -34,8 +36,11 @@ from flyweight.live.running_round import RunningRound
 from flyweight.live.source_blocks import SourceBlocks
 from flyweight.live.source_rank import failed_publish
 from flyweight.live.sources import GOING_SECONDS, Sources
+from flyweight.live.tcp_address import TcpAddress
 from flyweight.transports.cuda_ipc import CudaIpcTransport
-from flyweight.transports.fd_passing import FdServer
+from flyweight.transports.data_sockets import DataServer, Welcome
+from flyweight.transports.fd_passing import FdConnection, FdServer
+from flyweight.transports.network import NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
 
 
@@ -48,26 +53,38 @@ class Leader:
         options: PublisherOptions,
         claim: Claim,
         blocks: SourceBlocks,
+        *,
         version: int | None = None,
+        listen: TcpAddress | None = None,
     ) -> None:
         """Open sockets and memory, and accept replicas and ranks.
 
         claim: closed with the leader, also if this fails.
         version: the version of a snapshot that has no number.
+        listen: where replicas on other hosts are accepted, if they are.
         """
         self._model, self._options, self._claim = model, options, claim
+        self.listens_at: TcpAddress | None = None
+        """Where replicas on other hosts are accepted, with the real port."""
         self._gathered: list[Member] = []
         """The members that the publish under way serves."""
         with ExitStack() as stack:
             stack.callback(claim.close)
-            members = self.members = Members(claim, options.silence_seconds)
+            admission = Admission(claim)
+            members = self.members = Members(claim, admission, options.silence_seconds)
             stack.callback(members.close)
             files = FdServer(
                 claim.address.fd_socket, token=claim.token, on_hangup=members.on_process_gone
             )
             stack.callback(files.close)
+            data = None if listen is None else self._listen(listen)
+            if data is not None:
+                stack.callback(data.close)
+                admission.data = data
             transports = Transports(
-                SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files)
+                SharedMemoryTransport(fd_server=files),
+                CudaIpcTransport(fd_server=files),
+                None if data is None else NetworkTransport(server=data),
             )
             stack.callback(transports.close)
             stack.callback(model.copiers.close)
@@ -92,6 +109,25 @@ class Leader:
             members.start(self._sources, files, self._rounds.serve)
             self._closing = stack.pop_all()
 
+    def _listen(self, listen: TcpAddress) -> DataServer:
+        """Accept replicas on other hosts."""
+        members = self.members
+        welcome = Welcome(
+            control_port=members.connection.listen(str(listen.with_port(0))),
+            session=members.admission.session,
+            host=identity(),
+            local=str(self._claim.address),
+        )
+        server = DataServer(
+            listen.host,
+            listen.port,
+            token=self._claim.token,
+            welcome=welcome,
+            on_hangup=members.on_process_gone,
+        )
+        self.listens_at = listen.with_port(server.port)
+        return server
+
     @property
     def version(self) -> int | None:
         """The version that was published last."""
@@ -101,12 +137,25 @@ class Leader:
     def invitation(self) -> Invitation:
         """What the other ranks need to join."""
         num_dims = self._sources.blocks.boxes.num_dims
-        address, token = str(self._claim.address), self._claim.token
-        return Invitation(address, token, self.members.session, num_dims)
+        listens_at, token = self.listens_at, self._claim.token
+        address = self._claim.address if listens_at is None else listens_at.reachable
+        return Invitation(str(address), token, self.members.admission.session, num_dims)
 
     def wait_joined(self, deadline: float, check: Callable[[], None]) -> None:
         """Return once all other ranks have joined; `check` raises if one is gone."""
-        self._sources.wait_joined(self._claim.address, self._claim.token, deadline, check)
+        sources, claim, admission = self._sources, self._claim, self.members.admission
+        sources.wait_joined(deadline, check)
+        if not any(admission.is_remote(each.line) for each in sources.followers):
+            for each in sources.followers:
+                seconds = max(deadline - monotonic(), 0.1)
+                path = claim.address.fd_socket_of(each.rank)
+                each.files = FdConnection(path, token=claim.token, timeout_seconds=seconds)
+            return
+        if self._options.hold:
+            raise SpecError(
+                "hold=True needs all ranks that publish on one host; give store= in its place"
+            )
+        self.members.refuse_local()
 
     def check_open(self) -> None:
         """Raise if no version can be published any more."""

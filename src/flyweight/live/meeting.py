@@ -7,6 +7,7 @@ learns what each rank holds, and checks that it is one model; every rank learns 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flyweight.adapters.model import Model
 from flyweight.adapters.parts import emptied_names, partial_names, undeclared_shards
@@ -18,6 +19,7 @@ from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import Holding
 from flyweight.live.source import PublishedSource
 from flyweight.live.source_blocks import Places, SourceBlocks, held_table
+from flyweight.live.tcp_address import TcpAddress
 from flyweight.plans.copy_table import BoxTable
 from flyweight.plans.merged_source import HeldTable
 from flyweight.ranks.file_store import FileStore
@@ -27,7 +29,7 @@ from flyweight.ranks.rendezvous import Rendezvous
 
 def rendezvous_for(
     published: PublishedModel,
-    address: Address,
+    address: Address | TcpAddress,
     process_group: object,
     rank: int | None,
     num_ranks: int | None,
@@ -51,11 +53,18 @@ def rendezvous_for(
         rank, num_ranks = check_ranks(rank, num_ranks)
         found = Rendezvous()
         if num_ranks > 1:
+            if isinstance(address, TcpAddress):
+                raise SpecError(
+                    f"ranks that publish at {address} need a process group to meet: "
+                    f"process_group=, in place of rank= and num_ranks="
+                )
             address.make_directory()
             store = FileStore(address.directory / "ranks")
             found = Rendezvous(rank, num_ranks, store, f"flyweight/{address}")
     elif process_group is not None or (has_layout and default_group() is not None):
         found = rendezvous_of(process_group)
+        if isinstance(address, TcpAddress) and not address.is_any:
+            found = replace(found, host=address.host)
     else:
         found = Rendezvous()
     parts = partial_names(model) if isinstance(model, Model) else []

@@ -8,7 +8,6 @@ give them back.
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -18,6 +17,7 @@ from flyweight.forks import call_in_child
 from flyweight.host import birth_of
 from flyweight.live import frames, messages
 from flyweight.live.address import Claim
+from flyweight.live.admission import Admission
 from flyweight.live.connection import HEARTBEATS, Connection
 from flyweight.live.member import Member, MemberRound, refusal_of, whole_replicas
 from flyweight.live.message_tables import Tensors
@@ -35,9 +35,9 @@ _MAX_REFUSED = 100
 class Members:
     """Handles the messages of replicas. `changed` guards all state."""
 
-    def __init__(self, claim: Claim, silence_seconds: float) -> None:
+    def __init__(self, claim: Claim, admission: Admission, silence_seconds: float) -> None:
         self._claim, self._silence_seconds = claim, silence_seconds
-        self.session = secrets.token_hex(8)
+        self.admission = admission
         self.changed = threading.Condition(threading.RLock())
         self.by_id: dict[bytes, Member] = {}
         self.version: int | None = None
@@ -65,12 +65,15 @@ class Members:
         self.changed = threading.Condition(threading.RLock())
 
     def start(
-        self, sources: Sources, files: FdServer, on_request: Callable[[Sequence[Member]], None]
+        self,
+        sources: Sources,
+        files: FdServer,
+        on_request: Callable[[Sequence[Member]], None],
     ) -> None:
         """Accept replicas from now on.
 
         sources: the ranks that publish.
-        files: where replicas fetch memory; closed if the connection's thread fails.
+        files: where replicas of this host get memory; closed if the connection's thread fails.
         on_request: called with the ranks of each replica that requests a version.
         """
         self._sources, self._files, self._on_request = sources, files, on_request
@@ -215,7 +218,7 @@ class Members:
         self._lose(id, error)
 
     def _on_hello(self, id: bytes, hello: messages.Hello) -> None:
-        if not secrets.compare_digest(hello.token.encode(), self._claim.token.encode()):
+        if not self.admission.knows_token(hello):
             text = f"the publisher at {self._claim.address} has another token"
             self.connection.send(messages.Refusal("PeerRefused", text), id)
             return
@@ -235,7 +238,7 @@ class Members:
             self._refuse(id, error)
             return
         welcome = messages.Welcome(
-            self.session,
+            self.admission.session,
             *(birth_of() or (os.getpid(), 0)),
             blocks.described if hello.role == "replica" else Tensors.of({}),
             dict(blocks.tied) if hello.role == "replica" else {},
@@ -244,11 +247,20 @@ class Members:
         )
         self.connection.send(welcome, id)
 
+    def refuse_local(self) -> None:
+        """Let replicas of this host read over the network too: a source rank is elsewhere."""
+        with self.changed:
+            self.admission.accept_remote_only()
+            for member in list(self.by_id.values()):
+                if (refusal := self.admission.refusal(member.hello)) is not None:
+                    self._refuse(member.id, refusal)
+
     def _add_member(self, member: Member) -> FlyweightError | None:
         """Accept a replica, or a rank of one; return why it is refused."""
         hello = member.hello
         siblings = self._siblings(member)
-        if (refusal := refusal_of(member, siblings)) is not None:
+        refusal = self.admission.refusal(hello) or refusal_of(member, siblings)
+        if refusal is not None:
             return refusal
         for other in siblings:
             if other.hello.rank == hello.rank:
@@ -257,7 +269,7 @@ class Members:
         if hello.num_ranks > 1 and self.decisions is None:
             try:
                 directory = self._claim.address.directory
-                self.decisions = RoundDecisions.create(directory, self.session)
+                self.decisions = RoundDecisions.create(directory, self.admission.session)
             except FlyweightError as error:  # no file can be made: replicas of one rank need none
                 return error
         self.by_id[member.id] = member
@@ -328,6 +340,8 @@ class Members:
                 self._lose(id, PeerFailed("the publisher's connection has ended by an error"))
             self.changed.notify_all()
         self._files.close()  # replicas notice that, and look for another publisher
+        if self.admission.data is not None:
+            self.admission.data.close()
 
     def on_process_gone(self, line: str) -> None:
         """Lose the replica whose connection for files was closed with its process."""

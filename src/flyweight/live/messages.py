@@ -14,9 +14,10 @@ from flyweight.digest import DigestKind
 from flyweight.live.message_tables import Boxes, Pieces, Places, Table, Tensors
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.cuda_ipc import CudaIpcHandle
+from flyweight.transports.network import NetworkHandle
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
-Handle = SharedMemoryHandle | CudaIpcHandle
+Handle = SharedMemoryHandle | CudaIpcHandle | NetworkHandle
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -27,6 +28,7 @@ class Hello(Message, frozen=True):
     """Replica: joins, with the token that proves it may."""
 
     token: str
+    """From another host, a proof that it knows the token, for this session and `line`."""
     name: str
     pid: int
     line: str = ""
@@ -66,6 +68,8 @@ class Want(Message, frozen=True):
     """True if the publisher may have tensors that the replica does not want."""
     devices: tuple[str, ...] = ()
     """The uuids of the GPUs that its process sees, and whose memory it can map."""
+    is_remote: bool = False
+    """True if it is on another host, or connected as if it were: it maps no memory."""
 
 
 class Agreed(Message, frozen=True):

@@ -26,6 +26,13 @@ from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import Invitation
 from flyweight.live.report import TIMEOUT_SECONDS, Lease, PublishReport
+from flyweight.live.source_blocks import SourceBlocks
+from flyweight.live.tcp_address import (
+    TcpAddress,
+    TemporaryClaim,
+    new_local_address,
+    parse_address,
+)
 from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.verbs.find import PathLike
 
@@ -63,7 +70,10 @@ class Publisher:
         address, and all of them call `publish`. Nothing is gathered: replicas read from all ranks.
 
         source: a model, a dict of tensors, or an opened snapshot, which replicas can take at once.
-        address: `unix:DIRECTORY`; the directory is made if it does not exist.
+        address: `unix:DIRECTORY`, for replicas on this host; the directory is made if it does not
+            exist. Or `tcp://HOST:PORT`, for replicas on any host, which must have the `token`;
+            those on this host use shared memory all the same. Port 0 means any free one, which
+            `address` then names.
         hold: keep a copy of the last version in shared memory, for replicas that ask between two
             publishes.
         store: a directory of snapshots. Replicas that ask between two publishes get the newest.
@@ -100,18 +110,35 @@ class Publisher:
         self._publishing, self._thread = threading.Lock(), 0
         """Held while a publish runs, and the thread of the call that began it."""
         self._is_open, self._pid = True, os.getpid()
-        place, self._model = Address.parse(address), PublishedModel(source)
-        self._address = str(place)
+        place, self._model = parse_address(address), PublishedModel(source)
+        if isinstance(place, TcpAddress) and token is None:
+            raise SpecError(f"a publisher at {place} needs a token that replicas know: token=")
         rendezvous = rendezvous_for(self._model, place, process_group, rank, num_ranks)
         self._side: Leader | Follower
         if rendezvous.num_ranks == 1:
             blocks = blocks_alone(self._model.source)
-            self._side = Leader(self._model, self._options, Claim(place, token), blocks, number)
+            self._side = self._lead(place, token, blocks, number)
         else:
             self._side = self._meet(place, token, rendezvous)
+        found = None if isinstance(self._side, Follower) else self._side.listens_at
+        self._address = str(place if found is None else found.reachable)
+
+    def _lead(
+        self,
+        address: Address | TcpAddress,
+        token: str | None,
+        blocks: SourceBlocks,
+        version: int | None = None,
+    ) -> Leader:
+        claim: Claim
+        if isinstance(address, TcpAddress):
+            claim, listen = TemporaryClaim(new_local_address(), token), address
+        else:
+            claim, listen = Claim(address, token), None
+        return Leader(self._model, self._options, claim, blocks, version=version, listen=listen)
 
     def _meet(
-        self, address: Address, token: str | None, rendezvous: Rendezvous
+        self, address: Address | TcpAddress, token: str | None, rendezvous: Rendezvous
     ) -> Leader | Follower:
         """Meet the other ranks, which all make a publisher now."""
         model, options = self._model, self._options
@@ -122,7 +149,7 @@ class Publisher:
             side: Leader | Follower
             if rendezvous.rank == 0:
                 blocks = blocks_together(holdings)
-                side = Leader(model, options, Claim(address, token), blocks)
+                side = self._lead(address, token, blocks)
                 try:
                     group.broadcast("invite", msgspec.to_builtins(side.invitation))
                     side.wait_joined(deadline, group.tick)
@@ -156,7 +183,7 @@ class Publisher:
 
     @property
     def address(self) -> str:
-        """The address, with its directory as an absolute path."""
+        """The address, with its directory as an absolute path, or its real port."""
         return self._address
 
     @property

@@ -61,6 +61,8 @@ class ShareTable(Table, frozen=True):
     """The index of the device that each copy writes to."""
     devices: tuple[str, ...]
     """The GPUs that the replica's process sees."""
+    is_remote: bool
+    """True if the replica is on another host, or connected as if it were."""
 
 
 class Ready(Message, frozen=True):

@@ -7,7 +7,9 @@ from time import monotonic, sleep
 
 from flyweight.errors import PeerLost, TransferTimeout
 from flyweight.live.address import Address
+from flyweight.live.line import opened_line
 from flyweight.live.replica_connection import ChooseTensors, ReplicaConnection
+from flyweight.live.tcp_address import TcpAddress
 
 _RETRY_SECONDS = 0.02
 
@@ -17,7 +19,7 @@ class Reconnect:
 
     def __init__(
         self,
-        address: Address,
+        address: Address | TcpAddress,
         token: str | None,
         name: str,
         ranks: tuple[int, int],
@@ -64,14 +66,9 @@ class Reconnect:
         def is_ended() -> bool:
             return is_over() or not self._is_open
 
+        line = opened_line(self._address, self._token, deadline, is_ended)
         connection = self._joining = ReplicaConnection(
-            self._address,
-            self._token,
-            self._name,
-            rank=self._ranks[0],
-            num_ranks=self._ranks[1],
-            deadline=deadline,
-            is_over=is_ended,
+            line, self._name, rank=self._ranks[0], num_ranks=self._ranks[1]
         )
         try:
             connection.join(self._choose, deadline, is_ended)

@@ -1,5 +1,7 @@
 """The publisher's blocks as a replica reads them: mapped memory and buckets.
 
+The buckets of a publisher on another host are fetched into staging here, and read there.
+
 Everything that a publisher says about memory is checked here, before anything is read.
 """
 
@@ -9,19 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from flyweight.checks import MAX_RANKS
 from flyweight.errors import SpecError, TransportError
+from flyweight.live.fetch import STAGING_SLOTS, Fetch
 from flyweight.live.lanes import Transports
 from flyweight.live.message_tables import Pieces, Places, numbers, received_boxes
 from flyweight.live.messages import Agreed, Begin, Handle, Memory, Want
 from flyweight.live.source import row_major
-from flyweight.memory import Buffer, collector_paused
+from flyweight.memory import Buffer, available_bytes, collector_paused, page_memory
 from flyweight.memory_table import HOST, BufferTable, Integers, row_major_strides
 from flyweight.plans.copy_table import BoxTable, item_bytes, numbers_of, plan_copies
 from flyweight.spec.manifest import TensorSpec
+from flyweight.transports.network import NetworkHandle
 
 _MAX_REACH = float(2**62)
 _MAX_PARTS = 8 << 20
@@ -88,9 +93,7 @@ class RemoteSource:
             )
         self.copy_bytes: Integers = self.copies.num_items * self._item_bytes[self.copies.source]
         self.nbytes = int(self.copy_bytes.sum())
-        self._transports = transports
-        self._memory: BufferTable | None = None
-        self._bucket: Integers = np.empty(0, np.int64)
+        self.transports = transports
         self._lists: int | None = None
         """The number of the lists that are open."""
         self.generation = 0
@@ -99,6 +102,8 @@ class RemoteSource:
         self.mapped = self._arrivals(np.empty(0, np.int64))
         self.buckets: dict[int, Arrivals] = {}
         """What arrives in each bucket."""
+        self.fetches: dict[int, Fetch] = {}
+        """The buckets that must be fetched from another host."""
 
     def open(self, begin: Begin) -> None:
         """Map the memory that a round uses, all or nothing, unless the last round used it too."""
@@ -107,8 +112,9 @@ class RemoteSource:
             if self._lists is None or self._lists != begin.lists:
                 raise TransportError(f"the publisher refers to lists {begin.lists}, never sent")
             return
-        self._lists, self.buckets = None, {}  # until everything is mapped
-        handles = {*memory.handles, *memory.slots.values()}
+        self._lists, self.buckets, self.fetches = None, {}, {}  # until everything is mapped
+        slots = [each for each in memory.slots.values() if not isinstance(each, NetworkHandle)]
+        handles = {*memory.handles, *slots}
         known, self._handles = self._handles, self._handles | handles
         try:
             blocks = self._opened_places(memory.handles, memory.places)
@@ -118,12 +124,14 @@ class RemoteSource:
         self.mapped, self.buckets = blocks, buckets
         self._check_whole([self.mapped, *self.buckets.values()])
         for handle in known - handles:
-            self._transports.of(handle).close_handle(handle)
+            self.transports.of(handle).close_handle(handle)
         self._handles, self._lists = handles, begin.lists
         self.generation += 1
 
     def _open(self, handle: Handle) -> Buffer:
-        return self._transports.of(handle).open(handle)
+        if isinstance(handle, NetworkHandle):
+            raise TransportError("memory of another host cannot be mapped; it comes in buckets")
+        return self.transports.of(handle).open(handle)
 
     def _opened_places(self, handles: Sequence[Handle], places: Places) -> Arrivals:
         """Return the copies from blocks that are mapped."""
@@ -176,9 +184,8 @@ class RemoteSource:
         return Arrivals(copies, np.zeros_like(shape), shape, regions)
 
     def _opened_buckets(self, memory: Memory) -> dict[int, Arrivals]:
-        slots = {number: self._open(handle) for number, handle in memory.slots.items()}
         for number, slot in memory.bucket_slots.items():
-            if slot not in slots:
+            if slot not in memory.slots:
                 raise TransportError(f"bucket {number} uses slot {slot}, never sent")
         pieces: Pieces = memory.pieces
         bucket, block, at = map(numbers, (pieces.bucket, pieces.source, pieces.at))
@@ -202,13 +209,56 @@ class RemoteSource:
                 f"{len(block)} pieces of buckets have {num_parts} parts of copies, at most "
                 f"{_MAX_PARTS} are allowed"
             )
-        found, none = {}, np.empty(0, np.int64)
-        for number, slot in memory.bucket_slots.items():
+        none = np.empty(0, np.int64)
+        ends = at.astype(float) + shape.astype(float).prod(axis=1) * self._item_bytes[block]
+        sizes = {n: float(ends[rows.get(n, none)].max(initial=0)) for n in memory.bucket_slots}
+        slots = self._opened_slots(memory, sizes)
+        found = {}
+        for number in memory.bucket_slots:
             some = rows.get(number, none)
             found[number] = self._in_bucket(
-                slots[slot], block[some], offset[some], shape[some], at[some]
+                slots[number], block[some], offset[some], shape[some], at[some]
             )
         return found
+
+    def _opened_slots(self, memory: Memory, sizes: Mapping[int, float]) -> dict[int, Buffer]:
+        """Return the memory of each bucket: a slot that is mapped, or staging for what is fetched.
+
+        sizes: how many bytes of each bucket this replica reads.
+        """
+        mapped, handles = {}, {}
+        for number, handle in memory.slots.items():
+            if not isinstance(handle, NetworkHandle):
+                mapped[number] = self._open(handle)
+        for number, slot in memory.bucket_slots.items():
+            if isinstance(handle := memory.slots[slot], NetworkHandle):
+                handles[number] = handle
+        for number, handle in handles.items():
+            if sizes[number] > handle.nbytes:
+                raise TransportError(
+                    f"bucket {number} reaches to byte {sizes[number]:.0f} of {handle.nbytes}"
+                )
+        staging = self._staging(len(handles), max((sizes[n] for n in handles), default=0.0))
+        self.fetches = {}
+        for index, (number, handle) in enumerate(handles.items()):
+            memory_of = staging[index % len(staging)]
+            into = Buffer.flat_at(memory_of.address, int(sizes[number]), memory_of)
+            needed = msgspec.structs.replace(handle, nbytes=into.nbytes)
+            self.fetches[number] = Fetch(needed, index % len(staging), into)
+        return {
+            number: self.fetches[number].into if number in handles else mapped[slot]
+            for number, slot in memory.bucket_slots.items()
+        }
+
+    def _staging(self, num_buckets: int, nbytes: float) -> list[Buffer]:
+        """Return memory for buckets of this size that are fetched; a few of them share it."""
+        count = min(num_buckets, STAGING_SLOTS)
+        if count * nbytes > (left := available_bytes()):
+            raise TransportError(
+                f"no {count * nbytes:.0f} bytes of memory for buckets from another host: {left} "
+                f"bytes are available; publish with a smaller bucket_bytes"
+            )
+        return [Buffer.of(page_memory(max(int(nbytes), 1))) for _ in range(count)]
 
     def _in_bucket(
         self, slot: Buffer, block: Integers, offset: Integers, shape: Integers, at: Integers
@@ -280,14 +330,18 @@ class RemoteSource:
         if len(index) and not 0 <= index.min() <= index.max() < count:
             raise TransportError(f"the publisher refers to {what} {index.max()} of {count}")
 
+    def forget(self) -> None:
+        """Open everything anew in the next round, and use other staging."""
+        self.buckets, self.fetches, self._lists = {}, {}, None
+
     def close(self) -> None:
         """Unmap all memory, and close the transports."""
         for handle in self._handles:
-            self._transports.of(handle).close_handle(handle)
+            self.transports.of(handle).close_handle(handle)
         self._handles = set()
-        self.buckets, self._lists = {}, None
+        self.forget()
         self.mapped = self._arrivals(np.empty(0, np.int64))
-        self._transports.close()
+        self.transports.close()
 
 
 def _check_reach(shape: Integers, strides: Integers, start: Integers) -> None:

@@ -25,12 +25,12 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.events import announce
-from flyweight.live.address import Address
 from flyweight.live.messages import Want
 from flyweight.live.reconnect import Reconnect
 from flyweight.live.replica_round import ReplicaRound
 from flyweight.live.report import TIMEOUT_SECONDS, check_verified
 from flyweight.live.sinks import sink_for
+from flyweight.live.tcp_address import parse_address
 from flyweight.ports import UpdateOptions, UpdateReport, Weights
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import ModelLayout
@@ -67,7 +67,7 @@ class Replica:
 
         target: a model or a dict of tensors, which are written in place; or a function that takes
             an iterator of (name, whole tensor), in the publisher's order.
-        address: the publisher's address, `unix:DIRECTORY`.
+        address: the publisher's address, `unix:DIRECTORY` or `tcp://HOST:PORT`.
         name: the name in reports and events; by default the host and the process id.
         layout: how the model's tensors are cut over ranks.
         layout_rank: which rank of the layout this is; by default `rank`.
@@ -98,7 +98,7 @@ class Replica:
         )
         self._updating, self._thread = threading.Lock(), 0
         self._publisher = Reconnect(
-            Address.parse(address),
+            parse_address(address),
             token,
             self.name,
             ranks,
@@ -319,6 +319,8 @@ class Replica:
             if reason is not None:
                 raise reason from error
             raise
+        finally:
+            round_.close()
         self._version, self._state, self._failure = version, "ready", None
         self._session, self.unused = round_.connection.session, round_.connection.unused
         report = self.report = round_.report(result, self._sink.verified)

@@ -15,30 +15,26 @@ from contextlib import ExitStack
 from time import monotonic
 from typing import Literal, TypeVar
 
+import msgspec
+
 from flyweight.errors import (
     FlyweightError,
     PeerLost,
-    PeerRefused,
     TransferTimeout,
     TransportError,
     error_named,
 )
 from flyweight.forks import call_in_child
-from flyweight.host import birth_of
 from flyweight.live import frames, messages
-from flyweight.live.address import Address
 from flyweight.live.connection import HEARTBEATS, Connection
-from flyweight.live.lanes import Transports
+from flyweight.live.fetch import Fetched
+from flyweight.live.line import Line
 from flyweight.live.remote_source import RemoteSource
 from flyweight.ports import UpdateOptions
 from flyweight.ranks.decision import RoundDecisions
 from flyweight.spec.manifest import TensorSpec
-from flyweight.transports.cuda_ipc import CudaIpcTransport
-from flyweight.transports.fd_passing import ANSWER_SECONDS, FdConnection, check_files
-from flyweight.transports.shared_memory import SharedMemoryTransport
 
 HEARTBEAT_SECONDS = 1.0
-_MIN_ANSWER_SECONDS = 0.1
 
 MessageT = TypeVar("MessageT", bound=frames.FromPublisher)
 ChooseTensors = Callable[[Mapping[str, TensorSpec], Mapping[str, str]], messages.Want]
@@ -62,27 +58,21 @@ class ReplicaConnection:
 
     def __init__(
         self,
-        address: Address,
-        token: str | None,
+        line: Line,
         name: str,
         *,
         role: Literal["replica", "watcher", "source"] = "replica",
         rank: int = 0,
         num_ranks: int = 1,
-        deadline: float = float("inf"),
-        is_over: Callable[[], bool] = _never,
     ) -> None:
-        """Connect to a publisher and say hello; raise PeerLost if there is none.
-
-        A publisher that does not answer is waited for until the deadline, some seconds at most.
-        """
-        check_files()
+        """Say hello to the publisher at the other end of a line, which is closed with this."""
+        self._line, address = line, line.address
         self.address, self.name = address, name
         self.rank, self.num_ranks = rank, num_ranks
         self.copied_bytes: Callable[[], int] = lambda: 0
         """How much is copied in the round under way; heartbeats report it."""
         self._changed = threading.Condition()
-        self._inbox: deque[frames.FromPublisher] = deque()
+        self._inbox: deque[frames.FromPublisher | Fetched] = deque()
         self._error: FlyweightError | None = None
         self._last_seen = monotonic()
         self._silence_seconds = float("inf")
@@ -91,34 +81,25 @@ class ReplicaConnection:
         self._num_requests = 0
         self._open_request = 0
         """The request that is waited for; a round that answers another one is declined."""
-        known = address.token() if token is None else token
         with ExitStack() as stack:
-            try:
-                seconds = max(min(ANSWER_SECONDS, deadline - monotonic()), _MIN_ANSWER_SECONDS)
-                self._files = FdConnection(
-                    address.fd_socket, token=known, timeout_seconds=seconds, is_over=is_over
-                )
-            except PeerRefused as refused:
-                if token is None and address.token() != known:
-                    raise PeerLost(f"another publisher started at {address} just now") from refused
-                raise
-            stack.callback(self._files.close)
+            stack.callback(line.close)
             self._connection = Connection(
-                address.endpoint,
+                line.endpoint,
                 is_publisher=False,
                 on_frame=self._on_frame,
                 on_heartbeat=self._on_heartbeat,
                 heartbeat_seconds=HEARTBEAT_SECONDS,
                 on_unreachable=lambda _: self._lose(PeerLost(f"{address} accepts no messages")),
-                files=self._files,
+                files=line.files,
                 on_peer_gone=lambda: self._lose(PeerLost(f"the publisher at {address} is gone")),
                 on_failure=lambda: self._lose(PeerLost("the connection has ended by an error")),
             )
             stack.callback(self._connection.close)
             self._connection.start()
-            self.send(
-                messages.Hello(known, name, os.getpid(), self._files.name, role, rank, num_ranks)
+            hello = messages.Hello(
+                line.secret, name, os.getpid(), line.files.name, role, rank, num_ranks
             )
+            self.send(hello)
             self._closing = stack.pop_all()
         call_in_child(self._replace_lock)
 
@@ -135,40 +116,26 @@ class ReplicaConnection:
         welcome = self.welcomed(deadline, is_over)
         tensors = welcome.tensors.specs()
         want = choose(tensors, welcome.tied)
+        if self._line.is_remote:
+            want = msgspec.structs.replace(want, is_remote=True)
         self.send(want)
         agreed = self.expect(messages.Agreed, deadline, "an agreement", is_over=is_over)
-        transports = Transports(
-            SharedMemoryTransport(fd_connection=self._files),
-            CudaIpcTransport(fd_connection=self._files),
-        )
+        transports = self._line.transports()
         self.source = RemoteSource(agreed, tensors, welcome.tied, want, transports)
         used = {welcome.tied.get(each, each) for each in want.tensors.names}
         self.unused = tuple(name for name in tensors if name not in used)
         self.session = welcome.session
         if self.num_ranks > 1:
             # Opened now: a rank that loses its publisher still finds what was decided.
-            self.decisions = RoundDecisions(self.address.directory, welcome.session, self.name)
+            self.decisions = RoundDecisions(self._line.directory, welcome.session, self.name)
 
     def welcomed(self, deadline: float, is_over: Callable[[], bool] = _never) -> messages.Welcome:
         """Return the publisher's answer to the hello, and send heartbeats as it expects."""
         welcome = self.expect(messages.Welcome, deadline, "a welcome", is_over=is_over)
-        self._check_process(welcome)
+        self._line.check_same(welcome)
         self._silence_seconds = welcome.silence_seconds
         self._connection.set_heartbeat(min(HEARTBEAT_SECONDS, welcome.silence_seconds / HEARTBEATS))
         return welcome
-
-    def _check_process(self, welcome: messages.Welcome) -> None:
-        """Raise PeerLost if messages and memory come from two processes.
-
-        That happens if a publisher was restarted meanwhile: its memory would be the old one's.
-        """
-        found = birth_of(self._files.pid)
-        if found is not None and (welcome.pid, welcome.started) != found:
-            raise PeerLost(
-                f"the publisher at {self.address} says it is process {welcome.pid}, started at "
-                f"{welcome.started} ticks; its files come from process {found[0]}, started at "
-                f"{found[1]}"
-            )
 
     def request(
         self, options: UpdateOptions, held: int | None, session: str, deadline: float
@@ -220,6 +187,12 @@ class ReplicaConnection:
     def send(self, message: messages.Message) -> None:
         self._connection.send(message)
 
+    def post(self, event: Fetched) -> None:
+        """Let the thread that waits for messages know of an event on this side."""
+        with self._changed:
+            self._inbox.append(event)
+            self._changed.notify_all()
+
     @property
     def is_lost(self) -> bool:
         return self._error is not None
@@ -247,7 +220,7 @@ class ReplicaConnection:
         *,
         spin_seconds: float = 0.0,
         is_over: Callable[[], bool] = _never,
-    ) -> frames.FromPublisher:
+    ) -> frames.FromPublisher | Fetched:
         """Return the next message; raise what ended the connection, or TransferTimeout.
 
         spin_seconds: busy-wait for this long first, for a message that is due soon.
@@ -311,7 +284,7 @@ class ReplicaConnection:
                     self._lose(PeerLost(f"the publisher at {self.address} disconnected: {text}"))
                 case messages.Refusal(kind=kind, text=text):
                     # If the files are closed, this is another publisher, which does not know us.
-                    is_same = self._files.is_open
+                    is_same = self._line.files.is_open
                     gone = PeerLost(f"the publisher at {self.address} is gone")
                     self._lose(error_named(kind, text) if is_same else gone)
                 case messages.Begin(ask=number) if number != self._open_request:

@@ -23,6 +23,7 @@ from flyweight.errors import (
 )
 from flyweight.live import messages
 from flyweight.live.connection import spin_seconds
+from flyweight.live.fetch import Fetched, Fetches
 from flyweight.live.replica_connection import ReplicaConnection
 from flyweight.live.report import unverified
 from flyweight.ports import UpdateReport
@@ -30,6 +31,8 @@ from flyweight.ranks.decision import Verdict
 from flyweight.spec.manifest import Leaf, TensorSpec
 
 _REASON_SECONDS = 1.0
+InRound = messages.Filled | Fetched | messages.Write | messages.Commit
+"""What a round waits for."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,16 @@ class ReplicaRound:
         self.connection, self.begin, self.source = connection, begin, connection.source
         self._timeout_seconds, self._has_devices = timeout_seconds, has_devices
         self._missing_buckets: set[int] = set()
-        self._early: deque[messages.Filled] = deque()
-        """The buckets that were filled before the weights could be written."""
+        self._fetches: Fetches | None = None
+        """The buckets that come from another host."""
+        self._early: deque[messages.Filled | Fetched] = deque()
+        """The buckets that were there before the weights could be written."""
         self._is_aborted = False
         self.interrupt: BaseException | None = None
         """What interrupted the wait for a commit that was decided, such as KeyboardInterrupt."""
         self.touch = touch
-        self.nbytes = self._copied_bytes = 0
-        connection.copied_bytes = lambda: self._copied_bytes
+        self.nbytes = self._copied_bytes = self._fetched_bytes = 0
+        connection.copied_bytes = lambda: self._copied_bytes + self._fetched_bytes
         self._started, self._waited_seconds = perf_counter(), waited_seconds
 
     @property
@@ -89,6 +94,9 @@ class ReplicaRound:
         """Count bytes that were copied."""
         self._copied_bytes += nbytes  # a count that threads lose only shows in `progress`
 
+    def _on_fetch_progress(self, nbytes: int) -> None:
+        self._fetched_bytes += nbytes
+
     def open(self, *, must_verify: bool) -> None:
         """Check the version and map its memory; nothing is written yet."""
         begin = self.begin
@@ -103,6 +111,21 @@ class ReplicaRound:
         self.source.open(begin)
         self.nbytes = self.source.nbytes
         self._missing_buckets = set(self.source.buckets)
+        network = self.source.transports.network
+        if self.source.fetches and network is not None:
+            self._fetches = Fetches(
+                begin.round,
+                self.source.fetches,
+                network,
+                timeout_seconds=self._timeout_seconds,
+                on_progress=self._on_fetch_progress,
+                on_fetched=self.connection.post,
+            )
+
+    def close(self) -> None:
+        """End all reading; what was not received yet never comes. Safe to repeat."""
+        if self._fetches is not None and not self._fetches.close():
+            self.source.forget()  # a thread may still write to that staging
 
     def check_running(self) -> None:
         """Raise if the publisher is gone or has aborted the round."""
@@ -117,7 +140,9 @@ class ReplicaRound:
             return
         self.connection.send(messages.Drained(self.begin.round))
         try:
-            while isinstance(message := self._next("the permission to write"), messages.Filled):
+            while not isinstance(
+                message := self._next("the permission to write"), messages.Write | messages.Commit
+            ):
                 self._early.append(message)  # buckets are filled while others still drain
         except BaseException:
             if not self._is_aborted and self._decided("keep") != "keep":
@@ -138,17 +163,30 @@ class ReplicaRound:
 
     def next_bucket(self) -> int:
         """Wait for the next bucket and return its number."""
-        message = self._early.popleft() if self._early else self._next("a bucket")
-        if not isinstance(message, messages.Filled):
-            raise TransportError("the publisher commits the round before its last bucket")
-        if message.bucket not in self._missing_buckets:
-            raise TransportError(f"bucket {message.bucket} was not announced, or came twice")
-        self._missing_buckets.remove(message.bucket)
-        return message.bucket
+        while True:
+            message = self._early.popleft() if self._early else self._next("a bucket")
+            match message:
+                case Fetched(bucket=bucket, error=error):
+                    if error is not None:
+                        raise error
+                    self.connection.send(messages.Emptied(self.begin.round, bucket))
+                    return bucket
+                case messages.Filled(bucket=bucket):
+                    if bucket not in self._missing_buckets:
+                        raise TransportError(f"bucket {bucket} was not announced, or came twice")
+                    self._missing_buckets.remove(bucket)
+                    if bucket not in self.source.fetches or self._fetches is None:
+                        return bucket
+                    self._fetches.add(bucket)
+                case _:
+                    raise TransportError("the publisher commits the round before its last bucket")
 
     def bucket_emptied(self, bucket: int) -> None:
         """Free the slot of a bucket, whose bytes are copied."""
-        self.connection.send(messages.Emptied(self.begin.round, bucket))
+        if self._fetches is not None and bucket in self.source.fetches:
+            self._fetches.free(bucket)
+        else:
+            self.connection.send(messages.Emptied(self.begin.round, bucket))
 
     def copied(self) -> None:
         """Say that no memory of the publisher is read any more; digests may follow."""
@@ -161,7 +199,7 @@ class ReplicaRound:
 
     def commit(self, result: SinkResult) -> None:
         """Send the digests of what was received; raise unless they are committed."""
-        message: messages.Filled | messages.Write | messages.Commit
+        message: InRound
         number, digests = self.begin.round, result.digests
         done = messages.Done(number, digests, result.copy_seconds, result.verify_seconds)
         try:
@@ -218,14 +256,15 @@ class ReplicaRound:
         except TransportError:
             return None
 
-    def _next(self, what: str) -> messages.Filled | messages.Write | messages.Commit:
+    def _next(self, what: str) -> InRound:
         """Return the next message of this round; raise the error that aborts it."""
         deadline, this, spin = self.deadline, self.begin.round, spin_seconds(self._has_devices)
         while True:
             message = self.connection.next(deadline, what, spin_seconds=spin)
             match message:
                 case (
-                    messages.Filled(round=number)
+                    Fetched(round=number)
+                    | messages.Filled(round=number)
                     | messages.Write(round=number)
                     | messages.Commit(round=number)
                 ) if number == this:

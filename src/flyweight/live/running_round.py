@@ -24,6 +24,7 @@ from flyweight.errors import (
     listed,
 )
 from flyweight.live import messages
+from flyweight.live.bucket_slots import Fill
 from flyweight.live.connection import Connection, spin_seconds
 from flyweight.live.member import MemberRound
 from flyweight.live.published_model import PublishedVersion
@@ -42,7 +43,6 @@ from flyweight.live.round import (
     step,
     waiting_for,
 )
-from flyweight.live.source import BucketFill
 from flyweight.live.source_part import fill_in_turn
 from flyweight.ranks.decision import RoundDecisions, Verdict
 
@@ -60,7 +60,7 @@ class RunningRound:
         members: Sequence[MemberRound],
         connection: Connection,
         *,
-        fills: Sequence[BucketFill],
+        fills: Sequence[Fill],
         num_ranks: int,
         tell_rank: Callable[[int, messages.Message], None],
         name_of: Callable[[int], str],

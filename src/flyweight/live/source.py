@@ -60,6 +60,23 @@ class Share:
     """The index of the device that each copy writes to."""
     devices: frozenset[str]
     """The GPUs that the replica's process sees."""
+    is_remote: bool = False
+    """True if the replica is on another host, or connected as if it were."""
+
+    def bounds(self, blocks: Integers) -> tuple[Integers, Integers]:
+        """Return the offset and shape of the smallest box of each block that has all it reads.
+
+        blocks: numbers of this process in ascending order, each of which is read.
+        """
+        regions = self.regions
+        rows = np.searchsorted(blocks, regions.block)
+        is_one = np.append(blocks, -1)[rows] == regions.block
+        rows, offset, shape = rows[is_one], regions.offset[is_one], regions.shape[is_one]
+        low = np.full((len(blocks), shape.shape[1]), np.iinfo(np.int64).max)
+        high = np.zeros_like(low)
+        np.minimum.at(low, rows, offset)
+        np.maximum.at(high, rows, offset + shape)
+        return low, high - low
 
     def renumbered(self, blocks: Integers) -> tuple[Integers, Integers]:
         """Return, for blocks of this process, an index into them and the replica's numbers.

@@ -170,6 +170,7 @@ class SourceBlocks:
                 want.places,
                 place[rows],
                 devices,
+                want.is_remote,
             )
 
         whole = share(slice(None), copies.source)

@@ -12,11 +12,11 @@ from time import monotonic, perf_counter
 
 from flyweight.digest import DigestKind
 from flyweight.errors import PlanError
-from flyweight.live.bucket_slots import BucketSlots
-from flyweight.live.lanes import MAPPED, TransportChoice, lane_names
+from flyweight.live.bucket_slots import BucketSlots, Fill
+from flyweight.live.lanes import MAPPED, NETWORK, Lanes, TransportChoice, lane_names
 from flyweight.live.published_model import DigestKey, PublishedVersion
 from flyweight.live.rank_messages import ShareOffer
-from flyweight.live.source import BucketFill, Share
+from flyweight.live.source import Share
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,14 @@ def offer_shares(
 
     Digests come before the copies, so that a write between them is detected.
     """
-    lanes, errors = {}, {}
+    lanes: dict[Share, Lanes] = {}
+    errors: dict[Share, str] = {}
     for each in wanted:
         try:
             lanes[each.share] = version.offers.lanes(each.share, transport)
         except PlanError as error:  # the transport is impossible for this replica only
             errors[each.share] = str(error)
-    slots.lay_out(version.source, list(lanes.values()))
+    slots.lay_out(version.source, lanes)
     started = perf_counter()
     found: Mapping[DigestKey, bytes] = {}
     if should_verify:
@@ -65,8 +66,8 @@ def offer_shares(
         is_known = offered.number == each.known_lists
         offers.append(
             ShareOffer(
-                lane_names(lanes[share]),
-                MAPPED in lanes[share],
+                lane_names(lanes[share], is_remote=share.is_remote),
+                MAPPED in lanes[share] or NETWORK in lanes[share],
                 offered.number,
                 None if is_known else offered.memory,
                 found.get((share, each.digest_kind), b""),
@@ -76,7 +77,7 @@ def offer_shares(
 
 
 def fill_in_turn(
-    fills: Sequence[BucketFill],
+    fills: Sequence[Fill],
     *,
     is_needed: Callable[[int], bool],
     is_empty: Callable[[int], bool],
@@ -90,12 +91,12 @@ def fill_in_turn(
     wait_empty: returns once all have emptied a bucket, or raises.
     """
 
-    def finish(fill: BucketFill) -> None:
+    def finish(fill: Fill) -> None:
         fill.run(monotonic() + timeout_seconds)
         on_filled(fill.number)
 
     in_slot: dict[int, int] = {}
-    started: BucketFill | None = None
+    started: Fill | None = None
     for fill in fills:
         before = in_slot.get(fill.slot)
         is_free = before is None or is_empty(before)

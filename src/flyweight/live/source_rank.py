@@ -23,6 +23,7 @@ from flyweight.live.source_blocks import Agreement
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.fd_passing import FdConnection, FdServer
+from flyweight.transports.shared_memory import SharedMemoryHandle
 
 REMEMBERED_SHARES = 64
 """How many shares a follower remembers; rank 0 knows which, as both see the same messages."""
@@ -110,7 +111,8 @@ class SourceRank:
 
     def pass_on_files(self, server: FdServer) -> None:
         """Offer the files of this rank's memory under the keys that they have there."""
-        assert self.files is not None
+        if self.files is None:  # it is on another host, and is read over the network
+            return
         needed = {key for _, memory in self.memory.values() for key in _keys(memory)}
         if self.copy is not None:
             needed.add(self.copy.handle.key)
@@ -128,7 +130,7 @@ def _keys(memory: Memory) -> set[str]:
         if isinstance(handle, CudaIpcHandle):
             found |= {piece.key for piece in handle.pieces}
             found |= {handle.register} if handle.register else set()
-        else:
+        elif isinstance(handle, SharedMemoryHandle):
             found.add(handle.key)
     return found
 
@@ -146,6 +148,7 @@ def share_table(share: Share) -> ShareTable:
         tuple(share.places),
         packed(share.place),
         tuple(sorted(share.devices)),
+        share.is_remote,
     )
 
 

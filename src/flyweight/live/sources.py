@@ -22,7 +22,6 @@ from flyweight.errors import (
     ranks_listed,
 )
 from flyweight.live import messages
-from flyweight.live.address import Address
 from flyweight.live.bucket_slots import BucketSlots
 from flyweight.live.frames import FromReplica
 from flyweight.live.joined_copies import JoinedCopies
@@ -37,7 +36,7 @@ from flyweight.live.source_part import WantedShare, offer_shares
 from flyweight.live.source_rank import SourceRank, failed_publish
 from flyweight.plans.shares import agreed_values
 from flyweight.spec.manifest import Leaf
-from flyweight.transports.fd_passing import FdConnection, FdServer
+from flyweight.transports.fd_passing import FdServer
 
 GOING_SECONDS = 1.0
 
@@ -89,18 +88,12 @@ class Sources:
         follower.id, follower.line, follower.last_seen = id, hello.line, monotonic()
         return None
 
-    def wait_joined(
-        self, address: Address, token: str, deadline: float, check: Callable[[], None]
-    ) -> None:
+    def wait_joined(self, deadline: float, check: Callable[[], None]) -> None:
         """Return once every rank has connected; raise TransferTimeout naming the others.
 
         check: raises if a rank is gone that may not have connected yet.
         """
         self._wait(lambda each: bool(each.id), "joined", deadline, check)
-        for each in self.followers:
-            seconds = max(deadline - monotonic(), 0.1)
-            path = address.fd_socket_of(each.rank)
-            each.files = FdConnection(path, token=token, timeout_seconds=seconds)
 
     def on_message(self, follower: SourceRank, message: FromReplica) -> None:
         """Record what a follower says."""

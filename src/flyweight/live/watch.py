@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from flyweight.errors import PeerLost
-from flyweight.live.address import Address
+from flyweight.live.line import opened_line
 from flyweight.live.messages import News
 from flyweight.live.replica_connection import ReplicaConnection
+from flyweight.live.tcp_address import parse_address
 
 _RETRY_SECONDS = 0.05
 _SILENCE_SECONDS = 60.0
@@ -22,17 +23,17 @@ def watch(
 ) -> Iterator[News]:
     """Yield the state of a publisher whenever it changes, until the publisher is closed.
 
-    address: the publisher's address, `unix:DIRECTORY`.
+    address: the publisher's address, `unix:DIRECTORY` or `tcp://HOST:PORT`.
     token: its token, if it is not in a file next to its sockets.
     timeout_seconds: how long to wait for the publisher to start and to send its first state.
 
     Raises PeerLost if no publisher starts or it is killed, TransferTimeout if it does not answer.
     """
-    place, deadline = Address.parse(address), monotonic() + timeout_seconds
+    place, deadline = parse_address(address), monotonic() + timeout_seconds
     while True:
         try:
             connection = ReplicaConnection(
-                place, token, "watcher", role="watcher", deadline=deadline
+                opened_line(place, token, deadline), "watcher", role="watcher"
             )
             break
         except PeerLost:

@@ -60,6 +60,8 @@ class Rendezvous:
     store: RendezvousStore | None = None
     group: str = ""
     """A name that all ranks of the group use for it, and no other group does."""
+    host: str = ""
+    """Where the coordinator can listen for all ranks; by default it looks at where they are."""
 
     def key(self, kind: str, *ranks: int) -> str:
         return "/".join((self.group, kind, *map(str, ranks)))
@@ -198,7 +200,8 @@ class _Coordinator:
         return self._rendezvous.key("answer", self._rendezvous.rank, rank)
 
     def _accept_all(self) -> None:
-        address = _own_address(place for _, place in self._arrivals.values())
+        places = (place for _, place in self._arrivals.values())
+        address = self._rendezvous.host or _own_address(places)
         with (
             socket.create_server((address, 0), backlog=self._rendezvous.num_ranks) as server,
             selectors.DefaultSelector() as selector,

@@ -91,7 +91,7 @@ class DataServer:
         welcome: Welcome,
         on_hangup: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._token, self._welcome = token, checked_welcome(welcome)
+        self._token, self.welcome = token, checked_welcome(welcome)
         self._on_hangup = on_hangup
         self._lock = threading.Lock()
         self._sent = threading.Condition(self._lock)
@@ -227,7 +227,7 @@ class DataServer:
             greeted.refuse(why)
             raise EOFError
         with suppress(OSError):  # then it has ended, and its next request says so
-            greeted.welcome(self._welcome)
+            greeted.welcome(self.welcome)
         return line
 
     def _refusal(self, line: str) -> str:
@@ -335,6 +335,11 @@ class DataConnection:
         with fork_lock:
             self._socket = socket.socket(family, socket.SOCK_STREAM)
         return self._socket
+
+    @property
+    def local_host(self) -> str:
+        """The address of this side, by which the other one reaches it."""
+        return str(self._socket.getsockname()[0])
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -74,7 +74,8 @@ _Span = TypeVar("_Span", _Segment, SharedMapping)
 class SharedMemoryTransport:
     """Offers memory of the host through an FdServer, and opens it through an FdConnection.
 
-    A process that only offers, or only opens, needs only one of the two.
+    A process that only offers, or only opens, needs only one of the two. Without a server, memory
+    can be allocated all the same, and no other process opens it.
     """
 
     def __init__(
@@ -212,23 +213,30 @@ class SharedMemoryTransport:
     def _add(
         self, fd: int, start: int, end: int, offset: int, *, is_kept: bool = False
     ) -> _Segment:
-        """Offer a file to readers, by a description of it that cannot be written through."""
-        assert self._fd_server is not None, "a transport offers through an FdServer"
+        """Offer a file to readers, by a description of it that cannot be written through.
+
+        Without an FdServer there are none, and the file is not kept.
+        """
+        if self._fd_server is None:
+            return self._added(_Segment(secrets.token_hex(8), start, end, offset, is_kept))
         try:
             readable = opened(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as cause:
             raise TransportError(f"cannot open a segment for readers: {reason(cause)}") from cause
-        segment = _Segment(self._fd_server.offer(readable), start, end, offset, is_kept)
+        key = self._fd_server.offer(readable)
+        return self._added(_Segment(key, start, end, offset, is_kept))
+
+    def _added(self, segment: _Segment) -> _Segment:
         with self._lock:
             self._by_key[segment.key] = segment
             insort(self._segments, segment, key=_start)
         return segment
 
     def _remove(self, segment: _Segment) -> None:
-        assert self._fd_server is not None
         self._segments.remove(segment)
         del self._by_key[segment.key]
-        self._fd_server.release(segment.key)
+        if self._fd_server is not None:
+            self._fd_server.release(segment.key)
 
     # The side that reads.
 
