@@ -17,7 +17,9 @@ from flyweight.cuda.copies import Copier
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
+from flyweight.transports.data_sockets import DataConnection, DataServer, Welcome
 from flyweight.transports.fd_passing import FdConnection, FdServer
+from flyweight.transports.network import NetworkHandle, NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryHandle, SharedMemoryTransport
 
 BUCKET = np.frombuffer(bytes(range(256)) * 4096, np.uint8)
@@ -78,6 +80,23 @@ def by_connection(make, directory):
         yield transport
 
 
+@contextmanager
+def by_data_server(directory):
+    server = DataServer("127.0.0.1", token=TOKEN, welcome=Welcome(0, "session", "host"))
+    (directory / "port").write_text(str(server.port))
+    with closing(server), closing(NetworkTransport(server=server)) as transport:
+        yield transport
+
+
+@contextmanager
+def by_data_connection(directory):
+    port = int((directory / "port").read_text())
+    connection = DataConnection("127.0.0.1", port, token=TOKEN)
+    transport = NetworkTransport(connection=connection, token=TOKEN)
+    with closing(connection), closing(transport):
+        yield transport
+
+
 def by_file(directory):
     return closing(FileTransport(directory))
 
@@ -96,6 +115,7 @@ TRANSPORTS = {
         SPAWN,  # a forked process cannot use a driver that its parent has started
         outlives_release=False,  # the owner of device memory must keep it for its readers
     ),
+    "network": Kind(by_data_server, by_data_connection, NetworkHandle),
     "a third party's": Kind(by_file, by_file, FileHandle),
 }
 no_gpu = pytest.mark.skipif(not driver.num_devices(), reason="the CUDA driver is not here")

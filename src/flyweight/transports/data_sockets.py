@@ -58,6 +58,7 @@ MAX_GREETING = 256
 GREETING_SECONDS = 5.0
 UNREAD_SECONDS = 30.0
 """A reader that takes no byte for so long is given up; it may only be busy."""
+_FINISH_SECONDS = 0.1
 _RELEASE_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
 _FULL_SECONDS = 0.1
@@ -95,7 +96,6 @@ class DataServer:
         self._on_hangup = on_hangup
         self._lock = threading.Lock()
         self._sent = threading.Condition(self._lock)
-        """Notified when an offer has one reader less."""
         self._offers: dict[str, _Offer] = {}
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._greeting: dict[socket.socket, None] = {}
@@ -129,7 +129,8 @@ class DataServer:
         """
         with self._lock:
             offer = self._offers.pop(key, None)
-            if offer is not None:
+            # A thread that has sent the last byte may not have said so yet: its reader stays.
+            if offer and not self._sent.wait_for(lambda: not offer.readers, _FINISH_SECONDS):
                 for peer in offer.readers:
                     shut_down(peer)  # from here on the kernel takes nothing more from the memory
                 self._sent.wait_for(lambda: not offer.readers, _RELEASE_SECONDS)
@@ -181,18 +182,18 @@ class DataServer:
         with fork_lock, self._lock:  # a child must not inherit what it does not know of
             peer, _ = self._listener.accept()
             thread = _thread_of(self._serve, peer)
-            if self._is_closed:
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread left
                 peer.close()
                 return
             self._threads[peer], self._greeting[peer] = thread, None
+            if self._is_closed:
+                shut_down(peer)
             if len(self._greeting) > MAX_GREETING:
                 oldest = next(iter(self._greeting))
                 del self._greeting[oldest]
                 shut_down(oldest)
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread left
-            self._remove(peer, "")
 
     def _serve(self, peer: socket.socket) -> None:
         """Greet a connection and answer its requests until it ends."""
@@ -263,10 +264,10 @@ class DataServer:
 
     def _remove(self, peer: socket.socket, line: str) -> None:
         with self._lock:
+            peer.close()
             self._threads.pop(peer, None)
             self._greeting.pop(peer, None)
             self._lines.discard(line)
-            peer.close()
             is_hangup = bool(line) and not self._is_closed
         if is_hangup:
             self._on_hangup(line)

@@ -25,6 +25,7 @@ from flyweight.transports.tcp import CHECK_SECONDS, parse_place, place_of
 
 MAX_STREAMS = 16
 """How many connections a transport reads from at once."""
+_Place = tuple[str, int]
 
 
 class NetworkHandle(
@@ -71,17 +72,21 @@ class NetworkTransport:
         self._session = secrets.token_hex(8)
         self._offered: dict[str, Sequence[memoryview | Bytes]] = {}
         self._opened: dict[NetworkHandle, Bytes] = {}
-        self._idle: list[tuple[str, DataConnection]] = []
+        self._idle: list[tuple[_Place, DataConnection]] = []
         """Connections to read from, each with its place; the last one was used last."""
         self._used: set[DataConnection] = set()
         self._num_connecting = 0
         self._num_interrupts = 0
         self._is_closed = False
         self._changed = threading.Condition()
-        call_in_child(self._replace_lock)
+        call_in_child(self._forget_in_child)
 
-    def _replace_lock(self) -> None:
+    def _forget_in_child(self) -> None:
+        """Forget the parent's connections; those close themselves in a forked child."""
         self._changed = threading.Condition()  # a thread that held it does not exist in the child
+        self._num_connecting = 0
+        self._idle.clear()
+        self._used.clear()
 
     # The side that offers.
 
@@ -109,6 +114,8 @@ class NetworkTransport:
         """End an offer; when this returns, no thread reads the memory. Safe to repeat."""
         with self._changed:
             is_ours = self._offered.pop(handle.key, None) is not None
+            if is_ours:
+                self._opened.pop(handle, None)
         if is_ours and self._server is not None:
             self._server.release(handle.key)
 
@@ -150,37 +157,46 @@ class NetworkTransport:
         if handle.session == self._session:
             self._copy_own(handle, goal)
             return
-        interrupts = self._num_interrupts
+        place, interrupts, arrived = self._place_of(handle), self._num_interrupts, 0
 
         def is_ended() -> bool:
             return is_over() or self._num_interrupts != interrupts
 
-        place = self._full_place(handle.place)
-        try:
-            stream = self._take(place, timeout_seconds, is_ended)
+        def progress(nbytes: int) -> None:
+            nonlocal arrived
+            arrived += nbytes
+            on_progress(nbytes)
+
+        while True:
+            stream, is_new = None, True
             try:
+                stream, is_new = self._take(place, timeout_seconds, is_ended)
                 stream.read(
                     handle.key,
                     handle.offset,
                     goal,
                     timeout_seconds=timeout_seconds,
-                    on_progress=on_progress,
+                    on_progress=progress,
                     is_over=is_ended,
                 )
+                return
+            except (PeerLost, TransferTimeout) as cause:
+                if self._num_interrupts != interrupts:
+                    raise PeerLost(f"a read from {place_of(*place)} was interrupted") from cause
+                # The server may close an idle connection just before it is used again.
+                if is_new or arrived or isinstance(cause, TransferTimeout):
+                    raise
             finally:
-                self._give_back(place, stream)
-        except TransferTimeout as cause:
-            if self._num_interrupts != interrupts:
-                raise PeerLost(f"a read from {place} was interrupted") from cause
-            raise
+                if stream is not None:
+                    self._give_back(place, stream)
 
-    def _full_place(self, place: str) -> str:
-        host, port = parse_place(place)
-        if host:
-            return place
-        if self._connection is None:
-            raise TransportError(f"place {place!r} has no host, and there is no first connection")
-        return place_of(self._connection.host, port)
+    def _place_of(self, handle: NetworkHandle) -> _Place:
+        host, port = parse_place(handle.place)
+        if not host and self._connection is not None:
+            host = self._connection.host
+        if not host:
+            raise TransportError(f"place {handle.place!r} has no host, nor is there a connection")
+        return host, port
 
     def _copy_own(self, handle: NetworkHandle, goal: Bytes) -> None:
         with self._changed:
@@ -194,9 +210,9 @@ class NetworkTransport:
         goal[:] = data[handle.offset : end]
 
     def _take(
-        self, place: str, timeout_seconds: float, is_over: Callable[[], bool]
-    ) -> DataConnection:
-        """Return a connection for this thread's use alone: an idle one, or a new one."""
+        self, place: _Place, timeout_seconds: float, is_over: Callable[[], bool]
+    ) -> tuple[DataConnection, bool]:
+        """Return a connection for this thread's use alone, and whether it is new, or was idle."""
         deadline = monotonic() + timeout_seconds
         with self._changed:
             while not self._is_closed:
@@ -205,16 +221,16 @@ class NetworkTransport:
                         self._idle.remove(entry)
                         if entry[1].is_open:
                             self._used.add(entry[1])
-                            return entry[1]
+                            return entry[1], False
                         entry[1].close()
                 if len(self._used) + self._num_connecting < MAX_STREAMS:
                     break
-                self._changed.wait(min(max(deadline - monotonic(), 0), CHECK_SECONDS))
                 if monotonic() >= deadline or is_over():
                     raise TransferTimeout(
                         f"{MAX_STREAMS} connections are in use, none was free to read from "
-                        f"{place} in {timeout_seconds:g} s"
+                        f"{place_of(*place)} in {timeout_seconds:g} s"
                     )
+                self._changed.wait(CHECK_SECONDS)
             if self._is_closed:
                 raise TransportError("this transport is closed")
             while len(self._used) + len(self._idle) + self._num_connecting >= MAX_STREAMS:
@@ -222,16 +238,14 @@ class NetworkTransport:
             self._num_connecting += 1
         stream = None
         try:
-            host, port = parse_place(place)
             stream = DataConnection(
-                host,
-                port,
+                *place,
                 token=self._token,
                 timeout_seconds=max(deadline - monotonic(), 0),
                 is_over=is_over,
                 line=self._line,
             )
-            return stream
+            return stream, True
         finally:
             with self._changed:
                 self._num_connecting -= 1
@@ -239,7 +253,7 @@ class NetworkTransport:
                     self._used.add(stream)
                 self._changed.notify_all()
 
-    def _give_back(self, place: str, stream: DataConnection) -> None:
+    def _give_back(self, place: _Place, stream: DataConnection) -> None:
         with self._changed:
             self._used.discard(stream)
             if stream.is_open and not self._is_closed:
