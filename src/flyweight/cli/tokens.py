@@ -11,14 +11,13 @@ import fcntl
 import os
 import secrets
 import shlex
-import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from flyweight.errors import PeerRefused
-from flyweight.host import exposure
-from flyweight.stores.local import refused, store_errors
+from flyweight.stores.local import store_errors
+from flyweight.stores.private_file import check_private, create_private, read_private
 
 _MAX_BYTES = 256
 _MIN_CHARACTERS = 16
@@ -63,27 +62,9 @@ def read_strong(path: Path) -> str:
 
 
 def _read(path: Path) -> str | None:
-    """Return the token in a file, or None if there is no file; raise if others can read it.
-
-    The path may be a symbolic link, as mounted secrets are, if this user or root made it.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        if not path.is_symlink():
-            flags |= os.O_NOFOLLOW
-        elif whose := exposure(path.lstat(), bits=0):
-            raise PeerRefused(
-                f"token file {str(path)!r} is a link that {whose}; it must be of user "
-                f"{os.geteuid()} or root, or be the file itself"
-            )
-        with open(os.open(path, flags), "rb", buffering=0) as file:
-            _check_private(file.fileno(), path)
-            text = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as cause:
-        raise refused(cause, f"token file {str(path)!r}") from cause
-    return check(text.decode("ascii", "replace"), repr(str(path)))
+    """Return the token in a file, or None if there is no file; raise if others can read it."""
+    text = read_private(path, _MAX_BYTES, "token file")
+    return None if text is None else check(text.decode("ascii", "replace"), repr(str(path)))
 
 
 def read_or_create(path: Path) -> str:
@@ -95,18 +76,11 @@ def read_or_create(path: Path) -> str:
     if found is not None:
         return found
     token = secrets.token_hex(16)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with store_errors(f"cannot write token file {str(path)!r}"):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
-            os.write(file, token.encode("ascii"))
-            os.link(draft, path)
+            create_private(path, token.encode("ascii"))
         except FileExistsError:  # another process was first
             return read(path, "it is a link; make the file that it leads to, or remove it")
-        finally:
-            os.close(file)
-            draft.unlink(missing_ok=True)
     return token
 
 
@@ -125,7 +99,7 @@ def server_token(path: Path) -> Iterator[str]:
             while True:
                 file = os.open(path, flags, 0o600)
                 files.callback(os.close, file)
-                _check_private(file, path)
+                check_private(file, path, "token file")
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as cause:
@@ -146,14 +120,3 @@ def _is_at(file: int, path: Path) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file), path.lstat())
     return False
-
-
-def _check_private(file: int, path: Path) -> None:
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
-        raise PeerRefused(f"token file {str(path)!r} is not a regular file")
-    if whose := exposure(found):
-        raise PeerRefused(
-            f"token file {str(path)!r} {whose}; it must be of user {os.geteuid()} with mode "
-            f"600: chmod 600 it, or choose another"
-        )

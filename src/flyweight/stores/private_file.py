@@ -1,0 +1,70 @@
+"""Small files that hold a secret: written whole, and read only if no other user can access them.
+
+A path may be a symbolic link, as mounted secrets are, if this user or root made it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from flyweight.errors import PeerRefused
+from flyweight.host import exposure
+from flyweight.stores.local import refused
+
+OTHERS_READ_OR_WRITE, OTHERS_WRITE = 0o077, 0o022
+_REMEDIES = {OTHERS_READ_OR_WRITE: ("600", "chmod 600"), OTHERS_WRITE: ("644", "chmod go-w")}
+
+
+def read_private(
+    path: Path, max_bytes: int, what: str, *, bits: int = OTHERS_READ_OR_WRITE
+) -> bytes | None:
+    """Return at most `max_bytes` + 1 bytes of a file, or None if there is no file.
+
+    Raises PeerRefused if other users may access it in the ways that `bits` names, or if it is no
+    regular file, and StoreError if it cannot be read. `what` names the kind of file in errors.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        if not path.is_symlink():
+            flags |= os.O_NOFOLLOW
+        elif whose := exposure(path.lstat(), bits=0):
+            raise PeerRefused(
+                f"{what} {str(path)!r} is a link that {whose}; it must be of user "
+                f"{os.geteuid()} or root, or be the file itself"
+            )
+        with open(os.open(path, flags), "rb", buffering=0) as file:
+            check_private(file.fileno(), path, what, bits=bits)
+            return file.read(max_bytes + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as cause:
+        raise refused(cause, f"{what} {str(path)!r}") from cause
+
+
+def check_private(file: int, path: Path, what: str, *, bits: int = OTHERS_READ_OR_WRITE) -> None:
+    """Raise PeerRefused unless an open file is a regular one without these mode bits."""
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise PeerRefused(f"{what} {str(path)!r} is not a regular file")
+    if whose := exposure(found, bits=bits):
+        mode, remedy = _REMEDIES[bits]
+        raise PeerRefused(
+            f"{what} {str(path)!r} {whose}; it must be of user {os.geteuid()} with mode "
+            f"{mode}: {remedy} it, or choose another"
+        )
+
+
+def create_private(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+    """Write a file, whole at once; raise FileExistsError if the path exists, or OSError."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
+    try:
+        os.write(file, content)
+        os.link(draft, path)
+    finally:
+        os.close(file)
+        draft.unlink(missing_ok=True)
