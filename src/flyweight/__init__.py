@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from flyweight.errors import FlyweightError as FlyweightError
     from flyweight.lifecycle.engine import ModelEngine as ModelEngine
     from flyweight.lifecycle.worker import Worker as Worker
+    from flyweight.live.curve_keys import CurveClient as CurveClient
+    from flyweight.live.curve_keys import CurveKeys as CurveKeys
+    from flyweight.live.curve_keys import CurveServer as CurveServer
     from flyweight.live.publisher import Publisher as Publisher
     from flyweight.live.replica import Replica as Replica
     from flyweight.spec.box import Box as Box
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Box": ("flyweight.spec.box", "Box"),
+    "CurveClient": ("flyweight.live.curve_keys", "CurveClient"),
+    "CurveKeys": ("flyweight.live.curve_keys", "CurveKeys"),
+    "CurveServer": ("flyweight.live.curve_keys", "CurveServer"),
     "FlyweightError": ("flyweight.errors", "FlyweightError"),
     "ModelEngine": ("flyweight.lifecycle.engine", "ModelEngine"),
     "ModelLayout": ("flyweight.spec.model_layout", "ModelLayout"),

@@ -1,4 +1,7 @@
-"""Commands for live weights: `publish` serves a snapshot, `watch` shows a publisher's news."""
+"""Commands for live weights.
+
+`publish` serves a snapshot, `watch` shows a publisher's news, `keys` writes keys for encryption.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from flyweight.cli.app import (
 from flyweight.cli.output import human, out, print_json, show, show_changes, table, wants_json
 from flyweight.errors import PeerRefused
 from flyweight.events import Event, listening
+from flyweight.live.curve_keys import CurveKeys
 from flyweight.live.lanes import TRANSPORTS
 from flyweight.live.messages import News
 from flyweight.live.publisher import Publisher
@@ -74,6 +78,23 @@ def publish(
             ),
         )
         is_over.wait()  # without a deadline, on purpose: this is a server
+
+
+@main.command()
+@click.argument("directory", type=click.Path())
+@click.option("--name", default="flyweight", show_default=True, help="The name of the files.")
+def keys(directory: str, name: str) -> None:
+    """Write a new pair of keys to DIRECTORY: NAME.key, which is secret, and NAME.pub."""
+    made = CurveKeys.make()
+    secret = made.write(directory, name)
+    public = secret.with_suffix(".pub")
+    show(
+        {"key": str(secret), "pub": str(public), "public": made.public},
+        lambda: (
+            f"wrote {escape(str(secret))}, which stays on this host, and {escape(str(public))}, "
+            f"for the other side: {escape(made.public)}"
+        ),
+    )
 
 
 def _print_event(event: Event, as_json: bool, is_over: threading.Event) -> None:

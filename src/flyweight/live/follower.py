@@ -71,7 +71,7 @@ class Follower:
         self._ended: Ended | None = None
         address = parse_address(invitation.address)
         with ExitStack() as stack:
-            line = opened_line(address, invitation.token, deadline)
+            line = opened_line(address, invitation.token, options.client_curve, deadline)
             stack.callback(line.close)
             self._transports = _opened_transports(line, address, invitation, rank, stack)
             stack.callback(self._transports.close)

@@ -112,8 +112,9 @@ class Leader:
     def _listen(self, listen: TcpAddress) -> DataServer:
         """Accept replicas on other hosts."""
         members = self.members
+        members.connection.listen(str(listen.with_port(0)), self._options.curve)
         welcome = Welcome(
-            control_port=members.connection.listen(str(listen.with_port(0))),
+            control_port=members.connection.port,
             session=members.admission.session,
             host=identity(),
             local=str(self._claim.address),

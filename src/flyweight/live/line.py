@@ -15,6 +15,7 @@ from time import monotonic
 from flyweight.errors import FlyweightError, PeerLost, PeerRefused, SpecError
 from flyweight.host import birth_of, identity
 from flyweight.live.address import Address
+from flyweight.live.curve_keys import CurveClient
 from flyweight.live.lanes import Transports
 from flyweight.live.messages import Welcome
 from flyweight.live.tcp_address import TcpAddress, run_directory
@@ -38,7 +39,7 @@ class LocalLine:
     secret: str
     """What a `Hello` shows: the token."""
 
-    is_remote = False
+    is_remote, curve = False, None
 
     @property
     def endpoint(self) -> str:
@@ -81,6 +82,8 @@ class RemoteLine:
     address: TcpAddress
     files: DataConnection
     token: str
+    curve: CurveClient | None
+    """What encrypts messages, if they are."""
 
     is_remote = True
 
@@ -127,6 +130,7 @@ Line = LocalLine | RemoteLine
 def opened_line(
     address: Address | TcpAddress,
     token: str | None,
+    curve: CurveClient | None,
     deadline: float,
     is_over: IsOver = lambda: False,
 ) -> Line:
@@ -148,10 +152,10 @@ def opened_line(
             local = Address.parse(remote.welcome.local)
             line = _local_line(local, token, timeout_seconds, is_over)
         except FlyweightError:  # a container that does not see the publisher's directory
-            return RemoteLine(address, remote, token)
+            return RemoteLine(address, remote, token, curve)
         remote.close()
         return line
-    return RemoteLine(address, remote, token)
+    return RemoteLine(address, remote, token, curve)
 
 
 def _local_line(

@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 from flyweight.checks import check_seconds
 from flyweight.errors import SpecError
+from flyweight.live.curve_keys import CurveClient, CurveServer
 from flyweight.live.lanes import TRANSPORTS, TransportChoice
 from flyweight.verbs.find import PathLike
 
@@ -23,6 +24,7 @@ class PublisherOptions:
     should_verify: bool
     timeout_seconds: float
     silence_seconds: float
+    curve: CurveServer | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -35,6 +37,11 @@ class PublisherOptions:
         check_seconds("timeout_seconds", self.timeout_seconds)
         if check_seconds("silence_seconds", self.silence_seconds) <= 0:
             raise SpecError("silence_seconds is 0, it must be greater: every replica would be lost")
+
+    @property
+    def client_curve(self) -> CurveClient | None:
+        """What another rank of the same publisher connects with, which has the same keys."""
+        return None if self.curve is None else CurveClient(self.curve.keys.public, self.curve.keys)
 
     def common(self, address: str, token: str | None) -> str:
         """Return what must be the same on all ranks, as text that anybody may read."""

@@ -18,6 +18,7 @@ import msgspec
 from flyweight.checks import check_seconds, check_version
 from flyweight.errors import SpecError, TransferTimeout, TransportError, VersionError
 from flyweight.live.address import Address, Claim
+from flyweight.live.curve_keys import CurveServer
 from flyweight.live.follower import Follower
 from flyweight.live.lanes import TransportChoice
 from flyweight.live.leader import Leader
@@ -59,6 +60,7 @@ class Publisher:
         token: str | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
+        curve: CurveServer | None = None,
         process_group: object = None,
         rank: int | None = None,
         num_ranks: int | None = None,
@@ -85,6 +87,7 @@ class Publisher:
         version: the version of a snapshot that has no number.
         token: the secret that replicas must have; by default a random one in a file that only
             this user can read. Ranks with different tokens refuse each other.
+        curve: keys that encrypt messages to other hosts; weights are never encrypted.
         timeout_seconds: the time for ranks to meet, for a round between two publishes, and by
             default for `publish`.
         silence_seconds: a replica or a rank that sends nothing for this long is given up.
@@ -105,6 +108,7 @@ class Publisher:
             should_verify=should_verify,
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
+            curve=curve,
         )
         number = None if version is None else check_version(version)
         self._publishing, self._thread = threading.Lock(), 0
@@ -113,6 +117,8 @@ class Publisher:
         place, self._model = parse_address(address), PublishedModel(source)
         if isinstance(place, TcpAddress) and token is None:
             raise SpecError(f"a publisher at {place} needs a token that replicas know: token=")
+        if curve is not None and not isinstance(place, TcpAddress):
+            raise SpecError(f"curve= is for tcp addresses; nothing leaves this host from {place}")
         rendezvous = rendezvous_for(self._model, place, process_group, rank, num_ranks)
         self._side: Leader | Follower
         if rendezvous.num_ranks == 1:

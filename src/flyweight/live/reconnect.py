@@ -7,6 +7,7 @@ from time import monotonic, sleep
 
 from flyweight.errors import PeerLost, TransferTimeout
 from flyweight.live.address import Address
+from flyweight.live.curve_keys import CurveClient
 from flyweight.live.line import opened_line
 from flyweight.live.replica_connection import ChooseTensors, ReplicaConnection
 from flyweight.live.tcp_address import TcpAddress
@@ -21,6 +22,7 @@ class Reconnect:
         self,
         address: Address | TcpAddress,
         token: str | None,
+        curve: CurveClient | None,
         name: str,
         ranks: tuple[int, int],
         *,
@@ -32,7 +34,8 @@ class Reconnect:
         ranks: which rank of the replica this is, and how many there are.
         choose: says which tensors to request; `is_current`, whether that is still right.
         """
-        self._address, self._token, self._name, self._ranks = address, token, name, ranks
+        self._address, self._token, self._curve = address, token, curve
+        self._name, self._ranks = name, ranks
         self._choose, self._is_current = choose, is_current
         self._joining: ReplicaConnection | None = None
         self._is_open = True
@@ -66,7 +69,7 @@ class Reconnect:
         def is_ended() -> bool:
             return is_over() or not self._is_open
 
-        line = opened_line(self._address, self._token, deadline, is_ended)
+        line = opened_line(self._address, self._token, self._curve, deadline, is_ended)
         connection = self._joining = ReplicaConnection(
             line, self._name, rank=self._ranks[0], num_ranks=self._ranks[1]
         )

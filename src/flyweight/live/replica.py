@@ -25,6 +25,7 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.events import announce
+from flyweight.live.curve_keys import CurveClient
 from flyweight.live.messages import Want
 from flyweight.live.reconnect import Reconnect
 from flyweight.live.replica_round import ReplicaRound
@@ -62,6 +63,7 @@ class Replica:
         framework: Framework = "torch",
         device: str = "cpu",
         token: str | None = None,
+        curve: CurveClient | None = None,
     ) -> None:
         """Connect to the publisher at an address, now or once there is one.
 
@@ -78,6 +80,7 @@ class Replica:
             leaves them out and lists them in `unused`.
         framework, device: what tensors are made for a function.
         token: the publisher's token, if it is not in a file next to its sockets.
+        curve: the publisher's public key, if it encrypts messages to other hosts.
         """
         for what, text in (("name", name), ("token", token)):
             if text is not None and (not isinstance(text, str) or not text.isprintable()):
@@ -100,6 +103,7 @@ class Replica:
         self._publisher = Reconnect(
             parse_address(address),
             token,
+            curve,
             self.name,
             ranks,
             choose=self._choose,

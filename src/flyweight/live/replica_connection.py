@@ -90,6 +90,10 @@ class ReplicaConnection:
                 on_heartbeat=self._on_heartbeat,
                 heartbeat_seconds=HEARTBEAT_SECONDS,
                 on_unreachable=lambda _: self._lose(PeerLost(f"{address} accepts no messages")),
+                curve=line.curve,
+                on_refused=lambda text: self._lose(
+                    PeerRefused(f"the publisher at {address} {text}")
+                ),
                 files=line.files,
                 on_peer_gone=lambda: self._lose(PeerLost(f"the publisher at {address} is gone")),
                 on_failure=lambda: self._lose(PeerLost("the connection has ended by an error")),

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from flyweight.errors import PeerLost
+from flyweight.live.curve_keys import CurveClient
 from flyweight.live.line import opened_line
 from flyweight.live.messages import News
 from flyweight.live.replica_connection import ReplicaConnection
@@ -19,12 +20,17 @@ _SILENCE_SECONDS = 60.0
 
 
 def watch(
-    address: str, *, token: str | None = None, timeout_seconds: float = 10.0
+    address: str,
+    *,
+    token: str | None = None,
+    curve: CurveClient | None = None,
+    timeout_seconds: float = 10.0,
 ) -> Iterator[News]:
     """Yield the state of a publisher whenever it changes, until the publisher is closed.
 
     address: the publisher's address, `unix:DIRECTORY` or `tcp://HOST:PORT`.
     token: its token, if it is not in a file next to its sockets.
+    curve: its public key, if messages from other hosts are encrypted.
     timeout_seconds: how long to wait for the publisher to start and to send its first state.
 
     Raises PeerLost if no publisher starts or it is killed, TransferTimeout if it does not answer.
@@ -33,7 +39,7 @@ def watch(
     while True:
         try:
             connection = ReplicaConnection(
-                opened_line(place, token, deadline), "watcher", role="watcher"
+                opened_line(place, token, curve, deadline), "watcher", role="watcher"
             )
             break
         except PeerLost:

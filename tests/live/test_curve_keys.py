@@ -1,0 +1,123 @@
+"""Keys for encrypted connections: their files, and what is refused as a key."""
+
+import os
+
+import pytest
+
+from commands import flyweight
+from flyweight.errors import PeerRefused, SpecError, StoreError
+from flyweight.live.connection import Connection
+from flyweight.live.curve_keys import CurveClient, CurveKeys, CurveServer
+
+SERVER, CLIENT, OTHER = CurveKeys.make(), CurveKeys.make(), CurveKeys.make()
+
+
+def test_keys_come_back_from_their_files(tmp_path):
+    path = CLIENT.write(tmp_path / "keys", "engine")
+    assert CurveKeys.read(path) == CLIENT
+    assert CurveKeys.read_public(path.with_suffix(".pub")) == CLIENT.public
+    modes = {each.name: each.stat().st_mode & 0o777 for each in (tmp_path / "keys").iterdir()}
+    assert modes["engine.key"] == 0o600
+    assert sorted(modes) == ["engine.key", "engine.pub"]  # and no drafts
+    assert CLIENT.secret not in path.with_suffix(".pub").read_text()
+
+
+def test_a_secret_is_never_shown():
+    server, client = CurveServer(SERVER, [CLIENT.public]), CurveClient(SERVER.public, CLIENT)
+    assert SERVER.secret not in repr(server) + str(SERVER)
+    assert CLIENT.secret not in repr(client) + str(client)
+    assert CLIENT.public in repr(client)
+
+
+@pytest.mark.parametrize("suffix", [".key", ".pub"])
+def test_files_are_not_overwritten_and_a_pair_is_written_whole(tmp_path, suffix):
+    mine = tmp_path / f"flyweight{suffix}"
+    mine.write_text("mine")
+    with pytest.raises(StoreError, match=r"is not overwritten; choose another name: File exists"):
+        CLIENT.write(tmp_path)
+    assert mine.read_text() == "mine"
+    assert os.listdir(tmp_path) == [mine.name]
+
+
+def test_keys_that_others_can_read_or_change_are_refused(tmp_path):
+    path = CLIENT.write(tmp_path)
+    public = path.with_suffix(".pub")
+    path.chmod(0o640)
+    public.chmod(0o664)
+    with pytest.raises(PeerRefused, match=r"with mode 640; it must be .* mode 600: chmod 600 it"):
+        CurveKeys.read(path)
+    with pytest.raises(PeerRefused, match=r"with mode 664; it must be .*: chmod go-w it"):
+        CurveKeys.read_public(public)
+
+
+PAIR = f"public {CLIENT.public}\nsecret {CLIENT.secret}\n"
+NOT_KEYS = {
+    "empty": b"",
+    "a public key": CLIENT.public.encode(),
+    "the other order": f"secret {CLIENT.secret}\npublic {CLIENT.public}\n".encode(),
+    "another secret": PAIR.replace(CLIENT.secret, OTHER.secret).encode(),
+    "too short": PAIR[:-2].encode(),
+    "more lines": (PAIR + PAIR).encode(),
+    "other characters": PAIR.replace(CLIENT.public[:2], "é").encode(),
+    "a number over 32 bits": f"public {'#' * 40}\nsecret {CLIENT.secret}\n".encode(),
+    "binary": bytes(range(256)),
+    "endless": PAIR.encode() + b"\n" * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_KEYS)
+def test_a_file_with_something_else_is_refused_in_words_without_its_content(tmp_path, kind):
+    path = tmp_path / "engine.key"
+    path.write_bytes(NOT_KEYS[kind])
+    path.chmod(0o600)
+    with pytest.raises(PeerRefused, match="key file '.*engine.key'") as refused:
+        CurveKeys.read(path)
+    assert not any(key.secret in str(refused.value) for key in (CLIENT, OTHER))
+    if kind != "a public key":
+        with pytest.raises(PeerRefused, match="public key file '.*engine.key'"):
+            CurveKeys.read_public(path)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.key", 0o600)
+    for name, text in (("pipe.key", "is not a regular file"), ("no.key", "flyweight keys writes")):
+        with pytest.raises(PeerRefused, match=text):
+            CurveKeys.read(tmp_path / name)
+
+
+def replica_with(curve):
+    return Connection(
+        "ipc:///nowhere",
+        is_publisher=False,
+        on_frame=lambda sender, frame: None,
+        on_heartbeat=lambda now: None,
+        heartbeat_seconds=1,
+        curve=curve,
+    )
+
+
+WRONG = {
+    "a short key": lambda: CurveClient(SERVER.public[1:]),
+    "a number": lambda: CurveClient(7),
+    "bytes": lambda: CurveServer(SERVER, [CLIENT.public.encode()]),
+    "one text for a list": lambda: CurveServer(SERVER, CLIENT.public),
+    "a secret for a public key": lambda: CurveKeys(SERVER.secret, SERVER.secret),
+    "no keys": lambda: CurveServer(SERVER.public),
+    "no pair": lambda: CurveClient(SERVER.public, CLIENT.public),
+    "a path for a name": lambda: SERVER.write("/tmp", "../keys"),
+    "a server's at a replica": lambda: replica_with(CurveServer(SERVER)),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_keys_in_code_are_errors_in_words(kind):
+    with pytest.raises(SpecError):
+        WRONG[kind]()
+
+
+def test_the_command_writes_keys(tmp_path):
+    told = flyweight("keys", tmp_path / "k", "--name", "trainer", "--json")
+    assert CurveKeys.read(tmp_path / "k" / "trainer.key").public == told["public"]
+    assert told["key"] == str(tmp_path / "k" / "trainer.key")
+    text = flyweight("keys", tmp_path / "k", "--name", "trainer", code=6)
+    assert "not overwritten" in " ".join(text.split())
