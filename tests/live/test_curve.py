@@ -86,10 +86,12 @@ class Files:
 
 
 @contextmanager
-def echo(endpoint, curve, answers=()):
+def echo(endpoint, curve, answers=(), is_free=None):
     """A publisher in this process that sends back what it is sent; it yields its connection."""
 
     def answer(sender, frame):
+        if is_free is not None:
+            is_free.wait(5)
         for each in answers or (frames.decode_from_replica(frame),):
             made.send(each, sender)
 
@@ -200,7 +202,7 @@ def strangers(endpoint):
             dealer.send(b"x")
         for _ in range(20):
             half = stack.enter_context(socket.create_connection(address_of(endpoint)))
-            half.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + bytes(60))
+            half.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + bytes(47))
         yield
 
 
@@ -323,17 +325,42 @@ def test_a_killed_publisher_is_told_over_tcp():
         assert not peer.refusals
 
 
-def test_a_publisher_that_answers_late_refuses_nobody(monkeypatch):
-    """A process that is stopped or busy accepts in the kernel alone."""
-    monkeypatch.setattr(connections, "_HANDSHAKE_MILLISECONDS", 50)
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def test_a_stopped_publisher_refuses_nobody(monkeypatch):
+    """The kernel accepts for it, and nobody answers."""
+    monkeypatch.setattr(connections, "_HANDSHAKE_MILLISECONDS", 20)
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as accepted:
         server.settimeout(5)
-        for curve in (None, CurveClient(SERVER.public)):
-            with Peer(f"tcp://127.0.0.1:{server.getsockname()[1]}", curve) as peer:
-                accepted = [server.accept()[0] for _ in range(3)]  # it has tried three times
-                assert not peer.refusals
-                for each in accepted:
-                    each.close()
+        with Peer(f"tcp://127.0.0.1:{server.getsockname()[1]}", CurveClient(SERVER.public)) as peer:
+            for _ in range(4):  # it tries again and again
+                accepted.enter_context(server.accept()[0])
+            assert not peer.refusals
+
+
+def test_a_busy_publisher_refuses_nobody(monkeypatch):
+    for name in ("_HANDSHAKE_MILLISECONDS", "_PUBLISHER_HANDSHAKE_MILLISECONDS"):
+        monkeypatch.setattr(connections, name, getattr(connections, name) // 20)
+    is_free = threading.Event()
+    with echo("tcp://127.0.0.1:0", CurveServer(SERVER, [CLIENT.public]), is_free=is_free) as made:
+        endpoint, curve = f"tcp://127.0.0.1:{made.port}", CurveClient(SERVER.public, CLIENT)
+        is_free.set()
+        with Peer(endpoint, curve) as first, Peer(endpoint, curve) as second:
+            first.ask(1)
+            is_free.clear()
+            first.connection.send(messages.Tick(2))
+            with Peer(endpoint, curve) as late:
+                threading.Timer(0.6, is_free.set).start()  # longer than six handshakes may take
+                late.ask(3)
+                assert not late.refusals
+            second.ask(4)
+
+
+def test_keys_that_do_not_fit_a_successor_are_no_refusal_by_a_publisher_that_is_gone(tmp_path):
+    endpoint = f"ipc://{tmp_path}/control"
+    with served(endpoint, CurveServer(OTHER)), Files() as files:
+        files.end()
+        with Peer(endpoint, CurveClient(SERVER.public), files) as peer:
+            assert peer.was_left.wait(TOLD_SECONDS)
+            assert not peer.refusals
 
 
 def test_one_handshake_without_an_end_is_no_refusal_but_two_are():
