@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
 
@@ -12,9 +13,9 @@ import zmq
 
 import flyweight as fw
 from child_processes import Child, until
-from flyweight.errors import PeerRefused
+from flyweight.errors import PeerRefused, SpecError
 from flyweight.live import connection as connections
-from flyweight.live import frames, members, messages
+from flyweight.live import frames, messages
 from flyweight.live.connection import Connection
 from flyweight.live.curve_keys import CurveClient, CurveKeys, CurveServer, Handshakes
 from versioned_models import weights
@@ -385,14 +386,43 @@ def test_the_port_is_the_one_that_was_free():
                 peer.ask(1)
 
 
-def test_a_replica_without_keys_is_refused_by_a_publisher_with_keys(address, monkeypatch):
-    class Encrypted(Connection):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options, curve=CurveServer(SERVER))
+@pytest.fixture
+def encrypted(monkeypatch):
+    """A publisher for other hosts that encrypts; replicas here connect as if on another one."""
+    monkeypatch.setenv("FLYWEIGHT_HOST", "here")
+    curve = CurveServer(SERVER, [CLIENT.public])
+    with fw.Publisher(weights(1), "tcp://127.0.0.1:0", token="secret", curve=curve) as publisher:
+        monkeypatch.setenv("FLYWEIGHT_HOST", "elsewhere")
+        yield publisher
 
-    monkeypatch.setattr(members, "Connection", Encrypted)
-    with fw.Publisher(weights(1), address), pytest.raises(PeerRefused, match="with its public key"):
-        begun = monotonic()
-        with fw.Replica(weights(2), address) as replica:
-            replica.update(timeout_seconds=20)
+
+@pytest.mark.parametrize(
+    ("curve", "why"),
+    [
+        (None, "with its public key"),
+        (CurveClient(OTHER.public, CLIENT), "server key"),
+        (CurveClient(SERVER.public, OTHER), "does not admit"),
+    ],
+)
+def test_a_replica_whose_keys_do_not_fit_is_refused_at_once(encrypted, curve, why):
+    begun = monotonic()
+    with pytest.raises(PeerRefused, match=why):
+        fw.Replica(weights(2), encrypted.address, token="secret", curve=curve)
     assert monotonic() - begun < TOLD_SECONDS
+
+
+def test_a_replica_whose_keys_fit_takes_a_version(encrypted):
+    curve, model = CurveClient(SERVER.public, CLIENT), weights(2)
+    with (
+        fw.Replica(model, encrypted.address, token="secret", curve=curve) as replica,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        update = threads.submit(replica.update, timeout_seconds=10)
+        assert not encrypted.publish(1, num_replicas=1).failed
+        assert update.result(10).strategy == "network"
+        assert all((model[name] == array).all() for name, array in weights(1).items())
+
+
+def test_keys_are_for_addresses_of_other_hosts(address):
+    with pytest.raises(SpecError, match="curve= is for tcp addresses"):
+        fw.Publisher(weights(1), address, curve=CurveServer(SERVER))

@@ -20,6 +20,7 @@ import msgspec
 from flyweight.errors import (
     FlyweightError,
     PeerLost,
+    PeerRefused,
     TransferTimeout,
     TransportError,
     error_named,
