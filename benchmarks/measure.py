@@ -267,8 +267,13 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def record(question: str, result: dict[str, object], *packages: str) -> None:
-    """Keep a result, with all that is needed to ask again, and print where it is."""
+def record(
+    question: str, result: dict[str, object], *packages: str, name: str | None = None
+) -> None:
+    """Keep a result, with all that is needed to ask again, and print where it is.
+
+    name: the record's, if the benchmark has several; by default the benchmark's own.
+    """
     entry = {
         "question": question,
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
@@ -277,6 +282,6 @@ def record(question: str, result: dict[str, object], *packages: str) -> None:
         "versions": versions(*packages),
         **result,
     }
-    path = RESULTS / f"{Path(sys.argv[0]).stem}.json"
+    path = RESULTS / f"{name or Path(sys.argv[0]).stem}.json"
     path.write_text(json.dumps(entry, indent=1) + "\n")
     print(f"kept in {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
