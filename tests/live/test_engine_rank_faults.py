@@ -10,14 +10,17 @@ import pytest
 import flyweight as fw
 from child_processes import Child, until
 from flyweight.errors import (
+    DigestMismatch,
     PeerLost,
     StoreError,
     TransferTimeout,
+    VersionError,
 )
 from flyweight.live import messages, replica
 from flyweight.live.connection import Connection
 from flyweight.live.replica_connection import ReplicaConnection
 from flyweight.live.replica_round import ReplicaRound
+from flyweight.live.watch import watch
 from flyweight.ranks.decision import RoundDecisions
 from live_engines import LAYOUT, SECONDS, WHOLE, Engine, published, states
 from versioned_models import weights
@@ -153,10 +156,10 @@ def test_an_engine_whose_decisions_cannot_be_stored_fails_alone(address, pool, v
 
 
 def test_ranks_that_cannot_be_decided_for_are_refused(address, monkeypatch):
-    def full(directory, session):
+    def full(self):
         raise StoreError(28, "No space left on device")
 
-    monkeypatch.setattr(RoundDecisions, "create", full)
+    monkeypatch.setattr(RoundDecisions, "_open", full)
     with fw.Publisher({"w": WHOLE.copy()}, address) as publisher:
         with pytest.raises(StoreError, match="No space left"):
             Engine(address)
@@ -196,16 +199,129 @@ def test_a_rank_that_cannot_ask_for_the_decision_has_failed(address, pool, monke
         assert states(engine)[0] == ("failed", None)
 
 
+def noted_decision(monkeypatch, proposal):
+    """Return an event that is set once a rank has proposed this."""
+    has_proposed, decide = threading.Event(), RoundDecisions.decide
+
+    def noted(self, number, proposed):
+        try:
+            return decide(self, number, proposed)
+        finally:
+            if proposed == proposal:
+                has_proposed.set()
+
+    monkeypatch.setattr(RoundDecisions, "decide", noted)
+    return has_proposed
+
+
+@pytest.mark.parametrize("loss", [TransferTimeout, PeerLost])
+@pytest.mark.parametrize(
+    ("awaited", "verdict", "state"),
+    [("the permission to write", "keep", ("ready", 1)), ("a commit", "fail", ("failed", None))],
+)
+def test_what_a_rank_decides_that_gave_up_binds_one_that_hears_its_publisher_later(
+    address, pool, monkeypatch, awaited, verdict, state, loss
+):
+    following = ReplicaConnection.next
+
+    def late(self, deadline, what, **options):
+        message = following(self, deadline, what, **options)
+        if what == awaited and isinstance(message, (messages.Write, messages.Commit)):
+            if self.rank == 1:
+                raise loss("nothing came in time")
+            assert has_given_up.wait(SECONDS)
+        return message
+
+    with fw.Publisher({"w": WHOLE.copy()}, address) as publisher, Engine(address) as engine:
+        published(publisher, engine, pool, 1)
+        has_given_up = noted_decision(monkeypatch, verdict)
+        monkeypatch.setattr(ReplicaConnection, "next", late)
+        report, errors = published(publisher, engine, pool, 2)
+        assert states(engine) == [state] * 2
+        (failed,) = report.failed
+        assert failed.is_touched == (verdict == "fail")
+        for error in (failed.error, *errors):
+            assert isinstance(error, loss)
+            assert "nothing came in time" in str(error)
+        monkeypatch.undo()
+        assert published(publisher, engine, pool, 3)[0].failed == ()
+        assert states(engine) == [("ready", 3)] * 2
+
+
+def test_a_commit_that_one_rank_obeyed_binds_one_that_never_hears_it(address, pool, monkeypatch):
+    following = ReplicaConnection.next
+
+    def lost(self, deadline, what, **options):
+        message = following(self, deadline, what, **options)
+        if self.rank == 1 and isinstance(message, messages.Commit):
+            assert is_stored.wait(SECONDS)
+            raise PeerLost("the publisher is gone")
+        return message
+
+    is_stored = noted_decision(monkeypatch, "commit")
+    monkeypatch.setattr(ReplicaConnection, "next", lost)
+    with fw.Publisher({"w": WHOLE.copy()}, address) as publisher, Engine(address) as engine:
+        report, ends = published(publisher, engine, pool, 1)
+        assert report.failed == ()
+        assert [each.version for each in ends] == [1, 1]
+        assert states(engine) == [("ready", 1)] * 2
+        assert engine.weights.tobytes() == WHOLE.tobytes()
+
+
+def test_a_commit_of_other_digests_leaves_no_version_on_any_rank(address, pool, monkeypatch):
+    send = Connection.send
+
+    def altered(self, message, to=b""):
+        if isinstance(message, messages.Commit):
+            message = messages.Commit(message.round, bytes(len(message.digests)))
+        send(self, message, to)
+
+    monkeypatch.setattr(Connection, "send", altered)
+    with fw.Publisher({"w": WHOLE.copy()}, address) as publisher, Engine(address) as engine:
+        report, errors = published(publisher, engine, pool, 1)
+        assert [each.name for each in report.failed] == ["engine"]
+        assert all(isinstance(each, DigestMismatch) for each in errors)
+        assert states(engine) == [("failed", None)] * 2
+
+
+def test_watchers_see_that_a_rank_cannot_serve_what_its_replica_committed(
+    address, pool, monkeypatch
+):
+    checks = []
+
+    def check(self, version):
+        checks.append(self)
+        if self is engine.ranks[1] and checks.count(self) == 2:  # once more after the commit
+            until(publish.done)
+            raise VersionError("tensors were replaced")
+
+    with fw.Publisher({"w": WHOLE.copy()}, address) as publisher, Engine(address) as engine:
+        monkeypatch.setattr(fw.Replica, "_check_current", check)
+        updates = engine.update(pool)
+        publish = pool.submit(publisher.publish, 1, num_replicas=1)
+        assert publish.result(SECONDS).failed == ()
+        assert updates[0].result(SECONDS).version == 1
+        assert isinstance(updates[1].exception(SECONDS), VersionError)
+        for news in watch(address):
+            found = {each.name: (each.state, each.version, each.error) for each in news.replicas}
+            if found["engine/1"][0] != "ready":
+                break
+        assert found["engine/0"] == ("ready", 1, "")
+        assert found["engine/1"] == ("failed", None, "tensors were replaced")
+
+
 def test_an_interrupt_does_not_take_back_what_is_decided(address, pool, monkeypatch):
     following, interrupted = ReplicaConnection.next, []
 
     def interrupting(self, deadline, what, **options):
         message = following(self, deadline, what, **options)
         if what == "a commit" and self.rank == 0 and isinstance(message, messages.Commit):
+            assert is_stored.wait(SECONDS)
             interrupted.append(True)
             raise KeyboardInterrupt
         return message
 
+    is_stored = noted_decision(monkeypatch, "commit")
     monkeypatch.setattr(ReplicaConnection, "next", interrupting)
     with fw.Publisher({"w": WHOLE.copy()}, address) as publisher, Engine(address) as engine:
         _, ends = published(publisher, engine, pool, 1)

@@ -17,6 +17,7 @@ from flyweight.errors import (
     TransferTimeout,
     VersionError,
 )
+from flyweight.live import replica_connection
 from flyweight.live.rounds import Rounds
 from live_engines import LAYOUT, SECONDS, WHOLE, Engine, published, states
 
@@ -211,6 +212,19 @@ def test_a_second_engine_of_the_same_name_is_refused(address, pool):
             fw.Replica({"w": WHOLE.copy()}, address, name="engine", rank=2, num_ranks=3)
         report, _ = published(publisher, engine, pool, 1)
         assert report.failed == ()
+
+
+def test_ranks_that_do_not_share_a_directory_for_decisions_are_refused(address, pool, monkeypatch):
+    directories = iter(["1:2@x", "1:3@x"])
+    with monkeypatch.context() as patch, fw.Publisher({"w": WHOLE.copy()}, address) as publisher:
+        patch.setattr(replica_connection, "directory_id", lambda directory: next(directories))
+        text = "rank 1 of .*'1:3@x', its rank 0 in '1:2@x' .*set FLYWEIGHT_RUN_DIR"
+        with pytest.raises(PeerRefused, match=text):
+            Engine(address)
+        patch.setattr(replica_connection, "directory_id", lambda directory: "")
+        with pytest.raises(PeerRefused, match="names no directory"):
+            Engine(address, "other")
+        assert publisher.replicas == []
 
 
 def test_a_rank_that_another_replica_of_its_process_replaces_is_told(address, pool):

@@ -1,6 +1,5 @@
-"""Every order of events and failures in a round, and the leader killed at every point of it."""
+"""Every order of events and failures in a round, and every process killed at every point of it."""
 
-from itertools import permutations, product
 from time import process_time
 from typing import NamedTuple
 
@@ -8,7 +7,6 @@ import pytest
 
 from flyweight.live.round import (
     Action,
-    Decided,
     Failed,
     Phase,
     Reported,
@@ -22,27 +20,54 @@ from flyweight.live.round import (
 
 NUM_SOURCES = 2
 QUESTION = {"write": "write", "keep": "write", "commit": "commit", "fail": "commit"}
-OUTCOME = {"write": "failed", "keep": "old", "commit": "new", "fail": "failed"}
-ENDS = {"commit": "new", "kept": "old", "failed": "failed"}
-"""What a rank holds after the last message of a round."""
+ENDS = ("old", "new", "failed")
+"""What a rank holds at the end of a round."""
+
+
+class Rank(NamedTuple):
+    """A rank of a replica: the rule that `live/replica_round.py` carries out."""
+
+    replica: str
+    number: int
+    num_ranks: int
+    phase: str = "asked"
+    """Then draining, drained, writing, done; at last one of ENDS."""
+    inbox: tuple = ()
+    outbox: tuple = ()
+    """The messages under way to this rank, and to the leader."""
+    did: frozenset = frozenset()
+    """The steps that it has finished."""
+    is_cut: bool = False
+    """True if both sides will lose each other, sooner or later."""
+    is_dead: bool = False
+    is_given_up: bool = False
+    """True if the leader hears and sends nothing any more."""
+
+    @property
+    def has_ended(self):
+        return self.is_dead or self.phase in ENDS
+
+    def said(self, message, phase):
+        did = self.did if isinstance(message, tuple) else self.did | {message}
+        return self._replace(outbox=(*self.outbox, message), did=did, phase=phase)
+
+    def ended(self, phase):
+        """Return the rank after an end that it decided itself, and that it tells the leader."""
+        return self.said(("fault", phase == "failed"), phase)
 
 
 class World(NamedTuple):
-    """The leader's state, and all that has happened outside of it."""
+    """The leader, the ranks, the messages between them, and what ranks have stored."""
 
     state: Round
-    told: frozenset = frozenset()
-    """(replica, number, message): what the leader has told the ranks of each replica, in order."""
-    reports: frozenset = frozenset()
-    """(replica, rank, step): what ranks have finished."""
-    to_decide: frozenset = frozenset()
-    """(replica, proposal): decisions that the leader is about to store."""
-    to_hear: frozenset = frozenset()
-    """(replica, verdict): decisions that are stored, and not yet fed to the leader's state."""
+    ranks: tuple
     stored: frozenset = frozenset()
     """(replica, question, verdict)"""
-    settled: frozenset = frozenset()
-    """(replica, rank, outcome): ranks that gave up the leader and obeyed what is stored."""
+    unstorable: frozenset = frozenset()
+    """The verdicts that cannot be stored."""
+    told: frozenset = frozenset()
+    """(replica, number, message): what the leader has told the ranks of each replica, in order."""
+    is_leader_dead: bool = False
     num_released: int = 0
     num_faults: int = 0
     """How many more faults may happen."""
@@ -55,28 +80,41 @@ class World(NamedTuple):
     def messages(self, replica):
         return [what for name, _, what in sorted(self.told) if name == replica]
 
-    def verdict(self, replica, proposal):
-        """Return what is stored once a process has proposed this, and the store after it."""
+    def ranks_of(self, replica):
+        return [each for each in self.ranks if each.replica == replica]
+
+    def put(self, rank):
+        who = rank[:2]
+        return self._replace(ranks=tuple(rank if r[:2] == who else r for r in self.ranks))
+
+    def decided(self, replica, proposal):
+        """Return what is stored once a rank has proposed this, or None, and the world then."""
         question = QUESTION[proposal]
         for name, asked, verdict in self.stored:
             if (name, asked) == (replica, question):
-                return verdict, self.stored
-        return proposal, self.stored | {(replica, question, proposal)}
+                return verdict, self
+        if proposal in self.unstorable:
+            return None, self
+        return proposal, self._replace(stored=self.stored | {(replica, question, proposal)})
 
 
-def explore(ranks, *, num_faults):
+def explore(ranks, *, num_faults, unstorable=()):
     """Check every world that can be reached; return how many there are."""
-    world = World(start(NUM_SOURCES, ranks), num_faults=num_faults)
-    seen, todo, checked = {world.key}, [world], set()
+    state = start(NUM_SOURCES, ranks)
+    all_ranks = tuple(Rank(name, n, ranks[name]) for name in ranks for n in range(ranks[name]))
+    world = World(state, all_ranks, unstorable=frozenset(unstorable), num_faults=num_faults)
+    seen, todo = {world.key}, [world]
     while todo:
         world = todo.pop()
-        check_world(world)
-        for name in ranks:
-            check_without_leader(world, name, checked)
+        check_ranks(world)
+        if not world.is_leader_dead:
+            check_leader(world)
         followers = list(after(world))
         if all(each.num_faults < world.num_faults for each in followers):
-            assert world.state.is_over, world
-            assert world.num_released == 1, world
+            assert all(each.has_ended for each in world.ranks), world
+            if not world.is_leader_dead:
+                assert world.state.is_over, world
+                assert world.num_released == 1, world
         for each in followers:
             if each.key not in seen:
                 seen.add(each.key)
@@ -87,73 +125,102 @@ def explore(ranks, *, num_faults):
 def after(world):
     """Yield the worlds that can come next."""
     fault = world._replace(num_faults=world.num_faults - 1)
-    for rank in range(NUM_SOURCES):
-        if rank not in world.state.ready:
-            yield fed(world, SourceReady(rank))
+    if not world.is_leader_dead:
+        yield from after_leader(world, fault)
+    for rank in world.ranks:
+        if rank.has_ended:
+            continue
+        yield from after_rank(world, rank)
+        if fault.num_faults >= 0:
+            yield fault.put(rank._replace(is_dead=True))
+            yield gives_up(fault, rank)
+            if not rank.is_cut and not world.is_leader_dead:
+                yield fault.put(rank._replace(is_cut=True))
+
+
+def after_leader(world, fault):
+    """Yield what comes next at the leader: sources, messages of ranks, and losses."""
+    for source in range(NUM_SOURCES):
+        if source not in world.state.ready:
+            yield fed(world, SourceReady(source))
     if fault.num_faults >= 0:
-        yield fed(fault, SourcesFailed("died"))
-    for name, replica in world.state.replicas.items():
-        for rank in range(replica.num_ranks):
-            if any((name, rank) == each[:2] for each in world.settled):
-                if not replica.is_over:
-                    yield fed(world, Failed(name, rank, "gave up"))
-                continue
-            for what in next_reports(world, name, rank):
-                done = world._replace(reports=world.reports | {(name, rank, what)})
-                yield fed(done, Reported(name, rank, what))
-            if fault.num_faults >= 0:
-                yield fed(fault, Failed(name, rank, "died"))
-                for heard in prefixes(world, name, rank):
-                    yield settled(fault, name, rank, heard)
-    for name, proposal in world.to_decide:
-        verdict, stored = world.verdict(name, proposal)
-        yield world._replace(
-            stored=stored,
-            to_decide=world.to_decide - {(name, proposal)},
-            to_hear=world.to_hear | {(name, verdict)},
+        yield fault._replace(is_leader_dead=True)
+        if not world.state.is_over:
+            yield fed(fault, SourcesFailed("died"))
+    for rank in world.ranks:
+        name, number = rank[:2]
+        if rank.is_given_up or world.state.replicas[name].is_over:
+            continue  # what it says is of no interest
+        lost = rank._replace(outbox=(), is_given_up=True)
+        if rank.outbox:
+            heard = rank.outbox[0]
+            if isinstance(heard, tuple):
+                event = Failed(name, number, "failed", heard[1], is_alive=True)
+                yield fed(world.put(lost), event)
+            else:
+                rest = world.put(rank._replace(outbox=rank.outbox[1:]))
+                yield fed(rest, Reported(name, number, heard))
+        if rank.is_dead or rank.is_cut:
+            yield fed(world.put(lost), Failed(name, number, "is gone"))
+        elif fault.num_faults >= 0:
+            yield fed(fault, Failed(name, number, "is late"))
+            yield fed(fault.put(lost._replace(is_cut=True)), Failed(name, number, "is silent"))
+
+
+def after_rank(world, rank):
+    """Yield what a rank does next, by itself or because of a message."""
+    if rank.inbox:
+        rest = rank._replace(inbox=rank.inbox[1:])
+        yield obeys(world, rest, rank.inbox[0])
+    if rank.phase == "draining":
+        yield world.put(rank.said("drained", "drained"))
+    if rank.phase == "writing":
+        yield world.put(rank.said("done", "done"))
+        if "copied" not in rank.did:
+            yield world.put(rank.said("copied", "writing"))
+    if rank.is_cut or world.is_leader_dead:
+        yield gives_up(world, rank)  # what is still under way never arrives
+
+
+def obeys(world, rank, message):
+    """Return the world after a rank has received a message."""
+    match message, rank.phase:
+        case "begin", "asked":
+            phase = "draining" if rank.num_ranks > 1 else "writing"
+            return world.put(rank._replace(phase=phase))
+        case "write", "drained":
+            verdict, world = world.decided(rank.replica, "write")
+            if verdict is None:
+                return gives_up(world, rank)
+            return world.put(
+                rank._replace(phase="writing") if verdict == "write" else rank.ended("old")
+            )
+        case "commit", "done":
+            if rank.num_ranks == 1:
+                return world.put(rank._replace(phase="new"))
+            verdict, world = world.decided(rank.replica, "commit")
+            if verdict is None:
+                return gives_up(world, rank)
+            is_new = verdict == "commit"
+            return world.put(rank.said("committed", "new") if is_new else rank.ended("failed"))
+        case (("kept" | "failed"), _):
+            has_written = rank.phase in ("writing", "done")
+            is_old = message == "kept" and not has_written
+            return world.put(rank.ended("old" if is_old else "failed"))
+    raise AssertionError((world, rank, message))
+
+
+def gives_up(world, rank):
+    """Return the world after a rank has lost the leader, has waited too long, or cannot go on."""
+    if rank.phase == "drained":
+        verdict, world = world.decided(rank.replica, "keep")
+        return world.put(rank.ended("old" if verdict == "keep" else "failed"))
+    if rank.phase == "done" and rank.num_ranks > 1:
+        verdict, world = world.decided(rank.replica, "fail")
+        return world.put(
+            rank.said("committed", "new") if verdict == "commit" else rank.ended("failed")
         )
-    for name, verdict in world.to_hear:
-        heard = world._replace(to_hear=world.to_hear - {(name, verdict)})
-        yield fed(heard, Decided(name, verdict))
-
-
-def may_write(messages, num_ranks):
-    return ("write" if num_ranks > 1 else "begin") in messages
-
-
-def next_reports(world, name, rank):
-    """Yield what a rank can report next, after what it was told."""
-    messages, num_ranks = world.messages(name), world.state.replicas[name].num_ranks
-    has = {what for *who, what in world.reports if who == [name, rank]}
-    if num_ranks > 1 and "begin" in messages and "drained" not in has:
-        yield "drained"
-    if may_write(messages, num_ranks) and "done" not in has:
-        yield "done"
-        if "copied" not in has:
-            yield "copied"
-
-
-def prefixes(world, name, rank):
-    """Yield what a rank may have heard at least, without the end, if later messages are lost."""
-    messages, num_ranks = world.messages(name), world.state.replicas[name].num_ranks
-    has = {what for *who, what in world.reports if who == [name, rank]}
-    for count in range(len(messages) + 1):
-        heard = messages[:count]
-        if "drained" in has and "begin" not in heard:
-            continue
-        if has & {"copied", "done"} and not may_write(heard, num_ranks):
-            continue
-        yield heard
-
-
-def settled(world, name, rank, heard):
-    """Return the world after a rank has lost the leader and obeyed what is stored."""
-    if not heard or heard[-1] in ENDS:  # without a begin it does not know of the round
-        outcome = ENDS[heard[-1]] if heard else "old"
-        return world._replace(settled=world.settled | {(name, rank, outcome)})
-    has_written = may_write(heard, world.state.replicas[name].num_ranks)
-    verdict, stored = world.verdict(name, "fail" if has_written else "keep")
-    return world._replace(stored=stored, settled=world.settled | {(name, rank, OUTCOME[verdict])})
+    return world.put(rank.ended("old" if rank.phase in ("asked", "draining") else "failed"))
 
 
 def fed(world, event):
@@ -163,91 +230,113 @@ def fed(world, event):
     world = world._replace(state=state)
     for action in actions:
         check_action(world, action)
-        name, number = action.replica, len(world.messages(action.replica))
         if action.what == "release":
             world = world._replace(num_released=world.num_released + 1)
-        elif action.what == "decide":
-            world = world._replace(to_decide=world.to_decide | {(name, action.proposal)})
-        else:
-            what = action.what
-            if what == "abort":
-                what = "failed" if action.is_touched else "kept"
-            world = world._replace(told=world.told | {(name, number, what)})
+        elif action.what != "committed":
+            world = sent(world, action)
     return world
 
 
-def check_action(world, action):
+def sent(world, action):
+    what = action.what
+    if what == "abort":
+        what = "failed" if action.is_touched else "kept"
     before = world.messages(action.replica)
+    for rank in world.ranks_of(action.replica):
+        has_begun = what not in ("kept", "failed") or before
+        if has_begun and not rank.is_given_up and not rank.has_ended:
+            world = world.put(rank._replace(inbox=(*rank.inbox, what)))
+        elif not has_begun and not rank.has_ended:
+            world = world.put(rank._replace(phase="old"))  # it waits for another round
+    return world._replace(told=world.told | {(action.replica, len(before), what)})
+
+
+def check_action(world, action):
     if action.what == "release":
         assert not any(is_reading(world, name) for name in world.state.replicas), world
         return
-    replica = world.state.replicas[action.replica]
-    has_all = {
-        what: all((replica.name, rank, what) in world.reports for rank in range(replica.num_ranks))
-        for what in ("drained", "copied", "done")
-    }
-    assert not before or before[-1] not in ENDS, (world, action)
+    before, ranks = world.messages(action.replica), world.ranks_of(action.replica)
+    assert not before or before[-1] not in ("kept", "failed"), (world, action)
     match action.what:
         case "begin":
             assert world.state.ready == {0, 1}, world
             assert before == []
-        case "decide":
-            assert replica.num_ranks > 1
-            assert has_all["drained" if action.proposal == "write" else "done"], world
         case "write":
-            assert has_all["drained"], world
-            assert (replica.name, "write", "write") in world.stored, world
+            assert all("drained" in each.did for each in ranks), world
             assert before == ["begin"]
         case "commit":
-            assert has_all["done"], world
-            is_stored = (replica.name, "commit", "commit") in world.stored
-            assert is_stored or replica.num_ranks == 1, world
-            assert before == (["begin", "write"] if replica.num_ranks > 1 else ["begin"])
+            assert all("done" in each.did for each in ranks), world
+            assert before == (["begin", "write"] if len(ranks) > 1 else ["begin"])
+        case "committed":
+            is_stored = (action.replica, "commit", "commit") in world.stored
+            assert is_stored or len(ranks) == 1, world
+            assert before[-1] == "commit"
         case "abort":
             assert action.reason
-            if not before:
-                assert not action.is_touched, world
-            if may_write(before, replica.num_ranks):
-                assert action.is_touched, world
+            assert before or not action.is_touched, world
 
 
 def is_reading(world, name):
-    """True if the replica may still commit, and not all its ranks have copied."""
+    """True if the replica may still commit, and the leader knows that not all have copied."""
     replica = world.state.replicas[name]
-    has_copied = {rank for each, rank, what in world.reports if each == name and what != "drained"}
-    return not replica.is_over and len(has_copied) < replica.num_ranks
+    return not replica.is_over and len(replica.copied) < replica.num_ranks
 
 
-def check_world(world):
+def check_ranks(world):
+    """Check that no two ranks of a replica that live end a round with different versions."""
+    for name, replica in world.state.replicas.items():
+        ranks = world.ranks_of(name)
+        ends = {each.phase for each in ranks if each.phase in ENDS and not each.is_dead}
+        assert len(ends) <= 1, world
+        if "new" in ends:
+            assert all("done" in each.did for each in ranks), world
+        if "old" in ends:
+            assert not any(each.did - {"drained"} for each in ranks), world
+        # What the leader reports. One rank may lose it after `done`, and nobody says that it did.
+        if replica.phase is Phase.COMMITTED and replica.num_ranks > 1:
+            assert ends <= {"new"}, world
+        if replica.phase is Phase.KEPT:
+            assert ends <= {"old"}, world
+        if replica.phase is Phase.FAILED and "commit" not in world.messages(name):
+            assert ends <= {"old", "failed"}, world
+
+
+def check_leader(world):
     """Check the leader's state against what has happened, and that it is never stuck."""
     state, waited = world.state, waiting_for(world.state)
     running = [each for each in state.replicas.values() if not each.is_over]
     assert state.is_over == (not running)
     assert state.num_reading == sum(is_reading(world, name) for name in state.replicas), world
     assert world.num_released == (state.num_reading == 0), world
-    assert bool(running) == bool(waited or world.to_decide or world.to_hear), world
+    assert bool(running) == bool(waited), world
+    for name in {name for name, _ in waited}:
+        after = state
+        for rank in [rank for each, rank in waited if each == name]:
+            event = SourcesFailed("late") if name is None else Failed(name, rank, "late")
+            after, _ = step(after, event)
+        assert after.num_running < state.num_running, (world, name)
     for (name, rank), what in waited.items():
-        is_late = {"offered its weights": SourcesFailed("late")}
-        after, _ = step(state, is_late.get(what) or Failed(name, rank, "late"))
-        assert after.num_running < state.num_running, (world, name, rank)
-        assert name is None or what == missing(world, name, rank), world
+        assert name is None or what == missing(state.replicas[name], rank), world
     for event in [SourceReady(rank) for rank in state.ready]:
         assert step(state, event) == (state, []), world  # nothing counts or begins twice
-    for event in [Reported(*each) for each in world.reports]:
-        assert step(state, event) == (state, []), (world, event)
     for name, replica in state.replicas.items():
+        heard = {"drained": replica.drained, "copied": replica.copied, "done": replica.done}
+        for what, ranks in heard.items():
+            for rank in ranks:
+                assert step(state, Reported(name, rank, what)) == (state, []), world
         # A replica that has ended stays as it is, and nobody is counted who is not in the round.
         for event in late_events(name, 0 if replica.is_over else replica.num_ranks):
             assert step(state, event) == (state, []), (world, event)
         if replica.is_over:
-            assert step(state, Failed(name, 0, "late")) == (state, [])
+            assert step(state, Failed(name, 0, "late", is_alive=True)) == (state, [])
 
 
-def missing(world, name, rank):
-    has = {what for *who, what in world.reports if who == [name, rank]}
-    if world.state.replicas[name].phase is Phase.DRAINING:
+def missing(replica, rank):
+    if replica.phase is Phase.DRAINING:
         return "drained its requests"
-    return "sent its digests" if "copied" in has else "copied the weights"
+    if replica.phase is Phase.COMMITTING:
+        return "confirmed the commit"
+    return "sent its digests" if rank in replica.copied else "copied the weights"
 
 
 def late_events(name, rank):
@@ -257,49 +346,25 @@ def late_events(name, rank):
     yield SourceReady(NUM_SOURCES)
 
 
-def check_without_leader(world, name, checked):
-    """Kill the leader here: whatever each rank has heard, all must end alike.
-
-    Ranks of one replica settle in any order; what other replicas do has no influence.
-    """
-    replica = world.state.replicas[name]
-    parts = [{each for each in part if each[0] == name} for part in (*world[1:3], *world[5:7])]
-    key = (name, *map(frozenset, parts))
-    if key in checked:
-        return
-    checked.add(key)
-    left = [
-        r for r in range(replica.num_ranks) if not any(s[:2] == (name, r) for s in world.settled)
-    ]
-    for heard in product(*(list(prefixes(world, name, rank)) for rank in left)):
-        for order in permutations(zip(left, heard, strict=True)):
-            end = world
-            for rank, messages in order:
-                end = settled(end, name, rank, messages)
-            outcomes = {outcome for each, _, outcome in end.settled if each == name}
-            assert len(outcomes) == 1, (world, order)
-            if outcomes == {"new"}:
-                assert all((name, r, "done") in world.reports for r in range(replica.num_ranks))
-            if outcomes == {"old"}:
-                assert not any(
-                    each == name and what != "drained" for each, _, what in world.reports
-                )
-
-
 @pytest.mark.parametrize(
     ("ranks", "num_faults", "least"),
     [
-        ({"a": 2, "b": 2}, 1, 10_000),
-        ({"a": 2, "b": 1}, 2, 1_000),
-        ({"a": 2}, 4, 1_000),
-        ({"a": 3}, 2, 1_000),
+        ({"a": 2}, 2, 10_000),
+        ({"a": 2, "b": 1}, 0, 1_000),
+        ({"a": 3}, 0, 500),
+        pytest.param({"a": 2}, 4, 50_000, marks=pytest.mark.check),
+        pytest.param({"a": 3}, 1, 50_000, marks=pytest.mark.check),
+        pytest.param({"a": 2, "b": 1}, 1, 50_000, marks=pytest.mark.check),
     ],
     ids=str,
 )
-def test_all_ranks_of_a_replica_end_alike_in_every_order_and_wherever_the_leader_dies(
-    ranks, num_faults, least
-):
+def test_all_ranks_of_a_replica_end_alike_in_every_order_and_whoever_dies(ranks, num_faults, least):
     assert explore(ranks, num_faults=num_faults) > least
+
+
+@pytest.mark.parametrize("verdict", ["write", "commit"])
+def test_all_ranks_end_alike_if_a_verdict_cannot_be_stored(verdict):
+    assert explore({"a": 2}, num_faults=1, unstorable=[verdict]) > 500
 
 
 def run(state, *events):
@@ -319,26 +384,61 @@ def test_a_replica_of_one_rank_writes_at_begin_and_commits_without_a_decision():
     state, actions = run(state, Reported("a", 0, "copied"))
     assert actions == [Action("release")]
     state, actions = run(state, Reported("a", 0, "done"))
-    assert actions == [Action("commit", "a")]
+    assert actions == [Action("commit", "a"), Action("committed", "a")]
 
 
-@pytest.mark.parametrize(("num_ranks", "is_touched"), [(1, False), (2, True)])
-def test_a_rank_that_wrote_nothing_saves_only_a_replica_without_other_ranks(num_ranks, is_touched):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("is_touched", [False, True])
+def test_a_rank_that_keeps_its_version_after_write_has_found_that_all_keep_theirs(
+    num_ranks, is_touched
+):
     state, _ = run(start(2, {"a": num_ranks}), *READY)
     if num_ranks > 1:
         drained = [Reported("a", rank, "drained") for rank in range(num_ranks)]
-        state, _ = run(state, *drained, Decided("a", "write"))
-    state, actions = run(state, Failed("a", 0, "no memory", is_touched=False))
+        state, actions = run(state, *drained)
+        assert actions == [Action("write", "a")]
+    state, actions = run(state, Failed("a", 0, "no memory", is_touched=is_touched))
     reason = "rank 0 of 'a': no memory"
     assert actions[0] == Action("abort", "a", reason=reason, is_touched=is_touched)
     assert state.replicas["a"].phase is (Phase.FAILED if is_touched else Phase.KEPT)
+
+
+def told_to_commit():
+    """Return a round whose only replica, of two ranks, was told to commit."""
+    steps = [Reported("a", rank, what) for what in ("drained", "done") for rank in range(2)]
+    state, actions = run(start(2, {"a": 2}), *READY, *steps)
+    assert actions == [Action("commit", "a"), Action("release")]
+    return state
+
+
+def test_a_replica_has_committed_once_one_of_its_ranks_says_so():
+    lost = run(told_to_commit(), Failed("a", 0, "died"), SourcesFailed("died"))[0]
+    assert waiting_for(lost) == {("a", 1): "confirmed the commit"}
+    for state in (told_to_commit(), lost):
+        after, actions = step(state, Reported("a", 1, "committed"))
+        assert actions == [Action("committed", "a")]
+        assert after.replicas["a"].phase is Phase.COMMITTED
+
+
+def test_a_replica_that_did_not_obey_the_commit_has_failed():
+    """At once if a rank says so; if all are lost, they may have obeyed, and nobody knows."""
+    fault, *losses = (
+        Failed("a", 0, "another rank gave up", is_alive=True),
+        Failed("a", 0, "died"),
+        Failed("a", 1, "died"),
+    )
+    for events in ([fault], losses):
+        state, actions = run(told_to_commit(), *events)
+        reason = f"rank {events[-1].rank} of 'a': {events[-1].reason}"
+        assert actions == [Action("abort", "a", reason=reason, is_touched=True)]
+        assert step(state, Reported("a", 1, "committed")) == (state, [])
 
 
 def test_a_failed_engine_rank_does_not_stop_the_other_replica():
     state, actions = run(start(2, {"a": 2, "b": 1}), Failed("a", 1, "died"))
     assert actions == [Action("abort", "a", reason="rank 1 of 'a': died")]
     state, actions = run(state, *READY, Reported("b", 0, "done"))
-    assert actions == [Action("commit", "b"), Action("release")]
+    assert actions == [Action("commit", "b"), Action("committed", "b"), Action("release")]
 
 
 def test_a_source_that_fails_before_the_begin_leaves_all_replicas_as_they_are():
@@ -355,14 +455,6 @@ def test_a_source_that_fails_spares_the_replica_that_has_committed():
     assert state.replicas["a"].phase is Phase.COMMITTED
 
 
-def test_a_rank_that_dies_during_a_decision_is_named_if_the_decision_is_against_it():
-    drained = [Reported("a", rank, "drained") for rank in range(2)]
-    state, _ = run(start(2, {"a": 2}), *READY, *drained, Failed("a", 1, "died"))
-    for verdict in ("write", "keep"):
-        abort = step(state, Decided("a", verdict))[1][0]
-        assert (abort.reason, abort.is_touched) == ("rank 1 of 'a': died", verdict == "write")
-
-
 def test_the_round_says_for_whom_it_waits():
     state = start(2, {"a": 2, "b": 1})
     assert waiting_for(state) == dict.fromkeys([(None, 0), (None, 1)], "offered its weights")
@@ -371,7 +463,7 @@ def test_the_round_says_for_whom_it_waits():
         ("a", 0): "drained its requests",
         ("b", 0): "sent its digests",
     }
-    state, _ = run(state, Reported("a", 0, "drained"), Decided("a", "write"))
+    state, _ = run(state, Reported("a", 0, "drained"))
     state, _ = run(state, Reported("b", 0, "done"), Reported("a", 1, "done"))
     assert waiting_for(state) == {("a", 0): "copied the weights"}
     assert waiting_for(run(state, Failed("a", 0, "died"))[0]) == {}

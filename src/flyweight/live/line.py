@@ -18,8 +18,9 @@ from flyweight.live.address import Address
 from flyweight.live.curve_keys import CurveClient
 from flyweight.live.lanes import Transports
 from flyweight.live.messages import Welcome
-from flyweight.live.tcp_address import TcpAddress, run_directory
+from flyweight.live.tcp_address import TcpAddress
 from flyweight.proofs import proof
+from flyweight.ranks.run_directory import run_directory
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.data_sockets import DataConnection
 from flyweight.transports.fd_passing import ANSWER_SECONDS, FdConnection, check_files

@@ -21,6 +21,7 @@ from flyweight.live.joined_offer import RoundOffer
 from flyweight.live.report import ReplicaReport
 from flyweight.live.round import Event, Failed, Reported
 from flyweight.live.source_blocks import Agreement
+from flyweight.ranks.run_directory import VARIABLE
 
 
 @dataclass(eq=False)
@@ -149,7 +150,11 @@ class MemberRound:
             if message.copied_bytes != self.copied_bytes:
                 self.copied_bytes, self.last_progress = message.copied_bytes, monotonic()
             return
-        if message.round != self.begin.round or not self.is_running:
+        if message.round != self.begin.round:
+            return
+        if self.is_committed and isinstance(message, messages.Fault):
+            self._fail_alone(message)
+        if not self.is_running:
             return
         self.last_progress = monotonic()
         name, rank = self.member.replica, self.rank
@@ -164,11 +169,19 @@ class MemberRound:
             case messages.Done() if self.done is None:
                 self.done = message
                 self._feed(Reported(name, rank, "done"))
+            case messages.Committed():
+                self._feed(Reported(name, rank, "committed"))
             case messages.Fault(kind=kind, text=text, is_touched=is_touched):
                 self.is_gone = True
-                self._feed(Failed(name, rank, text, is_touched), error_named(kind, text))
+                failed = Failed(name, rank, text, is_touched, is_alive=True)
+                self._feed(failed, error_named(kind, text))
             case _:
                 pass
+
+    def _fail_alone(self, fault: messages.Fault) -> None:
+        """Report that a member cannot serve a version after all, though its replica committed."""
+        self.error, self.is_touched = error_named(fault.kind, fault.text), fault.is_touched
+        self.is_committed = False
 
     def lose(self, error: FlyweightError) -> None:
         """End the round for a member that is gone."""
@@ -246,11 +259,20 @@ def refusal_of(member: Member, siblings: Iterable[Member]) -> PeerRefused | None
     hello = member.hello
     if not 1 <= hello.num_ranks <= MAX_RANKS or not 0 <= hello.rank < hello.num_ranks:
         return PeerRefused(f"rank {hello.rank} of {hello.num_ranks} is no rank of a replica")
+    if hello.num_ranks > 1 and not hello.decisions:
+        return PeerRefused(f"rank {hello.rank} of replica {hello.name!r} names no directory")
     for other in siblings:
         if other.hello.num_ranks != hello.num_ranks:
             return PeerRefused(
                 f"rank {hello.rank} of replica {hello.name!r} has num_ranks={hello.num_ranks}, its "
                 f"rank {other.hello.rank} has {other.hello.num_ranks}; all ranks need the same"
+            )
+        if other.hello.decisions != hello.decisions:
+            return PeerRefused(
+                f"rank {hello.rank} of replica {hello.name!r} stores decisions in directory "
+                f"{hello.decisions!r}, its rank {other.hello.rank} in {other.hello.decisions!r} "
+                f"(DEVICE:INODE@BOOT); all ranks of an engine run on one host and need the same "
+                f"directory, set {VARIABLE} for each of them"
             )
         if other.hello.rank == hello.rank and other.hello.pid != hello.pid:
             return PeerRefused(

@@ -26,7 +26,6 @@ from flyweight.live.planner import Planner
 from flyweight.live.report import ReplicaReport
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import Sources
-from flyweight.ranks.decision import RoundDecisions
 from flyweight.transports.fd_passing import FdServer
 
 _MAX_REFUSED = 100
@@ -45,8 +44,6 @@ class Members:
         self.has_failed = False
         """True once the connection's thread has ended by an error."""
         self._has_started = self._is_closed = False
-        self.decisions: RoundDecisions | None = None
-        """The verdicts for replicas of several ranks; None until the first of them joins."""
         self._refused: dict[str, ReplicaReport] = {}
         """The replicas that were refused since the last publish, by name; the latest are kept."""
         self.connection = Connection(
@@ -180,8 +177,6 @@ class Members:
                 self.connection.send(messages.Bye("the publisher was closed"), id)
             self.by_id.clear()
         self.connection.close()
-        if self.decisions is not None:
-            self.decisions.close()
         self._planner.close()
         self.events.close()
 
@@ -266,12 +261,6 @@ class Members:
             if other.hello.rank == hello.rank:
                 text = f"replica {member.label} connected again, from the same process"
                 self._refuse(other.id, PeerRefused(text))
-        if hello.num_ranks > 1 and self.decisions is None:
-            try:
-                directory = self._claim.address.directory
-                self.decisions = RoundDecisions.create(directory, self.admission.session)
-            except FlyweightError as error:  # no file can be made: replicas of one rank need none
-                return error
         self.by_id[member.id] = member
         return None
 
@@ -297,6 +286,9 @@ class Members:
             case _:
                 if member.round is not None and isinstance(message, messages.InRound):
                     member.round.receive(message)
+                elif isinstance(message, messages.Fault) and message.is_touched:
+                    # Its last round is over, and it cannot serve what that committed.
+                    member.state, member.version, member.error = "failed", None, message.text
 
     # Plans, which a thread of their own makes.
 

@@ -38,6 +38,8 @@ class Hello(Message, frozen=True):
     rank: int = 0
     """Which of the ranks it is, of its replica or of the publisher."""
     num_ranks: int = 1
+    decisions: str = ""
+    """The id of the directory where a replica of several ranks stores what is decided for all."""
 
 
 class Welcome(Message, frozen=True):
@@ -212,6 +214,12 @@ class Commit(Message, frozen=True):
     digests: bytes
 
 
+class Committed(Message, frozen=True):
+    """Replica of several ranks: this one has stored the commit, so all of them commit."""
+
+    round: int
+
+
 class Abort(Message, frozen=True):
     """Publisher: the round is over for this replica, without a commit."""
 
@@ -268,7 +276,7 @@ class News(Message, frozen=True):
     replicas: tuple[ReplicaNews, ...]
 
 
-InRound = Emptied | Drained | Copied | Done | Fault | Tick
+InRound = Emptied | Drained | Copied | Done | Committed | Fault | Tick
 """What a member says to the round that it is in."""
 FromReplica = Hello | Want | Ask | Withdraw | InRound | Bye
 Answer = Welcome | Agreed | Refusal | Denied | Kept

@@ -33,6 +33,7 @@ from flyweight.live.line import Line
 from flyweight.live.remote_source import RemoteSource
 from flyweight.ports import UpdateOptions
 from flyweight.ranks.decision import RoundDecisions
+from flyweight.ranks.run_directory import directory_id
 from flyweight.spec.manifest import TensorSpec
 
 HEARTBEAT_SECONDS = 1.0
@@ -101,8 +102,9 @@ class ReplicaConnection:
             )
             stack.callback(self._connection.close)
             self._connection.start()
+            decisions = directory_id(line.directory) if num_ranks > 1 else ""
             hello = messages.Hello(
-                line.secret, name, os.getpid(), line.files.name, role, rank, num_ranks
+                line.secret, name, os.getpid(), line.files.name, role, rank, num_ranks, decisions
             )
             self.send(hello)
             self._closing = stack.pop_all()

@@ -17,6 +17,7 @@ from typing import Protocol
 from flyweight.errors import (
     DigestMismatch,
     FlyweightError,
+    PeerFailed,
     StoreError,
     TransportError,
     error_named,
@@ -33,6 +34,7 @@ from flyweight.spec.manifest import Leaf, TensorSpec
 _REASON_SECONDS = 1.0
 InRound = messages.Filled | Fetched | messages.Write | messages.Commit
 """What a round waits for."""
+_OTHER_RANK = "another rank of the engine gave up the round"
 
 
 @dataclass(frozen=True)
@@ -138,28 +140,36 @@ class ReplicaRound:
         """
         if self.connection.num_ranks == 1:
             return
-        self.connection.send(messages.Drained(self.begin.round))
+        decisions, number = self.connection.decisions, self.begin.round
+        assert decisions is not None
+        decisions.begin(number)
+        self.connection.send(messages.Drained(number))
         try:
             while not isinstance(
                 message := self._next("the permission to write"), messages.Write | messages.Commit
             ):
                 self._early.append(message)  # buckets are filled while others still drain
+            if not isinstance(message, messages.Write):
+                raise TransportError(f"the publisher sent {type(message).__name__}, not Write")
+            verdict = decisions.decide(number, "write")
         except BaseException:
-            if not self._is_aborted and self._decided("keep") != "keep":
+            if not self._is_aborted and self._verdict_instead("keep") != "keep":
                 self.touch()
             raise
+        if verdict == "keep":
+            raise self.abort_reason() or PeerFailed(f"{_OTHER_RANK} before this one could write")
         self.touch()
-        if not isinstance(message, messages.Write):
-            raise TransportError(f"the publisher sent {type(message).__name__}, not Write")
 
-    def _decided(self, proposal: Verdict) -> Verdict:
-        """Return the verdict for all ranks, when the publisher can no longer send it."""
-        decisions = self.connection.decisions
-        assert decisions is not None
+    def _verdict_instead(self, proposal: Verdict) -> Verdict | None:
+        """Return the verdict for all ranks, when this one cannot obey the publisher.
+
+        None, the worst, if it can be neither stored nor read.
+        """
+        assert self.connection.decisions is not None
         try:
-            return decisions.decide(self.connection.name, self.begin.round, proposal)
+            return self.connection.decisions.decide(self.begin.round, proposal)
         except StoreError:
-            return "write" if proposal == "keep" else "fail"  # unknown, so assume the worst
+            return None
 
     def next_bucket(self) -> int:
         """Wait for the next bucket and return its number."""
@@ -199,28 +209,44 @@ class ReplicaRound:
 
     def commit(self, result: SinkResult) -> None:
         """Send the digests of what was received; raise unless they are committed."""
-        message: InRound
         number, digests = self.begin.round, result.digests
         done = messages.Done(number, digests, result.copy_seconds, result.verify_seconds)
+        if self.connection.num_ranks > 1:
+            self._commit_together(done)
+            return
+        message: InRound
         try:
             self.connection.send(done)
             message = self._next("a commit")
-        except BaseException as error:
-            if self._is_aborted:
+        except TransportError:
+            # All bytes and their digests were here before the publisher went.
+            is_gone = self.connection.is_lost and not self._is_aborted
+            if not is_gone or self.begin.digests is None or self.source.buckets:
                 raise
-            if self.connection.num_ranks > 1:
-                # The publisher has compared the digests of all ranks before it decided.
-                if self._decided("fail") != "commit":
-                    raise
-                message = messages.Commit(number, digests)
-                if not isinstance(error, Exception):
-                    self.interrupt = error
-            else:
-                # All bytes and their digests were here before the publisher went.
-                is_gone = isinstance(error, TransportError) and self.connection.is_lost
-                if not is_gone or self.begin.digests is None or self.source.buckets:
-                    raise
-                message = messages.Commit(number, self.begin.digests)
+            message = messages.Commit(number, self.begin.digests)
+        self._check_commit(message, digests)
+
+    def _commit_together(self, done: messages.Done) -> None:
+        """Commit, unless another rank of the replica has given up."""
+        decisions, verdict = self.connection.decisions, "commit"
+        assert decisions is not None
+        try:
+            self.connection.send(done)
+            self._check_commit(self._next("a commit"), done.digests)
+            verdict = decisions.decide(done.round, "commit")
+        except BaseException as error:
+            # The publisher has compared the digests of all ranks before it sent a commit.
+            is_over = self._is_aborted or self._verdict_instead("fail") != "commit"
+            if is_over or isinstance(error, DigestMismatch):
+                raise
+            if not isinstance(error, Exception):
+                self.interrupt = error
+        if verdict != "commit":
+            raise self.abort_reason() or PeerFailed(f"{_OTHER_RANK} before this one had committed")
+        self.connection.send(messages.Committed(done.round))
+
+    def _check_commit(self, message: InRound, digests: bytes) -> None:
+        """Raise unless a message commits these digests."""
         if not isinstance(message, messages.Commit):
             raise TransportError(f"the publisher sent {type(message).__name__}, not a commit")
         if message.digests != digests:

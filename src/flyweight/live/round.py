@@ -7,14 +7,16 @@ waits, reads a clock or touches a socket, so the tests try every order of messag
     2  [engine ranks]  drained  no request is running; all ranks of a replica -> write, this replica
     3  [engine ranks]  copied   no memory of the sources is read; all         -> release, to sources
     4  [engine ranks]  done     live digests agree; all ranks of a replica    -> commit, the replica
+    5  [engine ranks]  committed, by one rank: it has stored that all commit -> the replica is over
 
 A failed engine rank aborts its own replica; the others continue. A failed source rank aborts every
-replica that has not committed. A replica of one rank waits for no others: `begin` lets it write.
+replica that has no commit yet. A replica of one rank waits for no others: `begin` lets it write,
+and its commit is not answered.
 
-The ranks of a larger replica may lose the leader between two messages. So the leader stores its
-decision (`ranks/decision.py`) before it sends the first `write` and the first `commit`: action
-`decide`, answered by event `Decided`. A rank that loses the leader after `begin` proposes `keep`
-until it has heard `write`, `fail` from then on, and obeys what is stored.
+The ranks of a larger replica may lose the leader between two messages. So each of them stores what
+it hears, `write` or `commit`, where all ranks of the replica look (`ranks/decision.py`), before it
+obeys. One that loses the leader, or waits too long, proposes `keep` instead of `write`, `fail`
+instead of `commit`. The first proposal wins, and every rank obeys it.
 """
 
 from __future__ import annotations
@@ -26,17 +28,14 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flyweight.ranks.decision import Verdict
-
 
 class Phase(Enum):
     """How far a replica is in a round. The last three are ends."""
 
     WAITING = "waits for the sources"
     DRAINING = "drains requests"
-    DRAINED = "waits for the decision to write"
     WRITING = "writes weights"
-    DONE = "waits for the decision to commit"
+    COMMITTING = "was told to commit"
     COMMITTED = "holds the new version"
     KEPT = "holds the version that it had before"
     FAILED = "holds no version"
@@ -57,8 +56,8 @@ class ReplicaRound(Struct, frozen=True):
     drained: frozenset[int] = _NONE
     copied: frozenset[int] = _NONE
     done: frozenset[int] = _NONE
-    failure: str = ""
-    """Why a rank failed while a decision was pending; the verdict tells how the replica ends."""
+    lost: frozenset[int] = _NONE
+    """The ranks that were lost, or late, after the commit was sent: others may have taken it."""
 
     @property
     def is_over(self) -> bool:
@@ -109,7 +108,7 @@ class Reported(Struct, frozen=True):
 
     replica: str
     rank: int
-    step: Literal["drained", "copied", "done"]
+    step: Literal["drained", "copied", "done", "committed"]
 
 
 class Failed(Struct, frozen=True):
@@ -120,27 +119,21 @@ class Failed(Struct, frozen=True):
     reason: str
     is_touched: bool = True
     """False if the rank says that it has written nothing."""
+    is_alive: bool = False
+    """True if the rank says so itself: after a commit it then holds no version."""
 
 
-class Decided(Struct, frozen=True):
-    """The answer to the action `decide`. If nothing can be stored: `keep` or `fail`."""
-
-    replica: str
-    verdict: Verdict
-    reason: str = ""
-    """Why nothing can be stored."""
-
-
-Event = SourceReady | SourcesFailed | Reported | Failed | Decided
+Event = SourceReady | SourcesFailed | Reported | Failed
 
 
 class Action(Struct, frozen=True):
-    """A message to all ranks of a replica; `release` is for the sources, `decide` for the store."""
+    """A message to all ranks of a replica; `committed` and `release` are for the leader's side.
 
-    what: Literal["begin", "decide", "write", "commit", "abort", "release"]
+    A replica is `committed` when it surely holds the version. `release` is for the sources.
+    """
+
+    what: Literal["begin", "write", "commit", "committed", "abort", "release"]
     replica: str = ""
-    proposal: Verdict | None = None
-    """What to decide, if nothing is decided yet."""
     reason: str = ""
     is_touched: bool = False
     """True if an aborted replica holds no version, False if it keeps the one that it had."""
@@ -158,7 +151,7 @@ def step(state: Round, event: Event) -> tuple[Round, list[Action]]:
             steps = [_begun(each) for each in state.replicas.values()]
         case SourcesFailed(reason):
             steps = [_failed(each, reason) for each in state.replicas.values()]
-        case Reported(name) | Failed(name) | Decided(name) if name in state.replicas:
+        case Reported(name) | Failed(name) if name in state.replicas:
             replica = state.replicas[name]
             steps = [_step_replica(replica, event)]
             if steps[0][0] is replica:
@@ -169,7 +162,7 @@ def step(state: Round, event: Event) -> tuple[Round, list[Action]]:
 
 
 def _step_replica(
-    replica: ReplicaRound, event: Reported | Failed | Decided
+    replica: ReplicaRound, event: Reported | Failed
 ) -> tuple[ReplicaRound, list[Action]]:
     """Return a replica after an event of its own, and the actions."""
     match event:
@@ -179,16 +172,22 @@ def _step_replica(
             drained = replica.drained | {rank}
             if len(drained) < replica.num_ranks:
                 return replace(replica, drained=drained), []
-            after = replace(replica, drained=drained, phase=Phase.DRAINED)
-            return after, [Action("decide", replica.name, "write")]
+            after = replace(replica, drained=drained, phase=Phase.WRITING)
+            return after, [Action("write", replica.name)]
         case Reported(_, rank, "copied") if replica.phase is Phase.WRITING:
             return replace(replica, copied=replica.copied | {rank}), []
         case Reported(_, rank, "done") if replica.phase is Phase.WRITING:
             return _on_done(replica, rank)
+        case Reported(_, _, "committed") if replica.phase is Phase.COMMITTING:
+            return replace(replica, phase=Phase.COMMITTED), [Action("committed", replica.name)]
         case Failed(_, rank, reason, is_touched):
-            return _failed(replica, f"rank {rank} of {replica.name!r}: {reason}", is_touched)
-        case Decided(_, verdict, reason):
-            return _on_decided(replica, verdict, reason)
+            reason = f"rank {rank} of {replica.name!r}: {reason}"
+            if replica.phase is not Phase.COMMITTING:
+                return _failed(replica, reason, is_touched)
+            lost = replica.lost | {rank}
+            if event.is_alive or len(lost) == replica.num_ranks:
+                return _aborted(replica, reason, is_touched=True)
+            return replace(replica, lost=lost), []
     return replica, []
 
 
@@ -210,6 +209,8 @@ def waiting_for(state: Round) -> dict[tuple[str | None, int], str]:
             elif each.phase is Phase.WRITING and rank not in each.done:
                 has_copied = rank in each.copied
                 found[name, rank] = "sent its digests" if has_copied else COPIED
+            elif each.phase is Phase.COMMITTING and rank not in each.lost:
+                found[name, rank] = "confirmed the commit"
     return found
 
 
@@ -225,26 +226,11 @@ def _on_done(replica: ReplicaRound, rank: int) -> tuple[ReplicaRound, list[Actio
     after = replace(replica, copied=replica.copied | {rank}, done=done)
     if len(done) < replica.num_ranks:
         return after, []
+    commit = Action("commit", replica.name)
     if replica.num_ranks == 1:  # no other rank could hear something else
-        return replace(after, phase=Phase.COMMITTED), [Action("commit", replica.name)]
-    return replace(after, phase=Phase.DONE), [Action("decide", replica.name, "commit")]
-
-
-def _on_decided(
-    replica: ReplicaRound, verdict: Verdict, reason: str
-) -> tuple[ReplicaRound, list[Action]]:
-    reason = replica.failure or reason or "a rank gave up before the decision"
-    match replica.phase, verdict:
-        case Phase.DRAINED, "write" if not replica.failure:
-            return replace(replica, phase=Phase.WRITING), [Action("write", replica.name)]
-        case Phase.DRAINED, _:
-            # A rank without a leader would find `write`, so all ranks count as touched.
-            return _aborted(replica, reason, is_touched=verdict == "write")
-        case Phase.DONE, "commit":
-            return replace(replica, phase=Phase.COMMITTED), [Action("commit", replica.name)]
-        case Phase.DONE, _:
-            return _aborted(replica, reason, is_touched=True)
-    return replica, []
+        committed = Action("committed", replica.name)
+        return replace(after, phase=Phase.COMMITTED), [commit, committed]
+    return replace(after, phase=Phase.COMMITTING), [commit]
 
 
 def _failed(
@@ -254,10 +240,7 @@ def _failed(
         case Phase.WAITING | Phase.DRAINING:
             return _aborted(replica, reason, is_touched=False)
         case Phase.WRITING:
-            # In a larger replica another rank may have written.
-            return _aborted(replica, reason, is_touched=is_touched or replica.num_ranks > 1)
-        case Phase.DRAINED | Phase.DONE:
-            return replace(replica, failure=replica.failure or reason), []
+            return _aborted(replica, reason, is_touched=is_touched)
     return replica, []
 
 

@@ -107,7 +107,6 @@ class Rounds:
             num_ranks=sources.num_ranks,
             tell_rank=sources.tell_rank,
             name_of=sources.blocks.name_of,
-            decisions=self._members.decisions,
             beginning=self._members.changed,
             on_release=on_release,
             timeout_seconds=timeout_seconds,

@@ -19,7 +19,6 @@ from flyweight.errors import (
     DigestMismatch,
     FlyweightError,
     PeerFailed,
-    StoreError,
     TransferTimeout,
     listed,
 )
@@ -33,7 +32,6 @@ from flyweight.live.report import ReplicaReport
 from flyweight.live.round import (
     COPIED,
     Action,
-    Decided,
     Event,
     Failed,
     Reported,
@@ -44,7 +42,6 @@ from flyweight.live.round import (
     waiting_for,
 )
 from flyweight.live.source_part import fill_in_turn
-from flyweight.ranks.decision import RoundDecisions, Verdict
 
 GRACE_SECONDS = 3.0
 """After the round's deadline, a member is given up once it made no progress for this long."""
@@ -64,7 +61,6 @@ class RunningRound:
         num_ranks: int,
         tell_rank: Callable[[int, messages.Message], None],
         name_of: Callable[[int], str],
-        decisions: RoundDecisions | None,
         beginning: threading.Condition,
         on_release: Callable[[], None],
         timeout_seconds: float,
@@ -75,7 +71,6 @@ class RunningRound:
         fills: the buckets of this process. Those of all ranks together are numbered in turn.
         num_ranks, tell_rank: the number of source ranks, and how to send one of them a message.
         name_of: returns the name of a block's tensor.
-        decisions: where the verdicts for replicas of several ranks are stored.
         beginning: a lock that is held while the round begins; a version is marked as replaced only
             under it, and a round whose version is replaced does not begin.
         on_release: called when nothing reads the source's memory any more, maybe repeatedly.
@@ -85,7 +80,7 @@ class RunningRound:
         self.number, self.version, self.members = number, version, members
         self._connection = connection
         self._fills, self._num_ranks, self._tell_rank = fills, num_ranks, tell_rank
-        self._name_of, self._decisions, self._beginning = name_of, decisions, beginning
+        self._name_of, self._beginning = name_of, beginning
         self._on_release, self._timeout_seconds = on_release, timeout_seconds
         self._spin_seconds = spin_seconds(bool(version.source.devices))
         self.refused: list[ReplicaReport] = []
@@ -123,7 +118,10 @@ class RunningRound:
             self._wait(lambda: self._state.is_over, self._waited_for)
         except BaseException as error:
             stopped = PeerFailed(f"the publisher stopped: {type(error).__name__}: {error}")
-            self.abort(error if isinstance(error, FlyweightError) else stopped)
+            reason = error if isinstance(error, FlyweightError) else stopped
+            self.abort(reason)
+            for member in self._running():  # nobody waits for an answer to their commit
+                member.error, member.is_touched = reason, True
             raise
         finally:
             self._on_release()
@@ -132,9 +130,6 @@ class RunningRound:
         """Tell all members that the round starts."""
         self._last_going = monotonic()
         with self._changed:
-            for name, ranks in self._by_replica.items():
-                if len(ranks) > 1 and self._decisions is not None:
-                    self._decisions.begin(name, self.number)
             for rank in range(self._num_ranks):  # all of them have offered their memory
                 self._feed(SourceReady(rank))
 
@@ -165,23 +160,8 @@ class RunningRound:
             self._errors.setdefault(event.replica, error)
         self._state, actions = step(self._state, event)
         for action in actions:
-            if action.what == "decide":
-                self._feed(self._decided(action))
-            else:
-                self._carry_out(action)
+            self._carry_out(action)
         self._changed.notify_all()
-
-    def _decided(self, action: Action) -> Decided:
-        """Store a verdict, so that it holds even if this process dies before all ranks know it."""
-        assert action.proposal is not None
-        assert self._decisions is not None
-        try:
-            verdict = self._decisions.decide(action.replica, self.number, action.proposal)
-            return Decided(action.replica, verdict)
-        except StoreError as error:
-            self._errors.setdefault(action.replica, error)
-            refusal: Verdict = "keep" if action.proposal == "write" else "fail"
-            return Decided(action.replica, refusal, str(error))
 
     def _carry_out(self, action: Action) -> None:
         now = monotonic()
@@ -200,16 +180,16 @@ class RunningRound:
                     member.last_progress = now
                     self._send(member, messages.Write(self.number))
                 case "commit":
-                    member.is_committed = True
+                    member.last_progress = now
                     self._send(member, messages.Commit(self.number, member.offer.digests))
-                    member.seconds = perf_counter() - self._started
+                case "committed":
+                    member.is_committed, member.seconds = True, perf_counter() - self._started
                 case "abort":
                     self._abort(member, action)
 
     def _abort(self, member: MemberRound, action: Action) -> None:
         error = self._errors.get(action.replica)
-        if error is None:  # the verdict went against it, and no rank has said why
-            error = self._errors[action.replica] = PeerFailed(action.reason)
+        assert error is not None
         if member.member.hello.num_ranks > 1 and not member.is_gone:
             error = type(error)(action.reason)
         member.error, member.is_touched = error, action.is_touched

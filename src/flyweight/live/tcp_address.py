@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
-from tempfile import gettempdir
 from time import time
 from urllib.parse import urlsplit
 
 from flyweight.errors import SpecError
 from flyweight.live.address import Address, Claim
+from flyweight.ranks.run_directory import run_directory
 
 _ANY_HOST = ("0.0.0.0", "::")  # noqa: S104
 _STALE_SECONDS = 60.0
@@ -66,22 +66,12 @@ def parse_address(text: str) -> Address | TcpAddress:
     return TcpAddress.parse(text) if str(text).startswith("tcp:") else Address.parse(text)
 
 
-def run_directory() -> Path:
-    """Return the directory for files of running processes of this user; it may not exist yet."""
-    if chosen := os.environ.get("FLYWEIGHT_RUN_DIR"):
-        return Path(chosen).absolute()
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime) / "flyweight"
-    return Path(gettempdir()) / f"flyweight-{os.geteuid()}"
-
-
 def new_local_address() -> Address:
     """Return an address on this host for a `TemporaryClaim`; remove those of dead publishers."""
-    parent = Address(run_directory())
-    parent.make_directory()
-    for path in parent.directory.glob("publisher-*"):
+    parent = run_directory()
+    for path in parent.glob("publisher-*"):
         _remove_if_stale(path)
-    return Address(parent.directory / f"publisher-{secrets.token_hex(6)}")
+    return Address(parent / f"publisher-{secrets.token_hex(6)}")
 
 
 def _remove_if_stale(directory: Path) -> None:

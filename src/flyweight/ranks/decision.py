@@ -1,10 +1,10 @@
 """RoundDecisions: the verdicts for a replica in a round, stored once, for all its ranks.
 
 A leader that is killed between two messages would leave one rank with `commit` and another
-without. So every decision is stored before it is sent, and the first proposal wins:
+without. So every rank stores what it hears before it obeys, and the first proposal wins:
 
-    leader, before the first write    "write"     rank without leader, until it hears write  "keep"
-    leader, before the first commit   "commit"    rank without leader, from then on          "fail"
+    rank that hears write     "write"      rank that does not hear it, or not in time     "keep"
+    rank that hears commit    "commit"     rank that does not hear it, or not in time     "fail"
 
 A rank that finds "commit" holds the new version, one that finds "keep" the old one, and any other
 none: after "write" another rank may have written.
@@ -13,9 +13,10 @@ The store is a directory with one file per verdict. A decision is a hard link fr
 question to the file of its verdict: one system call, which fails if the name exists. So a killed
 process leaves a whole decision or none, a stopped one delays nobody, and nothing waits.
 
-The directory is of one session of the publisher. It outlives the publisher: a process that uses
-it holds a shared lock, which the kernel releases, and only a process that finds no lock removes it.
-A rank also locks a byte for its replica, so that the leader knows which replicas can still ask.
+All ranks of a replica are on one host, and the directory is there; `run_directory.py` says where.
+It is of one session of the publisher, and made by the first rank that opens it. A rank that uses it
+holds a shared lock, which the kernel releases, and only a process that finds no lock removes it.
+A rank also locks a byte for its replica, so that others know which replicas can still ask.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ import threading
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from time import sleep
 from typing import Literal
 
-from flyweight.errors import PeerLost, SpecError, StoreError
+from flyweight.errors import SpecError, StoreError
 from flyweight.forks import call_in_child
 from flyweight.host import exposure, locked, locked_bytes, opened
 
@@ -44,95 +46,109 @@ _QUESTION_OF: dict[Verdict, str] = {
 _SESSION = re.compile(r"[0-9a-f]{1,64}")
 _PREFIX = "decisions-"
 _DECISION = re.compile(r"[0-9a-f]{32}\.[0-9]+\.(write|commit)")
+_TRIES, _RETRY_SECONDS = 50, 0.01
 
 
 class RoundDecisions:
-    """The decisions of one session of a publisher, opened by one of its ranks or replicas."""
+    """The decisions on one replica in one session of a publisher, opened by one of its ranks."""
 
-    def __init__(self, directory: Path, session: str, replica: str | None = None) -> None:
-        """Open the decisions of a publisher; `create` makes them. Raise PeerLost if there are none.
+    def __init__(self, directory: Path, session: str, replica: str) -> None:
+        """Open the decisions; make their directory if this is the first rank.
 
-        directory: the publisher's private directory.
-        replica: the replica that asks; None for a publisher, which begins its rounds.
+        Remove those of other sessions that no process uses any more.
+
+        directory: a private directory that all ranks of the replica share.
         """
-        self.path = _path(directory, session)
-        self._rounds: dict[str, int] = {}
-        """The round that each replica is in, of those that this process leads."""
-        self._lock, self._locks = threading.Lock(), -1
-        try:
-            self._file = opened(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError as cause:
-            raise PeerLost(f"{str(self.path)!r} is not there: its publisher has ended") from cause
-        except OSError as cause:
-            raise _error(cause, "open", self.path) from cause
+        self.path, self._replica, self._digest = (
+            _path(directory, session),
+            replica,
+            _digest(replica),
+        )
+        self._last: int | None = None
+        """The round that the replica is in."""
+        self._lock, self._file, self._locks = threading.Lock(), -1, -1
+        remove_unused(directory)
         call_in_child(self._close_in_child)
         try:
+            self._open()
+        except BaseException as error:
+            self._close_file()
+            if isinstance(error, OSError) and not isinstance(error, StoreError):
+                raise _error(error, "open", self.path) from error
+            raise
+
+    def _open(self) -> None:
+        for _ in range(_TRIES):
+            if self._is_opened():
+                break
+            self._close_file()
+            sleep(_RETRY_SECONDS)
+        else:
+            raise StoreError(f"{str(self.path)!r} is locked by a process that removes it")
+        self._locks = opened(self.path / "write", os.O_RDWR | os.O_NOFOLLOW)
+        locked(self._locks, _byte(self._digest), 1, is_shared=True)
+
+    def _is_opened(self) -> bool:
+        """Open the directory and lock it; return False if another process removes it just now."""
+        with suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)
+            with suppress(FileNotFoundError):  # removed just now
+                self.path.chmod(0o700)  # whatever the umask is
+        try:
+            self._file = opened(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             if whose := exposure(os.fstat(self._file)):
                 raise SpecError(
                     f"directory {str(self.path)!r} {whose}; it has to belong to user "
                     f"{os.geteuid()} with mode 700"
                 )
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._verdicts = {self._inode(each): each for each in _QUESTION_OF}
-            self._locks = opened(self.path / "write", os.O_RDWR | os.O_NOFOLLOW)
-            if replica is not None:
-                locked(self._locks, _byte(_digest(replica)), 1, is_shared=True)
-        except OSError as cause:  # another process is removing it
-            self._close_file()
-            raise PeerLost(f"the decisions in {str(self.path)!r} were removed") from cause
-        except BaseException:
-            self._close_file()
-            raise
-
-    @classmethod
-    def create(cls, directory: Path, session: str) -> RoundDecisions:
-        """Make the decisions of a new session, and remove those that no process uses.
-
-        Only the publisher that has claimed `directory` calls this.
-        """
-        remove_unused(directory)
-        path = _path(directory, session)
-        try:
-            path.mkdir(mode=0o700)
-            path.chmod(0o700)  # whatever the umask is
             for verdict in _QUESTION_OF:
-                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-                os.close(os.open(path / verdict, flags, 0o600))
-        except OSError as cause:
-            raise _error(cause, "create", path) from cause
-        return cls(directory, session)
+                with suppress(FileExistsError):
+                    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+                    os.close(os.open(verdict, flags, 0o600, dir_fd=self._file))
+            self._verdicts = {self._inode(each): each for each in _QUESTION_OF}
+            is_whole = len(self._verdicts) == len(_QUESTION_OF)
+            # It has files and a lock now. If it still has its name, nobody removes it.
+            is_in_place = self._is_in_place()
+        except (FileNotFoundError, BlockingIOError):
+            return False
+        if not is_whole:
+            raise StoreError(f"{str(self.path)!r} has one file for two verdicts; remove it")
+        return is_in_place
 
-    def begin(self, replica: str, round_number: int) -> None:
-        """Remove what was decided in the replica's last round. Only the leader calls this.
+    def begin(self, round_number: int) -> None:
+        """Forget the replica's last round; raise StoreError if other ranks look elsewhere now.
 
-        All ranks of the replica wait for a version, so they have settled their last round. If the
-        replica is new, remove what was decided for those that are gone.
+        Every rank calls this before it says that it has drained. The round has begun, so all ranks
+        have asked for a version, and have settled their last round.
         """
         with self._lock:
             self._check_open()
-            last = self._rounds.get(replica)
-            if last is None:
-                with suppress(OSError):  # then it is tried again for the next new replica
-                    self._forget_gone()
+            if not self._is_in_place():
+                raise StoreError(f"{str(self.path)!r} was removed while ranks of an engine use it")
+            if self._last is None:
+                with suppress(OSError):  # then the next rank tries it again
+                    self._forget_others(round_number)
             else:
                 for question in ("write", "commit"):
-                    self._unlink(_name(replica, last, question))
-            self._rounds[replica] = round_number
+                    self._unlink(self._name(self._last, question))
+            self._last = round_number
 
-    def decide(self, replica: str, round_number: int, proposal: Verdict) -> Verdict:
+    def decide(self, round_number: int, proposal: Verdict) -> Verdict:
         """Store a proposal if nothing is decided yet; return what is decided. Does not wait.
 
         A process that cannot store or read the decision gets StoreError, and must not serve.
         """
         question = _QUESTION_OF[proposal]
-        name = _name(replica, round_number, question)
+        name = self._name(round_number, question)
         with self._lock:
             self._check_open()
             try:
                 os.link(proposal, name, src_dir_fd=self._file, dst_dir_fd=self._file)
                 return proposal
             except OSError as cause:
-                error = _error(cause, f"decide round {round_number} of {replica!r}", self.path)
+                what = f"decide round {round_number} of {self._replica!r}"
+                error = _error(cause, what, self.path)
             return self._decided(name, question, error)
 
     def close(self) -> None:
@@ -158,17 +174,28 @@ class RoundDecisions:
     def _inode(self, name: str) -> int:
         return os.stat(name, dir_fd=self._file, follow_symlinks=False).st_ino
 
-    def _forget_gone(self) -> None:
-        """Remove the decisions on replicas none of whose processes can ask for them any more."""
-        names = [name for name in os.listdir(self._file) if _DECISION.fullmatch(name)]
-        digests = {name.partition(".")[0] for name in names}
-        gone = {each for each in digests if locked_bytes(self._locks, _byte(each)) is None}
-        for name in names:
-            if name.partition(".")[0] in gone:
-                self._unlink(name)
-        self._rounds = {
-            name: last for name, last in self._rounds.items() if _digest(name) not in gone
-        }
+    def _is_in_place(self) -> bool:
+        """True if the directory still has its name."""
+        try:
+            found = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(self._file))
+
+    def _forget_others(self, round_number: int) -> None:
+        """Remove decisions on earlier rounds, and on replicas none of whose processes can ask."""
+        for name in os.listdir(self._file):
+            if _DECISION.fullmatch(name):
+                digest, number, _ = name.split(".")
+                if digest == self._digest:
+                    is_over = int(number) != round_number
+                else:
+                    is_over = locked_bytes(self._locks, _byte(digest)) is None
+                if is_over:
+                    self._unlink(name)
+
+    def _name(self, round_number: int, question: str) -> str:
+        return f"{self._digest}.{round_number:d}.{question}"
 
     def _unlink(self, name: str) -> None:
         with suppress(OSError):  # what stays is of a round that is over
@@ -198,7 +225,7 @@ def remove_unused(directory: Path) -> None:
         try:
             file = opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
-            continue  # removed meanwhile, or not made by a publisher
+            continue  # removed meanwhile, or not made by a rank
         try:
             if not exposure(os.fstat(file)):
                 _remove(file, path)
@@ -213,8 +240,7 @@ def _remove(file: int, path: Path) -> None:
     """
     with suppress(OSError):  # a lock, or a file that is not ours
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The verdicts first: without them nobody opens what is half removed.
-        for name in sorted(os.listdir(file), key=lambda name: name not in _QUESTION_OF):
+        for name in os.listdir(file):
             is_file = stat.S_ISREG(os.stat(name, dir_fd=file, follow_symlinks=False).st_mode)
             if is_file and (name in _QUESTION_OF or _DECISION.fullmatch(name)):
                 os.unlink(name, dir_fd=file)
@@ -225,10 +251,6 @@ def _path(directory: Path, session: str) -> Path:
     if not _SESSION.fullmatch(session):
         raise SpecError(f"session {session[:80]!r} is not 1 to 64 hexadecimal digits")
     return directory / f"{_PREFIX}{session}"
-
-
-def _name(replica: str, round_number: int, question: str) -> str:
-    return f"{_digest(replica)}.{round_number:d}.{question}"
 
 
 def _digest(replica: str) -> str:
