@@ -367,6 +367,42 @@ def test_two_neighbours_lost_at_once_lose_a_packed_bucket_and_no_gathered_one(pa
     assert end == (GiveUp("c", reason) if packed else Read("c", 7, SOURCE))
 
 
+def test_a_member_that_is_given_up_leaves_nobody_waiting_for_it():
+    nodes = {name: Node(name, name, num_slots=1 if name == "d" else 3) for name in "dcba"}
+    plan = FanOut(nodes, {"a": SOURCE, "b": "a", "c": "b", "d": "c"})
+    forwarding = Forwarding(plan, {"": [7, 8]}, packed=[7, 8])
+    run(forwarding, ("start",), ("filled", 7), ("filled", 8))
+    run(forwarding, *[("has", name, bucket) for name in "ab" for bucket in (7, 8)], ("has", "c", 7))
+    run(forwarding, ("emptied", "a", 7), ("lost", "a"))
+    ends = run(forwarding, ("lost", "b"))  # c reads 8 from it, and d reads 7 from c
+    assert [(type(end), end.member) for end in ends] == [(GiveUp, "c"), (GiveUp, "d")]
+
+
+def test_a_member_is_given_up_once_however_many_buckets_it_lacks():
+    forwarding = Forwarding(chain(3), {"": [7, 8]}, packed=[7, 8])
+    run(forwarding, ("start",), ("filled", 7), ("filled", 8))
+    run(forwarding, *[("has", name, bucket) for name in "ab" for bucket in (7, 8)], ("lost", "a"))
+    (end,) = run(forwarding, ("lost", "b"))
+    assert isinstance(end, GiveUp)
+
+
+@pytest.mark.parametrize(
+    ("event", "actions"),
+    [
+        (("has", "f", 7), [Free("a", 7)]),
+        (("failed_read", "f", 7, "a"), [Read("f", 7, SOURCE), Free("a", 7)]),
+    ],
+    ids=["has", "failed"],
+)
+def test_a_slot_is_kept_for_a_reader_that_is_further_away_than_two_hops(event, actions):
+    forwarding = Forwarding(chain(6), {"": [7]})
+    run(forwarding, ("start",), *[("has", name, 7) for name in "abcde"])
+    run(forwarding, *[("emptied", name, 7) for name in "bcde"], ("lost", "e"))
+    assert run(forwarding, ("lost", "d")) == [Read("f", 7, "a")]  # b and c have freed it
+    assert run(forwarding, ("emptied", "a", 7)) == []
+    assert run(forwarding, event) == actions
+
+
 def test_a_source_whose_members_are_all_lost_does_not_wait():
     forwarding = Forwarding(chain(1), {"": [7, 8]}, packed=[7, 8])
     run(forwarding, ("start",), ("filled", 7))
