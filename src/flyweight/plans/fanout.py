@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Annotated, Literal
 
@@ -108,18 +108,18 @@ class FanOut:
 
         group_bytes: what one replica of each group reads; without it the bytes are None.
         """
-        groups: dict[str, _GroupRecord] = {}
+
+        def nbytes(group: str, count: int = 1) -> int | None:
+            return None if group_bytes is None else count * group_bytes[group]
+
+        num_sent, hops_of = self.num_sent(), dict[str, list[int]]()
         links, hops, todo = [], {TRAINER: 0}, [*reversed(self.children(TRAINER))]
         while todo:  # each replica after the one that it reads from
             name = todo.pop()
             todo += reversed(self.children(name))
             node, parent = self.nodes[name], self.parents[name]
-            nbytes = None if group_bytes is None else group_bytes[node.group]
             hops[name] = hops[parent] + 1
-            group = groups.setdefault(node.group, _GroupRecord(node.group, nbytes))
-            group.num_replicas += 1
-            group.num_sent += parent == TRAINER
-            group.num_hops = max(group.num_hops, hops[name])
+            hops_of.setdefault(node.group, []).append(hops[name])
             links.append(
                 {
                     "name": name,
@@ -127,20 +127,20 @@ class FanOut:
                     "group": node.group,
                     "reads_from": parent,
                     "num_hops": hops[name],
-                    "nbytes": nbytes,
+                    "nbytes": nbytes(node.group),
                 }
             )
-        return {"groups": [asdict(each) for each in groups.values()], "links": links}
-
-
-@dataclass
-class _GroupRecord:
-    group: str
-    nbytes: int | None
-    """What one replica reads; `num_sent` times this leaves the trainer."""
-    num_replicas: int = 0
-    num_sent: int = 0
-    num_hops: int = 0
+        groups = [
+            {
+                "group": group,
+                "num_replicas": len(found),
+                "num_hops": max(found),
+                "num_sent": num_sent[group],
+                "sent_bytes": nbytes(group, num_sent[group]),
+            }
+            for group, found in hops_of.items()
+        ]
+        return {"groups": groups, "links": links}
 
 
 def fan_out(nodes: Iterable[Node], *, degree: int = 1) -> FanOut:
@@ -215,6 +215,9 @@ def decode_nodes(text: bytes, what: str) -> list[Node]:
     if not 1 <= len(records) <= MAX_NODES:
         raise FormatError(f"{what} has {len(records)} replicas, expected 1 to {MAX_NODES}")
     nodes = convert(records, list[Node], what)
+    texts = [text for node in nodes for text in (node.name, node.host, node.group)]
+    if odd := [text for text in texts if not text.isprintable()]:
+        raise FormatError(f"{what} has characters that cannot be printed: {listed(odd)}")
     counts = Counter(node.name for node in nodes)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise FormatError(f"{what} names {listed(twice)} twice")

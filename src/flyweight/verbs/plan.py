@@ -1,4 +1,7 @@
-"""Plan: which rank or file would give which bytes to which rank, without moving any."""
+"""Plan: which rank or file would give which bytes to which rank, without moving any.
+
+`plan_fan_out` does the same for replicas that read from each other.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from flyweight.errors import SpecError
 from flyweight.formats.reader import WINDOW_BYTES
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, collector_paused
+from flyweight.plans.fanout import Node, fan_out
 from flyweight.plans.reshard import Plan, reshard
 from flyweight.ports import WINDOW_SLACK
 from flyweight.spec.layout import Shard
@@ -144,3 +148,25 @@ def _sink_bytes(
         for shard in by_id[shards]:
             held[shard.rank] += count * spec.box_bytes(shard.box)
     return held
+
+
+def plan_fan_out(
+    nodes: Sequence[Node],
+    *,
+    degree: int = 1,
+    source: PathLike | Stored | None = None,
+    version: int | None = None,
+) -> dict[str, object]:
+    """Return which replica would read from which, as plain data; see `FanOut.record`.
+
+    Args:
+        nodes: The replicas.
+        degree: How many hosts read from one host.
+        source: The weights that each replica reads all of. Without them no bytes are told.
+        version: The version of `source`; by default the newest.
+    """
+    planned = fan_out(nodes, degree=degree)
+    if source is None:
+        return planned.record()
+    with opened(source, version=version) as stored:
+        return planned.record({node.group: stored.manifest.nbytes for node in nodes})
