@@ -172,6 +172,8 @@ def explore(world):
         steps = world.steps()
         if not steps:
             world.check_end()
+        busy = {name for what, name, *_ in steps if what != "filled"}
+        assert {*world.forwarding.waiting_for()} == busy
         for step in steps + world.fault_steps():
             after = world.copy()
             after.take(step)
@@ -347,6 +349,11 @@ def test_a_failed_read_goes_to_the_next_ancestor_and_at_last_to_the_source():
     assert run(forwarding, ("start",)) == [Read("a", 7, SOURCE)]
     assert run(forwarding, ("has", "a", 7)) == [Read("b", 7, "a")]
     assert run(forwarding, ("has", "b", 7)) == [Read("c", 7, "b")]
+    assert forwarding.waiting_for() == {
+        "a": "unpack bucket 7",
+        "b": "unpack bucket 7",
+        "c": "read bucket 7 from 'b'",
+    }
     assert run(forwarding, ("failed_read", "c", 7, "b")) == [Read("c", 7, "a")]
     assert run(forwarding, ("failed_read", "c", 7, "b")) == []
     assert run(forwarding, ("failed_read", "c", 7, "a")) == [Read("c", 7, SOURCE)]

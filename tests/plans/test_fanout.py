@@ -59,6 +59,8 @@ def test_replicas_that_cannot_forward_read_from_those_that_can_first_of_their_ow
     ]
     assert shape(fan_out(found)) == "c>a c>b .>c c>d d>e c>f"
     assert fan_out(found[:2]).num_sent() == {"": 2}  # nobody else has it
+    last = fan_out([Node("a", "one"), Node("b", "one"), Node("c", "one", can_forward=False)])
+    assert shape(last) == ".>a a>b b>c"
 
 
 def test_children_of_a_lost_or_slow_replica_read_from_its_parent():
@@ -141,7 +143,8 @@ def test_the_nearest_holder_is_on_the_same_host_then_an_idle_replica_then_the_tr
 
     assert order("four") == ["here", "idle", "busy", "trainer", "files"]
     assert order("one") == ["trainer", "idle", "busy", "here", "files"]
-    assert nearest(reversed(found), "two") == nearest(found, "two")
+    found.append(Holder("also idle", "five", "replica"))
+    assert order("two") == ["busy", "also idle", "idle", "here", "trainer", "files"]
 
 
 def test_a_file_of_replicas_is_lines_or_json():

@@ -199,6 +199,21 @@ class Forwarding:
             self._is_relinked = True
         return self._settled()
 
+    def waiting_for(self) -> dict[str, str]:
+        """Return the members that have something to do, and what comes first.
+
+        The others wait for these or for the source; they are not slow.
+        """
+        found = {}
+        for name, each in self.holdings.items():
+            staged = [bucket for bucket, is_empty in each.staged.items() if not is_empty]
+            if name != SOURCE and staged:
+                found[name] = f"unpack bucket {staged[0]}"
+            for bucket, (*_, holder) in each.reads.items():
+                whom = repr(holder) if holder else "the trainer"
+                found.setdefault(name, f"read bucket {bucket} from {whom}")
+        return found
+
     def _tell(self, members: Iterable[str]) -> None:
         """Tell members to read the next buckets for which they have slots."""
         for name in members:
