@@ -268,20 +268,39 @@ def test_a_commit_that_one_rank_obeyed_binds_one_that_never_hears_it(address, po
         assert engine.weights.tobytes() == WHOLE.tobytes()
 
 
-def test_a_commit_of_other_digests_leaves_no_version_on_any_rank(address, pool, monkeypatch):
-    send = Connection.send
+@pytest.mark.parametrize("num_altered", [1, 2])
+def test_a_rank_never_obeys_a_commit_of_other_digests(address, pool, monkeypatch, num_altered):
+    """If it is the only one, its publisher has lied to it. Others may have obeyed before."""
+    following = ReplicaConnection.next
 
-    def altered(self, message, to=b""):
-        if isinstance(message, messages.Commit):
-            message = messages.Commit(message.round, bytes(len(message.digests)))
-        send(self, message, to)
+    def altered(self, deadline, what, **options):
+        message = following(self, deadline, what, **options)
+        if isinstance(message, messages.Commit) and self.rank < num_altered:
+            if num_altered == 1:
+                until(updates[1].done)
+                time.sleep(0.1)  # so that the publisher knows that the replica has committed
+            return messages.Commit(message.round, bytes(len(message.digests)))
+        return message
 
-    monkeypatch.setattr(Connection, "send", altered)
-    with fw.Publisher({"w": WHOLE.copy()}, address) as publisher, Engine(address) as engine:
-        report, errors = published(publisher, engine, pool, 1)
-        assert [each.name for each in report.failed] == ["engine"]
-        assert all(isinstance(each, DigestMismatch) for each in errors)
-        assert states(engine) == [("failed", None)] * 2
+    def slow(version):  # so that the round is not over when the rank says that it failed
+        updates[0].exception(SECONDS)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(ReplicaConnection, "next", altered)
+    with (
+        fw.Publisher({"w": WHOLE.copy()}, address) as publisher,
+        Engine(address) as engine,
+        fw.Replica({"w": np.zeros((6, 4))}, address) as other,
+    ):
+        updates = engine.update(pool)
+        pool.submit(other.update, timeout_seconds=SECONDS, before=slow)
+        (failed,) = publisher.publish(1, num_replicas=2, timeout_seconds=SECONDS).failed
+        assert failed.name == "engine"
+        assert failed.is_touched
+        assert isinstance(failed.error, DigestMismatch)
+        assert isinstance(updates[0].exception(SECONDS), DigestMismatch)
+        expected = ("failed", None) if num_altered == 2 else ("ready", 1)
+        assert states(engine) == [("failed", None), expected]
 
 
 def test_watchers_see_that_a_rank_cannot_serve_what_its_replica_committed(

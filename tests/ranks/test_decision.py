@@ -454,6 +454,26 @@ def test_a_rank_that_comes_while_the_decisions_are_removed_waits_and_makes_them_
         os.close(lock)
 
 
+@pytest.mark.parametrize(("where", "call"), [(decision, "opened"), (fcntl, "flock")])
+def test_a_directory_that_another_process_removes_while_it_is_opened_is_made_anew(
+    tmp_path, monkeypatch, where, call
+):
+    original, path, calls = getattr(where, call), tmp_path / f"decisions-{SESSION}", []
+
+    def removed(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            path.rename(tmp_path / "removed")
+        return original(*args)
+
+    monkeypatch.setattr(where, call, removed)
+    with (
+        closing(RoundDecisions(tmp_path, SESSION, "a")) as one,
+        closing(RoundDecisions(tmp_path, SESSION, "a")) as two,
+    ):
+        assert one.decide(1, "commit") == two.decide(1, "fail") == "commit"
+
+
 def test_ranks_that_come_and_go_at_once_always_share_their_decisions(tmp_path):
     """Directories are made and removed all the time; two ranks that are open see the same one."""
     num_trials = 150
