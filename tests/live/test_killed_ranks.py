@@ -203,11 +203,13 @@ def test_a_publisher_that_ends_at_any_message_leaves_one_version(tmp_path, signa
         found = run_trials(end_a_publisher, [start(point) for point in points])
     ends = {point: version for point, (version, _) in zip(points, found, strict=True)}
     assert {ends[f"{when} Begin {number}"] for when in WHEN for number in range(3)} == {1}
-    # Nobody writes or commits unless a rank was told so, and what one was told holds for all.
+    # Nobody writes or commits unless a rank was told so, and what one was told holds for all. A
+    # message that was sent may still be lost with the process.
     assert ends["before Write 0"] == 1
-    assert ends["before Write 1"] is ends["after Write 1"] is ends["before Commit 0"] is None
+    assert {ends["before Write 1"], ends["after Write 1"]} <= {1, None}
+    assert ends["before Commit 0"] is None
     # All replicas commit in any order, but those of the engine one after the other.
-    assert ends["before Commit 2"] == ends["after Commit 2"] == 2
+    assert {ends["before Commit 2"], ends["after Commit 2"]} <= {2, None}
 
 
 # A rank of the engine.
