@@ -7,12 +7,13 @@ fetch that failed, and after `close`, no byte arrives any more: its socket is cl
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 
 from flyweight.errors import FlyweightError, TransportError
+from flyweight.live.messages import Filled, Free, Has, Message, Unread
 from flyweight.memory import Buffer
 from flyweight.transports.network import NetworkHandle, NetworkTransport
 
@@ -33,15 +34,14 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A bucket has arrived in staging, or why it has not; for the thread that runs the round."""
+    """A bucket has arrived in staging; for the thread that runs the round."""
 
     round: int
     bucket: int
-    error: FlyweightError | None = None
 
 
 class Fetches:
-    """The fetches of one round. `add` each bucket once it is full, and `free` it once unpacked."""
+    """The fetches of one round, in threads of their own."""
 
     def __init__(
         self,
@@ -51,21 +51,34 @@ class Fetches:
         *,
         timeout_seconds: float,
         on_progress: Callable[[int], None],
+        send: Callable[[Message], None],
         on_fetched: Callable[[Fetched], None],
     ) -> None:
         """Start the threads.
 
-        wanted: the buckets that may be added.
+        wanted: the buckets that may be fetched.
         timeout_seconds: a fetch fails if no byte comes for this long.
         on_progress: called with the number of bytes that have arrived since the last call.
-        on_fetched: called once for each bucket that was added; both are called in the threads.
+        send: sends a message to the publisher.
+        on_fetched: called once for each bucket that has arrived.
         """
         self._round, self._wanted, self._transport = round_, wanted, transport
         self._timeout_seconds, self._on_progress = timeout_seconds, on_progress
-        self._on_fetched = on_fetched
+        self._send, self._on_fetched = send, on_fetched
         self._changed = threading.Condition()
-        self._full: deque[int] = deque()
-        self._slots_in_use: set[int] = set()
+        self._full: list[int] = []
+        """The buckets to fetch, in order."""
+        self._handles: dict[int, NetworkHandle | None] = {}
+        """Where each bucket is read, if not from the publisher."""
+        self._attempts: Counter[int] = Counter()
+        self._slot_users: dict[int, int] = {}
+        """The bucket that each slot of staging is for."""
+        self._running: set[int] = set()
+        self._arrived: set[int] = set()
+        self._freed: list[int] = []
+        """The buckets whose slots are to be freed."""
+        self.lent: dict[int, NetworkHandle] = {}
+        """Staging that others may read."""
         self._is_over = False
         num_places = len({each.handle.place for each in wanted.values()})
         count = min(_STREAMS_PER_PLACE * num_places, _MAX_THREADS, len(wanted))
@@ -82,24 +95,31 @@ class Fetches:
                 f"cannot start a thread: {cause}; raise the limit, ulimit -u"
             ) from cause
 
-    def add(self, bucket: int) -> None:
-        """Fetch a bucket, which is full, as soon as its staging is free."""
+    def take(self, message: object) -> bool:
+        """Do what the publisher says of a bucket, if it is one of these; else return False."""
+        if not isinstance(message, Filled | Free):
+            return False
+        bucket = message.bucket
+        if message.round != self._round or bucket not in self._wanted:
+            return False
         with self._changed:
-            self._full.append(bucket)
-            self._changed.notify()
-
-    def free(self, bucket: int) -> None:
-        """Free the staging of a bucket that was fetched."""
-        with self._changed:
-            self._slots_in_use.discard(self._wanted[bucket].slot)
+            if isinstance(message, Free):
+                self._freed.append(bucket)
+            elif bucket not in self._arrived:
+                self._handles[bucket] = message.handle
+                self._attempts[bucket] += 1  # a fetch from elsewhere that runs ends now
+                if bucket not in self._full and bucket not in self._running:
+                    self._full.append(bucket)
             self._changed.notify_all()
+        return True
 
     def close(self) -> bool:
         """End all fetches; return True if none can write to staging any more."""
         with self._changed:
             self._is_over = True
+            is_running = bool(self._running)
             self._changed.notify_all()
-        if self._slots_in_use:
+        if is_running:
             self._transport.interrupt()
         deadline = monotonic() + _CLOSE_SECONDS
         for each in self._threads:
@@ -108,30 +128,80 @@ class Fetches:
         return not any(each.is_alive() for each in self._threads)
 
     def _run(self) -> None:
-        while (bucket := self._next()) is not None:
-            fetch, error = self._wanted[bucket], None
-            try:
-                self._transport.fetch(
-                    fetch.handle,
-                    fetch.into,
-                    timeout_seconds=self._timeout_seconds,
-                    on_progress=self._on_progress,
-                    is_over=lambda: self._is_over,
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_over or self._freed or self._next() is not None
                 )
-            except FlyweightError as found:
-                error = found
-            except Exception as found:  # an error in our own code, which must end the round
-                error = TransportError(f"{type(found).__name__}: {found}")
-            self._on_fetched(Fetched(self._round, bucket, error))
+                if self._is_over:
+                    return
+                freed, bucket = self._freed.pop() if self._freed else None, None
+                if freed is None and (bucket := self._next()) is not None:
+                    self._full.remove(bucket)
+                    self._running.add(bucket)
+                    self._slot_users[self._wanted[bucket].slot] = bucket
+            if freed is not None:
+                self._free(freed)
+            elif bucket is not None:
+                self._fetch(bucket)
 
     def _next(self) -> int | None:
-        """Wait for a bucket that is full and whose staging is free; None if all is over."""
-        with self._changed:
-            while not self._is_over:
-                for bucket in self._full:
-                    if (slot := self._wanted[bucket].slot) not in self._slots_in_use:
-                        self._slots_in_use.add(slot)
-                        self._full.remove(bucket)
-                        return bucket
-                self._changed.wait()
+        """Return the first bucket whose slot of staging is free, or reserved for it."""
+        for bucket in self._full:
+            if self._slot_users.get(self._wanted[bucket].slot, bucket) == bucket:
+                return bucket
         return None
+
+    def _fetch(self, bucket: int) -> None:
+        fetch, attempt = self._wanted[bucket], self._attempts[bucket]
+        told = self._handles[bucket]
+        error: FlyweightError | None = None
+        try:
+            self._transport.fetch(
+                fetch.handle if told is None else _read_from(told, fetch),
+                fetch.into,
+                timeout_seconds=self._timeout_seconds,
+                on_progress=self._on_progress,
+                is_over=lambda: self._is_over or self._attempts[bucket] != attempt,
+            )
+        except FlyweightError as found:
+            error = found
+        except Exception as found:  # an error in our own code, which must end the round
+            error = TransportError(f"{type(found).__name__}: {found}")
+        with self._changed:
+            self._running.discard(bucket)
+            if error is not None:
+                if self._attempts[bucket] != attempt:
+                    self._full.insert(0, bucket)  # it is read from somebody else now
+                    self._changed.notify_all()
+                    return
+            else:
+                self._arrived.add(bucket)
+                if self._transport.can_offer:
+                    self.lent[bucket] = self._transport.offer(fetch.into)
+        if error is None:
+            self._send(Has(self._round, bucket, self.lent.get(bucket)))
+            self._on_fetched(Fetched(self._round, bucket))
+        elif not self._is_over:
+            key, kind = "" if told is None else told.key, type(error).__name__
+            self._send(Unread(self._round, bucket, key, kind, str(error)))
+
+    def _free(self, bucket: int) -> None:
+        """End what others still read of a bucket, and let another one take its slot."""
+        handle = self.lent.pop(bucket, None)
+        if handle is not None:
+            self._transport.release(handle)
+        with self._changed:
+            slot = self._wanted[bucket].slot
+            if self._slot_users.get(slot) == bucket:
+                del self._slot_users[slot]
+            self._changed.notify_all()
+
+
+def _read_from(holder: NetworkHandle, fetch: Fetch) -> NetworkHandle:
+    """Return the handle of another replica's staging; its bucket has the bytes of ours."""
+    if holder.nbytes != fetch.into.nbytes:
+        raise TransportError(
+            f"another replica has {holder.nbytes} bytes of a bucket of {fetch.into.nbytes}"
+        )
+    return holder

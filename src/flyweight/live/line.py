@@ -22,7 +22,8 @@ from flyweight.live.tcp_address import TcpAddress
 from flyweight.proofs import proof
 from flyweight.ranks.run_directory import run_directory
 from flyweight.transports.cuda_ipc import CudaIpcTransport
-from flyweight.transports.data_sockets import DataConnection
+from flyweight.transports.data_sockets import DataConnection, DataServer
+from flyweight.transports.data_sockets import Welcome as DataWelcome
 from flyweight.transports.fd_passing import ANSWER_SECONDS, FdConnection, check_files
 from flyweight.transports.network import NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -40,7 +41,7 @@ class LocalLine:
     secret: str
     """What a `Hello` shows: the token."""
 
-    is_remote, curve = False, None
+    is_remote, can_forward, curve = False, False, None
 
     @property
     def endpoint(self) -> str:
@@ -85,8 +86,14 @@ class RemoteLine:
     token: str
     curve: CurveClient | None
     """What encrypts messages, if they are."""
+    server: DataServer | None
+    """Where other replicas read what this one has, if they may."""
 
     is_remote = True
+
+    @property
+    def can_forward(self) -> bool:
+        return self.server is not None
 
     @property
     def endpoint(self) -> str:
@@ -108,7 +115,12 @@ class RemoteLine:
         return Transports(
             SharedMemoryTransport(),
             CudaIpcTransport(),
-            NetworkTransport(connection=self.files, token=self.token),
+            NetworkTransport(
+                server=self.server,
+                connection=self.files,
+                token=self.token,
+                place_host=self.files.local_host,
+            ),
         )
 
     def check_same(self, welcome: Welcome) -> None:
@@ -118,6 +130,8 @@ class RemoteLine:
 
     def close(self) -> None:
         self.files.close()
+        if self.server is not None:
+            self.server.close()
 
 
 def hello_proof(token: str, session: str, line: str) -> str:
@@ -134,10 +148,14 @@ def opened_line(
     curve: CurveClient | None,
     deadline: float,
     is_over: IsOver = lambda: False,
+    *,
+    can_forward: bool = False,
 ) -> Line:
     """Connect to the publisher at an address; raise PeerLost if there is none.
 
     A publisher that does not answer is waited for until the deadline, some seconds at most.
+
+    can_forward: whether other replicas may read what this one has, if it is on another host.
     """
     check_files()
     timeout_seconds = max(min(ANSWER_SECONDS, deadline - monotonic()), _MIN_ANSWER_SECONDS)
@@ -153,10 +171,22 @@ def opened_line(
             local = Address.parse(remote.welcome.local)
             line = _local_line(local, token, timeout_seconds, is_over)
         except FlyweightError:  # a container that does not see the publisher's directory
-            return RemoteLine(address, remote, token, curve)
+            pass
+        else:
+            remote.close()
+            return line
+    server = _forwarding_server(remote, token) if can_forward else None
+    return RemoteLine(address, remote, token, curve, server)
+
+
+def _forwarding_server(remote: DataConnection, token: str) -> DataServer:
+    """Return a server for other replicas, at the interface by which the publisher is reached."""
+    welcome = DataWelcome(control_port=0, session=remote.welcome.session, host=identity())
+    try:
+        return DataServer(remote.local_host, token=token, welcome=welcome)
+    except FlyweightError:
         remote.close()
-        return line
-    return RemoteLine(address, remote, token, curve)
+        raise
 
 
 def _local_line(

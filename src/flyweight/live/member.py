@@ -85,6 +85,9 @@ class Member:
         return f"{self.name!r}{rank}"
 
 
+RoundEvent = Event | messages.Has | messages.Emptied | messages.Unread
+
+
 @dataclass(eq=False)
 class MemberRound:
     """One member in a round."""
@@ -93,8 +96,8 @@ class MemberRound:
     agreement: Agreement
     offer: RoundOffer
     begin: messages.Begin
-    feed: WeakMethod[Callable[[MemberRound, Event | None, FlyweightError | None], None]] = field(
-        init=False
+    feed: WeakMethod[Callable[[MemberRound, RoundEvent | None, FlyweightError | None], None]] = (
+        field(init=False)
     )
     """The round that takes events. Weak: a cycle of references would keep tensors alive."""
     last_progress: float = 0.0
@@ -118,6 +121,11 @@ class MemberRound:
     @property
     def rank(self) -> int:
         return self.member.hello.rank
+
+    @property
+    def is_remote(self) -> bool:
+        """True if it reads over the network."""
+        return self.agreement.whole.is_remote
 
     @property
     def report(self) -> ReplicaReport:
@@ -161,7 +169,9 @@ class MemberRound:
         match message:
             case messages.Emptied(bucket=bucket):
                 self.emptied.add(bucket)
-                self._feed(None)
+                self._feed(message)
+            case messages.Has() | messages.Unread():
+                self._feed(message)
             case messages.Drained():
                 self._feed(Reported(name, rank, "drained"))
             case messages.Copied():
@@ -185,11 +195,11 @@ class MemberRound:
 
     def lose(self, error: FlyweightError) -> None:
         """End the round for a member that is gone."""
-        if self.is_running:
-            self.is_gone = True
-            self._feed(Failed(self.member.replica, self.rank, str(error)), error)
+        self.is_gone = True
+        failed = Failed(self.member.replica, self.rank, str(error))
+        self._feed(failed if self.is_running else None, error)
 
-    def _feed(self, event: Event | None, error: FlyweightError | None = None) -> None:
+    def _feed(self, event: RoundEvent | None, error: FlyweightError | None = None) -> None:
         if (feed := self.feed()) is not None:
             feed(self, event, error)
 

@@ -40,6 +40,10 @@ class Hello(Message, frozen=True):
     num_ranks: int = 1
     decisions: str = ""
     """The id of the directory where a replica of several ranks stores what is decided for all."""
+    host: str = ""
+    """An id of its host; those of one host read from each other first."""
+    can_forward: bool = False
+    """True if other replicas can read from its staging."""
 
 
 class Welcome(Message, frozen=True):
@@ -161,7 +165,39 @@ class Begin(Message, frozen=True):
 
 
 class Filled(Message, frozen=True):
-    """Publisher: a bucket is in its slot, ready to be read."""
+    """Publisher: a bucket is in its slot, ready to be read.
+
+    A member on another host may be told so again: then it reads from somebody else.
+    """
+
+    round: int
+    bucket: int
+    handle: NetworkHandle | None = None
+    """Where another replica has it; None if it is read from the publisher."""
+
+
+class Has(Message, frozen=True):
+    """Replica on another host: a bucket is in its staging."""
+
+    round: int
+    bucket: int
+    handle: NetworkHandle | None
+    """Where others can read it; None if they cannot."""
+
+
+class Unread(Message, frozen=True):
+    """Replica on another host: could not read a bucket from where it was told to."""
+
+    round: int
+    bucket: int
+    key: str
+    """The key of the handle; "" for the publisher's."""
+    kind: str
+    text: str
+
+
+class Free(Message, frozen=True):
+    """Publisher: nobody needs a bucket in the replica's staging any more."""
 
     round: int
     bucket: int
@@ -276,9 +312,9 @@ class News(Message, frozen=True):
     replicas: tuple[ReplicaNews, ...]
 
 
-InRound = Emptied | Drained | Copied | Done | Committed | Fault | Tick
+InRound = Has | Unread | Emptied | Drained | Copied | Done | Committed | Fault | Tick
 """What a member says to the round that it is in."""
 FromReplica = Hello | Want | Ask | Withdraw | InRound | Bye
 Answer = Welcome | Agreed | Refusal | Denied | Kept
 """What a publisher says to a replica outside of a round."""
-FromPublisher = Answer | Begin | Filled | Going | Write | Commit | Abort | Tick | Bye | News
+FromPublisher = Answer | Begin | Filled | Free | Going | Write | Commit | Abort | Tick | Bye | News

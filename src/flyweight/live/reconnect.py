@@ -69,7 +69,9 @@ class Reconnect:
         def is_ended() -> bool:
             return is_over() or not self._is_open
 
-        line = opened_line(self._address, self._token, self._curve, deadline, is_ended)
+        line = opened_line(
+            self._address, self._token, self._curve, deadline, is_ended, can_forward=True
+        )
         connection = self._joining = ReplicaConnection(
             line, self._name, rank=self._ranks[0], num_ranks=self._ranks[1]
         )

@@ -104,10 +104,13 @@ class RemoteSource:
         """What arrives in each bucket."""
         self.fetches: dict[int, Fetch] = {}
         """The buckets that must be fetched from another host."""
+        self.lent: list[NetworkHandle] = []
+        """Staging that other replicas may still read, after the round."""
 
     def open(self, begin: Begin) -> None:
         """Map the memory that a round uses, all or nothing, unless the last round used it too."""
         memory = begin.memory
+        self._take_back()
         if memory is None:
             if self._lists is None or self._lists != begin.lists:
                 raise TransportError(f"the publisher refers to lists {begin.lists}, never sent")
@@ -240,7 +243,7 @@ class RemoteSource:
                 )
         staging = self._staging(len(handles), max((sizes[n] for n in handles), default=0.0))
         self.fetches = {}
-        for index, (number, handle) in enumerate(handles.items()):
+        for index, (number, handle) in enumerate(sorted(handles.items())):
             memory_of = staging[index % len(staging)]
             into = Buffer.flat_at(memory_of.address, int(sizes[number]), memory_of)
             needed = msgspec.structs.replace(handle, nbytes=into.nbytes)
@@ -330,12 +333,19 @@ class RemoteSource:
         if len(index) and not 0 <= index.min() <= index.max() < count:
             raise TransportError(f"the publisher refers to {what} {index.max()} of {count}")
 
+    def _take_back(self) -> None:
+        """Let other replicas no longer read staging, which is about to change."""
+        for handle in self.lent:
+            self.transports.of(handle).release(handle)
+        self.lent = []
+
     def forget(self) -> None:
         """Open everything anew in the next round, and use other staging."""
         self.buckets, self.fetches, self._lists = {}, {}, None
 
     def close(self) -> None:
         """Unmap all memory, and close the transports."""
+        self._take_back()
         for handle in self._handles:
             self.transports.of(handle).close_handle(handle)
         self._handles = set()

@@ -26,9 +26,10 @@ from flyweight.errors import (
     error_named,
 )
 from flyweight.forks import call_in_child
+from flyweight.host import identity
 from flyweight.live import frames, messages
 from flyweight.live.connection import HEARTBEATS, Connection
-from flyweight.live.fetch import Fetched
+from flyweight.live.fetch import Fetched, Fetches
 from flyweight.live.line import Line
 from flyweight.live.remote_source import RemoteSource
 from flyweight.ports import UpdateOptions
@@ -75,6 +76,7 @@ class ReplicaConnection:
         """How much is copied in the round under way; heartbeats report it."""
         self._changed = threading.Condition()
         self._inbox: deque[frames.FromPublisher | Fetched] = deque()
+        self._fetches: Fetches | None = None
         self._error: FlyweightError | None = None
         self._last_seen = monotonic()
         self._silence_seconds = float("inf")
@@ -104,7 +106,16 @@ class ReplicaConnection:
             self._connection.start()
             decisions = directory_id(line.directory) if num_ranks > 1 else ""
             hello = messages.Hello(
-                line.secret, name, os.getpid(), line.files.name, role, rank, num_ranks, decisions
+                line.secret,
+                name,
+                os.getpid(),
+                line.files.name,
+                role,
+                rank,
+                num_ranks,
+                decisions,
+                identity(),
+                line.can_forward,
             )
             self.send(hello)
             self._closing = stack.pop_all()
@@ -193,6 +204,13 @@ class ReplicaConnection:
 
     def send(self, message: messages.Message) -> None:
         self._connection.send(message)
+
+    def attach(self, fetches: Fetches | None) -> None:
+        """Pass on what the publisher says of buckets, as it arrives; None ends that."""
+        with self._changed:
+            self._fetches = fetches
+            if fetches is not None:
+                self._inbox = deque(each for each in self._inbox if not fetches.take(each))
 
     def post(self, event: Fetched) -> None:
         """Let the thread that waits for messages know of an event on this side."""
@@ -294,6 +312,9 @@ class ReplicaConnection:
                     is_same = self._line.files.is_open
                     gone = PeerLost(f"the publisher at {self.address} is gone")
                     self._lose(error_named(kind, text) if is_same else gone)
+                case messages.Filled() | messages.Free() if self._fetches is not None:
+                    if not self._fetches.take(message):
+                        self._inbox.append(message)
                 case messages.Begin(ask=number) if number != self._open_request:
                     self._decline(message)
                 case messages.Going():

@@ -121,13 +121,18 @@ class ReplicaRound:
                 network,
                 timeout_seconds=self._timeout_seconds,
                 on_progress=self._on_fetch_progress,
+                send=self.connection.send,
                 on_fetched=self.connection.post,
             )
+            self.connection.attach(self._fetches)
 
     def close(self) -> None:
         """End all reading; what was not received yet never comes. Safe to repeat."""
-        if self._fetches is not None and not self._fetches.close():
-            self.source.forget()  # a thread may still write to that staging
+        if self._fetches is not None:
+            self.connection.attach(None)
+            if not self._fetches.close():
+                self.source.forget()  # a thread may still write to that staging
+            self.source.lent += self._fetches.lent.values()
 
     def check_running(self) -> None:
         """Raise if the publisher is gone or has aborted the round."""
@@ -173,30 +178,17 @@ class ReplicaRound:
 
     def next_bucket(self) -> int:
         """Wait for the next bucket and return its number."""
-        while True:
-            message = self._early.popleft() if self._early else self._next("a bucket")
-            match message:
-                case Fetched(bucket=bucket, error=error):
-                    if error is not None:
-                        raise error
-                    self.connection.send(messages.Emptied(self.begin.round, bucket))
-                    return bucket
-                case messages.Filled(bucket=bucket):
-                    if bucket not in self._missing_buckets:
-                        raise TransportError(f"bucket {bucket} was not announced, or came twice")
-                    self._missing_buckets.remove(bucket)
-                    if bucket not in self.source.fetches or self._fetches is None:
-                        return bucket
-                    self._fetches.add(bucket)
-                case _:
-                    raise TransportError("the publisher commits the round before its last bucket")
+        message = self._early.popleft() if self._early else self._next("a bucket")
+        if not isinstance(message, messages.Filled | Fetched):
+            raise TransportError("the publisher commits the round before its last bucket")
+        if message.bucket not in self._missing_buckets:
+            raise TransportError(f"bucket {message.bucket} was not announced, or came twice")
+        self._missing_buckets.remove(message.bucket)
+        return message.bucket
 
     def bucket_emptied(self, bucket: int) -> None:
         """Free the slot of a bucket, whose bytes are copied."""
-        if self._fetches is not None and bucket in self.source.fetches:
-            self._fetches.free(bucket)
-        else:
-            self.connection.send(messages.Emptied(self.begin.round, bucket))
+        self.connection.send(messages.Emptied(self.begin.round, bucket))
 
     def copied(self) -> None:
         """Say that no memory of the publisher is read any more; digests may follow."""

@@ -25,7 +25,8 @@ from flyweight.errors import (
 from flyweight.live import messages
 from flyweight.live.bucket_slots import Fill
 from flyweight.live.connection import Connection, spin_seconds
-from flyweight.live.member import MemberRound
+from flyweight.live.fanned_out import FannedOut
+from flyweight.live.member import MemberRound, RoundEvent
 from flyweight.live.published_model import PublishedVersion
 from flyweight.live.rank_messages import Released
 from flyweight.live.report import ReplicaReport
@@ -98,6 +99,8 @@ class RunningRound:
         """The buckets that are full, or were."""
         self._filled_elsewhere: set[int] = set()
         """The buckets of other ranks that are full, and that some member has not emptied."""
+        remote = [each for each in members if each.is_remote]
+        self._fanned_out = FannedOut(number, remote, send=self._send, give_up=self._fail)
         self._deadline = float("inf")
         self._started, self._last_going = perf_counter(), 0.0
         self.digest_seconds = 0.0
@@ -132,6 +135,7 @@ class RunningRound:
         with self._changed:
             for rank in range(self._num_ranks):  # all of them have offered their memory
                 self._feed(SourceReady(rank))
+            self._fanned_out.start()
 
     def abort(self, error: FlyweightError) -> None:
         """End the round for all replicas that have not committed."""
@@ -143,10 +147,15 @@ class RunningRound:
     # What happened, and what follows from it.
 
     def on_event(
-        self, member: MemberRound, event: Event | None, error: FlyweightError | None
+        self, member: MemberRound, event: RoundEvent | None, error: FlyweightError | None
     ) -> None:
         """Handle what a member says, or that it is gone."""
         with self._changed:
+            if isinstance(event, messages.Has | messages.Emptied | messages.Unread):
+                self._fanned_out.on_message(member, event)
+                event = None
+            elif member.is_gone:
+                self._fanned_out.lost(member)
             if isinstance(event, Reported) and event.step == "done":
                 error = self._mismatch(member)
                 if error is not None:
@@ -175,7 +184,7 @@ class RunningRound:
                     self._send(member, member.begin)
                     # Other ranks fill their buckets as soon as they have offered them.
                     for bucket in member.buckets & self._filled:
-                        self._send(member, messages.Filled(self.number, bucket))
+                        self._send_filled(member, bucket)
                 case "write":
                     member.last_progress = now
                     self._send(member, messages.Write(self.number))
@@ -193,6 +202,7 @@ class RunningRound:
         if member.member.hello.num_ranks > 1 and not member.is_gone:
             error = type(error)(action.reason)
         member.error, member.is_touched = error, action.is_touched
+        self._fanned_out.lost(member)
         if member.has_begun and not member.is_gone:
             kind, text = type(error).__name__, str(error)
             self._send(member, messages.Abort(self.number, kind, text, action.is_touched))
@@ -239,7 +249,10 @@ class RunningRound:
         return [member for member in self.members if member.is_running]
 
     def _is_empty(self, bucket: int) -> bool:
-        return all(each.has_emptied(bucket) for each in self._running())
+        """True if nobody reads a bucket from its slot any more."""
+        return self._fanned_out.is_free(bucket) and all(
+            each.is_remote or each.has_emptied(bucket) for each in self._running()
+        )
 
     def _wait_empty(self, bucket: int) -> None:
         def waited_for() -> Iterator[tuple[MemberRound, str]]:
@@ -254,13 +267,18 @@ class RunningRound:
         """Tell the members that need a bucket that it is full."""
         with self._changed:
             self._filled.add(bucket)
+            self._fanned_out.filled(bucket)
             for member in self._running():
                 if bucket in member.buckets and member.has_begun:
-                    member.last_progress = monotonic()  # only now it has something to do
-                    self._send(member, messages.Filled(self.number, bucket))
+                    self._send_filled(member, bucket)
             if bucket % self._num_ranks:
                 self._filled_elsewhere.add(bucket)
         self._relay_emptied()
+
+    def _send_filled(self, member: MemberRound, bucket: int) -> None:
+        if not member.is_remote:  # else the fan-out tells it from whom to read
+            member.last_progress = monotonic()  # only now it has something to do
+            self._send(member, messages.Filled(self.number, bucket))
 
     def _relay_emptied(self) -> None:
         """Tell other ranks which of their buckets all members have emptied."""
@@ -280,8 +298,10 @@ class RunningRound:
 
     def _waited_for(self) -> Iterator[tuple[MemberRound, str]]:
         """Yield the members that the round waits for, and what each has not done."""
-        missing = waiting_for(self._state)
+        missing, idle = waiting_for(self._state), self._fanned_out.check_slow()
         for each in self._running():
+            if each.member.id.hex() in idle and each.done is None:
+                each.last_progress = monotonic()  # it waits for another member
             if (what := missing.get((each.member.replica, each.rank))) is not None:
                 yield each, what
 
@@ -328,5 +348,7 @@ class RunningRound:
             self.abort(TransferTimeout(late))
             return
         text = f"replica {member.member.label} is late: it has not {what} in "
-        error = TransferTimeout(f"{text}{monotonic() - member.last_progress:.3g} s")
+        self._fail(member, TransferTimeout(f"{text}{monotonic() - member.last_progress:.3g} s"))
+
+    def _fail(self, member: MemberRound, error: FlyweightError) -> None:
         self._feed(Failed(member.member.replica, member.rank, str(error)), error)

@@ -90,6 +90,11 @@ class NetworkTransport:
 
     # The side that offers.
 
+    @property
+    def can_offer(self) -> bool:
+        """True if this process has a server that others can read from."""
+        return self._server is not None
+
     def offer(self, buffer: Buffer) -> NetworkHandle:
         flat = _on_host(buffer).flat()
         if flat is None:

@@ -1,0 +1,135 @@
+"""FannedOut: the members of a round that read over the network, from the source and each other.
+
+`forwarding.py` decides who reads which bucket from whom. This sends its actions to the members and
+feeds it what they say. A member that reads is told the handle of the holder's staging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from flyweight.errors import FlyweightError, PeerLost, error_named
+from flyweight.live import messages
+from flyweight.live.fetch import STAGING_SLOTS
+from flyweight.live.forwarding import SOURCE, Action, Forwarding, Free, GiveUp, Read, SourceFree
+from flyweight.live.member import MemberRound
+from flyweight.plans.fanout import Node, fan_out
+from flyweight.transports.network import NetworkHandle
+
+_SLOW_SECONDS = 3.0
+"""Nobody reads any more from a member that makes no progress for this long."""
+
+
+class FannedOut:
+    """The fan-out of one round; the lock of the round guards it."""
+
+    def __init__(
+        self,
+        round_: int,
+        members: Sequence[MemberRound],
+        *,
+        send: Callable[[MemberRound, messages.Message], None],
+        give_up: Callable[[MemberRound, FlyweightError], None],
+    ) -> None:
+        """Plan who reads from whom.
+
+        members: all who read over the network.
+        send: sends a message to a member.
+        give_up: called for a member that cannot get all its buckets.
+        """
+        self._round, self._send, self._give_up = round_, send, give_up
+        self.members = {each.member.id.hex(): each for each in members}
+        nodes, buckets, packed = [], {}, set()
+        for name, each in self.members.items():
+            hello, memory = each.member.hello, each.offer.memory
+            group = str(each.offer.lists)
+            nodes.append(Node(name, hello.host or name, group, hello.can_forward, STAGING_SLOTS))
+            buckets[group] = sorted(memory.bucket_slots)
+            # What is gathered has no slot of the source, but a number below 0.
+            packed |= {bucket for bucket, slot in memory.bucket_slots.items() if slot >= 0}
+        self.buckets = frozenset(bucket for some in buckets.values() for bucket in some)
+        self._forwarding = Forwarding(fan_out(nodes), buckets, packed=packed)
+        self._free_at_source: set[int] = set()
+        self._handles: dict[tuple[str, int], NetworkHandle] = {}
+        """Where each member has a bucket for others to read."""
+        self._told: dict[tuple[str, int], tuple[str, str]] = {}
+        """The holder, and its key, that a member was told last to read a bucket from."""
+        self._errors: dict[str, FlyweightError] = {}
+        self._slow: set[str] = set()
+        self._early: list[int] | None = []
+        """The buckets that were filled before the members knew of the round; then None."""
+
+    def start(self) -> None:
+        """Let the members read: they all know of the round, apart from those that are lost."""
+        for name, each in self.members.items():
+            if not each.is_running:
+                self._carry_out(self._forwarding.lost(name))
+        self._carry_out(self._forwarding.start())
+        early, self._early = self._early or [], None
+        for bucket in early:
+            self.filled(bucket)
+
+    def filled(self, bucket: int) -> None:
+        """Let members read a bucket that the source has filled."""
+        if self._early is not None:
+            self._early.append(bucket)
+        else:
+            self._carry_out(self._forwarding.filled(bucket))
+
+    def is_free(self, bucket: int) -> bool:
+        """True if nobody reads a packed bucket from the source any more."""
+        return bucket not in self.buckets or bucket in self._free_at_source
+
+    def lost(self, member: MemberRound) -> None:
+        """Let nobody read from a member that is gone or has failed."""
+        self._carry_out(self._forwarding.lost(member.member.id.hex()))
+
+    def on_message(
+        self, member: MemberRound, message: messages.Has | messages.Emptied | messages.Unread
+    ) -> None:
+        """Handle what a member says of a bucket."""
+        name, bucket = member.member.id.hex(), message.bucket
+        match message:
+            case messages.Has(handle=handle):
+                if handle is not None:
+                    self._handles[name, bucket] = handle
+                self._carry_out(self._forwarding.has(name, bucket))
+            case messages.Emptied():
+                self._carry_out(self._forwarding.emptied(name, bucket))
+            case messages.Unread(key=key, kind=kind, text=text):
+                holder, told = self._told.get((name, bucket), ("", ""))
+                if key != told:
+                    return  # it was told meanwhile to read elsewhere
+                self._errors[name] = error_named(kind, text)
+                if holder != SOURCE:  # or each next bucket would be tried there first
+                    self._carry_out(self._forwarding.slow(holder))
+                self._carry_out(self._forwarding.failed_read(name, bucket, holder))
+
+    def check_slow(self) -> set[str]:
+        """Let nobody read from members that make no progress; return those with nothing to do."""
+        now, busy = monotonic(), self._forwarding.waiting_for()
+        for name in busy:
+            if now - self.members[name].last_progress > _SLOW_SECONDS and name not in self._slow:
+                self._slow.add(name)
+                self._carry_out(self._forwarding.slow(name))
+        return self.members.keys() - busy.keys()
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Read(name, bucket, holder):
+                    handle = None if holder == SOURCE else self._handles[holder, bucket]
+                    key = "" if handle is None else handle.key
+                    self._told[name, bucket] = holder, key
+                    member = self.members[name]
+                    member.last_progress = monotonic()  # only now it has something to do
+                    self._send(member, messages.Filled(self._round, bucket, handle))
+                case Free(name, bucket):
+                    self._handles.pop((name, bucket), None)
+                    self._send(self.members[name], messages.Free(self._round, bucket))
+                case SourceFree(bucket):
+                    self._free_at_source.add(bucket)
+                case GiveUp(name, reason):
+                    error = self._errors.get(name) or PeerLost(reason)
+                    self._give_up(self.members[name], error)
