@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from child_processes import Child
-from flyweight.host import boot_id, exposure, has_room, opened, raise_file_limit
+from flyweight.host import boot_id, exposure, has_room, identity, opened, raise_file_limit
 
 
 def found(mode, user):
@@ -69,3 +69,12 @@ def test_there_is_room_for_as_many_files_as_can_be_opened_up_to_the_hard_limit(m
         room, num_opened, is_raised = child.result()
     assert room == num_opened >= 90 + more
     assert not is_raised
+
+
+def test_a_host_is_its_boot_unless_the_environment_names_it(monkeypatch):
+    monkeypatch.delenv("FLYWEIGHT_HOST", raising=False)
+    assert identity() == boot_id()
+    monkeypatch.setenv("FLYWEIGHT_HOST", "")
+    assert identity() == boot_id()
+    monkeypatch.setenv("FLYWEIGHT_HOST", "a")
+    assert identity() == "a"

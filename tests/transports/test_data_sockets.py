@@ -24,7 +24,7 @@ from flyweight.transports.data_sockets import DataConnection, DataServer, Welcom
 WELCOME = Welcome(4711, "session", "host", "unix:/somewhere")
 BIG = 64 << 20
 """More than the kernel keeps for a connection, so a reader that stops stops the sender."""
-PAUSED = 12 << 20
+PAUSED = 16 << 20
 """The same for a PausedRead."""
 
 
@@ -386,6 +386,14 @@ def test_there_is_a_limit_to_connections(server, monkeypatch):
     until(lambda: not server.knows(first.name), 2)
     connection_to(server).close()
     second.close()
+
+
+def test_two_first_connections_do_not_have_one_name(server, monkeypatch):
+    monkeypatch.setattr(data_sockets.secrets, "token_hex", lambda nbytes: "0" * 2 * nbytes)
+    with closing(connection_to(server)) as connection, pytest.raises(PeerLost, match="too many"):
+        connection_to(server)
+    assert connection.name == "0" * 16
+    connection_to(server, line=connection.name).close()
 
 
 def full_server(pipe):

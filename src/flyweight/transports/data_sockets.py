@@ -214,9 +214,8 @@ class DataServer:
     def _greet(self, peer: socket.socket) -> str:
         """Return the name of a first connection, "" for another one."""
         greeted = GreetedPeer(peer, self._token, monotonic() + GREETING_SECONDS)
-        is_first = greeted.greeting.is_first
-        line = greeted.greeting.line if is_first else ""
-        if not is_first:
+        line = greeted.greeting.line if greeted.greeting.is_first else ""
+        if not line:
             give_up_after(peer, UNREAD_SECONDS)
         return_after(peer, 0)
         with self._lock:
@@ -285,8 +284,7 @@ class DataConnection:
         token: what both sides must know.
         timeout_seconds: how long the greeting may take.
         is_over: checked while waiting; once it returns True, the wait ends early.
-        line: the name of this process's first connection, for a further one; "" for a first one,
-            whose end the server reports.
+        line: the name of this process's first connection; "" for that one, whose end is reported.
     """
 
     def __init__(
@@ -313,14 +311,9 @@ class DataConnection:
         try:
             connect(host, port, deadline, is_over, self._made)
             self.welcome = greet_server(
-                self._socket,
-                self._place,
-                self.name,
-                is_first=not line,
-                token=token,
-                deadline=deadline,
-                is_over=is_over,
-            )
+                self._socket, self._place, self.name,
+                is_first=not line, token=token, deadline=deadline, is_over=is_over,
+            )  # fmt: skip
         except DeadlinePassed as cause:
             raise TransferTimeout(
                 f"the process at {self._place} did not answer in {monotonic() - started:.3g} s"

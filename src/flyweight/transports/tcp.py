@@ -23,7 +23,7 @@ from flyweight.memory import Bytes
 LOST_SECONDS = 3
 """A link that carries nothing for so long counts as cut."""
 CHECK_SECONDS = 0.05
-_MAX_RECEIVE_BYTES = 4 << 20  # progress is reported at least that often
+_MAX_RECEIVE_BYTES = 8 << 20  # progress is reported at least that often
 _BACKLOG = 256
 _MAX_ROWS = 1024  # what one call of the kernel takes
 _PLACE = re.compile(r"(?:([A-Za-z0-9._-]{0,253})|\[([0-9A-Fa-f:.]{2,45})\]):([1-9][0-9]{0,4})")
