@@ -311,13 +311,34 @@ def fetch_in_child(reader, handle, pipe):
     return fetched(reader, handle) == DATA.tobytes()
 
 
-def test_a_forked_child_has_connections_of_its_own(offering, reader):
+@contextmanager
+def held(lock):
+    """Hold a lock in another thread."""
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            is_held.set()
+            is_over.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert is_held.wait(5)
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(20)
+
+
+def test_a_forked_child_has_connections_of_its_own(offering, reader, monkeypatch):
+    monkeypatch.setattr(network, "MAX_STREAMS", 2)
     handle = offering[1].offer(Buffer.of(DATA))
     fetched(reader, handle)
     busy = [Fetch(reader, handle) for _ in range(2)]
     assert all(each.has_some.wait(5) for each in busy)
-    with reader._changed, Child(fetch_in_child, reader, handle) as child:
-        assert child.result(5)
+    with held(reader._changed), Child(fetch_in_child, reader, handle) as child:
+        assert child.result(10)
     assert [each.end() for each in busy] == [None, None]
     assert fetched(reader, handle) == DATA.tobytes()
 
