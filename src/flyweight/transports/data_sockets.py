@@ -372,14 +372,9 @@ class DataConnection:
                 self._is_reading = is_mine = True
             view = memoryview(into).cast("B") if len(into) else memoryview(b"")
             read_offer(
-                self._socket,
-                self._place,
-                (key, offset),
-                view,
-                timeout_seconds=timeout_seconds,
-                on_progress=on_progress,
-                is_over=is_over,
-            )
+                self._socket, self._place, (key, offset), view,
+                timeout_seconds=timeout_seconds, on_progress=on_progress, is_over=is_over,
+            )  # fmt: skip
             is_complete = True
         finally:
             if is_mine:
