@@ -1,6 +1,7 @@
 """The connection for messages: garbage, other protocols, publishers that come and go."""
 
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -263,5 +264,32 @@ def test_a_peer_that_accepts_no_messages_is_lost_by_the_connections_thread(tmp_p
             connection.send(messages.Tick(), b"nobody")
         assert is_lost.wait(5)
         assert lost == [(b"nobody", "flyweight-connection")]
+    finally:
+        connection.close()
+
+
+def test_a_frame_over_the_limit_ends_its_senders_connection_before_it_is_read():
+    is_heard = threading.Event()
+    connection = Connection(
+        "tcp://127.0.0.1:0",
+        is_publisher=True,
+        on_frame=lambda sender, frame: is_heard.set(),
+        on_heartbeat=lambda now: None,
+        heartbeat_seconds=60,
+    )
+    connection.start()
+    greeting = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48)
+    ready = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
+    try:
+        with socket.create_connection(("127.0.0.1", connection.port), 5) as peer:
+            peer.sendall(greeting + ready)
+            answer = b""
+            while not answer.endswith(b"Identity\0\0\0\0"):  # the end of the handshake
+                answer += peer.recv(4096)
+            peer.sendall(b"\0\1x")
+            assert is_heard.wait(5)
+            peer.sendall(b"\2" + (frames.MAX_MESSAGE_BYTES + 1).to_bytes(8, "big"))
+            while peer.recv(4096):  # until it is closed
+                pass
     finally:
         connection.close()

@@ -1,13 +1,16 @@
-"""Keys for encrypted connections: their files, and what is refused as a key."""
+"""Keys for encrypted connections: their files, and what is refused as a key, and handshakes."""
 
+import errno
 import os
+from contextlib import closing
 
 import pytest
+import zmq
 
 from commands import flyweight
 from flyweight.errors import PeerRefused, SpecError, StoreError
 from flyweight.live.connection import Connection
-from flyweight.live.curve_keys import CurveClient, CurveKeys, CurveServer
+from flyweight.live.curve_keys import CurveClient, CurveKeys, CurveServer, Handshakes
 
 SERVER, CLIENT, OTHER = CurveKeys.make(), CurveKeys.make(), CurveKeys.make()
 
@@ -85,15 +88,23 @@ def test_what_is_no_file_is_refused(tmp_path):
             CurveKeys.read(tmp_path / name)
 
 
-def replica_with(curve):
+def connection(endpoint, **options):
     return Connection(
-        "ipc:///nowhere",
-        is_publisher=False,
+        endpoint,
         on_frame=lambda sender, frame: None,
         on_heartbeat=lambda now: None,
         heartbeat_seconds=1,
-        curve=curve,
+        **options,
     )
+
+
+def replica_with(curve):
+    connection("ipc:///nowhere", is_publisher=False, curve=curve)
+
+
+def listens_with(curve):
+    with closing(connection("inproc://unused", is_publisher=True)) as made:
+        made.listen("tcp://127.0.0.1:0", curve)
 
 
 WRONG = {
@@ -106,6 +117,7 @@ WRONG = {
     "no pair": lambda: CurveClient(SERVER.public, CLIENT.public),
     "a path for a name": lambda: SERVER.write("/tmp", "../keys"),
     "a server's at a replica": lambda: replica_with(CurveServer(SERVER)),
+    "a client's at a publisher": lambda: listens_with(CurveClient(SERVER.public)),
 }
 
 
@@ -121,3 +133,14 @@ def test_the_command_writes_keys(tmp_path):
     assert told["key"] == str(tmp_path / "k" / "trainer.key")
     text = flyweight("keys", tmp_path / "k", "--name", "trainer", code=6)
     assert "not overwritten" in " ".join(text.split())
+
+
+def test_one_handshake_without_an_end_is_no_refusal_but_two_are():
+    closed = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, errno.EPIPE)
+    for curve in (None, CurveClient(SERVER.public)):
+        handshakes = Handshakes(curve)
+        assert handshakes.refusal(*closed) is None  # a publisher that is being closed
+        assert handshakes.refusal(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, errno.EAGAIN) is None
+        assert handshakes.refusal(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0) is None
+        assert handshakes.refusal(*closed) is None
+        assert "ends the handshake" in handshakes.refusal(*closed)

@@ -140,6 +140,8 @@ class Connection:
 
         curve: encrypts what goes over this endpoint, and not over the first one.
         """
+        if not (curve is None or isinstance(curve, CurveServer)):
+            raise SpecError(f"curve is {type(curve).__name__}, expected CurveServer")
         self._curve = curve
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._set_curve()
