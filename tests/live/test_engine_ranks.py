@@ -17,7 +17,7 @@ from flyweight.errors import (
     TransferTimeout,
     VersionError,
 )
-from flyweight.live import replica_connection
+from flyweight.live import line, replica_connection
 from flyweight.live.rounds import Rounds
 from live_engines import LAYOUT, SECONDS, WHOLE, Engine, published, states
 
@@ -304,3 +304,30 @@ def test_replicas_of_other_layouts_join_while_a_round_runs(address, pool):
             assert [each.result(SECONDS).version for each in updates] == [1, 1]
             assert publisher.publish(2, num_replicas=2).failed == ()
             assert [each.result(SECONDS).version for each in later] == [2] * 3
+
+
+def test_ranks_decide_on_their_host(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(line, "identity", lambda: "another host")
+    monkeypatch.setenv("FLYWEIGHT_RUN_DIR", str(tmp_path))
+    model, token = {"w": WHOLE.copy()}, "t" * 32
+    with ExitStack() as stack:
+        publisher = stack.enter_context(fw.Publisher(model, "tcp://127.0.0.1:0", token=token))
+        halves = [{"w": np.zeros((3, 4))} for _ in range(2)]
+        ranks = [
+            stack.enter_context(
+                fw.Replica(
+                    half, str(publisher.address), token=token, name="engine", layout=LAYOUT,
+                    rank=rank, num_ranks=2,
+                )
+            )
+            for rank, half in enumerate(halves)
+        ]  # fmt: skip
+        for version in (1, 2):
+            model["w"] += 1
+            updates = [pool.submit(each.update, timeout_seconds=SECONDS) for each in ranks]
+            assert publisher.publish(version, num_replicas=1).failed == ()
+            assert [each.result(SECONDS).version for each in updates] == [version] * 2
+        assert np.concatenate([each["w"] for each in halves]).tobytes() == model["w"].tobytes()
+        (made,) = tmp_path.glob("decisions-*")
+        assert len(list(made.glob("*.2.*"))) == 2
+    assert list(tmp_path.glob("decisions-*")) == []
