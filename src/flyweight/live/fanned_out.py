@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
+from weakref import WeakMethod
 
 from flyweight.errors import FlyweightError, PeerLost, error_named
 from flyweight.live import messages
@@ -35,10 +36,12 @@ class FannedOut:
         """Plan who reads from whom.
 
         members: all who read over the network.
-        send: sends a message to a member.
-        give_up: called for a member that cannot get all its buckets.
+        send: a method that sends a message to a member.
+        give_up: a method that is called for a member that cannot get all its buckets. Both are
+            weak: a cycle of references would keep tensors alive.
         """
-        self._round, self._send, self._give_up = round_, send, give_up
+        self._round = round_
+        self._send_method, self._give_up_method = WeakMethod(send), WeakMethod(give_up)
         self.members = {each.member.id.hex(): each for each in members}
         nodes, buckets, packed = [], {}, set()
         for name, each in self.members.items():
@@ -116,6 +119,9 @@ class FannedOut:
         return self.members.keys() - busy.keys()
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
+        send, give_up = self._send_method(), self._give_up_method()
+        if send is None or give_up is None:
+            return  # the round is over
         for action in actions:
             match action:
                 case Read(name, bucket, holder):
@@ -124,12 +130,12 @@ class FannedOut:
                     self._told[name, bucket] = holder, key
                     member = self.members[name]
                     member.last_progress = monotonic()  # only now it has something to do
-                    self._send(member, messages.Filled(self._round, bucket, handle))
+                    send(member, messages.Filled(self._round, bucket, handle))
                 case Free(name, bucket):
                     self._handles.pop((name, bucket), None)
-                    self._send(self.members[name], messages.Free(self._round, bucket))
+                    send(self.members[name], messages.Free(self._round, bucket))
                 case SourceFree(bucket):
                     self._free_at_source.add(bucket)
                 case GiveUp(name, reason):
                     error = self._errors.get(name) or PeerLost(reason)
-                    self._give_up(self.members[name], error)
+                    give_up(self.members[name], error)
