@@ -22,6 +22,7 @@ import struct
 import weakref
 from contextlib import suppress
 from functools import cache
+from time import monotonic, sleep
 from typing import Any
 
 from flyweight.errors import MissingDependency, PeerLost, TransportError
@@ -29,6 +30,8 @@ from flyweight.transports.network_engines import NIXL_INSTALL, rdma_devices, var
 
 _MODULES = ("nixl_cu12", "nixl_cu13")
 _SIOCGIFADDR = 0x8915
+PAUSE_SECONDS = 0.0002
+"""The pause between two looks at a read: without one they are several times slower."""
 HOST, DEVICE = "DRAM", "VRAM"
 """NIXL's words for memory of the host and of a CUDA device."""
 
@@ -172,6 +175,19 @@ class Agent:
             return False
         self._call("release_xfer_handle", self._transfers.pop(number))
         return True
+
+    def drain(self, seconds: float) -> None:
+        """Wait for reads in flight, as long as one ends within `seconds`.
+
+        One that is cut off aborts the process at the other end, about every fourth time.
+        """
+        deadline = monotonic() + seconds
+        with suppress(PeerLost):
+            while self._transfers and monotonic() < deadline:
+                if self.is_done(next(iter(self._transfers))):
+                    deadline = monotonic() + seconds
+                else:
+                    sleep(PAUSE_SECONDS)
 
     def _check(self, state: str) -> str:
         if state == "ERR":

@@ -17,14 +17,14 @@ import numpy as np
 from flyweight.checks import check_seconds
 from flyweight.errors import HandleGone, PeerLost, TransferTimeout, TransportError
 from flyweight.memory import Buffer
-from flyweight.transports.nixl_agent import Agent
+from flyweight.transports.nixl_agent import PAUSE_SECONDS, Agent
 from flyweight.transports.read_messages import Description, Place, checked_place, decoded
 
 CHUNK_BYTES = 8 << 20
 """What one transfer brings: progress is seen, and the deadline renewed, once for each."""
-_PAUSE_SECONDS = 0.0002  # polling without a pause is several times slower on a busy machine
 _SPIN_SECONDS = 0.0005
 _WORD_BYTES = 8
+_DRAIN_SECONDS = 0.3
 
 
 class NixlSource:
@@ -123,7 +123,11 @@ class NixlReader:
                 wait = _Wait(timeout_seconds, is_over)
                 self._bring(found.address + offset, into, wait, on_progress)
                 self._check_word(found, wait)
+            except PeerLost:
+                self._close()
+                raise
             except BaseException:
+                self._agent.drain(_DRAIN_SECONDS)
                 self._close()
                 raise
 
@@ -157,7 +161,7 @@ class NixlReader:
                 wait.renew()
                 on_progress(size)
             else:
-                wait.pause(_PAUSE_SECONDS)
+                wait.pause(PAUSE_SECONDS)
 
     def _start(self, remote: int, local: int, size: int, device: int | None = None) -> int:
         return self._agent.start_read(self._peer, remote, local, size, device)
@@ -168,7 +172,7 @@ class NixlReader:
         number = self._start(remote, self._word.ctypes.data, _WORD_BYTES)
         started = monotonic()
         while not self._agent.is_done(number):
-            wait.pause(0 if monotonic() - started < _SPIN_SECONDS else _PAUSE_SECONDS)
+            wait.pause(0 if monotonic() - started < _SPIN_SECONDS else PAUSE_SECONDS)
         if int(self._word[0]) != place.word:
             raise HandleGone("the memory is no longer served")
 

@@ -95,17 +95,16 @@ class ReadProcess:
             self.control.setblocking(False)
             fds = [] if fd is None else [fd]
             socket.send_fds(self.control, [msgspec.json.encode(request)], fds)
-            if not readable.poll(1000 * max(deadline - monotonic(), 0)):
-                raise TransferTimeout(
-                    f"the process of {self._engine} did not answer in {seconds:g} s"
-                )
-            data = self.control.recv(MAX_MESSAGE_BYTES)
+            is_answered = bool(readable.poll(1000 * max(deadline - monotonic(), 0)))
+            data = self.control.recv(MAX_MESSAGE_BYTES) if is_answered else b""
             if data:
                 return _ANSWERS.decode(data)
         except OSError as cause:
             raise PeerLost(f"the process of {self._engine} {self._end}: {reason(cause)}") from cause
         except (msgspec.DecodeError, UnicodeDecodeError) as cause:
             raise TransportError(f"the process of {self._engine} sent no answer: {cause}") from None
+        if not is_answered:
+            raise TransferTimeout(f"the process of {self._engine} did not answer in {seconds:g} s")
         raise PeerLost(f"the process of {self._engine} {self._end}")
 
     @property

@@ -173,6 +173,7 @@ class ReadServer:
             os.close(region.fd)
         self._regions.clear()
         os.close(self._register_fd)
+        self._words = np.zeros(0, np.uint64)
 
     @property
     def _session(self) -> str:
