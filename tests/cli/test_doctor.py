@@ -105,3 +105,52 @@ def test_a_kernel_that_refuses_to_map_files_is_told_of_and_works(tmp_path):
     assert "mapped_reads no" in text[1]
     assert json.loads(data[1])["disk"]["mapped_reads"] is False
     assert is_whole
+
+
+NETWORK = """
+import json, sys
+from pathlib import Path
+sys.path[:] = [each for each in sys.path if not (Path(each) / sys.argv[1]).exists()]
+from click.testing import CliRunner
+from flyweight.cli import main
+for more in ([], ["--json"]):
+    done = CliRunner().invoke(main, ["doctor", *more])
+    print(json.dumps([done.exit_code, done.stdout, done.stderr]))
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_without_network_engines_doctor_says_how_to_install_them_and_imports_none():
+    text, data, modules = told(run_python(NETWORK, "nixl_cu12"))
+    assert (text[0], text[2], data[0], data[2]) == (0, "", 0, "")
+    assert "sockets: there is no RDMA device" in " ".join(text[1].split())
+    assert "not nixl" in text[1]
+    network = json.loads(data[1])["network"]
+    assert network["engine"] == "sockets"
+    assert network["why_not"].keys() == {"nixl", "mooncake"}
+    assert "pip install --no-deps nixl" in network["why_not"]["nixl"]
+    assert not {each.split(".")[0] for each in modules} & {"nixl_cu12", "nixl_cu13", "mooncake"}
+
+
+BROKEN = """
+import json, os
+from flyweight.transports import network_engines, read_process
+network_engines._installed = lambda packages: "1.5.1" if "nixl-cu12" in packages else ""
+network_engines.rdma_devices = lambda: ("card",)
+environment = read_process._environment
+read_process._environment = lambda: {**environment(), "PYTHONPATH": os.environ["BROKEN"]}
+from flyweight.verbs.describe import _network
+print(json.dumps(_network()))
+"""
+
+
+def test_an_engine_that_breaks_at_its_start_is_named_and_not_chosen(tmp_path, monkeypatch):
+    """The engine's process ends as if a library had crashed in it; this one goes on."""
+    package = tmp_path / "flyweight"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    monkeypatch.setenv("BROKEN", str(tmp_path))
+    (network,) = told(run_python(BROKEN))
+    assert network["engine"] == "sockets"
+    assert network["why_not"]["nixl"] == "the process of nixl ended with SIGSEGV"
+    assert network["why"].startswith("NIXL cannot be used")

@@ -102,6 +102,14 @@ def test_mooncake_is_usable_from_0_3_12_post1_on(monkeypatch, version, is_used):
     assert engines_here().mooncake == (version if is_used else "")
 
 
+@pytest.mark.parametrize(
+    ("version", "is_used"), [("1.5.1", True), ("1.10.0", True), ("1.5.0", False), ("0.9.0", False)]
+)
+def test_nixl_is_usable_from_1_5_1_on(monkeypatch, version, is_used):
+    monkeypatch.setattr(network_engines, "_installed", lambda packages: version)
+    assert engines_here().nixl == (version if is_used else "")
+
+
 def test_variables_are_set_for_a_moment_and_those_of_the_user_win(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "mine")
     monkeypatch.delenv("UCX_OTHER", raising=False)

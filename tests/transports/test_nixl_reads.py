@@ -116,6 +116,7 @@ def test_bytes_arrive_by_parts_and_whole_with_their_progress(server, source, sta
 
 
 @needs_nixl
+@pytest.mark.check
 def test_sealed_shared_memory_is_served_and_a_part_of_it(server, staging, tmp_path):
     fds = FdServer(tmp_path / "fds", token="t")
     transport = SharedMemoryTransport(fd_server=fds)
@@ -154,6 +155,7 @@ def size_of(line):
 
 
 @needs_nixl
+@pytest.mark.check
 def test_memory_forgotten_in_the_middle_of_a_read_is_gone(server, source, staging):
     reader, place = reader_of(server), server.place(source)
 
@@ -201,6 +203,7 @@ def only_release(agent):
 
 
 @needs_nixl
+@pytest.mark.check
 @pytest.mark.parametrize("is_fenced", [True, False])
 def test_after_a_deadline_not_one_byte_arrives(server, source, staging, is_fenced, monkeypatch):
     """The source stops, the read fails, the source changes and goes on.
@@ -236,6 +239,27 @@ def test_after_a_deadline_not_one_byte_arrives(server, source, staging, is_fence
 
 
 @needs_nixl
+@pytest.mark.check
+def test_the_end_of_a_forked_child_does_not_disturb_a_reader(server, source, staging):
+    reader, place = reader_of(server), server.place(source)
+
+    def fork(nbytes):
+        if (pid := os.fork()) == 0:
+            signal.alarm(5)
+            with suppress(BaseException):
+                reader.close()
+                reader._agent = None
+                gc.collect()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+
+    reader.read(place, 0, staging, timeout_seconds=20, on_progress=fork)
+    assert is_same(source, staging)
+    reader.close()
+
+
+@needs_nixl
+@pytest.mark.check
 def test_an_agent_that_something_keeps_alive_is_no_fence_and_says_so(server):
     agent = Agent(address=HERE)
     kept = agent._agent.agent
@@ -245,6 +269,7 @@ def test_an_agent_that_something_keeps_alive_is_no_fence_and_says_so(server):
 
 
 @needs_nixl
+@pytest.mark.check
 def test_a_stopped_process_does_not_hang_its_starter(server, source, monkeypatch):
     monkeypatch.setattr(ReadServer._ask, "__defaults__", (None, 1.0))
     server.describe()
@@ -255,6 +280,7 @@ def test_a_stopped_process_does_not_hang_its_starter(server, source, monkeypatch
 
 
 @needs_nixl
+@pytest.mark.check
 def test_twenty_readers_that_leave_in_the_middle_cost_nobody_but_themselves(
     server, source, staging
 ):
@@ -324,12 +350,14 @@ else:
 
 
 @needs_nixl
+@pytest.mark.check
 def test_a_process_with_a_server_and_a_reader_ends_with_0_and_prints_nothing():
     done = run_python(READS, "close")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @needs_nixl
+@pytest.mark.check
 def test_the_process_ends_with_the_one_that_started_it():
     with Command(sys.executable, "-c", READS, "wait") as program:
         pid = int(program.line())
@@ -351,6 +379,7 @@ def test_the_process_ends_with_0_and_has_no_secrets_in_its_environment(monkeypat
 
 
 @needs_nixl
+@pytest.mark.check
 def test_the_process_outlives_the_thread_that_first_needed_it(server, source, staging):
     thread = threading.Thread(target=server.describe)
     thread.start()
@@ -361,6 +390,7 @@ def test_the_process_outlives_the_thread_that_first_needed_it(server, source, st
 
 
 @needs_nixl
+@pytest.mark.check
 def test_an_idle_process_takes_little_time(server, source, staging):
     reader = reader_of(server)
     reader.read(server.place(source), 0, staging, timeout_seconds=20)
@@ -378,6 +408,7 @@ def cpu_seconds(pid):
 
 
 @needs_nixl
+@pytest.mark.check
 def test_files_threads_and_memory_are_back_after_many_readers(source, server, staging):
     check_read(server, source, staging)  # the first agent starts a thread that UCX keeps
     gc.collect()  # what errors of other tests keep
@@ -395,6 +426,7 @@ def anonymous_bytes():
 
 
 @needs_nixl
+@pytest.mark.check
 @pytest.mark.parametrize("connection", [b"", b"\0" * 300, b"x" * 300])
 def test_a_connection_that_nixl_cannot_read_is_refused(server, source, connection):
     found = decoded(Description, server.describe())

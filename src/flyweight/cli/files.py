@@ -325,7 +325,7 @@ def prune(path: str, **options: Any) -> None:
 @click.argument("path", type=click.Path(exists=True), required=False)
 def doctor(path: str | None) -> None:
     """Show what is installed and what this machine can do, at PATH if given."""
-    found = describe.doctor(path)
+    found: Any = describe.doctor(path)
 
     def text(key: str, value: object) -> str:
         if isinstance(value, dict):
@@ -335,7 +335,10 @@ def doctor(path: str | None) -> None:
             return ", ".join(map(str, value)) or "none"
         return human(value) if key.endswith("bytes") and isinstance(value, int) else str(value)
 
-    rows = [(key, text(key, value)) for key, value in found.items()]
+    rows = [(key, text(key, value)) for key, value in found.items() if key != "network"]
+    network = found["network"]
+    rows.append(("network", f"{network['engine']}: {network['why']}"))
+    rows += [(f"not {engine}", why) for engine, why in network["why_not"].items()]
     show(found, lambda: table(rows=rows, show_header=False))
 
 

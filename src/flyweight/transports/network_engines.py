@@ -27,6 +27,8 @@ MOONCAKE_INSTALL = (
     "apt-get install libibverbs1 libnuma1; "
     "pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1"
 )
+MIN_NIXL = (1, 5, 1, 0)
+"""The version that was tried: `NixlReader` depends on how an agent ends."""
 MIN_MOONCAKE = (0, 3, 12, 1)
 """Mooncake's TCP reported transfers as complete too early before 0.3.12.post1."""
 _NIXL_PACKAGES = ("nixl-cu12", "nixl-cu13")
@@ -79,7 +81,7 @@ def choose_engine(ours: Engines, theirs: Engines, wanted: str = "auto") -> Choic
     no_rdma = _without_rdma(ours, theirs)
     reasons = {
         Engine.SOCKETS: "both hosts have RDMA, which sockets do not use",
-        Engine.NIXL: obstacles[Engine.NIXL] or no_rdma,
+        Engine.NIXL: obstacles[Engine.NIXL] or (no_rdma and f"{no_rdma}; ask for it by name"),
         Engine.MOONCAKE: obstacles[Engine.MOONCAKE]
         or "no call of it is known to stop a transfer; ask for it by name",
     }
@@ -121,11 +123,10 @@ def _obstacle(engine: Engine, ours: Engines, theirs: Engines) -> str:
 
 def engines_here() -> Engines:
     """Return what this host has installed. Imports none of it."""
-    mooncake = _installed(_MOONCAKE_PACKAGES)
-    is_new_enough = _numbers(mooncake) >= MIN_MOONCAKE
+    nixl, mooncake = _installed(_NIXL_PACKAGES), _installed(_MOONCAKE_PACKAGES)
     return Engines(
-        nixl=_installed(_NIXL_PACKAGES),
-        mooncake=mooncake if is_new_enough else "",
+        nixl=nixl if _numbers(nixl) >= MIN_NIXL else "",
+        mooncake=mooncake if _numbers(mooncake) >= MIN_MOONCAKE else "",
         rdma=rdma_devices()[:_MAX_DEVICES],
     )
 

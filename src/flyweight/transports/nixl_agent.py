@@ -10,6 +10,7 @@ from a peer that has proved the token.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -26,6 +27,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from flyweight.errors import MissingDependency, PeerLost, TransportError
+from flyweight.forks import call_in_child
 from flyweight.transports.network_engines import NIXL_INSTALL, rdma_devices, variables
 
 _MODULES = ("nixl_cu12", "nixl_cu13")
@@ -129,6 +131,16 @@ class Agent:
         if trouble:
             self._agent = None
             raise TransportError(f"NIXL makes no agent here: {trouble}")
+        call_in_child(self._leave_in_child)
+
+    def _leave_in_child(self) -> None:
+        """Never end the agent in a forked child: that would write to the parent's sockets."""
+        if self._agent is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent.agent))
+            for transfer in self._transfers.values():
+                transfer._released = True
+            self._transfers.clear()
+            self._agent = None
 
     def register(self, address: int, nbytes: int, device: int | None = None) -> Any:
         """Register memory; return what `forget` and `describe` take."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from flyweight.checks import check_seconds
 from flyweight.errors import HandleGone, PeerLost, TransferTimeout, TransportError
+from flyweight.forks import call_in_child
 from flyweight.memory import Buffer
 from flyweight.transports.nixl_agent import PAUSE_SECONDS, Agent
 from flyweight.transports.read_messages import Description, Place, checked_place, decoded
@@ -84,6 +85,7 @@ class NixlReader:
         self._is_closed = False
         self._word = np.zeros(1, np.uint64)
         self._agent = Agent(address=address)
+        call_in_child(self._leave_in_child)
         try:
             self._peer = self._agent.know(self._source.connection)
             self._register(Buffer.of(self._word.view(np.uint8)))
@@ -180,6 +182,10 @@ class NixlReader:
         """Drop the agent: afterwards not one byte arrives. Waits for a read in another thread."""
         with self._lock:
             self._close()
+
+    def _leave_in_child(self) -> None:
+        self._lock = threading.Lock()  # the thread that held it does not exist in the child
+        self._is_closed = True
 
     def _close(self) -> None:
         self._is_closed = True

@@ -100,7 +100,7 @@ class ReadProcess:
             if data:
                 return _ANSWERS.decode(data)
         except OSError as cause:
-            raise PeerLost(f"the process of {self._engine} {self._end}: {reason(cause)}") from cause
+            raise PeerLost(f"the process of {self._engine} {self._end}") from cause
         except (msgspec.DecodeError, UnicodeDecodeError) as cause:
             raise TransportError(f"the process of {self._engine} sent no answer: {cause}") from None
         if not is_answered:

@@ -99,6 +99,7 @@ class ReadServer:
     def place(self, buffer: Buffer) -> bytes:
         """Return what a reader needs to read a buffer, whose file is mapped and registered once.
 
+        The file stays served, and its memory in use, until `forget`: call that before it is freed.
         Raises TransportError unless the buffer is contiguous memory of a file that this process
         has open: of `allocate` here, or of `SharedMemoryTransport.allocate`.
         """

@@ -11,6 +11,8 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from flyweight import __version__
 from flyweight.adapters import torch_module
 from flyweight.errors import FlyweightError
@@ -18,6 +20,8 @@ from flyweight.formats.snapshot import directory_name
 from flyweight.spec.manifest import Json
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import LocalStore, as_path, refused
+from flyweight.transports.network_engines import Engine, choose_engine, engines_here
+from flyweight.transports.read_server import ReadServer
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.worker_threads import default_threads
 
@@ -107,9 +111,33 @@ def doctor(path: PathLike | None = None) -> dict[str, Json]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "packages": packages,
         "gpus": list(torch_module.gpus()),
+        "network": _network(),
         "place": str(place),
         "free_bytes": free_bytes,
         "disk": disk,
+    }
+
+
+def _network() -> dict[str, Json]:
+    """Try which engine would move bytes between this host and one like it, and why no other.
+
+    An engine that is installed is started in a process of its own, where it can do no harm.
+    """
+    here, troubles = engines_here(), dict[str, str]()
+    for engine in (Engine.NIXL.value, Engine.MOONCAKE.value):
+        if getattr(here, engine):
+            try:
+                with closing(ReadServer(engine, address="127.0.0.1")) as server:
+                    server.describe()
+            except FlyweightError as error:
+                troubles[engine] = str(error)
+    usable = replace(here, **dict.fromkeys(troubles, ""))
+    choice = choose_engine(usable, usable)
+    return {
+        "engine": choice.engine.value,
+        "why": choice.why,
+        "why_not": {**choice.why_not, **troubles},
+        "rdma": list(here.rdma),
     }
 
 
