@@ -186,6 +186,18 @@ def test_a_source_that_dies_in_the_middle_is_a_lost_peer_and_starts_again(
 
 
 @needs_nixl
+def test_every_chunk_renews_the_deadline(server, source, staging):
+    reader = reader_of(server)
+    with in_time(0.8, early=0):
+        reader.read(
+            server.place(source), 0, staging, timeout_seconds=0.4,
+            on_progress=lambda nbytes: time.sleep(0.1),
+        )  # fmt: skip
+    assert is_same(source, staging)
+    reader.close()
+
+
+@needs_nixl
 def test_a_read_that_is_over_ends_early(server, source, staging):
     seen = []
     with pytest.raises(TransferTimeout, match="given up"):
