@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from time import monotonic, thread_time
 
 import msgspec
@@ -227,7 +228,8 @@ def main() -> None:
         control.send(msgspec.json.encode(Failed(type(error).__name__, str(error)[:1000])))
         return
     try:
-        _serve_until_closed(source, control)
+        with suppress(ConnectionError):  # the process that started this one is gone
+            _serve_until_closed(source, control)
     finally:
         source.close()
 
