@@ -392,7 +392,7 @@ def encrypted(monkeypatch):
 @pytest.mark.parametrize(
     ("curve", "why"),
     [
-        (None, "with its public key"),
+        (None, "pass its public key"),
         (CurveClient(OTHER.public, CLIENT), "server key"),
         (CurveClient(SERVER.public, OTHER), "does not admit"),
     ],

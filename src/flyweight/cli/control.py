@@ -23,6 +23,7 @@ from flyweight.cli.client import DEFAULT_PORT, Client, host_and_port
 from flyweight.cli.output import err, human, show, show_changes, table
 from flyweight.errors import FlyweightError
 from flyweight.lifecycle.control import ANSWER_SECONDS, Control
+from flyweight.stores.private_file import check_token
 
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = ANSWER_SECONDS + 0.3
@@ -139,7 +140,7 @@ def _client(address: str, token_file: Path | None, directory: Path) -> Client:
     # From the environment, not from an option: everybody can list the options of a process.
     token = os.environ.get("FLYWEIGHT_TOKEN")
     if token and token_file is None:
-        return Client(address, tokens.check(token, "FLYWEIGHT_TOKEN"), "FLYWEIGHT_TOKEN")
+        return Client(address, check_token(token, "FLYWEIGHT_TOKEN"), "FLYWEIGHT_TOKEN")
     path = token_file or tokens.path_for(directory, host_and_port(address)[1])
     remedy = "start flyweight serve, say --token-file, or set FLYWEIGHT_TOKEN"
     return Client(address, tokens.read(path, remedy), repr(str(path)))

@@ -28,10 +28,11 @@ from flyweight.cli.app import (
 from flyweight.cli.output import human, out, print_json, show, show_changes, table, wants_json
 from flyweight.errors import PeerRefused
 from flyweight.events import Event, listening
-from flyweight.live.curve_keys import CurveKeys
+from flyweight.live.curve_keys import CurveClient, CurveKeys, CurveServer
 from flyweight.live.lanes import TRANSPORTS
 from flyweight.live.messages import News
 from flyweight.live.publisher import Publisher
+from flyweight.live.tcp_address import TcpAddress, parse_address
 from flyweight.live.watch import record
 from flyweight.live.watch import watch as watch_publisher
 from flyweight.verbs.find import open_source
@@ -41,11 +42,18 @@ _SHOWN_EVENTS = ("replica.joined", "replica.lost", "serve.done")
 
 @main.command()
 @click.argument("path", metavar="SNAPSHOT", type=click.Path())
-@click.option("--on", "address", required=True, metavar="ADDRESS", help="unix:DIRECTORY")
+@click.option(
+    "--on", "address", required=True, metavar="ADDRESS",
+    help="unix:DIRECTORY, or tcp://HOST:PORT for replicas on other hosts.",
+)  # fmt: skip
 @click.option("--hold", is_flag=True, help="Keep one copy in shared memory: faster for many.")
 @click.option(
     "--strategy", "transport", type=click.Choice(TRANSPORTS), default="auto", show_default=True
 )
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), metavar="FILE",
+    help="Encrypt messages to other hosts with this NAME.key, which flyweight keys writes.",
+)  # fmt: skip
 @click.option("--as-version", type=click.IntRange(0), help="The version number to serve it as.")
 @version_option
 @token_file_option
@@ -56,16 +64,21 @@ def publish(
     as_version: int | None,
     version: int | None,
     token_file: Path | None,
+    key_file: Path | None,
     **options: Any,
 ) -> None:
     """Serve the weights at SNAPSHOT to replicas at ADDRESS, until interrupted."""
+    _check_tcp(address, token_file, key_file, "--key-file")
     token = None if token_file is None else tokens.read_or_create(token_file)
+    curve = None if key_file is None else CurveServer(CurveKeys.read(key_file))
     as_json = wants_json()
     with (
         open_source(path, version=version) as stored,
         until_signal() as is_over,
         listening(lambda event: _print_event(event, as_json, is_over)),
-        Publisher(stored, address, version=as_version, token=token, **options) as publisher,
+        Publisher(
+            stored, address, version=as_version, token=token, curve=curve, **options
+        ) as publisher,
     ):
         data = {"event": "serving", "address": publisher.address, "version": publisher.version}
         nbytes, num_tensors = stored.manifest.nbytes, len(stored.manifest.tensors)
@@ -118,9 +131,20 @@ def _print_event(event: Event, as_json: bool, is_over: threading.Event) -> None:
     show_default=True, help="Seconds to wait for a publisher.",
 )  # fmt: skip
 @token_file_option
-def watch(address: str, once: bool, timeout_seconds: float, token_file: Path | None) -> None:
+@click.option(
+    "--server-key", type=click.Path(path_type=Path), metavar="FILE",
+    help="The NAME.pub of a publisher that encrypts messages.",
+)  # fmt: skip
+def watch(
+    address: str,
+    once: bool,
+    timeout_seconds: float,
+    token_file: Path | None,
+    server_key: Path | None,
+) -> None:
     """Show versions, replicas and speed of the publisher at ADDRESS as they change."""
-    news = _news(address, token_file, timeout_seconds)
+    _check_tcp(address, token_file, server_key, "--server-key")
+    news = _news(address, token_file, server_key, timeout_seconds)
     if once:
         for each in islice(news, 1):
             show(record(each), partial(_news_table, each))
@@ -128,15 +152,31 @@ def watch(address: str, once: bool, timeout_seconds: float, token_file: Path | N
         show_changes(news, _news_table, record)
 
 
-def _news(address: str, token_file: Path | None, timeout_seconds: float) -> Iterator[News]:
+def _check_tcp(address: str, token_file: Path | None, key: Path | None, key_option: str) -> None:
+    """Raise a usage error for a tcp address without a token, or keys for one that is not."""
+    is_tcp = isinstance(parse_address(address), TcpAddress)
+    if is_tcp and token_file is None:
+        raise click.UsageError(f"{address} needs a token that both sides know: --token-file FILE")
+    if key is not None and not is_tcp:
+        raise click.UsageError(f"{key_option} is for tcp addresses; {address} is on this host")
+
+
+def _news(
+    address: str, token_file: Path | None, server_key: Path | None, timeout_seconds: float
+) -> Iterator[News]:
     token = None
     if token_file is not None:
-        token = tokens.read(token_file, "publish --token-file makes one")
+        token = tokens.read(token_file, "copy the publisher's; publish --token-file makes one")
+    curve = None if server_key is None else CurveClient(CurveKeys.read_public(server_key))
     try:
-        yield from watch_publisher(address, token=token, timeout_seconds=timeout_seconds)
+        yield from watch_publisher(
+            address, token=token, curve=curve, timeout_seconds=timeout_seconds
+        )
     except PeerRefused as error:
         if token_file is not None:
             error.note(f"the token is that of --token-file {str(token_file)!r}")
+        if server_key is not None:
+            error.note(f"its public key is that of --server-key {str(server_key)!r}")
         raise
 
 

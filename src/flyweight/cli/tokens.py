@@ -17,9 +17,8 @@ from pathlib import Path
 
 from flyweight.errors import PeerRefused
 from flyweight.stores.local import store_errors
-from flyweight.stores.private_file import check_private, create_private, read_private
+from flyweight.stores.private_file import check_private, create_private, read_token
 
-_MAX_BYTES = 256
 _MIN_CHARACTERS = 16
 
 
@@ -34,18 +33,9 @@ def path_for(directory: Path, port: int) -> Path:
     return directory / f"server-{port}.token"
 
 
-def check(text: str, place: str) -> str:
-    """Return the token in a text, without spaces around it; raise PeerRefused if it is none."""
-    text = text.strip()
-    is_plain = text.isascii() and text.isprintable() and len(text.split()) == 1
-    if not is_plain or len(text) > _MAX_BYTES:
-        raise PeerRefused(f"{place} holds no token: one is 1 to {_MAX_BYTES} plain characters")
-    return text
-
-
 def read(path: Path, remedy: str = "say which with --token-file") -> str:
     """Return the token in a file; raise PeerRefused if there is none, or if others can read it."""
-    token = _read(path)
+    token = read_token(path)
     if token is None:
         raise PeerRefused(f"there is no token file {str(path)!r}; {remedy}")
     return token
@@ -61,18 +51,12 @@ def read_strong(path: Path) -> str:
     return token
 
 
-def _read(path: Path) -> str | None:
-    """Return the token in a file, or None if there is no file; raise if others can read it."""
-    text = read_private(path, _MAX_BYTES, "token file")
-    return None if text is None else check(text.decode("ascii", "replace"), repr(str(path)))
-
-
 def read_or_create(path: Path) -> str:
     """Return the token in a file; create the file if there is none.
 
     If several processes create it at once, all return the token of the first.
     """
-    found = _read(path)
+    found = read_token(path)
     if found is not None:
         return found
     token = secrets.token_hex(16)

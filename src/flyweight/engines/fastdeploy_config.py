@@ -1,8 +1,8 @@
 """What the FastDeploy drop-in reads: the old config, `config.flyweight`, and version.yaml.
 
 Every call of the manager looks its strategy up in `STRATEGIES`. `ipc` and `ipc_async` are the
-same here: the publisher chooses the transport. `rsync` has no network of its own yet; it gets a
-version from the publisher if there is one, else from snapshots.
+same here: the publisher chooses the transport. `rsync` gets a named version from the publisher,
+over the network if that is on another host, and from snapshots while there is no publisher.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from flyweight.checks import check_seconds, check_version
-from flyweight.errors import MissingDependency, SpecError, VersionError, listed
+from flyweight.errors import MissingDependency, PeerRefused, SpecError, VersionError, listed
 from flyweight.events import emit
 from flyweight.formats.legacy import SHARED_DIRECTORY
 from flyweight.formats.snapshot import number_in
+from flyweight.live.curve_keys import CurveClient, CurveKeys
+from flyweight.live.tcp_address import TcpAddress, parse_address
 from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.spec.model_layout import ModelLayout
+from flyweight.stores.local import as_path
+from flyweight.stores.private_file import read_token
 from flyweight.verbs.find import PathLike
 from flyweight.verbs.load import Extra
 
@@ -34,7 +38,7 @@ STRATEGIES: Mapping[str, Collection[str]] = {
     "rsync": ("publisher", "files"),
 }
 """The sources of each strategy, nearest first. Old files are those of FastDeploy's trainers."""
-_RSYNC_OPTIONS = ("address", "token", "store", "timeout_seconds")
+_RSYNC_OPTIONS = ("address", "token", "token_file", "server_key", "store", "timeout_seconds")
 _MAX_YAML_BYTES = 1 << 16
 _log = getLogger("flyweight.fastdeploy")
 
@@ -44,9 +48,14 @@ class FastDeployOptions:
     """Options that the old config has no place for: `config.flyweight`, a dict or an object."""
 
     address: str | None = None
-    """Where the trainer publishes, 'unix:DIRECTORY'; 'ipc' and 'ipc_async' need it."""
+    """Where the trainer publishes, 'unix:DIRECTORY' or 'tcp://HOST:PORT'; 'ipc' and 'ipc_async'
+    need it."""
     token: str | None = None
-    """The publisher's token, if it was given one."""
+    """The publisher's token; one at a tcp address always has one."""
+    token_file: PathLike | None = None
+    """A file that holds the token, and that only this user can read, in place of `token`."""
+    server_key: PathLike | None = None
+    """The file with the public key (NAME.pub) of a publisher that encrypts messages."""
     store: PathLike | None = None
     """The directory of snapshots for 'rsync'; by default the model's directory."""
     shared_directory: PathLike = SHARED_DIRECTORY
@@ -69,6 +78,8 @@ class FastDeployOptions:
         check_seconds("timeout_seconds", self.timeout_seconds)
         if self.extra not in ("refuse", "report"):
             raise SpecError(f"extra is {self.extra!r}, not 'refuse' or 'report'")
+        if self.token is not None and self.token_file is not None:
+            raise SpecError("token and token_file are both given; give one of them")
 
     @classmethod
     def of(cls, config: object) -> FastDeployOptions:
@@ -104,6 +115,26 @@ class FastDeployOptions:
             _log.warning("load_config.rsync_config has %s, which are ignored", names)
             emit("config.ignored", where="load_config.rsync_config", names=names)
         return replace(self, **{name: given[name] for name in _RSYNC_OPTIONS if name in given})
+
+    def secret(self) -> str | None:
+        """Return the publisher's token, from its file if there is one; None if none was given."""
+        if self.token_file is not None:
+            found = read_token(as_path(self.token_file))
+            if found is None:
+                raise PeerRefused(f"there is no token file {str(self.token_file)!r}")
+            return found
+        if self.token is None and isinstance(parse_address(str(self.address)), TcpAddress):
+            raise SpecError(
+                f"a publisher at {self.address} has a token; set token_file, or token, beside the "
+                f"address"
+            )
+        return self.token
+
+    def curve(self) -> CurveClient | None:
+        """Return what encrypts messages to the publisher, if its public key was given."""
+        if self.server_key is None:
+            return None
+        return CurveClient(CurveKeys.read_public(self.server_key))
 
 
 @dataclass(frozen=True, kw_only=True)

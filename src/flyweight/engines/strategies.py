@@ -221,7 +221,8 @@ def _opened_sources(
     if "publisher" in sources and (files is None or options.address is not None):
         if options.address is None:
             raise SpecError(
-                "no address of a publisher; set config.flyweight = {'address': 'unix:DIRECTORY'}"
+                "no address of a publisher; set config.flyweight = {'address': 'unix:DIRECTORY'}, "
+                "or 'tcp://HOST:PORT'"
             )
         replica = Replica(
             models.state if load is None else load,
@@ -232,7 +233,8 @@ def _opened_sources(
             layout_rank=None if options.layout is None else deployment.rank,
             framework="paddle",
             device=sys.modules["paddle"].get_device(),
-            token=options.token,
+            token=options.secret(),
+            curve=options.curve(),
             **how,
         )
     return replica, files

@@ -122,9 +122,11 @@ class Claim:
         self.token = secrets.token_hex(_TOKEN_DIGITS // 2) if token is None else token
         if not isinstance(self.token, str):
             raise SpecError(f"token is {type(token).__name__}, not text")
-        if not self.token or len(self.token) > _MAX_TOKEN_BYTES or not self.token.isascii():
+        is_plain = self.token.isascii() and self.token.isprintable()
+        if not self.token or len(self.token) > _MAX_TOKEN_BYTES or not is_plain:
             raise SpecError(
-                f"token has {len(self.token)} characters; it needs 1 to {_MAX_TOKEN_BYTES} of ASCII"
+                f"token has {len(self.token)} characters; it needs 1 to {_MAX_TOKEN_BYTES}, all of "
+                f"them printable ASCII; strip() what was read from a file"
             )
         _ = address.control, address.fd_socket
         address.make_directory()

@@ -27,6 +27,7 @@ _PAIR = re.compile(rf"public ({_KEY})\nsecret ({_KEY})\n?")
 _NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _MAX_FILE_BYTES = 256
 _SHOWN_CHARACTERS = 8
+_GIVE_KEY = "pass its public key as curve=, to a command as --server-key"
 _CLOSED = (errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED)
 
 
@@ -206,13 +207,13 @@ class Handshakes:
     @property
     def _mismatch(self) -> str:
         if self._curve is None:
-            return "encrypts with CURVE and we do not; pass curve= with its public key"
+            return f"encrypts with CURVE and we do not; {_GIVE_KEY}"
         return "does not encrypt and we do; give it keys with curve=, or pass none here"
 
     @property
     def _remedy(self) -> str:
         if self._curve is None:
-            return "it may encrypt with CURVE and we do not; pass curve= with its public key"
+            return f"it may encrypt with CURVE and we do not; {_GIVE_KEY}"
         shown = self._curve.server_key[:_SHOWN_CHARACTERS]
         return (
             f"it does not have the secret key to our server key '{shown}…', or has no keys; "

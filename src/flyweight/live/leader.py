@@ -112,7 +112,11 @@ class Leader:
     def _listen(self, listen: TcpAddress) -> DataServer:
         """Accept replicas on other hosts."""
         members = self.members
-        members.connection.listen(str(listen.with_port(0)), self._options.curve)
+        try:
+            members.connection.listen(str(listen.with_port(0)), self._options.curve)
+        except TransportError as error:
+            error.note(f"{listen} must name an address of this host; 0.0.0.0 means all of them")
+            raise
         welcome = Welcome(
             control_port=members.connection.port,
             session=members.admission.session,

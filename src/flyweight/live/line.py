@@ -160,9 +160,13 @@ def opened_line(
     check_files()
     timeout_seconds = max(min(ANSWER_SECONDS, deadline - monotonic()), _MIN_ANSWER_SECONDS)
     if isinstance(address, Address):
+        if curve is not None:
+            raise SpecError(f"curve= is for tcp addresses; nothing leaves this host to {address}")
         return _local_line(address, token, timeout_seconds, is_over)
     if token is None:
-        raise SpecError(f"a publisher at {address} has a token; pass it as token=")
+        raise SpecError(
+            f"a publisher at {address} has a token; pass it as token=, to a command as --token-file"
+        )
     remote = DataConnection(
         address.host, address.port, token=token, timeout_seconds=timeout_seconds, is_over=is_over
     )

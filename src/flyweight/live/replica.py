@@ -82,9 +82,10 @@ class Replica:
         token: the publisher's token, if it is not in a file next to its sockets.
         curve: the publisher's public key, if it encrypts messages to other hosts.
         """
-        for what, text in (("name", name), ("token", token)):
-            if text is not None and (not isinstance(text, str) or not text.isprintable()):
-                raise SpecError(f"{what} is {text!r}, not printable text")
+        if name is not None and (not isinstance(name, str) or not name.isprintable()):
+            raise SpecError(f"name is {name!r}, not printable text")
+        if token is not None and (not isinstance(token, str) or not token.isprintable()):
+            raise SpecError("token is not printable text; strip() what was read from a file")
         ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
         self.num_ranks = ranks[1]
         """The number of ranks of the engine, which take each version together."""

@@ -15,6 +15,7 @@ from flyweight.host import exposure
 from flyweight.stores.local import refused
 
 OTHERS_READ_OR_WRITE, OTHERS_WRITE = 0o077, 0o022
+_MAX_TOKEN_BYTES = 256
 _REMEDIES = {OTHERS_READ_OR_WRITE: ("600", "chmod 600"), OTHERS_WRITE: ("644", "chmod go-w")}
 
 
@@ -42,6 +43,23 @@ def read_private(
         return None
     except OSError as cause:
         raise refused(cause, f"{what} {str(path)!r}") from cause
+
+
+def check_token(text: str, place: str) -> str:
+    """Return the token in a text, without spaces around it; raise PeerRefused if it is none."""
+    text = text.strip()
+    is_plain = text.isascii() and text.isprintable() and len(text.split()) == 1
+    if not is_plain or len(text) > _MAX_TOKEN_BYTES:
+        raise PeerRefused(
+            f"{place} holds no token: one is 1 to {_MAX_TOKEN_BYTES} plain characters"
+        )
+    return text
+
+
+def read_token(path: Path) -> str | None:
+    """Return the token in a file, or None if there is no file; raise if others can read it."""
+    text = read_private(path, _MAX_TOKEN_BYTES, "token file")
+    return None if text is None else check_token(text.decode("ascii", "replace"), repr(str(path)))
 
 
 def check_private(file: int, path: Path, what: str, *, bits: int = OTHERS_READ_OR_WRITE) -> None:
