@@ -159,7 +159,7 @@ def test_an_update_from_another_host_takes_four_buckets_of_memory(hosts, tmp_pat
             model_bytes, grown, is_right = engine.result(60)
     assert is_right
     assert model_bytes == 300 * MIB
-    assert grown < 48 * MIB  # 4 buckets, and what Python and threads need
+    assert grown < 40 * MIB  # 4 buckets are 16; Python and threads need the rest
 
 
 def test_secrets_of_a_publisher_on_another_host_are_named_when_they_are_missing(

@@ -106,6 +106,8 @@ class RemoteSource:
         """The buckets that must be fetched from another host."""
         self.lent: list[NetworkHandle] = []
         """Staging that other replicas may still read, after the round."""
+        self._staging_slots: list[Buffer] = []
+        """The memory that they are fetched into, kept for the next rounds."""
 
     def open(self, begin: Begin) -> None:
         """Map the memory that a round uses, all or nothing, unless the last round used it too."""
@@ -256,12 +258,18 @@ class RemoteSource:
     def _staging(self, num_buckets: int, nbytes: float) -> list[Buffer]:
         """Return memory for buckets of this size that are fetched; a few of them share it."""
         count = min(num_buckets, STAGING_SLOTS)
+        slots = self._staging_slots
+        # Copies that were prepared for the last round would keep staging that is replaced.
+        if len(slots) >= count and all(each.nbytes >= nbytes for each in slots):
+            return slots[:count]
         if count * nbytes > (left := available_bytes()):
             raise TransportError(
                 f"no {count * nbytes:.0f} bytes of memory for buckets from another host: {left} "
                 f"bytes are available; publish with a smaller bucket_bytes"
             )
-        return [Buffer.of(page_memory(max(int(nbytes), 1))) for _ in range(count)]
+        slots = [Buffer.of(page_memory(max(int(nbytes), 1))) for _ in range(count)]
+        self._staging_slots = slots
+        return slots
 
     def _in_bucket(
         self, slot: Buffer, block: Integers, offset: Integers, shape: Integers, at: Integers
@@ -341,7 +349,7 @@ class RemoteSource:
 
     def forget(self) -> None:
         """Open everything anew in the next round, and use other staging."""
-        self.buckets, self.fetches, self._lists = {}, {}, None
+        self.buckets, self.fetches, self._staging_slots, self._lists = {}, {}, [], None
 
     def close(self) -> None:
         """Unmap all memory, and close the transports."""
