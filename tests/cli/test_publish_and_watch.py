@@ -1,6 +1,7 @@
 """`flyweight publish` and `flyweight watch` as a user types them."""
 
 import json
+import re
 import signal
 import time
 
@@ -8,9 +9,10 @@ import pytest
 
 import flyweight as fw
 from child_processes import Child, Terminal, until
-from commands import flyweight, start
+from commands import COMMAND, flyweight, start
 from commands import run as run_command
 from flyweight.live import messages
+from netns import two_hosts
 from peers import FakePublisher
 from versioned_models import assign, holds, weights
 
@@ -198,3 +200,49 @@ def test_watch_shows_each_rank_of_a_replica(address):
         assert names == ["engine/0", "engine/1", "alone"]
         table = flyweight("watch", address, "--once")
         assert all(name in table for name in names)
+
+
+@pytest.mark.check
+def test_publish_and_watch_reach_another_host_with_a_token_and_keys(run, tmp_path):
+    token, keys = tmp_path / "token", tmp_path / "keys"
+    flyweight("keys", keys, "--name", "trainer")
+    flyweight("keys", keys, "--name", "other")
+    secret = ("--token-file", token)
+    with (
+        two_hosts() as hosts,
+        hosts.a.command(
+            *COMMAND, "publish", run, "--on", f"tcp://{hosts.a.ip}:0", *secret,
+            "--key-file", keys / "trainer.key", "--json",
+        ) as served,
+    ):  # fmt: skip
+        address = json.loads(served.line())["address"]
+        assert re.fullmatch(rf"tcp://{hosts.a.ip}:[1-9]\d*", address)
+
+        def watch(*options):
+            words = ("watch", address, "--once", "--json", "--timeout", 5, *options)
+            with hosts.b.command(*COMMAND, *words) as watching:
+                out, errors = watching.output()
+                return watching.process.returncode, out, errors
+
+        code, out, errors = watch(*secret, "--server-key", keys / "trainer.pub")
+        assert code == 0, errors
+        assert json.loads(out)["version"] == 4
+        for options, words in [
+            ((), "pass its public key as curve=, to a command as --server-key"),
+            (("--server-key", keys / "other.pub"), "is that of --server-key"),
+        ]:
+            code, _, errors = watch(*secret, *options)
+            assert (code, words in errors) == (7, True), errors
+
+
+def test_an_address_on_the_network_needs_a_token_and_only_there_are_keys(run, address, tmp_path):
+    flyweight("keys", tmp_path, "--name", "trainer")
+    tcp, key = "tcp://127.0.0.1:0", tmp_path / "trainer"
+    for words, why in [
+        (("publish", run, "--on", tcp), f"{tcp} needs a token that both sides know: --token-file"),
+        (("watch", tcp), f"{tcp} needs a token that both sides know: --token-file"),
+        (("publish", run, "--on", address, "--key-file", f"{key}.key"), "--key-file is for tcp"),
+        (("watch", address, "--server-key", f"{key}.pub"), "--server-key is for tcp"),
+    ]:
+        assert why in " ".join(flyweight(*words, code=2).split()), words
+    assert not list(tmp_path.glob("token*"))

@@ -206,6 +206,18 @@ def test_an_address_of_another_form_is_refused(text):
         fw.Replica(weights(1), text)
 
 
+def test_a_token_with_the_end_of_its_line_is_refused_and_not_shown(address):
+    for make in (fw.Publisher, fw.Replica):
+        with pytest.raises(SpecError, match=r"strip\(\) what was read from a file") as caught:
+            make(weights(1), address, token="hush-hush\n")
+        assert "hush" not in str(caught.value)
+
+
+def test_an_address_of_another_host_cannot_be_listened_at():
+    with pytest.raises(TransportError, match=r"tcp://192\.0\.2\.1:9400 must name an address of"):
+        fw.Publisher(weights(1), "tcp://192.0.2.1:9400", token="ours")
+
+
 def test_a_directory_too_deep_for_a_socket_is_refused_with_its_length(tmp_path):
     with pytest.raises(TransportError, match=r"has 1\d\d bytes, at most 107"):
         fw.Publisher(weights(1), f"unix:{tmp_path}/{'x' * 100}")

@@ -419,3 +419,5 @@ def test_a_replica_whose_keys_fit_takes_a_version(encrypted):
 def test_keys_are_for_addresses_of_other_hosts(address):
     with pytest.raises(SpecError, match="curve= is for tcp addresses"):
         fw.Publisher(weights(1), address, curve=CurveServer(SERVER))
+    with pytest.raises(SpecError, match="curve= is for tcp addresses"):
+        fw.Replica(weights(1), address, curve=CurveClient(SERVER.public))
