@@ -186,9 +186,12 @@ class Command:
         self._errors.close()
 
 
-def run_python(code, *words, flags=(), timeout=60, **options):
-    """Run a Python program to its end; return the completed process with its output as text."""
-    command = [sys.executable, *flags, "-c", code, *map(str, words)]
+def run_python(code, *words, prefix=(), flags=(), timeout=60, **options):
+    """Run a Python program to its end; return the completed process with its output as text.
+
+    prefix: words before the command, such as those of a `netns.Host`.
+    """
+    command = [*prefix, sys.executable, *flags, "-c", code, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
 
 

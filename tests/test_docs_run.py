@@ -3,11 +3,13 @@
 import os
 import re
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from child_processes import run_python
+from netns import two_hosts
 
 pytestmark = pytest.mark.check
 
@@ -38,8 +40,19 @@ def test_the_examples_of_a_page_run(page, tmp_path):
             program.append(f"subprocess.run(['bash', '-e', '-c', {text!r}], check=True)")
     path = [str(commands), os.path.dirname(sys.executable), os.environ["PATH"]]
     env = {**os.environ, "PATH": os.pathsep.join(path)}
-    done = run_python("\n".join(program), cwd=place, env=env, timeout=110)
+    with network_for(program) as prefix:
+        done = run_python("\n".join(program), prefix=prefix, cwd=place, env=env, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextmanager
+def network_for(program):
+    """Yield the words that start a program in a network of its own, if it listens at a port."""
+    if any("tcp://127.0.0.1:" in each for each in program):
+        with two_hosts() as hosts:
+            yield hosts.a.prefix
+    else:
+        yield ()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
