@@ -74,26 +74,31 @@ class Publisher:
         source: a model, a dict of tensors, or an opened snapshot, which replicas can take at once.
         address: `unix:DIRECTORY`, for replicas on this host; the directory is made if it does not
             exist. Or `tcp://HOST:PORT`, for replicas on any host, which must have the `token`;
-            those on this host use shared memory all the same. Port 0 means any free one, which
-            `address` then names.
+            those on this host use shared memory all the same. HOST is this host, or that of rank 0;
+            0.0.0.0 means all of its interfaces. Port 0 means any free one, which `address` then
+            names. Weights go over PORT, messages over another port that the system chooses.
         hold: keep a copy of the last version in shared memory, for replicas that ask between two
-            publishes.
+            publishes. All ranks must be on one host.
         store: a directory of snapshots. Replicas that ask between two publishes get the newest.
         transport: how tensors get to replicas. 'auto' maps them where that is possible; 'mapped'
             insists on it; 'bucketed' and 'host' copy them through buckets of device or host memory.
-        bucket_bytes: the size of a bucket; by default 64 MiB on the host, 512 MiB on a device.
+            Replicas on other hosts read buckets over the network, unless it is 'mapped'.
+        bucket_bytes: the size of a bucket; by default 64 MiB on the host, 512 MiB on a device. A
+            replica on another host needs memory for 4 buckets, of 64 MiB by default.
         depth: the number of buckets in flight; by default 4 on the host, 2 on a device.
         should_verify: compare digests of every tensor on both sides before a version is committed.
         version: the version of a snapshot that has no number.
-        token: the secret that replicas must have; by default a random one in a file that only
-            this user can read. Ranks with different tokens refuse each other.
+        token: the secret that replicas must have; at a `unix:` address by default a random one in a
+            file that only this user can read. At a tcp address it is required and is never sent:
+            take 16 random characters or more. Ranks with different tokens refuse each other.
         curve: keys that encrypt messages to other hosts; weights are never encrypted.
         timeout_seconds: the time for ranks to meet, for a round between two publishes, and by
             default for `publish`.
         silence_seconds: a replica or a rank that sends nothing for this long is given up.
         process_group: a process group of torch or Paddle whose ranks hold the model together. The
             default group is used if the model has DTensors, dist tensors or `Sharded` tensors.
-        rank, num_ranks: which of how many ranks this is, without a process group.
+        rank, num_ranks: which of how many ranks this is, without a process group; for `unix:`
+            addresses only.
         strategy: the deprecated name of `transport`.
         """
         if strategy is not None:

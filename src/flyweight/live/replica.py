@@ -69,17 +69,19 @@ class Replica:
 
         target: a model or a dict of tensors, which are written in place; or a function that takes
             an iterator of (name, whole tensor), in the publisher's order.
-        address: the publisher's address, `unix:DIRECTORY` or `tcp://HOST:PORT`.
+        address: the publisher's address, `unix:DIRECTORY` or `tcp://HOST:PORT`. A publisher on this
+            host is read through shared memory, any other one over the network.
         name: the name in reports and events; by default the host and the process id.
         layout: how the model's tensors are cut over ranks.
         layout_rank: which rank of the layout this is; by default `rank`.
         rank, num_ranks: which of how many ranks of the engine this is. All of them make a replica
-            with the same `name`: none overwrites its weights before all have drained, and none
-            holds a new version before all do.
+            with the same `name`, on one host: none overwrites its weights before all have drained,
+            and none holds a new version before all do.
         extra: 'refuse' raises PlanError if the publisher has tensors that the model lacks; 'report'
             leaves them out and lists them in `unused`.
         framework, device: what tensors are made for a function.
-        token: the publisher's token, if it is not in a file next to its sockets.
+        token: the publisher's token; required at a tcp address, and at a `unix:` address if it is
+            not in a file next to the publisher's sockets.
         curve: the publisher's public key, if it encrypts messages to other hosts.
         """
         if name is not None and (not isinstance(name, str) or not name.isprintable()):
