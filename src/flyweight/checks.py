@@ -66,3 +66,12 @@ def check_ranks(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
     if type(rank) is not int or not 0 <= rank < num_ranks:
         raise SpecError(f"rank is {rank!r}, expected 0 to {num_ranks - 1}")
     return rank, num_ranks
+
+
+def check_text(name: str, text: object, *, is_secret: bool = False) -> None:
+    """Raise SpecError unless a text is printable, or None; a secret is not shown."""
+    if text is None or (isinstance(text, str) and text.isprintable()):
+        return
+    if is_secret:
+        raise SpecError(f"{name} is not printable text; strip() what was read from a file")
+    raise SpecError(f"{name} is {text!r}, not printable text")

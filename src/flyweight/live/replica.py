@@ -14,7 +14,7 @@ from time import monotonic, perf_counter
 from typing import Literal
 
 from flyweight.adapters.loader import Framework
-from flyweight.checks import check_ranks, check_seconds, check_version
+from flyweight.checks import check_ranks, check_seconds, check_text, check_version
 from flyweight.errors import (
     FlyweightError,
     HandleGone,
@@ -69,8 +69,7 @@ class Replica:
 
         target: a model or a dict of tensors, which are written in place; or a function that takes
             an iterator of (name, whole tensor), in the publisher's order.
-        address: the publisher's address, `unix:DIRECTORY` or `tcp://HOST:PORT`. A publisher on this
-            host is read through shared memory, any other one over the network.
+        address: the publisher's address, `unix:DIRECTORY` or `tcp://HOST:PORT`.
         name: the name in reports and events; by default the host and the process id.
         layout: how the model's tensors are cut over ranks.
         layout_rank: which rank of the layout this is; by default `rank`.
@@ -80,14 +79,11 @@ class Replica:
         extra: 'refuse' raises PlanError if the publisher has tensors that the model lacks; 'report'
             leaves them out and lists them in `unused`.
         framework, device: what tensors are made for a function.
-        token: the publisher's token; required at a tcp address, and at a `unix:` address if it is
-            not in a file next to the publisher's sockets.
+        token: the publisher's token; at a `unix:` address it may be in a file next to its sockets.
         curve: the publisher's public key, if it encrypts messages to other hosts.
         """
-        if name is not None and (not isinstance(name, str) or not name.isprintable()):
-            raise SpecError(f"name is {name!r}, not printable text")
-        if token is not None and (not isinstance(token, str) or not token.isprintable()):
-            raise SpecError("token is not printable text; strip() what was read from a file")
+        check_text("name", name)
+        check_text("token", token, is_secret=True)
         ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
         self.num_ranks = ranks[1]
         """The number of ranks of the engine, which take each version together."""
