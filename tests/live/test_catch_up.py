@@ -250,7 +250,7 @@ def test_ranks_that_wait_for_each_other_all_get_what_is_held_before_the_next_tak
         publisher.publish(1)
         waiting = threads.submit(first.update, timeout_seconds=20, before=wait)
         assert has_begun.wait(10)
-        call_before(monkeypatch, Rounds, "retire_available", is_publishing.set)
+        call_before(monkeypatch, Rounds, "withdraw_available", is_publishing.set)
         publishing = threads.submit(publisher.publish, 2)
         assert is_publishing.wait(10)
         other = second.update(timeout_seconds=10, before=lambda version: may_go_on.set())

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 import msgspec
 
-from flyweight.errors import FlyweightError, PeerLost
+from flyweight.errors import FlyweightError, PeerLost, TransportError
+from flyweight.host import identity
 from flyweight.live.address import Claim
+from flyweight.live.connection import Connection
+from flyweight.live.curve_keys import CurveServer
 from flyweight.live.line import hello_proof
 from flyweight.live.messages import Hello
+from flyweight.live.tcp_address import TcpAddress
 from flyweight.proofs import is_same
-from flyweight.transports.data_sockets import DataServer
+from flyweight.transports.data_sockets import DataServer, Welcome
 
 
 class Admission:
@@ -24,6 +29,30 @@ class Admission:
         self.data: DataServer | None = None
         """Where replicas on other hosts connect, if they may."""
         self._is_remote_only = False
+
+    def listen(
+        self,
+        at: TcpAddress,
+        connection: Connection,
+        curve: CurveServer | None,
+        on_hangup: Callable[[str], None],
+    ) -> DataServer:
+        """Accept replicas on other hosts; `on_hangup` is called with the line of one that ends."""
+        try:
+            connection.listen(str(at.with_port(0)), curve)
+        except TransportError as error:
+            error.note(f"{at} must name an address of this host; 0.0.0.0 means all of them")
+            raise
+        welcome = Welcome(
+            control_port=connection.port,
+            session=self.session,
+            host=identity(),
+            local=str(self._claim.address),
+        )
+        self.data = DataServer(
+            at.host, at.port, token=self._claim.token, welcome=welcome, on_hangup=on_hangup
+        )
+        return self.data
 
     def is_remote(self, line: str) -> bool:
         """True if a line comes from another host, or from a process that reads as if it did."""

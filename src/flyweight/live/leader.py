@@ -1,19 +1,19 @@
 """Leader: rank 0 of a publisher, often the only one. It accepts replicas and runs the rounds.
 
 The thread that calls `publish` runs the round; replicas connect and send requests at any time.
-Between two publishes a replica gets the version that is held in shared memory or the newest
-snapshot of a store, if there is one, and otherwise waits for the next publish.
+Between two publishes a replica gets the version that stays in the model's own memory or is held in
+shared memory, or the newest snapshot of a store, if there is one, and otherwise waits for the next
+publish.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from time import monotonic, perf_counter
 
 from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError, listed
 from flyweight.events import emit
-from flyweight.host import identity
 from flyweight.live import messages
 from flyweight.live.address import Claim
 from flyweight.live.admission import Admission
@@ -37,8 +37,8 @@ from flyweight.live.source_blocks import SourceBlocks
 from flyweight.live.source_rank import failed_publish
 from flyweight.live.sources import GOING_SECONDS, Sources
 from flyweight.live.tcp_address import TcpAddress
+from flyweight.spec.manifest import Leaf
 from flyweight.transports.cuda_ipc import CudaIpcTransport
-from flyweight.transports.data_sockets import DataServer, Welcome
 from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.network import NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -68,6 +68,8 @@ class Leader:
         """Where replicas on other hosts are accepted, with the real port."""
         self._gathered: list[Member] = []
         """The members that the publish under way serves."""
+        self._has_staying = False
+        """True while replicas read a version from the model's own memory between two publishes."""
         with ExitStack() as stack:
             stack.callback(claim.close)
             admission = Admission(claim)
@@ -77,10 +79,12 @@ class Leader:
                 claim.address.fd_socket, token=claim.token, on_hangup=members.on_process_gone
             )
             stack.callback(files.close)
-            data = None if listen is None else self._listen(listen)
-            if data is not None:
+            data = None
+            if listen is not None:
+                connection, curve = members.connection, options.curve
+                data = admission.listen(listen, connection, curve, members.on_process_gone)
                 stack.callback(data.close)
-                admission.data = data
+                self.listens_at = listen.with_port(data.port)
             transports = Transports(
                 SharedMemoryTransport(fd_server=files),
                 CudaIpcTransport(fd_server=files),
@@ -109,34 +113,15 @@ class Leader:
             members.start(self._sources, files, self._rounds.serve)
             self._closing = stack.pop_all()
 
-    def _listen(self, listen: TcpAddress) -> DataServer:
-        """Accept replicas on other hosts."""
-        members = self.members
-        try:
-            members.connection.listen(str(listen.with_port(0)), self._options.curve)
-        except TransportError as error:
-            error.note(f"{listen} must name an address of this host; 0.0.0.0 means all of them")
-            raise
-        welcome = Welcome(
-            control_port=members.connection.port,
-            session=members.admission.session,
-            host=identity(),
-            local=str(self._claim.address),
-        )
-        server = DataServer(
-            listen.host,
-            listen.port,
-            token=self._claim.token,
-            welcome=welcome,
-            on_hangup=members.on_process_gone,
-        )
-        self.listens_at = listen.with_port(server.port)
-        return server
-
     @property
     def version(self) -> int | None:
         """The version that was published last."""
         return self.members.version
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that publish together."""
+        return self._sources.num_ranks
 
     @property
     def invitation(self) -> Invitation:
@@ -178,6 +163,7 @@ class Leader:
         """Wait for the other ranks and the replicas; return the function that publishes."""
         deadline = monotonic() + timeout_seconds
         try:
+            self.withdraw(timeout_seconds)
             self._sources.wait_ready(version, deadline)
             self._gathered = self._gather(version, num_replicas, deadline, is_open)
             self._refresh()  # after the wait for replicas, in which the model may change
@@ -189,6 +175,7 @@ class Leader:
 
     def give_up(self, version: int, error: BaseException) -> None:
         """End a publish that has failed, here and on the other ranks."""
+        self._rounds.coming = None
         try:
             self._release_gathered()
         finally:
@@ -258,6 +245,7 @@ class Leader:
         except BaseException as error:
             self.give_up(lease.version, error)
             raise
+        self._rounds.coming = None
         try:
             self._release_gathered()
         finally:
@@ -269,8 +257,9 @@ class Leader:
     ) -> PublishReport:
         """Run the rounds of one publish: from the models' memory, and from the held copies."""
         version, parent, started = lease.version, self.version, perf_counter()
-        live = self._model.live(version, parent)
+        live = self._model.live(version, parent, stays=lease.stays)
         live.values = self._sources.agreed_values(live.values)
+        self._rounds.coming = version if lease.stays else None
         held = self._hold(live, timeout_seconds) if self._options.hold else None
         from_model, from_copy = self._rounds.choose_sources(live, held, members)
         if not from_model:
@@ -306,6 +295,8 @@ class Leader:
             num_failed=len(report.failed),
             strategy="+".join(sorted({each.strategy for each in replicas})),
         )
+        if lease.stays:
+            self._rounds.available, self._has_staying = live, True
         return report
 
     def _run_round(self, round_: RunningRound, parent: int | None, *, is_held: bool) -> None:
@@ -332,7 +323,8 @@ class Leader:
 
         def before_copy() -> None:
             self._sources.tell(messages.Going(0))
-            self._rounds.retire_available(version, timeout_seconds)
+            reason = f"version {version} overwrites the version that it reads"
+            self._rounds.withdraw_available(reason, timeout_seconds, may_begin=True)
             self._sources.tell(Hold(version, timeout_seconds))
 
         held = self._model.hold(
@@ -350,6 +342,34 @@ class Leader:
             # Serve the requests that came meanwhile now, not after the rounds of this publish.
             self._rounds.release_members(())
         return held
+
+    def serve(
+        self, version: int, parent: int | None, values: Mapping[str, Leaf], timeout_seconds: float
+    ) -> None:
+        """Let replicas take the model as it is now from its own memory, until `withdraw`.
+
+        Unlike a publish, it returns at once: replicas that wait take the version in other threads.
+        """
+        self.withdraw(timeout_seconds)
+        self._refresh()
+        self._model.synchronize(monotonic() + timeout_seconds)
+        live = self._model.live(version, parent, stays=True)
+        live.values = values
+        with self.members.changed:
+            self._rounds.available, self._has_staying = live, True
+            self.members.version = version
+            self._rounds.release_members(())
+        self.members.set_state(self._rounds.last_number, version, "idle", (), 0.0)
+
+    def withdraw(self, timeout_seconds: float) -> None:
+        """Let nobody read the version that stays in the model's own memory, if there is one.
+
+        Replicas that still read it after half of the time are given up.
+        """
+        if self._has_staying:
+            reason = f"version {self.version} was withdrawn while it was read"
+            self._rounds.withdraw_available(reason, timeout_seconds)
+            self._has_staying = False
 
     def stop(self) -> None:
         """Start no more rounds, and end a publish that waits for replicas or other ranks."""

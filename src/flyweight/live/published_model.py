@@ -6,8 +6,9 @@ offers the new ones.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
 import numpy as np
@@ -17,7 +18,7 @@ from flyweight.adapters.model import Model, adapt
 from flyweight.adapters.tree import reshard
 from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
-from flyweight.errors import DigestMismatch, PlanError, listed
+from flyweight.errors import DigestMismatch, PlanError, TransferTimeout, listed
 from flyweight.formats.stored import Stored
 from flyweight.live.copies import Copiers
 from flyweight.live.lanes import Offers, Transports
@@ -49,13 +50,20 @@ class PublishedVersion:
     """True once another version is about to overwrite its memory."""
     is_shared: bool = False
     """True if the other ranks of the publisher have their parts of it."""
+    _digesting: threading.Lock = field(default_factory=threading.Lock)
+    """Held while digests are computed that are kept: several rounds may want the same ones."""
 
     def digests_of(self, wanted: Sequence[DigestKey], deadline: float) -> Mapping[DigestKey, bytes]:
         """Return the digests of what replicas read, with those known before if they are kept."""
-        found = {} if self.digests is None else self.digests
-        for share, kind in wanted:
-            if (share, kind) not in found:
-                found[share, kind] = self._digests(share.regions, kind, deadline).tobytes()
+        found: dict[DigestKey, bytes] = {} if self.digests is None else self.digests
+        if not self._digesting.acquire(timeout=max(deadline - monotonic(), 0)):
+            raise TransferTimeout(f"the digests of version {self.version} were not there in time")
+        try:
+            for share, kind in wanted:
+                if (share, kind) not in found:
+                    found[share, kind] = self._digests(share.regions, kind, deadline).tobytes()
+        finally:
+            self._digesting.release()
         return found
 
     def _digests(self, regions: Regions, kind: DigestKind, deadline: float) -> Words:
@@ -122,12 +130,13 @@ class PublishedModel:
         for device in self.source.devices:
             driver.synchronize(device, max(deadline - monotonic(), 0.001))
 
-    def live(self, version: int, parent: int | None) -> PublishedVersion:
-        """Return the model's own memory as a version."""
-        values = self.source.manifest.values
-        return PublishedVersion(
-            version, parent, self.source, self.offers, "published", values, is_shared=True
+    def live(self, version: int, parent: int | None, *, stays: bool = False) -> PublishedVersion:
+        """Return the model's own memory as a version; its digests are kept if it stays."""
+        found = PublishedVersion(
+            version, parent, self.source, self.offers, "published", self.source.manifest.values
         )
+        found.is_shared, found.digests = True, {} if stays else None
+        return found
 
     def snapshot(self, version: int | None, *, hold: bool, deadline: float) -> PublishedVersion:
         """Return an opened snapshot as a version: read from its files, or copied to memory."""

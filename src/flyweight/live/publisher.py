@@ -214,6 +214,7 @@ class Publisher:
         *,
         background: Literal[False] = False,
         num_replicas: int = 0,
+        stays: bool = False,
         timeout_seconds: float | None = None,
     ) -> PublishReport: ...
 
@@ -233,6 +234,7 @@ class Publisher:
         *,
         background: bool = False,
         num_replicas: int = 0,
+        stays: bool = False,
         timeout_seconds: float | None = None,
     ) -> PublishReport | Lease:
         """Send the model as it is now to every replica that waits for a version.
@@ -243,6 +245,9 @@ class Publisher:
         version: the number of the version, greater than the last one.
         background: return a `Lease` at once, and publish in another thread.
         num_replicas: first wait until this many replicas wait for the version; rank 0's counts.
+        stays: after the call, replicas that ask can still take the version, from the model's own
+            memory and without a copy, until `withdraw` or the next `publish`. Do not write to the
+            model before one of them has returned: digests detect that, and replicas fail.
         timeout_seconds: the time to wait for the other ranks and for replicas, and as long again
             for the round, which goes on only for replicas that have just made progress; by default
             the publisher's own.
@@ -261,10 +266,10 @@ class Publisher:
         version = check_version(version)
         if type(num_replicas) is not int or num_replicas < 0:
             raise SpecError(f"num_replicas is {num_replicas!r}, expected a whole number from 0")
-        lease = Lease(version)
-        self._check_open()
-        if not self._publishing.acquire(timeout=max(timeout, 0)):
-            raise TransferTimeout(f"the last publish is still under way after {timeout:g} s")
+        if stays:
+            self._check_stays(background=background)
+        lease = Lease(version, stays=stays)
+        self._acquire(timeout)
         try:
             self._thread = threading.get_ident()
             self._check_next(version)
@@ -292,6 +297,49 @@ class Publisher:
         publish()
         self._end_call()
         return lease.wait(0)
+
+    def _check_stays(self, *, background: bool) -> None:
+        """Raise SpecError if a version cannot stay available in the model's own memory."""
+        if self._options.hold:
+            raise SpecError(
+                "stays=True is for publishers without hold=True, whose copy stays available anyway"
+            )
+        if background:
+            raise SpecError(
+                "stays=True with background=True: the lease would end while the model is still "
+                "read; publish in the foreground, and call withdraw before the next step"
+            )
+        if isinstance(self._side, Follower) or self._side.num_ranks > 1:
+            raise SpecError(
+                "stays=True is for publishers of one rank; give those of several ranks hold=True, "
+                "or a store"
+            )
+
+    def withdraw(self, *, timeout_seconds: float | None = None) -> None:
+        """End what `publish(..., stays=True)` began: from now on the model may change.
+
+        Waits for replicas that read the model. Those that are not done after half of the time are
+        given up: they fail, and take the next version. Does nothing if no version stays.
+        """
+        timeout = self._options.timeout_seconds
+        if timeout_seconds is not None:
+            timeout = check_seconds("timeout_seconds", timeout_seconds)
+        self._acquire(timeout)
+        try:
+            self._thread = threading.get_ident()
+            if isinstance(self._side, Leader):
+                self._side.withdraw(timeout)
+        finally:
+            self._publishing.release()
+            self._end_call()
+
+    def _acquire(self, timeout_seconds: float) -> None:
+        """Wait for the end of another call; `_publishing` is released by the caller."""
+        self._check_open()
+        if not self._publishing.acquire(timeout=max(timeout_seconds, 0)):
+            raise TransferTimeout(
+                f"the last publish is still under way after {timeout_seconds:g} s"
+            )
 
     def _end_call(self) -> None:
         """Close what a signal handler wanted to close in the middle of the call."""

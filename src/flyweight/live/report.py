@@ -98,8 +98,10 @@ class PublishReport(Table, frozen=True):
 class Lease:
     """A publish that runs in the background, while it reads the trainer's memory and after."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, *, stays: bool = False) -> None:
         self.version = version
+        self.stays = stays
+        """True if replicas may read the memory after the publish too."""
         self._copied = threading.Event()
         self._report: Future[PublishReport] = Future()
 

@@ -66,6 +66,8 @@ class Rounds:
         """The number of the last round."""
         self.available: PublishedVersion | None = None
         """The version that replicas can take at once, between two publishes."""
+        self.coming: int | None = None
+        """The version that is published now and stays available: requests for it wait."""
 
     def new_number(self) -> int:
         """Return the number of the next round."""
@@ -224,25 +226,37 @@ class Rounds:
             for each in ranks:
                 each.is_searched = True  # once: later versions come by a publish
             self._start_thread(ranks, None)
-        elif request.version is not None and last is not None and request.version <= last:
+        elif request.version is None or last is None or request.version == self.coming:
+            pass  # it waits
+        elif request.version <= last:
             self._members.deny(ranks, too_late(request, last))
 
-    def retire_available(self, version: int, timeout_seconds: float) -> None:
-        """Withdraw the available version, so that `version` can overwrite its memory.
+    def withdraw_available(
+        self, reason: str, timeout_seconds: float, *, may_begin: bool = False
+    ) -> None:
+        """Withdraw the available version, so that its memory can be overwritten.
 
-        A replica that still reads it after half of the time is given up: the bytes that it copies
-        from then on are of no version, and its digests will show that.
+        A replica that still reads it after half of the time is given up, for this reason: the
+        bytes that it copies from then on are of no version, and its digests will show that.
+
+        may_begin: others may begin to read during the wait: an engine that reads may wait for
+            another one to do so too.
         """
-        with self._members.changed:
+        changed, seconds = self._members.changed, timeout_seconds / 2
+        with changed:
             old = self.available
-            # Other members may still begin: a reader may be a rank that waits for another rank.
-            self._members.changed.wait_for(lambda: not self._readers(old), timeout_seconds / 2)
+            if may_begin:
+                changed.wait_for(lambda: not self._readers(old), seconds)
             self.available = None
             if old is not None:
                 old.is_replaced = True  # nobody begins to read it from now on
+            if not may_begin:
+                changed.wait_for(lambda: not self._readers(old), seconds)
             readers = self._readers(old)
         for round_ in readers:
-            round_.abort(TransferTimeout(f"version {version} overwrites the version that it reads"))
+            round_.abort(TransferTimeout(reason))
+        with changed:
+            changed.wait_for(lambda: not self._readers(old), seconds)
 
     def _readers(self, version: PublishedVersion | None) -> list[RunningRound]:
         """Return the rounds that have begun to read a version."""
