@@ -208,6 +208,8 @@ class Model:
 
 def tensor_of(leaf: object) -> Tensor | None:
     """Return a leaf of any framework as a tensor; None if it is not a tensor."""
+    if isinstance(leaf, Tensor):  # memory without a framework
+        return leaf
     for framework in (torch_module, paddle_layer, numpy_dict):
         tensor: Tensor | None = framework.tensor_of(leaf)
         if tensor is not None:

@@ -1,12 +1,14 @@
 """Commands for live weights.
 
-`publish` serves a snapshot, `watch` shows a publisher's news, `keys` writes keys for encryption.
+`publish` serves a snapshot, `relay` passes a publisher's versions on to the engines of a host,
+`watch` shows a publisher's news, `keys` writes keys for encryption.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -32,12 +34,17 @@ from flyweight.live.curve_keys import CurveClient, CurveKeys, CurveServer
 from flyweight.live.lanes import TRANSPORTS
 from flyweight.live.messages import News
 from flyweight.live.publisher import Publisher
+from flyweight.live.relay import Relay
 from flyweight.live.tcp_address import TcpAddress, parse_address
 from flyweight.live.watch import record
 from flyweight.live.watch import watch as watch_publisher
 from flyweight.verbs.find import open_source
 
 _SHOWN_EVENTS = ("replica.joined", "replica.lost", "serve.done")
+_RELAY_EVENTS = (
+    *_SHOWN_EVENTS,
+    *("relay.serving", "update.done", "update.failed", "update.went_back", "serving.failed"),
+)
 
 
 @main.command()
@@ -75,7 +82,7 @@ def publish(
     with (
         open_source(path, version=version) as stored,
         until_signal() as is_over,
-        listening(lambda event: _print_event(event, as_json, is_over)),
+        listening(lambda event: _print_event(event, _SHOWN_EVENTS, as_json, is_over)),
         Publisher(
             stored, address, version=as_version, token=token, curve=curve, **options
         ) as publisher,
@@ -91,6 +98,34 @@ def publish(
             ),
         )
         is_over.wait()  # without a deadline, on purpose: this is a server
+
+
+@main.command()
+@click.argument("address")
+@click.option("--on", required=True, metavar="ADDRESS", help="Where this host's engines connect.")
+@click.option("--name", help="Its name at the publisher.")
+@token_file_option
+def relay(*, address: str, on: str, name: str | None, token_file: Path | None) -> None:
+    """Follow the publisher at ADDRESS, and serve its versions to engines, until interrupted.
+
+    Engines connect to the address of --on as to a publisher. Run one relay per host: it holds one
+    copy of the model in shared memory, which they map.
+    """
+    token = None
+    if token_file is not None:
+        token = tokens.read(token_file, "publish --token-file makes one")
+    as_json = wants_json()
+    made = Relay(address, on, token=token, name=name)
+    with (
+        until_signal() as is_over,
+        listening(lambda event: _print_event(event, _RELAY_EVENTS, as_json, is_over)),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        running = thread.submit(made.run)
+        running.add_done_callback(lambda _: is_over.set())
+        is_over.wait()  # without a deadline, on purpose: this is a server
+        made.stop()
+        running.result()
 
 
 @main.command()
@@ -110,8 +145,10 @@ def keys(directory: str, name: str) -> None:
     )
 
 
-def _print_event(event: Event, as_json: bool, is_over: threading.Event) -> None:
-    if event.kind not in _SHOWN_EVENTS:
+def _print_event(
+    event: Event, kinds: Sequence[str], as_json: bool, is_over: threading.Event
+) -> None:
+    if event.kind not in kinds:
         return
     try:
         if as_json:

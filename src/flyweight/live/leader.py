@@ -68,7 +68,7 @@ class Leader:
         """Where replicas on other hosts are accepted, with the real port."""
         self._gathered: list[Member] = []
         """The members that the publish under way serves."""
-        self._has_staying = False
+        self.has_staying = False
         """True while replicas read a version from the model's own memory between two publishes."""
         with ExitStack() as stack:
             stack.callback(claim.close)
@@ -296,7 +296,7 @@ class Leader:
             strategy="+".join(sorted({each.strategy for each in replicas})),
         )
         if lease.stays:
-            self._rounds.available, self._has_staying = live, True
+            self._rounds.available, self.has_staying = live, True
         return report
 
     def _run_round(self, round_: RunningRound, parent: int | None, *, is_held: bool) -> None:
@@ -356,7 +356,7 @@ class Leader:
         live = self._model.live(version, parent, stays=True)
         live.values = values
         with self.members.changed:
-            self._rounds.available, self._has_staying = live, True
+            self._rounds.available, self.has_staying = live, True
             self.members.version = version
             self._rounds.release_members(())
         self.members.set_state(self._rounds.last_number, version, "idle", (), 0.0)
@@ -366,10 +366,10 @@ class Leader:
 
         Replicas that still read it after half of the time are given up.
         """
-        if self._has_staying:
+        if self.has_staying:
             reason = f"version {self.version} was withdrawn while it was read"
             self._rounds.withdraw_available(reason, timeout_seconds)
-            self._has_staying = False
+            self.has_staying = False
 
     def stop(self) -> None:
         """Start no more rounds, and end a publish that waits for replicas or other ranks."""

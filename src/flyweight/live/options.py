@@ -9,21 +9,24 @@ from flyweight.checks import check_seconds
 from flyweight.errors import SpecError
 from flyweight.live.curve_keys import CurveClient, CurveServer
 from flyweight.live.lanes import TRANSPORTS, TransportChoice
+from flyweight.live.report import TIMEOUT_SECONDS
 from flyweight.verbs.find import PathLike
+
+SILENCE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublisherOptions:
     """The options of a publisher; `Publisher` explains them."""
 
-    hold: bool
-    store: PathLike | None
-    transport: TransportChoice
-    bucket_bytes: int | None
-    depth: int | None
-    should_verify: bool
-    timeout_seconds: float
-    silence_seconds: float
+    hold: bool = False
+    store: PathLike | None = None
+    transport: TransportChoice = "auto"
+    bucket_bytes: int | None = None
+    depth: int | None = None
+    should_verify: bool = True
+    timeout_seconds: float = TIMEOUT_SECONDS
+    silence_seconds: float = SILENCE_SECONDS
     curve: CurveServer | None = None
 
     def __post_init__(self) -> None:

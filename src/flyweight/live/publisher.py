@@ -17,27 +17,21 @@ import msgspec
 
 from flyweight.checks import check_seconds, check_version
 from flyweight.errors import SpecError, TransferTimeout, TransportError, VersionError
-from flyweight.live.address import Address, Claim
+from flyweight.live.address import Address
 from flyweight.live.curve_keys import CurveServer
 from flyweight.live.follower import Follower
 from flyweight.live.lanes import TransportChoice
 from flyweight.live.leader import Leader
 from flyweight.live.meeting import blocks_alone, blocks_together, holding_of, rendezvous_for
-from flyweight.live.options import PublisherOptions
+from flyweight.live.options import SILENCE_SECONDS, PublisherOptions
 from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import Invitation
 from flyweight.live.report import TIMEOUT_SECONDS, Lease, PublishReport
 from flyweight.live.source_blocks import SourceBlocks
-from flyweight.live.tcp_address import (
-    TcpAddress,
-    TemporaryClaim,
-    new_local_address,
-    parse_address,
-)
+from flyweight.live.tcp_address import TcpAddress, claimed, parse_address
 from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.verbs.find import PathLike
 
-SILENCE_SECONDS = 15.0
 _CLOSE_SECONDS = 5.0
 _FAULT_SECONDS = 2.0
 
@@ -141,11 +135,7 @@ class Publisher:
         blocks: SourceBlocks,
         version: int | None = None,
     ) -> Leader:
-        claim: Claim
-        if isinstance(address, TcpAddress):
-            claim, listen = TemporaryClaim(new_local_address(), token), address
-        else:
-            claim, listen = Claim(address, token), None
+        claim, listen = claimed(address, token)
         return Leader(self._model, self._options, claim, blocks, version=version, listen=listen)
 
     def _meet(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from logging import getLogger
 from time import monotonic, perf_counter
 from typing import Literal
 
@@ -26,24 +25,23 @@ from flyweight.errors import (
 )
 from flyweight.events import announce
 from flyweight.live.curve_keys import CurveClient
+from flyweight.live.held_version import REPLACED, HeldVersion, State
 from flyweight.live.messages import Want
 from flyweight.live.reconnect import Reconnect
 from flyweight.live.replica_round import ReplicaRound
-from flyweight.live.report import TIMEOUT_SECONDS, check_verified
+from flyweight.live.report import TIMEOUT_SECONDS, announce_update, check_verified
+from flyweight.live.serving import WITHDRAW_SECONDS, Serving
 from flyweight.live.sinks import sink_for
 from flyweight.live.tcp_address import parse_address
 from flyweight.ports import UpdateOptions, UpdateReport, Weights
 from flyweight.spec.manifest import TensorSpec
 from flyweight.spec.model_layout import ModelLayout
 
-State = Literal["empty", "ready", "updating", "failed"]
-_log = getLogger("flyweight.live")
 _CONNECT_SECONDS = 10.0
 MIN_PROGRESS_SECONDS = 10.0
 """The shortest time that a round may make no progress: to give up costs the old version."""
 _RECHECK_SECONDS = 0.05
 """After this long the model's tensors are looked at once more before a version is claimed."""
-_REPLACED = "tensors of the model were replaced, or have moved,"
 
 
 class Replica:
@@ -64,6 +62,8 @@ class Replica:
         device: str = "cpu",
         token: str | None = None,
         curve: CurveClient | None = None,
+        serve_on: str | None = None,
+        withdraw_seconds: float = WITHDRAW_SECONDS,
     ) -> None:
         """Connect to the publisher at an address, now or once there is one.
 
@@ -81,22 +81,27 @@ class Replica:
         framework, device: what tensors are made for a function.
         token: the publisher's token; at a `unix:` address it may be in a file next to its sockets.
         curve: the publisher's public key, if it encrypts messages to other hosts.
+        serve_on: an address of its own, where others take each version that this replica holds,
+            from its live weights, with the same `token`. Until the next update writes, do not
+            change the weights.
+        withdraw_seconds: how long an update may wait for those that read the weights; after half
+            of it they are given up.
         """
-        check_text("name", name)
         check_text("token", token, is_secret=True)
         ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
         self.num_ranks = ranks[1]
         """The number of ranks of the engine, which take each version together."""
-        if self.num_ranks > 1 and name is None:
-            raise SpecError(f"the {num_ranks} ranks of a replica need a common name: name=")
-        self.name = f"{os.uname().nodename}:{os.getpid()}" if name is None else name
-        self._sink = sink_for(
+        self.name = _replica_name(name, self.num_ranks)
+        cut = (layout, rank if layout_rank is None else layout_rank)
+        self._sink = sink_for(target, cut, extra=extra, framework=framework, device=device)
+        self._held = HeldVersion(self._sink.is_current)
+        self._serving = Serving(
             target,
-            layout=layout,
-            rank=rank if layout_rank is None else layout_rank,
-            extra=extra,
-            framework=framework,
-            device=device,
+            serve_on,
+            token,
+            withdraw_seconds=withdraw_seconds,
+            is_whole=self.num_ranks == 1 and layout is None,
+            has_curve=curve is not None,
         )
         self._updating, self._thread = threading.Lock(), 0
         self._publisher = Reconnect(
@@ -108,10 +113,6 @@ class Replica:
             choose=self._choose,
             is_current=self._sink.is_current,
         )
-        self._version: int | None = None
-        self._session = ""
-        self._state: State = "empty"
-        self._failure: FlyweightError | None = None
         self.report: UpdateReport | None = None
         """The report of the last update that succeeded."""
         self.last_version: int | None = None
@@ -119,12 +120,14 @@ class Replica:
         self.unused: tuple[str, ...] = ()
         """The tensors that the publisher of the last update has and the model lacks."""
         self._round: ReplicaRound | None = None
-        self._checked_at = 0.0
-        self._is_open, self._pid = True, os.getpid()
+        self._checked_at, self._is_open, self._pid = 0.0, True, os.getpid()
         try:
             self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
         except (PeerLost, TransferTimeout):  # the publisher may start later
             self._sink.check()  # as joining does
+        except BaseException:
+            self._serving.close()
+            raise
 
     @property
     def version(self) -> int | None:
@@ -133,24 +136,22 @@ class Replica:
         None before the first update, after one that failed, and once the tensors that held the
         version were replaced or have moved.
         """
-        return None if self._moved() else self._version
+        return self._held.version
 
     @property
     def state(self) -> State:
         """'empty', 'ready', 'updating', or 'failed'."""
-        return "empty" if self._moved() else self._state
+        return self._held.state
 
     @property
     def failure(self) -> FlyweightError | None:
         """Why the model holds no complete version; None if it holds one or never did."""
-        return self._moved() or self._failure
+        return self._held.failure
 
-    def _moved(self) -> VersionError | None:
-        """Return an error if the tensors that hold the version are no longer the model's."""
-        version = self._version
-        if version is None or self._sink.is_current():
-            return None
-        return VersionError(f"{_REPLACED} since version {version} was taken; update again")
+    @property
+    def serves_at(self) -> str | None:
+        """The address at which others take versions from this replica, with its real port."""
+        return self._serving.address
 
     @property
     def is_connected(self) -> bool:
@@ -160,7 +161,7 @@ class Replica:
     @property
     def session(self) -> str:
         """An id of the publisher that the version came from; a restarted one has another."""
-        return self._session if self._version is not None else ""
+        return self._held.session
 
     @property
     def progress(self) -> float:
@@ -169,10 +170,7 @@ class Replica:
 
     def check_servable(self) -> None:
         """Raise VersionError unless the model holds a complete version; call it before serving."""
-        if (state := self.state) != "ready":
-            why = self.failure or "it never took one"
-            text = f"replica {self.name!r} is {state} and holds no whole version: {why}"
-            raise VersionError(text)
+        self._held.check_servable(self.name)
 
     def update(
         self,
@@ -241,7 +239,7 @@ class Replica:
                 yield self.update(timeout_seconds=seconds)
             except TransferTimeout:
                 # Nobody published; or a round failed, which the caller must know.
-                if timeout_seconds is not None or self._state == "failed" or not self._is_open:
+                if timeout_seconds is not None or self.state == "failed" or not self._is_open:
                     raise
 
     def wake(self) -> None:
@@ -250,8 +248,8 @@ class Replica:
 
     def forget(self, reason: str) -> None:
         """Hold no version any more: the weights' memory was freed, or written by others."""
-        self._version, self._state = None, "empty"
-        self._failure = VersionError(reason)
+        self._held.forget(reason)
+        self._serving.withdraw()
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -261,10 +259,6 @@ class Replica:
         if not self._is_open:
             raise TransportError(f"replica {self.name!r} is closed")
 
-    def _forget_if_moved(self) -> None:
-        if (moved := self._moved()) is not None:
-            self.forget(str(moved))
-
     def _update(self, options: UpdateOptions) -> UpdateReport:
         started, deadline = perf_counter(), monotonic() + options.timeout_seconds
         while True:
@@ -272,7 +266,8 @@ class Replica:
             connection = self._publisher.joined(deadline, options.is_over)
             self._sink.synchronize(deadline)
             try:
-                begin = connection.request(options, self._version, self._session, deadline)
+                version, session = self.version, self.session
+                begin = connection.request(options, version, session, deadline)
             except (PeerLost, TransferTimeout) as error:
                 # If the publisher is still connected, nobody has published in time.
                 is_lost = isinstance(error, PeerLost) or connection.is_lost
@@ -281,8 +276,8 @@ class Replica:
                 self._publisher.disconnect()  # connect again: a restarted publisher will do
                 continue
             if begin is None:
-                self._forget_if_moved()  # tensors may have been replaced meanwhile
-                if self._version is None or self.report is None:
+                self._held.forget_if_moved()  # tensors may have been replaced meanwhile
+                if self.version is None or self.report is None:
                     continue
                 check_verified(self.report, options.must_verify)
                 return self.report
@@ -292,13 +287,13 @@ class Replica:
                 timeout_seconds=max(options.timeout_seconds, MIN_PROGRESS_SECONDS),
                 has_devices=self._sink.has_devices,
                 waited_seconds=perf_counter() - started,
-                touch=self._touch,
+                touch=self._held.touch,
             )
             if (report := self._take_part(round_, options)) is not None:
                 return report
 
     def _choose(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
-        self._forget_if_moved()  # the sink may want other tensors from now on
+        self._held.forget_if_moved()  # the sink may want other tensors from now on
         return self._sink.want(tensors, tied)
 
     def _take_part(self, round_: ReplicaRound, options: UpdateOptions) -> UpdateReport | None:
@@ -324,15 +319,12 @@ class Replica:
             raise
         finally:
             round_.close()
-        self._version, self._state, self._failure = version, "ready", None
-        self._session, self.unused = round_.connection.session, round_.connection.unused
+        self._held.take(version, round_.connection.session)
+        self.unused = round_.connection.unused
         report = self.report = round_.report(result, self._sink.verified)
         last, self.last_version = self.last_version, version
-        if last is not None and version < last:  # a trainer that was restarted may do so
-            announce("update.went_back", version=version, before=last, name=self.name)
-            _log.warning("replica %s went back from version %d to %d", self.name, last, version)
-        done = {"version": version, "nbytes": report.nbytes, "seconds": report.seconds}
-        announce("update.done", name=self.name, **done)
+        announce_update(self.name, report, last)
+        self._serving.serve(round_.begin, round_.connection.session)
         if round_.interrupt is not None:
             raise round_.interrupt
         return report
@@ -341,6 +333,7 @@ class Replica:
         """Do everything before the first write; return False if the round was declined."""
         version = round_.begin.version
         round_.open(must_verify=options.must_verify)
+        self._serving.withdraw()  # before the engine pauses: readers may take a while
         if options.before is not None:
             options.before(version)
         round_.check_running()  # the call may have taken long
@@ -349,7 +342,7 @@ class Replica:
             round_.wait_write()
             if self.num_ranks == 1 or self._sink.is_in_place():  # other ranks may drain for long
                 return True
-        replaced = VersionError(f"{_REPLACED} before version {version} was copied")
+        replaced = VersionError(f"{REPLACED} before version {version} was copied")
         if options.before is not None or self.num_ranks > 1:
             raise replaced
         round_.fail(replaced, is_touched=False)
@@ -360,22 +353,21 @@ class Replica:
         if perf_counter() - self._checked_at > _RECHECK_SECONDS:
             self._checked_at = perf_counter()
             if not self._sink.is_current():
-                raise VersionError(f"{_REPLACED} while version {version} was copied")
-
-    def _touch(self) -> None:
-        self._state, self._version = "updating", None
+                raise VersionError(f"{REPLACED} while version {version} was copied")
 
     def _fail(self, round_: ReplicaRound, error: BaseException) -> None:
         """Tell the publisher, and remember whether the weights were overwritten."""
-        version, is_touched = round_.begin.version, self._state == "updating"
+        version, is_touched = round_.begin.version, self._held.is_updating
         round_.fail(error, is_touched=is_touched)
         if not isinstance(error, FlyweightError):
             error = TransportError(f"{type(error).__name__}: {error}")
         outcome = f"it still holds version {self.version}"
         if is_touched:
-            self._state, self._failure = "failed", error
+            self._held.fail(error)
             self._sink.touched()
             outcome = "the weights are not whole, update again before serving"
+        elif self.version is not None:
+            self._serving.serve_again()
         error.note(f"replica {self.name!r}, version {version}: {outcome}")
         announce("update.failed", version=version, name=self.name, error=str(error))
 
@@ -391,6 +383,7 @@ class Replica:
     def _free(self) -> None:
         if self._updating.acquire(timeout=_CONNECT_SECONDS):  # an update still reads the memory
             self._publisher.disconnect()
+            self._serving.close()
             self._sink.close()
             self._updating.release()
 
@@ -399,6 +392,13 @@ class Replica:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def _replica_name(name: str | None, num_ranks: int) -> str:
+    check_text("name", name)
+    if num_ranks > 1 and name is None:
+        raise SpecError(f"the {num_ranks} ranks of a replica need a common name: name=")
+    return f"{os.uname().nodename}:{os.getpid()}" if name is None else name
 
 
 _WEIGHTS: type[Weights] = Replica  # mypy checks the port

@@ -6,13 +6,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from logging import getLogger
 
 from flyweight.errors import FlyweightError, TransferTimeout, VersionError
+from flyweight.events import announce
 from flyweight.live.message_tables import Table
 from flyweight.ports import UpdateReport
 
 TIMEOUT_SECONDS = 30.0
 _MAX_REASONS = 5
+_log = getLogger("flyweight.live")
 
 
 class ReplicaReport(Table, frozen=True):
@@ -164,3 +167,13 @@ def unverified(version: int, origin: str) -> VersionError:
         f"version {version} comes from a {origin} without checksums, and must_verify is set; "
         f"publish with should_verify=True, or save it with flyweight"
     )
+
+
+def announce_update(name: str, report: UpdateReport, last: int | None) -> None:
+    """Emit the events of an update that succeeded; `last` is the version of the one before."""
+    version = report.version
+    if last is not None and version < last:  # a trainer that was restarted may do so
+        announce("update.went_back", version=version, before=last, name=name)
+        _log.warning("replica %s went back from version %d to %d", name, last, version)
+    done = {"version": version, "nbytes": report.nbytes, "seconds": report.seconds}
+    announce("update.done", name=name, **done)

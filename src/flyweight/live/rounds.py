@@ -58,8 +58,8 @@ class Rounds:
         self._members, self._options = members, options
         self._transports, self._model, self._sources = transports, model, sources
         self._running: set[RunningRound] = set()
-        self._threads: set[threading.Thread] = set()
-        """The threads of catch-up rounds."""
+        self._threads: dict[threading.Thread, PublishedVersion | None] = {}
+        """The threads of catch-up rounds, and the available version that each one serves."""
         self._is_open = True
         self._has_warned = False
         self.last_number = 0
@@ -245,20 +245,21 @@ class Rounds:
         changed, seconds = self._members.changed, timeout_seconds / 2
         with changed:
             old = self.available
+            if old is None:
+                return
             if may_begin:
                 changed.wait_for(lambda: not self._readers(old), seconds)
-            self.available = None
-            if old is not None:
-                old.is_replaced = True  # nobody begins to read it from now on
+            self.available, old.is_replaced = None, True  # nobody begins to read it from now on
             if not may_begin:
                 changed.wait_for(lambda: not self._readers(old), seconds)
             readers = self._readers(old)
         for round_ in readers:
             round_.abort(TransferTimeout(reason))
-        with changed:
-            changed.wait_for(lambda: not self._readers(old), seconds)
+        if not may_begin:  # the memory may be freed next, so no thread here should read it
+            with changed:
+                changed.wait_for(lambda: old not in self._threads.values(), seconds)
 
-    def _readers(self, version: PublishedVersion | None) -> list[RunningRound]:
+    def _readers(self, version: PublishedVersion) -> list[RunningRound]:
         """Return the rounds that have begun to read a version."""
         return [
             each
@@ -271,11 +272,11 @@ class Rounds:
         thread = threading.Thread(
             target=self._catch_up, args=(ranks, version), name="flyweight-catch-up", daemon=True
         )
-        self._threads.add(thread)
+        self._threads[thread] = version
         try:
             thread.start()
         except RuntimeError as cause:  # the system's limit of threads is reached
-            self._threads.discard(thread)
+            del self._threads[thread]
             text = f"the publisher cannot start a thread: {cause}; raise the limit, ulimit -u"
             self._members.deny(ranks, PeerFailed(text))
             for member in ranks:
@@ -301,7 +302,7 @@ class Rounds:
             with self._members.changed:
                 for member in ranks:
                     member.lists_sent = None  # the slots are closed
-                self._threads.discard(threading.current_thread())
+                self._threads.pop(threading.current_thread(), None)
                 self.release_members(ranks)
 
     def _run_catch_up(

@@ -13,14 +13,14 @@ from flyweight.spec.model_layout import ModelLayout
 
 def sink_for(
     target: object,
+    cut: tuple[ModelLayout | None, int | None],
     *,
-    layout: ModelLayout | None,
-    rank: int | None,
     extra: str,
     framework: Framework,
     device: str,
 ) -> UpdateSink:
-    """Return the sink; `Replica` explains the arguments."""
+    """Return the sink; `Replica` explains the arguments. `cut` is a layout and a rank of it."""
+    layout, rank = cut
     if extra not in ("refuse", "report"):
         raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
     if callable(target) and not is_model(target):

@@ -93,3 +93,10 @@ class TemporaryClaim(Claim):
     def close(self) -> None:
         super().close()
         rmtree(self.address.directory, ignore_errors=True)
+
+
+def claimed(address: Address | TcpAddress, token: str | None) -> tuple[Claim, TcpAddress | None]:
+    """Claim an address for a publisher; return also where it listens for other hosts."""
+    if isinstance(address, TcpAddress):
+        return TemporaryClaim(new_local_address(), token), address
+    return Claim(address, token), None

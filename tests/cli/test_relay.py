@@ -1,0 +1,178 @@
+"""`flyweight relay` as a user types it, between a trainer's process and engines."""
+
+import json
+import os
+import signal
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flyweight as fw
+from child_processes import Child
+from commands import flyweight, start
+from flyweight.errors import FlyweightError, PlanError
+from flyweight.live.relay import Relay
+from versioned_models import assign, holding, holds, weights
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Where the relay of this test serves."""
+    return f"unix:{tmp_path}/host"
+
+
+def trainer(address, options, pipe):
+    """Publish the version that each message names, to all who wait."""
+    model = weights(0, 1 << 22)
+    with fw.Publisher(model, address, **options) as publisher:
+        pipe.send(("up", publisher.address))
+        while (version := pipe.recv()) is not None:
+            assign(model, version)
+            report = publisher.publish(version, num_replicas=1, timeout_seconds=20)
+            pipe.send(("published", [each.error for each in report.failed]))
+
+
+def engine(address, seconds, pipe):
+    """Follow the versions at an address, and tell each one: whole, or the error."""
+    model = weights(50, 1 << 22)
+    with fw.Replica(model, address) as replica:
+        while True:
+            try:
+                report = replica.update(timeout_seconds=seconds)
+            except FlyweightError as error:
+                pipe.send(("error", type(error).__name__))
+                continue
+            told = (report.version, report.strategy, holds(model, report.version))
+            pipe.send(("took", told))
+
+
+def event(relay, kind, timeout=20):
+    """Return the next event of a kind that a relay prints."""
+    while (told := json.loads(relay.line(timeout)))["event"] != kind:
+        pass
+    return told
+
+
+def test_a_relay_serves_engines_by_shared_memory_and_outlives_its_trainer(address, served):
+    relay_words = ("relay", address, "--on", served, "--name", "host-b", "--json")
+    with start(*relay_words) as relay, Child(engine, served, 60) as first:
+        with Child(trainer, address, {}) as source:
+            assert source.told()[0] == "up"
+            told = event(relay, "relay.serving")
+            assert (told["address"], told["name"], told["num_tensors"]) == (served, "host-b", 7)
+            for version in (3, 4):
+                source.send(version)
+                assert source.told() == ("published", [])
+                assert event(relay, "update.done")["version"] == version
+                assert first.told() == ("took", (version, "mapped", True))
+            source.kill()
+        with Child(engine, served, 60) as late:  # nobody publishes
+            assert late.told() == ("took", (4, "mapped", True))
+            with Child(trainer, address, {}) as source:  # restarted, with lower numbers
+                source.send(1)
+                assert source.told()[0] == "up"
+                assert source.told(30) == ("published", [])
+                assert first.told() == late.told() == ("took", (1, "mapped", True))
+                source.send(None)
+        _, errors = relay.end()
+        assert relay.process.returncode == 0
+        assert errors == "replica host-b went back from version 4 to 1\n"
+    assert os.listdir(served.removeprefix("unix:")) == ["lock"]
+
+
+@pytest.mark.check
+def test_engines_whose_relay_is_killed_hold_one_whole_version_and_follow_the_next_relay(
+    address, served
+):
+    with Child(trainer, address, {}) as source, Child(engine, served, 60) as follower:
+        assert source.told()[0] == "up"
+        with start("relay", address, "--on", served, "--json") as relay:
+            event(relay, "relay.serving")
+            source.send(1)
+            assert source.told() == ("published", [])
+            assert follower.told() == ("took", (1, "mapped", True))
+            source.send(2)
+            event(relay, "update.done")  # of version 1
+            event(relay, "update.done")  # engines begin now
+            relay.kill()
+        source.told()
+        with start("relay", address, "--on", served, "--json") as relay:
+            event(relay, "relay.serving")
+            source.send(3)
+            assert source.told(30) == ("published", [])
+            told = [follower.told()]
+            while told[-1] != ("took", (3, "mapped", True)):
+                assert told[-1] in [("took", (2, "mapped", True)), ("error", "PeerLost")]
+                told.append(follower.told())
+            relay.end(signal.SIGTERM)
+            assert relay.process.returncode == 0
+
+
+def test_a_relay_starts_anew_for_a_model_of_other_tensors(address, served):
+    """Its dtypes need no framework, and values and tied names are passed on."""
+    wide = np.arange(12, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(3, 4)
+    model = {"a": wide, "b": wide, "scale": np.array(2.0), "none": np.empty((0, 2)), "step": 7}
+    with start("relay", address, "--on", served, "--json") as relay:
+        with fw.Publisher(weights(1), address) as publisher:
+            event(relay, "relay.serving")
+            publisher.publish(5, num_replicas=1)
+            assert event(relay, "update.done")["version"] == 5
+        with fw.Publisher(model, address) as publisher:
+            assert event(relay, "relay.serving")["num_tensors"] == 3
+            publisher.publish(2, num_replicas=1, timeout_seconds=20)
+            assert event(relay, "update.done")["version"] == 2
+        target = {name: np.zeros_like(model[name]) for name in ("a", "b", "scale", "none")}
+        target["step"] = 0
+        with fw.Replica(target, served) as replica:
+            report = replica.update(timeout_seconds=10)
+            assert (report.version, report.strategy) == (2, "mapped")
+        for name in ("a", "b", "scale"):
+            assert target[name].tobytes() == model[name].tobytes()
+        assert target["step"] == 7
+        with pytest.raises(PlanError):  # an engine of the old model
+            fw.Replica(weights(50), served)
+
+
+@pytest.mark.check
+def test_a_relay_of_another_host_reads_over_the_network_once(tmp_path, served):
+    secret = tmp_path / "token"
+    secret.write_text("secret")
+    secret.chmod(0o600)
+    with Child(trainer, "tcp://127.0.0.1:0", {"token": "secret"}) as source:
+        address = source.told()[1]
+        words = ("relay", address, "--on", served, "--token-file", secret, "--json")
+        with start(*words, FLYWEIGHT_HOST="host-b") as relay:
+            event(relay, "relay.serving")
+            source.send(6)
+            assert source.told() == ("published", [])
+            event(relay, "update.done")
+            engines = [weights(50 + n, 1 << 22) for n in range(2)]
+            for each in engines:
+                with fw.Replica(each, served, token="secret") as replica:
+                    assert replica.update(timeout_seconds=10).strategy == "mapped"
+            assert [holding(each, [6]) for each in engines] == [6, 6]
+
+
+def test_a_relay_says_what_is_wrong_by_exit_code(address, served, tmp_path):
+    wrong = tmp_path / "wrong"
+    wrong.write_text("wrong")
+    wrong.chmod(0o600)
+    with fw.Publisher(weights(1), address, token="right"):
+        words = ("relay", address, "--on", served, "--token-file", wrong, "--json")
+        assert flyweight(*words, code=7)["error"] == "PeerRefused"
+    with fw.Publisher(weights(1), address), fw.Publisher(weights(1), served):
+        assert "another publisher is at" in flyweight("relay", address, "--on", served, code=7)
+    flyweight("relay", address, code=2)
+    flyweight("relay", "nowhere", "--on", served, code=5)
+    flyweight("relay", address, "--on", "nowhere", code=5)
+
+
+def test_a_relay_without_a_publisher_ends_when_it_is_told_to(address, served, threads):
+    relay = Relay(address, served)
+    running = threads.submit(relay.run)
+    with pytest.raises(FutureTimeout):
+        running.result(0.2)
+    relay.stop()
+    running.result(5)
