@@ -7,27 +7,28 @@
 A message can be stopped on its way (`stop_before`), so that a fault comes at that moment.
 """
 
+import ctypes
+import gc
 import resource
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 import flyweight as fw
 from child_processes import resources, settled, until
-from flyweight.live import messages
 from flyweight.live import publisher as publishers
 from flyweight.live.connection import Connection
 from flyweight.ranks.file_store import FileStore
 from flyweight.ranks.rendezvous import Rendezvous
-from source_rank_processes import assign_part, part_of
-from versioned_models import assign, holding, nbytes_of, weights
+from versioned_models import assign, holding, weights
 
 TOKEN = "the token of these tests"
 SECONDS = 20
 MIB = 1 << 20
+MARK = 0xA5
+PART_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,16 @@ class Remote:
         self.kill, self.stop, self.go_on = self._child.kill, self._child.stop, self._child.go_on
         self.pid, self.join = self._child.pid, self._child.join
         if is_awaited:
-            self.made()
+            try:
+                self.made()
+            except BaseException:
+                self.__exit__()
+                raise
 
     def made(self):
         """Wait until it is made, and has its address."""
         self.address = self.end()
-        if isinstance(self.address, Raised):
-            self.__exit__()
-            raise AssertionError(self.address)
+        assert not isinstance(self.address, Raised), self.address
 
     def start(self, name, *args, **options):
         """Start a call; `end` returns its result."""
@@ -130,15 +133,24 @@ class Actor:
         time.sleep(0.05)  # a thread of the last round may end just now
         self._before = resources(), _resident_bytes()
 
-    def left(self):
+    def left(self, num_sockets):
         """Return which threads and files came since `remember`, and how many bytes of memory."""
         before, resident = self._before
-        now = settled(before)
+        now = settled(before, 1 if num_sockets else 5)
+        counts = [each["files"].count("socket") for each in (before, now)]
+        if abs(counts[1] - counts[0]) <= num_sockets:
+            before, now = ({**each, "files": _other_files(each)} for each in (before, now))
         changed = {key: (before[key], now[key]) for key in before if before[key] != now[key]}
         return changed, _resident_bytes() - resident
 
 
+def _other_files(found):
+    return [each for each in found["files"] if each != "socket"]
+
+
 def _resident_bytes():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -182,26 +194,28 @@ class Trainer(Actor):
     def replicas(self):
         return self.publisher.replicas
 
-    def replace(self):
-        """Put other memory in the place of the model's, and give the old one back."""
-        for name in list(self.model):
-            self.model[name] = np.full_like(self.model[name], 0)
+    def publish_other_memory(self, version, **options):
+        """Free the model's memory, and publish a version from other memory."""
+        for name, array in self.model.items():
+            self.model[name] = np.zeros_like(array)
+        return self.publish(version, **options)
 
     def close(self):
         self.publisher.close()
 
 
 class TrainerRank(Trainer):
-    """One of three ranks that hold a model together."""
+    """A rank that holds some rows of a tensor whose every byte is the version."""
 
-    def make(self, ip, rank, directory, **options):
-        self.rank = rank
-        found = Rendezvous(rank, 3, FileStore(directory), "trainer", host=ip)
+    def make(self, ip, rank, num_ranks, directory, **options):
+        found = Rendezvous(rank, num_ranks, FileStore(directory), "trainer", host=ip)
         publishers.rendezvous_for = lambda *args: found
-        return super().make(ip, model=part_of(rank, 0), **options)
+        rows = np.zeros((1, PART_BYTES), np.uint8)
+        part = fw.Sharded(rows, (num_ranks, PART_BYTES), (rank, 0))
+        return super().make(ip, model={"w": part}, **options)
 
     def assign(self, version):
-        assign_part(self.model, self.rank, version)
+        self.model["w"].tensor[:] = version
 
 
 class Engine(Actor):
@@ -221,6 +235,9 @@ class Engine(Actor):
         """Return the replica's state and version, and which version its bytes are of."""
         return self.replica.state, self.replica.version, holding(self.model, versions)
 
+    def state(self):
+        return self.replica.state, self.replica.version
+
     def bytes(self):
         """Return the bytes of every tensor."""
         local = {k: v.tensor if isinstance(v, fw.Sharded) else v for k, v in self.model.items()}
@@ -229,6 +246,40 @@ class Engine(Actor):
     def verified(self):
         return self.replica.report.verified
 
+    def look_at_staging(self):
+        """Keep the memory that the buckets of a round arrive in, for `mark_staging`."""
+        fetches = self.replica._publisher.connection.source.fetches.values()
+        self._staging = {fetch.slot: fetch.into for fetch in fetches}
+        return len(self._staging)
+
+    def mark_staging(self):
+        """Overwrite it, and remember the weights."""
+        for each in self._staging.values():
+            each.flat()[:] = MARK
+        self._live = self.bytes()
+
+    def late_bytes(self):
+        """Return how many bytes have arrived since `mark_staging`, in staging and in weights."""
+        staged = sum(int((each.flat() != MARK).sum()) for each in self._staging.values())
+        now = self.bytes()
+        found = staged, [name for name in now if now[name] != self._live[name]]
+        self._staging = self._live = None
+        return found
+
+    def update_until_told(self):
+        """Update, and close the replica meanwhile, as soon as the test lets it."""
+
+        def close():
+            self._pipe.recv()
+            self.replica.close()
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        try:
+            return self.update()
+        finally:
+            thread.join()
+
     def close(self):
         self.replica.close()
 
@@ -236,7 +287,7 @@ class Engine(Actor):
 def published(trainer, version, *engines, strategy="network", **options):
     """Publish a version to engines; each must hold it, and every byte of it."""
     for each in engines:
-        each.start("update")
+        each.start("update", version)
     trainer.start("publish", version, num_replicas=len(engines), **options)
     assert [each.end() for each in engines] == [(version, strategy)] * len(engines)
     report = trainer.end()

@@ -1,0 +1,482 @@
+"""Faults between hosts: links that are cut, slow or lossy, processes that die, and strangers.
+
+After each: no call outlasts its deadline, no replica serves a mixture of versions, the next publish
+succeeds once the fault is over, and both sides have the memory, threads and files of before.
+"""
+
+import signal
+import socket
+import time
+from contextlib import ExitStack, contextmanager, suppress
+
+import numpy as np
+import pytest
+
+from child_processes import until
+from flyweight.live import frames
+from flyweight.transports import tcp
+from netns import fleet, two_hosts
+from remote_processes import (
+    MIB,
+    PART_BYTES,
+    SECONDS,
+    Actor,
+    Engine,
+    Raised,
+    Remote,
+    Trainer,
+    TrainerRank,
+    published,
+)
+
+NBYTES = 8 * MIB
+SENT = 6 * MIB
+"""The bytes of such a model."""
+MBITS = 100
+"""A link that needs half a second for it."""
+BUCKETS = {"nbytes": NBYTES, "bucket_bytes": MIB}
+LATE_SECONDS = 2
+"""The time that a publish is given; a replica without progress is late after at most twice that."""
+LOST_SECONDS = 6
+"""Both sides notice within half of this that a link is cut."""
+
+
+@pytest.fixture
+def hosts():
+    with two_hosts() as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Let links count as cut after one second, in processes that are started from now on."""
+    monkeypatch.setattr(tcp, "LOST_SECONDS", 1)
+
+
+@contextmanager
+def pair(hosts, engine_options=None, **options):
+    """A trainer on the first host and an engine on the second, which holds version 1."""
+    with Remote(hosts.a, Trainer, hosts.a.ip, **{**BUCKETS, **options}) as trainer:
+        made = {"nbytes": options.get("nbytes", NBYTES), **(engine_options or {})}
+        with Remote(hosts.b, Engine, trainer.address, **made) as engine:
+            published(trainer, 1, engine)
+            trainer.ask("remember"), engine.ask("remember")
+            yield trainer, engine
+
+
+def begin(trainer, version, *engines, **options):
+    """Start a round that a fault will end."""
+    for each in engines:
+        each.start("update")
+    options = {"num_replicas": len(engines), "timeout_seconds": LATE_SECONDS, **options}
+    trainer.start("publish", version, **options)
+
+
+def in_mid_transfer(host, nbytes=SENT // 3):
+    """Wait until a host has sent a part of a model."""
+    before = host.sent_bytes()
+    until(lambda: host.sent_bytes() - before > nbytes)
+
+
+def is_whole_or_failed(engine):
+    """True if an engine holds a whole version, or says that it holds none."""
+    state, version, found = engine.ask("held")
+    return (state, version) == ("failed", None) or (state == "ready" and version == found)
+
+
+def assert_as_before(*processes, num_sockets=0):
+    """Assert that processes have the threads, files and memory of before the fault.
+
+    num_sockets: how many more or fewer sockets there may be.
+    """
+    for each in processes:
+        changed, nbytes = each.ask("left", num_sockets)
+        assert changed == {}
+        assert nbytes < 2 * MIB
+
+
+@contextmanager
+def within(seconds):
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < seconds
+
+
+# Links.
+
+
+def cut_in_mid_transfer(trainer, engine, host):
+    host.rate(MBITS)
+    begin(trainer, 2, engine)
+    in_mid_transfer(host)
+    host.cut()
+
+
+def cut_before(kind):
+    def cut(trainer, engine, host):
+        trainer.ask("stop_before", kind)
+        begin(trainer, 2, engine)
+        trainer.stopped()
+        host.cut()
+        trainer.pass_on()
+
+    return cut
+
+
+CUTS = {
+    "transfer": cut_in_mid_transfer,
+    "Begin": cut_before("Begin"),
+    "Filled": cut_before("Filled"),
+    "Commit": cut_before("Commit"),
+}
+
+
+@pytest.mark.parametrize(
+    ("moment", "options"),
+    [
+        ("Commit", {}),
+        *(
+            pytest.param(moment, options, marks=pytest.mark.check)
+            for moment in CUTS
+            for options in ({}, {"hold": True}, {"transport": "host"}, {"should_verify": False})
+        ),
+    ],
+)
+def test_a_link_that_is_cut_fails_the_round_and_no_later_one(hosts, quick, moment, options):
+    with pair(hosts, **options) as (trainer, engine):
+        CUTS[moment](trainer, engine, hosts.a)
+        with within(LOST_SECONDS):
+            report = trainer.end()
+        assert set(report) == {"engine"}
+        if moment != "Begin":
+            with within(LOST_SECONDS):
+                assert engine.end().kind == "PeerLost"
+            assert is_whole_or_failed(engine)
+            assert "network" not in report.values() or moment == "Commit"
+        hosts.a.heal()
+        if moment == "Begin":  # the engine still waits for a version, whoever publishes it
+            if "hold" not in options:
+                trainer.start("publish", 3, num_replicas=1)
+            if isinstance(found := engine.end(), Raised):
+                assert found.kind == "PeerLost"  # the message has come after all, but nothing else
+                assert is_whole_or_failed(engine)
+                found = engine.ask("update")
+            assert found == (2 if "hold" in options else 3, "network")
+            assert "hold" in options or trainer.end() == {"engine": "network"}
+        published(trainer, 4, engine)
+        assert_as_before(trainer, engine)
+
+
+def test_a_short_cut_ends_no_round(hosts):
+    with pair(hosts) as (trainer, engine):
+        cut_in_mid_transfer(trainer, engine, hosts.a)
+        time.sleep(0.5)
+        hosts.a.heal()
+        assert trainer.end() == {"engine": "network"}
+        assert engine.end() == (2, "network")
+        assert engine.ask("held") == ("ready", 2, 2)
+        assert_as_before(trainer, engine)
+
+
+def test_no_byte_arrives_late(hosts, quick):
+    """Neither in weights nor in the memory that the next round's buckets go to."""
+    with pair(hosts) as (trainer, engine):
+        assert engine.ask("look_at_staging") > 1
+        cut_in_mid_transfer(trainer, engine, hosts.a)
+        assert trainer.end()["engine"] != "network"
+        assert engine.end().kind == "PeerLost"
+        assert is_whole_or_failed(engine)
+        trainer.ask("assign", 3)
+        engine.ask("mark_staging")
+        hosts.a.heal()
+        time.sleep(2)  # TCP repeats what was lost, at twice the interval each time
+        assert engine.ask("late_bytes") == (0, [])
+        published(trainer, 4, engine)
+        assert_as_before(trainer, engine)
+
+
+@pytest.mark.parametrize(
+    "seconds", [1, pytest.param(5, marks=pytest.mark.check)], ids=lambda each: f"{each}s"
+)
+def test_a_slow_link_is_waited_for_while_bytes_come(hosts, seconds):
+    """The round takes more than twice its time: what counts is that it makes progress."""
+    nbytes = 2 * MIB
+    with pair(hosts, nbytes=nbytes) as (trainer, engine):
+        hosts.a.rate(round(nbytes * 0.75 * 8 / 1e6 / (2.2 * seconds)))
+        started = time.monotonic()
+        begin(trainer, 2, engine, timeout_seconds=seconds)
+        assert trainer.end() == {"engine": "network"}
+        assert time.monotonic() - started > 2 * seconds
+        assert engine.end() == (2, "network")
+        assert engine.ask("held") == ("ready", 2, 2)
+
+
+def test_a_lossy_link_delivers_every_byte(hosts):
+    with pair(hosts, nbytes=MIB) as (trainer, engine):
+        hosts.a.lossy(3)
+        for version in (2, 3):
+            published(trainer, version, engine)
+
+
+# Processes.
+
+
+def restarted(stack, hosts, address):
+    """A trainer at the port of another one."""
+    port = int(address.rpartition(":")[2])
+    return stack.enter_context(Remote(hosts.a, Trainer, hosts.a.ip, port, **BUCKETS))
+
+
+@pytest.mark.parametrize("options", [{}, {"hold": True}], ids=str)
+def test_a_trainer_that_is_killed_in_mid_transfer_may_start_again(hosts, options):
+    with ExitStack() as stack:
+        trainer, engine = stack.enter_context(pair(hosts, **options))
+        hosts.a.rate(MBITS)
+        begin(trainer, 2, engine)
+        in_mid_transfer(hosts.a)
+        trainer.kill()
+        with within(2):
+            assert engine.end().kind == "PeerLost"
+        assert is_whole_or_failed(engine)
+        trainer = restarted(stack, hosts, trainer.address)
+        published(trainer, 1, engine)
+        assert_as_before(engine)
+
+
+def test_a_trainer_that_is_stopped_in_mid_transfer_is_given_up(hosts):
+    """What it sends when it goes on arrives nowhere."""
+    with pair(hosts, silence_seconds=1) as (trainer, engine):
+        engine.ask("look_at_staging")
+        hosts.a.rate(MBITS)
+        begin(trainer, 2, engine, timeout_seconds=SECONDS)
+        in_mid_transfer(hosts.a)
+        trainer.stop()
+        with within(4):
+            assert engine.end().kind == "TransferTimeout"
+        assert is_whole_or_failed(engine)
+        engine.ask("mark_staging")
+        trainer.go_on()
+        with within(4):
+            assert trainer.end()["engine"] != "network"
+        trainer.ask("assign", 3)
+        time.sleep(0.5)
+        assert engine.ask("late_bytes") == (0, [])
+        published(trainer, 4, engine)
+        assert_as_before(trainer, engine)
+
+
+SLOW_SECONDS = 2
+"""How long a model takes over the link of `two_engines`."""
+
+
+@contextmanager
+def two_engines():
+    """A trainer and two engines, each on a host of its own; the first has a slow link."""
+    with fleet(2) as (host, members), ExitStack() as stack:
+        trainer = stack.enter_context(Remote(host, Trainer, host.ip, **BUCKETS))
+        victim, other = (
+            stack.enter_context(
+                Remote(each, Engine, trainer.address, name=name, nbytes=NBYTES)
+            )
+            for each, name in zip(members, ("victim", "other"), strict=True)
+        )  # fmt: skip
+        published(trainer, 1, victim, other)
+        trainer.ask("remember"), other.ask("remember"), victim.ask("remember")
+        members[0].rate(round(SENT * 8 / 1e6 / SLOW_SECONDS))
+        yield trainer, victim, other, members[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replica_that_fails_in_mid_transfer_delays_no_other(number):
+    with two_engines() as (trainer, victim, other, host), ExitStack() as stack:
+        started = time.monotonic()
+        begin(trainer, 2, victim, other)
+        assert other.end() == (2, "network")
+        assert time.monotonic() - started < SLOW_SECONDS
+        assert not trainer.has_ended
+        victim.kill(number)
+        report = trainer.end()
+        spent = time.monotonic() - started
+        assert report["other"] == "network"
+        host.rate(10_000)
+        if number == signal.SIGKILL:
+            assert report["victim"] == f"replica 'victim', process {victim.pid}, is gone"
+            assert spent < SLOW_SECONDS
+            victim = stack.enter_context(
+                Remote(host, Engine, trainer.address, name="victim", nbytes=NBYTES)
+            )
+        else:
+            assert "'victim' is late: it has not copied" in report["victim"]
+            assert spent < 2 * LATE_SECONDS + 1
+            victim.go_on()
+            assert victim.end().kind in ("TransferTimeout", "PeerLost")
+            assert is_whole_or_failed(victim)
+        published(trainer, 3, victim, other)
+        assert_as_before(trainer, other)
+
+
+def ranks_at(stack, hosts, directory, port=0):
+    """A trainer of a rank on each host."""
+    options = {"bucket_bytes": MIB, "is_awaited": False, "port": port}
+    ranks = [
+        stack.enter_context(
+            Remote(host, TrainerRank, hosts[0].ip, rank, len(hosts), directory, **options)
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    for each in ranks:
+        each.made()
+    return ranks
+
+
+def taken_from(ranks, engine, version):
+    """Publish a version from all ranks of a trainer; the engine must have it whole."""
+    for each in ranks:
+        each.start("publish", version, num_replicas=1)
+    assert engine.ask("update", version) == (version, "network")
+    assert [each.end() for each in ranks] == [{"engine": "network"}] * len(ranks)
+    assert engine.ask("bytes")["w"] == bytes([version]) * len(ranks) * PART_BYTES
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_of_a_trainer_that_fails_in_mid_transfer_ends_the_round(tmp_path, number):
+    with fleet(2) as (first, (second, third)), ExitStack() as stack:
+        hosts, model = [first, second], {"w": np.zeros((2, PART_BYTES), np.uint8)}
+        ranks = ranks_at(stack, hosts, tmp_path / "ranks")
+        engine = stack.enter_context(Remote(third, Engine, ranks[0].address, model=model))
+        taken_from(ranks, engine, 1)
+        engine.ask("remember")
+        second.rate(MBITS)
+        engine.start("update")
+        for each in ranks:
+            each.start("publish", 2, num_replicas=1, timeout_seconds=LATE_SECONDS)
+        in_mid_transfer(second, PART_BYTES // 8)
+        ranks[1].kill(number)
+        with within(2 * LATE_SECONDS + 1):
+            found = ranks[0].end()
+        with within(2):
+            assert engine.end().kind in ("PeerLost", "TransferTimeout", "PeerFailed")
+        assert engine.ask("state") in [("failed", None), ("ready", 1)]
+        text = found.text if isinstance(found, Raised) else found["engine"]
+        # Who is first: rank 0 hears of a death as soon as the engine does.
+        assert any(each in text for each in ("source rank 1", second.ip, "'engine' is late")), text
+        for each in ranks:
+            each.kill()
+            each.join()
+        port = int(ranks[0].address.rpartition(":")[2])
+        taken_from(ranks_at(stack, hosts, tmp_path / "ranks 2", port), engine, 3)
+        assert_as_before(engine, num_sockets=4)  # each thread reads from any rank
+
+
+# Strangers.
+
+
+def test_who_does_not_know_the_token_gets_nothing(hosts):
+    with pair(hosts) as (trainer, engine):
+        sent = hosts.a.sent_bytes()
+        with Remote(hosts.b, Engine, trainer.address, token="other", is_awaited=False) as stranger:
+            raised = stranger.end()
+        assert raised == Raised("PeerRefused", f"the process at {place(trainer)} {NO_TOKEN}")
+        assert hosts.a.sent_bytes() - sent < 10_000
+        published(trainer, 2, engine)
+        assert_as_before(trainer, engine)
+
+
+NO_TOKEN = "does not know our token"
+
+
+def place(trainer):
+    return trainer.address.removeprefix("tcp://")
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_another_protocol_is_refused_by_its_number(hosts, monkeypatch, side):
+    number = frames.PROTOCOL
+    with monkeypatch.context() as patch:
+        patch.setattr(frames, "PROTOCOL", number + (side == "trainer"))
+        trainer = Remote(hosts.a, Trainer, hosts.a.ip)
+    with trainer:
+        with monkeypatch.context() as patch:
+            patch.setattr(frames, "PROTOCOL", number + (side == "engine"))
+            engine = Remote(hosts.b, Engine, trainer.address, is_awaited=False)
+        with engine:
+            raised = engine.end()
+        assert raised.kind == "PeerRefused"
+        theirs, ours = sorted([number, number + 1], reverse=side == "trainer")
+        assert f"speaks protocol {theirs}, this one {ours}" in raised.text
+        assert trainer.ask("replicas") == []
+
+
+def listening_ports(trainer):
+    """Return the ports that are open on a trainer's host."""
+    with open(f"/proc/{trainer.pid}/net/tcp") as file:
+        rows = [line.split() for line in list(file)[1:]]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"]
+
+
+GARBAGE = [
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff" * 100_000,
+    bytes(100_000),
+    b"\x00\x10" + b"x" * 16,
+    b"\x00\x02{}",
+    b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48),
+    b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48) + b"\x06" + b"\x7f" * 8,
+]  # fmt: skip
+
+
+class Stranger(Actor):
+    """Sends garbage to ports, and keeps what it opens."""
+
+    def make(self, ip, ports):
+        self._links = []
+        for port in ports:
+            for garbage in GARBAGE:
+                link = socket.create_connection((ip, port), timeout=5)
+                self._links.append(link)
+                with suppress(OSError):  # the other side may have closed it already
+                    link.sendall(garbage)
+
+
+def test_strangers_disturb_nobody(hosts):
+    with pair(hosts) as (trainer, engine):
+        ports = listening_ports(trainer)
+        assert len(ports) == 2  # for messages, and for bytes
+        with Remote(hosts.b, Stranger, hosts.a.ip, ports):
+            for version in (2, 3):
+                published(trainer, version, engine)
+        published(trainer, 4, engine)
+        assert_as_before(trainer, engine)
+
+
+@pytest.mark.parametrize("num", [2, pytest.param(25, marks=pytest.mark.check)])
+def test_a_trainer_outlives_readers_that_leave_while_its_memory_changes(hosts, num):
+    """They are killed or close in mid-read, two of each a round; its memory is freed after each."""
+    with pair(hosts) as (trainer, engine):
+        for version in range(2, 2 + num):
+            hosts.a.rate(MBITS)
+            with ExitStack() as stack:
+                readers = [
+                    stack.enter_context(
+                        Remote(hosts.b, Engine, trainer.address, name=f"{n}", nbytes=NBYTES)
+                    )
+                    for n in range(4)
+                ]
+                for each in readers[:2]:
+                    each.start("update")
+                for each in readers[2:]:
+                    each.start("update_until_told")
+                trainer.start("publish_other_memory", version, num_replicas=4)
+                in_mid_transfer(hosts.a, 2 * MIB)
+                for each in readers[:2]:
+                    each.kill()
+                for each in readers[2:]:
+                    each.pass_on()
+                assert [each.end().kind for each in readers[2:]] == ["PeerLost"] * 2
+                report = trainer.end()
+            assert set(report) == set("0123")
+            assert "network" not in report.values()
+            hosts.a.rate(10_000)
+        published(trainer, 2 + num, engine)
+        assert_as_before(trainer, engine)
