@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import flyweight as fw
-from child_processes import resources, settled, until
+from child_processes import resources, until
 from flyweight.live import publisher as publishers
 from flyweight.live.connection import Connection
 from flyweight.ranks.file_store import FileStore
@@ -133,19 +133,37 @@ class Actor:
         time.sleep(0.05)  # a thread of the last round may end just now
         self._before = resources(), _resident_bytes()
 
-    def left(self, num_sockets):
-        """Return which threads and files came since `remember`, and how many bytes of memory."""
-        before, resident = self._before
-        now = settled(before, 1 if num_sockets else 5)
-        counts = [each["files"].count("socket") for each in (before, now)]
-        if abs(counts[1] - counts[0]) <= num_sockets:
-            before, now = ({**each, "files": _other_files(each)} for each in (before, now))
-        changed = {key: (before[key], now[key]) for key in before if before[key] != now[key]}
+    def left(self, num_streams):
+        """Return which threads and files came since `remember`, and how many bytes of memory.
+
+        num_streams: how many more or fewer connections for data there may be: a thread that finds
+            no bucket to fetch makes none.
+        """
+        (before, resident), deadline = self._before, time.monotonic() + 5
+        while (changed := _changes(before, num_streams)) and time.monotonic() < deadline:
+            time.sleep(0.02)
         return changed, _resident_bytes() - resident
 
 
-def _other_files(found):
-    return [each for each in found["files"] if each != "socket"]
+def _changes(before, num_streams):
+    now = resources()
+    if abs(_num_streams(now) - _num_streams(before)) <= num_streams:
+        before, now = _without_streams(before), _without_streams(now)
+    return {key: (before[key], now[key]) for key in before if before[key] != now[key]}
+
+
+def _num_streams(found):
+    return found["files"].count("socket")
+
+
+def _without_streams(found):
+    """Return the same without sockets, and without the threads that serve them."""
+    return {
+        key: [each for each in value if each not in ("socket", "flyweight-data")]
+        if isinstance(value, list)
+        else value
+        for key, value in found.items()
+    }
 
 
 def _resident_bytes():

@@ -178,23 +178,25 @@ def test_weights_may_change_once_a_lease_says_so(hosts, options):
 
 @pytest.mark.parametrize("strategy", ["host", "mapped"])
 def test_a_replica_of_the_same_host_shares_memory(hosts, strategy):
-    model = weights(0, 4 * MIB)
+    model = weights(2, 4 * MIB)
     if strategy == "mapped":
         model = {"w": shared(random_bytes(4 * MIB))}
     target = {name: np.zeros_like(each) for name, each in model.items()}
-    with pair(hosts, model, target) as (trainer, engine):
-        with Remote(hosts.a, Engine, trainer.address, model=target, name="near") as near:
-            near.start("update")
-            sent = hosts.a.sent_bytes()
-            assert trainer.ask("publish", 1, num_replicas=1) == {"near": strategy}
-            assert near.end() == (1, strategy)
-            assert hosts.a.sent_bytes() - sent < 10_000
-            engine.start("update")
-            near.start("update")
-            found = trainer.ask("publish", 2, num_replicas=2)
-            assert found == {"engine": "network", "near": strategy}
-            engine.end(), near.end()
-            assert engine.ask("bytes") == near.ask("bytes")
+    with (
+        pair(hosts, model, target) as (trainer, engine),
+        Remote(hosts.a, Engine, trainer.address, model=target, name="near") as near,
+    ):
+        near.start("update")
+        sent = hosts.a.sent_bytes()
+        assert trainer.ask("publish", 1, num_replicas=1) == {"near": strategy}
+        assert near.end() == (1, strategy)
+        assert hosts.a.sent_bytes() - sent < 10_000
+        engine.start("update")
+        near.start("update")
+        found = trainer.ask("publish", 2, num_replicas=2)
+        assert found == {"engine": "network", "near": strategy}
+        assert (engine.end(), near.end()) == ((2, "network"), (2, strategy))
+        assert engine.ask("bytes") == near.ask("bytes") == as_bytes(model)
 
 
 class Watcher(Actor):
@@ -249,10 +251,12 @@ def taken_together(trainers, ranks, version, whole):
 
 
 def test_ranks_of_an_engine_commit_together(hosts):
-    with Remote(hosts.a, Trainer, hosts.a.ip, model={"w": WHOLE}) as trainer:
-        with engine_of_two([hosts.b, hosts.b], trainer.address) as ranks:
-            for version in (1, 2):
-                taken_together([trainer], ranks, version, WHOLE)
+    with (
+        Remote(hosts.a, Trainer, hosts.a.ip, model={"w": WHOLE}) as trainer,
+        engine_of_two([hosts.b, hosts.b], trainer.address) as ranks,
+    ):
+        for version in (1, 2):
+            taken_together([trainer], ranks, version, WHOLE)
 
 
 class TorchRank(Trainer):
@@ -300,7 +304,7 @@ def publish_by_ranks(trainers_at, ranks_at, options):
         *(
             pytest.param(*each, marks=pytest.mark.check)
             for each in itertools.product(
-                ("ab", "aba"), ("bb", "aa"), ({"hold": True}, {"transport": "host"})
+                ("ab", "aba"), ("bb", "aa"), ({"bucket_bytes": 4096}, {"transport": "host"})
             )
         ),
     ],
