@@ -58,6 +58,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuCtxSynchronize": (),
     "cuMemAlloc_v2": (c_void_p, c_size_t),
     "cuMemFree_v2": (c_uint64,),
+    "cuMemHostRegister_v2": (c_uint64, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_uint64,),
     "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
     "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
     "cuIpcGetMemHandle": (c_void_p, c_uint64),

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from flyweight.cuda import driver
+from flyweight.cuda.pinned_memory import pinned
 from flyweight.errors import FlyweightError
 from flyweight.live.gathers import GatheredBucket, gathered_buckets
 from flyweight.live.lanes import HOST, MAPPED, NETWORK, Lanes, Offers, Transports
@@ -142,16 +143,17 @@ class BucketSlots:
         default = _HOST_DEPTH if lane == HOST else _DEVICE_DEPTH
         num_slots = min(default if self._depth is None else self._depth, len(buckets))
         for slot in range(first, first + num_slots):
-            self._slots[slot] = self._allocate(lane, max(ends))
+            self._slots[slot] = self._allocate(source, lane, max(ends))
             (self._handles[slot],) = self._transports.offer_all([self._slots[slot]])
         for number, pieces in enumerate(buckets):
             slot = first + number % num_slots
             self.fills.append(BucketFill(source, len(self._lanes), slot, pieces, self._slots[slot]))
             self._lanes.append(lane)
 
-    def _allocate(self, lane: str, nbytes: int) -> Buffer:
+    def _allocate(self, source: PublishedSource, lane: str, nbytes: int) -> Buffer:
         if lane == HOST:
-            return self._transports.host.allocate(nbytes)
+            slot = self._transports.host.allocate(nbytes)
+            return pinned(source.devices[0], slot) if source.devices else slot
         device = driver.device_named(lane)
         assert device is not None
         return driver.allocate(device, nbytes)

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyweight.checks import MAX_RANKS
+from flyweight.cuda import driver
+from flyweight.cuda.pinned_memory import pinned
 from flyweight.errors import SpecError, TransportError
 from flyweight.live.fetch import STAGING_SLOTS, Fetch
 from flyweight.live.lanes import Transports
@@ -94,6 +96,7 @@ class RemoteSource:
         self.copy_bytes: Integers = self.copies.num_items * self._item_bytes[self.copies.source]
         self.nbytes = int(self.copy_bytes.sum())
         self.transports = transports
+        self._device = next((driver.device_named(each) for each in want.places if each), None)
         self._lists: int | None = None
         """The number of the lists that are open."""
         self.generation = 0
@@ -268,6 +271,8 @@ class RemoteSource:
                 f"bytes are available; publish with a smaller bucket_bytes"
             )
         slots = [Buffer.of(page_memory(max(int(nbytes), 1))) for _ in range(count)]
+        if self._device is not None:
+            slots = [pinned(self._device, each) for each in slots]
         self._staging_slots = slots
         return slots
 
