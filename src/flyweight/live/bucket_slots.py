@@ -24,6 +24,8 @@ from flyweight.plans.buckets import PieceTable, pack
 from flyweight.transports.network import NetworkHandle
 
 _HOST_BUCKET_BYTES, _HOST_DEPTH = 64 << 20, 4
+_NETWORK_BUCKET_BYTES = 8 << 20
+"""Each replica of a fan-out is one bucket behind the one that it reads from."""
 # Each switch between two processes on a device costs some tenths of a millisecond.
 _DEVICE_BUCKET_BYTES, _DEVICE_DEPTH = 512 << 20, 2
 
@@ -95,9 +97,19 @@ class BucketSlots:
             return
         self.close()
         self.generation += 1
+        is_remote = any(share.is_remote and HOST in each for share, each in lanes.items())
         try:
             for lane, numbers in blocks.items():
-                self._lay_out(source, lane, self._packed(source, lane, numbers))
+                default = _HOST_BUCKET_BYTES if lane == HOST else _DEVICE_BUCKET_BYTES
+                nbytes = _NETWORK_BUCKET_BYTES if lane == HOST and is_remote else default
+                buckets = pack(
+                    numbers,
+                    source.boxes.shape[numbers],
+                    source.item_bytes[numbers],
+                    bucket_bytes=self._bucket_bytes or nbytes,
+                    align_bytes=ALIGN_BYTES,
+                )
+                self._lay_out(source, lane, list(buckets))
             for share in remote:
                 self._gather(source, share, lanes[share][NETWORK])
         except FlyweightError:
@@ -113,7 +125,7 @@ class BucketSlots:
             share,
             blocks,
             self._transports.network,
-            bucket_bytes=_HOST_BUCKET_BYTES if self._bucket_bytes is None else self._bucket_bytes,
+            bucket_bytes=self._bucket_bytes or _NETWORK_BUCKET_BYTES,
             first=len(self.fills),
         )
         for bucket in buckets:
@@ -121,18 +133,6 @@ class BucketSlots:
             self._lanes.append(NETWORK)
             self._gathered[bucket.number] = share
             self._remote_handles[bucket.slot] = bucket.handle
-
-    def _packed(self, source: PublishedSource, lane: str, blocks: Integers) -> list[PieceTable]:
-        default = _HOST_BUCKET_BYTES if lane == HOST else _DEVICE_BUCKET_BYTES
-        return list(
-            pack(
-                blocks,
-                source.boxes.shape[blocks],
-                source.item_bytes[blocks],
-                bucket_bytes=default if self._bucket_bytes is None else self._bucket_bytes,
-                align_bytes=ALIGN_BYTES,
-            )
-        )
 
     def _lay_out(self, source: PublishedSource, lane: str, buckets: Sequence[PieceTable]) -> None:
         first = len(self._slots)
