@@ -77,9 +77,8 @@ class Publisher:
         transport: how tensors get to replicas. 'auto' maps them where that is possible; 'mapped'
             insists on it; 'bucketed' and 'host' copy them through buckets of device or host memory.
             Replicas on other hosts read buckets over the network, unless it is 'mapped'.
-        bucket_bytes: the size of a bucket; by default 64 MiB on the host, 512 MiB on a device, 8 MiB to
-            other hosts. A
-            replica on another host needs memory for 4 buckets, of 64 MiB by default.
+        bucket_bytes: the size of a bucket; by default 64 MiB on the host, 512 MiB on a device, and
+            8 MiB to other hosts, where a replica needs memory for 4 buckets.
         depth: the number of buckets in flight; by default 4 on the host, 2 on a device.
         should_verify: compare digests of every tensor on both sides before a version is committed.
         version: the version of a snapshot that has no number.
