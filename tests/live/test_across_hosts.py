@@ -47,7 +47,12 @@ def as_bytes(model):
 
 @pytest.mark.parametrize("should_verify", [True, False])
 def test_versions_arrive_in_place(hosts, should_verify):
-    with pair(hosts, should_verify=should_verify, bucket_bytes=1 << 16) as (trainer, engine):
+    many_buckets = {"nbytes": MIB, "bucket_bytes": 1 << 14}
+    made = {"nbytes": MIB}
+    with pair(hosts, None, None, made, should_verify=should_verify, **many_buckets) as (
+        trainer,
+        engine,
+    ):
         for version in (1, 2, 3):
             assert published(trainer, version, engine) == {"engine": "network"}
         assert engine.ask("verified") == ("live" if should_verify else "nothing")

@@ -323,9 +323,9 @@ def test_a_replica_that_fails_in_mid_transfer_delays_no_other(number):
         assert_as_before(trainer, other)
 
 
-def ranks_at(stack, hosts, directory, port=0):
+def ranks_at(stack, hosts, directory, **options):
     """A trainer of a rank on each host."""
-    options = {"bucket_bytes": MIB, "is_awaited": False, "port": port}
+    options = {"bucket_bytes": MIB, "is_awaited": False, **options}
     ranks = [
         stack.enter_context(
             Remote(host, TrainerRank, hosts[0].ip, rank, len(hosts), directory, **options)
@@ -347,11 +347,14 @@ def taken_from(ranks, engine, version):
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("should_verify", [True, False])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_of_a_trainer_that_fails_in_mid_transfer_ends_the_round(tmp_path, number):
+def test_a_rank_of_a_trainer_that_fails_in_mid_transfer_ends_the_round(
+    tmp_path, number, should_verify
+):
     with fleet(2) as (first, (second, third)), ExitStack() as stack:
         hosts, model = [first, second], {"w": np.zeros((2, PART_BYTES), np.uint8)}
-        ranks = ranks_at(stack, hosts, tmp_path / "ranks")
+        ranks = ranks_at(stack, hosts, tmp_path / "ranks", should_verify=should_verify)
         engine = stack.enter_context(Remote(third, Engine, ranks[0].address, model=model))
         taken_from(ranks, engine, 1)
         engine.ask("remember")
@@ -373,7 +376,7 @@ def test_a_rank_of_a_trainer_that_fails_in_mid_transfer_ends_the_round(tmp_path,
             each.kill()
             each.join()
         port = int(ranks[0].address.rpartition(":")[2])
-        taken_from(ranks_at(stack, hosts, tmp_path / "ranks 2", port), engine, 3)
+        taken_from(ranks_at(stack, hosts, tmp_path / "ranks 2", port=port), engine, 3)
         assert_as_before(engine, num_streams=4)  # each thread reads from any rank
 
 
