@@ -47,6 +47,7 @@ _TCP_OPTIONS = {
     zmq.TCP_KEEPALIVE_IDLE: 1,
     zmq.TCP_KEEPALIVE_INTVL: 1,
     zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 15_000,  # milliseconds; keepalive waits while messages are not acknowledged
 }
 _ADMISSIONS = "inproc://zeromq.zap.01"  # where libzmq asks whether a client may connect
 
