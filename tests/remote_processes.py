@@ -22,6 +22,8 @@ from flyweight.live import publisher as publishers
 from flyweight.live.connection import Connection
 from flyweight.ranks.file_store import FileStore
 from flyweight.ranks.rendezvous import Rendezvous
+from flyweight.transports import tcp
+from flyweight.transports.data_sockets import DataConnection
 from versioned_models import assign, holding, weights
 
 TOKEN = "the token of these tests"
@@ -212,6 +214,11 @@ class Trainer(Actor):
     def replicas(self):
         return self.publisher.replicas
 
+    def connections(self):
+        """Return how many connections from other hosts are open, beside those that are closing."""
+        with open("/proc/self/net/tcp") as file:
+            return sum(line.split()[3] == "01" for line in list(file)[1:])
+
     def publish_other_memory(self, version, **options):
         """Free the model's memory, and publish a version from other memory."""
         for name, array in self.model.items():
@@ -283,6 +290,29 @@ class Engine(Actor):
         found = staged, [name for name in now if now[name] != self._live[name]]
         self._staging = self._live = None
         return found
+
+    def break_stream(self, when):
+        """Let one of the next reads lose its connection before or after its first bytes."""
+        read, self._is_broken = DataConnection.read, False
+        tcp._MAX_RECEIVE_BYTES = 1 << 16  # or the first bytes may be all of them
+
+        def breaking(connection, key, offset, into, *, on_progress, **options):
+            def break_once(now):
+                if now == when and not self._is_broken and len(into) > tcp._MAX_RECEIVE_BYTES:
+                    self._is_broken = True
+                    connection._socket.close()
+
+            def progress(nbytes):
+                on_progress(nbytes)
+                break_once("after")
+
+            break_once("before")
+            return read(connection, key, offset, into, on_progress=progress, **options)
+
+        DataConnection.read = breaking
+
+    def has_broken(self):
+        return self._is_broken
 
     def update_until_told(self):
         """Update, and close the replica meanwhile, as soon as the test lets it."""

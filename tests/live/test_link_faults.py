@@ -16,8 +16,9 @@ import pytest
 import zmq
 
 from child_processes import until
+from flyweight.live import connection as connections
 from flyweight.live import frames, messages
-from flyweight.transports import tcp
+from flyweight.transports import data_sockets, tcp
 from netns import fleet, two_hosts
 from remote_processes import (
     MIB,
@@ -217,6 +218,42 @@ def test_a_lossy_link_delivers_every_byte(hosts):
         hosts.a.lossy(3)
         for version in (2, 3):
             published(trainer, version, engine)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lost_stream_fails_the_round_unless_no_byte_had_come(hosts, when):
+    """Nothing is verified here: only the error keeps a bucket that never came from being served."""
+    with pair(hosts, should_verify=False) as (trainer, engine):
+        engine.ask("break_stream", when)
+        begin(trainer, 2, engine)
+        report, found = trainer.end(), engine.end()
+        assert engine.ask("has_broken")
+        if when == "before":  # the trainer may close a connection just before it is used again
+            assert (report, found) == ({"engine": "network"}, (2, "network"))
+            assert engine.ask("held") == ("ready", 2, 2)
+        else:
+            assert found.kind == "PeerLost"
+            assert "ended after" in found.text
+            assert "ended after" in report["engine"]
+            assert engine.ask("state") == ("failed", None)
+        published(trainer, 3, engine)
+        assert_as_before(trainer, engine)
+
+
+@pytest.mark.check
+def test_connections_to_a_host_that_lost_its_power_are_closed(hosts, quick, monkeypatch):
+    """Nobody says goodbye, and the link stays silent."""
+    monkeypatch.setattr(data_sockets, "UNREAD_SECONDS", 2)
+    options = connections._TCP_OPTIONS
+    monkeypatch.setitem(options, zmq.TCP_MAXRT, options[zmq.TCP_MAXRT] // 10)
+    with pair(hosts) as (trainer, engine):
+        assert trainer.ask("connections") > 2
+        hosts.b.cut()
+        engine.kill()
+        engine.join()
+        with within(LOST_SECONDS):
+            until(lambda: trainer.ask("replicas") == [])
+        until(lambda: trainer.ask("connections") == 0, 10)
 
 
 # Processes.
