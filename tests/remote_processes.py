@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import flyweight as fw
-from child_processes import resources, until
+from child_processes import resources
 from flyweight.live import publisher as publishers
 from flyweight.live.connection import Connection
 from flyweight.ranks.file_store import FileStore
@@ -81,11 +81,6 @@ class Remote:
     def pass_on(self):
         """Let it send the message."""
         self._child.send("go on")
-
-    @property
-    def has_ended(self):
-        """True if `end` returns at once."""
-        return self._child.has_told
 
     def __enter__(self):
         return self
@@ -207,10 +202,6 @@ class Trainer(Actor):
         assign(self.model, 0)
         return self._told(lease.wait(SECONDS))
 
-    def wait_for(self, number):
-        """Wait until that many replicas wait for a version."""
-        until(lambda: len(self.publisher.waiting) >= number)
-
     def replicas(self):
         return self.publisher.replicas
 
@@ -224,9 +215,6 @@ class Trainer(Actor):
         for name, array in self.model.items():
             self.model[name] = np.zeros_like(array)
         return self.publish(version, **options)
-
-    def close(self):
-        self.publisher.close()
 
 
 class TrainerRank(Trainer):
@@ -327,9 +315,6 @@ class Engine(Actor):
             return self.update()
         finally:
             thread.join()
-
-    def close(self):
-        self.replica.close()
 
 
 def published(trainer, version, *engines, strategy="network", **options):
