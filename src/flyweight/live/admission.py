@@ -28,6 +28,8 @@ class Admission:
         """An id of the publisher; one that is restarted has another."""
         self.data: DataServer | None = None
         """Where replicas on other hosts connect, if they may."""
+        self.follows = ""
+        """The session that all versions are of, if a replica serves them to others."""
         self._is_remote_only = False
 
     def listen(

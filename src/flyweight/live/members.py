@@ -117,6 +117,13 @@ class Members:
                     member.state, member.error = "ready", ""
                     self._send(member, messages.Kept(number))
 
+    def point_elsewhere(self, member: Member, version: int, addresses: Sequence[str]) -> None:
+        """Tell a replica of one rank where else it can take the version that it requests."""
+        with self.changed:
+            if member.request is not None:
+                number, member.request = member.request.ask, None
+                self._send(member, messages.Elsewhere(number, version, tuple(addresses)))
+
     def reserve(self, ranks: Sequence[Member]) -> None:
         """Reserve the ranks of a replica for the round that answers their requests."""
         for member in ranks:
@@ -239,6 +246,7 @@ class Members:
             dict(blocks.tied) if hello.role == "replica" else {},
             self._silence_seconds,
             self.version,
+            self.admission.follows,
         )
         self.connection.send(welcome, id)
 
@@ -274,6 +282,7 @@ class Members:
                     self._send(member, messages.Refusal("PeerRefused", text))
                     return
                 member.request, member.state, member.is_searched = message, "asking", False
+                member.version = message.have
                 siblings = self._siblings(member)
                 for ranks in whole_replicas(each for each in siblings if each.is_waiting):
                     self._on_request(ranks)

@@ -44,6 +44,8 @@ class Hello(Message, frozen=True):
     """An id of its host; those of one host read from each other first."""
     can_forward: bool = False
     """True if other replicas can read from its staging."""
+    serves_at: str = ""
+    """Where others take the versions that it holds, if they may."""
 
 
 class Welcome(Message, frozen=True):
@@ -58,6 +60,8 @@ class Welcome(Message, frozen=True):
     silence_seconds: float
     """Both sides give up a peer that sends nothing for this long."""
     version: int | None
+    follows: str = ""
+    """The session that its versions are of, if it is a replica that serves them to others."""
 
 
 class Want(Message, frozen=True):
@@ -110,6 +114,8 @@ class Ask(Message, frozen=True):
     """The complete version that it holds from any publisher; older snapshots are not offered."""
     may_keep: bool = False
     """True if `have` is enough, once the publisher confirms that it is what is requested."""
+    may_be_elsewhere: bool = False
+    """True if it also takes the version from another replica that holds it."""
 
 
 class Denied(Message, frozen=True):
@@ -124,6 +130,14 @@ class Kept(Message, frozen=True):
     """Publisher: confirms that the replica already has what it requests; nothing is sent."""
 
     ask: int
+
+
+class Elsewhere(Message, frozen=True):
+    """Publisher: others have the version, the nearest first; take it there, or ask again."""
+
+    ask: int
+    version: int
+    addresses: tuple[str, ...]
 
 
 class Withdraw(Message, frozen=True):
@@ -315,6 +329,6 @@ class News(Message, frozen=True):
 InRound = Has | Unread | Emptied | Drained | Copied | Done | Committed | Fault | Tick
 """What a member says to the round that it is in."""
 FromReplica = Hello | Want | Ask | Withdraw | InRound | Bye
-Answer = Welcome | Agreed | Refusal | Denied | Kept
+Answer = Welcome | Agreed | Refusal | Denied | Kept | Elsewhere
 """What a publisher says to a replica outside of a round."""
 FromPublisher = Answer | Begin | Filled | Free | Going | Write | Commit | Abort | Tick | Bye | News

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic, perf_counter
 from typing import Literal
 
@@ -64,6 +64,7 @@ class Replica:
         curve: CurveClient | None = None,
         serve_on: str | None = None,
         withdraw_seconds: float = WITHDRAW_SECONDS,
+        peers: Sequence[str] = (),
     ) -> None:
         """Connect to the publisher at an address, now or once there is one.
 
@@ -82,10 +83,10 @@ class Replica:
         token: the publisher's token; at a `unix:` address it may be in a file next to its sockets.
         curve: the publisher's public key, if it encrypts messages to other hosts.
         serve_on: an address of its own, where others take each version that this replica holds,
-            from its live weights, with the same `token`. Until the next update writes, do not
-            change the weights.
-        withdraw_seconds: how long an update may wait for those that read the weights; after half
-            of it they are given up.
+            from its live weights, with the same `token`. Only updates may change them.
+        withdraw_seconds: how long an update may wait for them; after half of it they are given up.
+        peers: addresses of replicas that serve others. While no publisher answers, an update takes
+            the version that one of them holds; a publisher names more of them by itself.
         """
         check_text("token", token, is_secret=True)
         ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
@@ -95,13 +96,9 @@ class Replica:
         cut = (layout, rank if layout_rank is None else layout_rank)
         self._sink = sink_for(target, cut, extra=extra, framework=framework, device=device)
         self._held = HeldVersion(self._sink.is_current)
+        is_whole = self.num_ranks == 1 and layout is None
         self._serving = Serving(
-            target,
-            serve_on,
-            token,
-            withdraw_seconds=withdraw_seconds,
-            is_whole=self.num_ranks == 1 and layout is None,
-            has_curve=curve is not None,
+            target, serve_on, token, curve, withdraw_seconds=withdraw_seconds, is_whole=is_whole
         )
         self._updating, self._thread = threading.Lock(), 0
         self._publisher = Reconnect(
@@ -112,6 +109,8 @@ class Replica:
             ranks,
             choose=self._choose,
             is_current=self._sink.is_current,
+            serves_at=self._serving.address,
+            peers=peers,
         )
         self.report: UpdateReport | None = None
         """The report of the last update that succeeded."""
@@ -263,18 +262,9 @@ class Replica:
         started, deadline = perf_counter(), monotonic() + options.timeout_seconds
         while True:
             self._check_open()
-            connection = self._publisher.joined(deadline, options.is_over)
-            self._sink.synchronize(deadline)
-            try:
-                version, session = self.version, self.session
-                begin = connection.request(options, version, session, deadline)
-            except (PeerLost, TransferTimeout) as error:
-                # If the publisher is still connected, nobody has published in time.
-                is_lost = isinstance(error, PeerLost) or connection.is_lost
-                if not is_lost or monotonic() > deadline or not self._is_open:
-                    raise
-                self._publisher.disconnect()  # connect again: a restarted publisher will do
-                continue
+            connection, begin = self._publisher.begun(
+                options, self._held, deadline, lambda: self._sink.synchronize(deadline)
+            )
             if begin is None:
                 self._held.forget_if_moved()  # tensors may have been replaced meanwhile
                 if self.version is None or self.report is None:

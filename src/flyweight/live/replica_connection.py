@@ -53,7 +53,7 @@ class ReplicaConnection:
     source: RemoteSource
     """The publisher's blocks; set by `join`."""
     session: str
-    """The publisher's session; set by `join`."""
+    """The session of the publisher, or of the one that it follows; set by `join`."""
     unused: tuple[str, ...]
     """The publisher's tensors that the replica does not want; set by `join`."""
     decisions: RoundDecisions | None = None
@@ -67,6 +67,7 @@ class ReplicaConnection:
         role: Literal["replica", "watcher", "source"] = "replica",
         rank: int = 0,
         num_ranks: int = 1,
+        serves_at: str = "",
     ) -> None:
         """Say hello to the publisher at the other end of a line, which is closed with this."""
         self._line, address = line, line.address
@@ -105,18 +106,9 @@ class ReplicaConnection:
             stack.callback(self._connection.close)
             self._connection.start()
             decisions = directory_id(line.directory) if num_ranks > 1 else ""
-            hello = messages.Hello(
-                line.secret,
-                name,
-                os.getpid(),
-                line.files.name,
-                role,
-                rank,
-                num_ranks,
-                decisions,
-                identity(),
-                line.can_forward,
-            )
+            who = (line.secret, name, os.getpid(), line.files.name, role, rank, num_ranks)
+            can_forward = line.can_forward
+            hello = messages.Hello(*who, decisions, identity(), can_forward, serves_at)
             self.send(hello)
             self._closing = stack.pop_all()
         call_in_child(self._replace_lock)
@@ -142,7 +134,7 @@ class ReplicaConnection:
         self.source = RemoteSource(agreed, tensors, welcome.tied, want, transports)
         used = {welcome.tied.get(each, each) for each in want.tensors.names}
         self.unused = tuple(name for name in tensors if name not in used)
-        self.session = welcome.session
+        self.session = welcome.follows or welcome.session
         if self.num_ranks > 1:
             # Opened now: a rank that loses its publisher still finds what was decided.
             self.decisions = RoundDecisions(self._line.directory, welcome.session, self.name)
@@ -156,16 +148,24 @@ class ReplicaConnection:
         return welcome
 
     def request(
-        self, options: UpdateOptions, held: int | None, session: str, deadline: float
-    ) -> messages.Begin | None:
+        self,
+        options: UpdateOptions,
+        held: int | None,
+        session: str,
+        deadline: float,
+        *,
+        may_be_elsewhere: bool = False,
+    ) -> messages.Begin | messages.Elsewhere | None:
         """Request a version; return the start of its round, or None if the replica has it.
 
         held, session: the version that the replica holds, and the publisher that it is of.
+        may_be_elsewhere: whether to return where else the version is, if that is nearer.
         """
         have = held if session == self.session else None
         may_keep = have is not None and (options.may_keep or have == options.version)
         self._num_requests += 1
-        ask = messages.Ask(self._num_requests, options.version, have, held, may_keep)
+        number, version = self._num_requests, options.version
+        ask = messages.Ask(number, version, have, held, may_keep, may_be_elsewhere)
         self._open_request = ask.ask
         self.send(ask)
         newer = "a version" if ask.have is None else f"a version after {ask.have}"
@@ -175,6 +175,8 @@ class ReplicaConnection:
                 message = self.next(deadline, what, is_over=options.is_over)
                 match message:
                     case messages.Begin(ask=number) if number == ask.ask:
+                        return message
+                    case messages.Elsewhere(ask=number) if number == ask.ask and may_be_elsewhere:
                         return message
                     case messages.Kept(ask=number) if number == ask.ask and ask.may_keep:
                         return None

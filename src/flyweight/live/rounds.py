@@ -22,6 +22,7 @@ from flyweight.errors import (
     TransferTimeout,
 )
 from flyweight.live.bucket_slots import BucketSlots
+from flyweight.live.holders import addresses_elsewhere
 from flyweight.live.joined_offer import RoundOffer
 from flyweight.live.lanes import MAPPED, Offers, Transports
 from flyweight.live.member import (
@@ -219,6 +220,9 @@ class Rounds:
         is_newest = request.have is not None and request.have == newest and not may_be_newer
         if request.may_keep and is_newest:
             self._members.confirm(ranks)
+        elif elsewhere := self._elsewhere(ranks, is_available=available is not None):
+            assert last is not None
+            self._members.point_elsewhere(ranks[0], last, elsewhere)
         elif available is not None and request.version in (None, available.version):
             if available.version != request.have:
                 self._start_thread(ranks, available)
@@ -230,6 +234,18 @@ class Rounds:
             pass  # it waits
         elif request.version <= last:
             self._members.deny(ranks, too_late(request, last))
+
+    def _elsewhere(self, ranks: Sequence[Member], *, is_available: bool) -> list[str]:
+        """Return where a replica should take the newest version, if that is nearer than here."""
+        members = self._members
+        asker, last = ranks[0], members.version
+        return addresses_elsewhere(
+            asker,
+            last,
+            members.by_id.values(),
+            only_near=is_available,
+            is_remote=members.admission.is_remote(asker.hello.line),
+        )
 
     def withdraw_available(
         self, reason: str, timeout_seconds: float, *, may_begin: bool = False

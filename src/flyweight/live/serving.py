@@ -15,6 +15,7 @@ from flyweight.adapters.tree import is_model
 from flyweight.checks import check_seconds
 from flyweight.errors import FlyweightError, SpecError
 from flyweight.events import announce
+from flyweight.live.curve_keys import CurveClient
 from flyweight.live.leader import Leader
 from flyweight.live.meeting import blocks_alone
 from flyweight.live.messages import Begin
@@ -38,15 +39,15 @@ class Serving:
         target: object,
         address: str | None,
         token: str | None,
+        curve: CurveClient | None,
         *,
         withdraw_seconds: float,
         is_whole: bool,
-        has_curve: bool,
     ) -> None:
         """Listen at an address; nothing is served before `serve`.
 
+        curve: what encrypts the replica's own messages to other hosts, if they are.
         is_whole: whether the replica has one rank, and no layout.
-        has_curve: whether its own messages to other hosts are encrypted.
         """
         self._target, self._token = target, token
         self._withdraw_seconds = check_seconds("withdraw_seconds", withdraw_seconds)
@@ -60,7 +61,7 @@ class Serving:
         if address is None:
             return
         self._place = parse_address(address)
-        self._check(is_whole=is_whole, has_curve=has_curve)
+        self._check(is_whole=is_whole, has_curve=curve is not None)
         self._leader = self._opened()
         found = self._leader.listens_at
         if found is not None:
@@ -123,6 +124,7 @@ class Serving:
     def _serve(self, begin: Begin) -> None:
         if self._leader is None:
             self._leader = self._opened()
+        self._leader.members.admission.follows = self._session
         seconds = self._withdraw_seconds
         self._leader.serve(begin.version, begin.parent, begin.values, seconds)
 
