@@ -52,9 +52,9 @@ class FakeReplica:
         """Return the next message of some kinds; what else is said meanwhile is left."""
         return _of_kind(self.hear, kinds, timeout)
 
-    def join(self, name="fake"):
+    def join(self, name="fake", **hello):
         """Say hello, and want every tensor whole."""
-        self.say(messages.Hello(self.token, name, os.getpid()))
+        self.say(messages.Hello(self.token, name, os.getpid(), **hello))
         told = self.hear_of(messages.Welcome).tensors
         boxes = [(n, Box.whole(spec.shape)) for n, spec in enumerate(told.specs().values())]
         self.say(want(told, boxes))

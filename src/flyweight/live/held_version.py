@@ -21,6 +21,8 @@ class HeldVersion:
         self._session = ""
         self._state: State = "empty"
         self._failure: FlyweightError | None = None
+        self.num_taken = 0
+        """How many updates have succeeded."""
 
     @property
     def version(self) -> int | None:
@@ -54,6 +56,7 @@ class HeldVersion:
 
     def take(self, version: int, session: str) -> None:
         """Hold a version that was committed."""
+        self.num_taken += 1
         self._version, self._session = version, session
         self._state, self._failure = "ready", None
 

@@ -146,8 +146,8 @@ class Members:
                 member.state = "ready" if progress.is_committed else "failed"
                 member.error = "" if progress.error is None else str(progress.error)
                 member.nbytes, member.seconds = progress.agreement.nbytes, progress.seconds
-                if progress.is_committed:
-                    member.version = progress.begin.version
+                if progress.is_committed or progress.is_touched:
+                    member.version = progress.begin.version if progress.is_committed else None
                 if member.request is not None and member.request.ask == progress.begin.ask:
                     member.request = None
             if progress is None or not progress.is_committed:

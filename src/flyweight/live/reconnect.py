@@ -14,6 +14,7 @@ from flyweight.errors import FlyweightError, PeerLost, TransferTimeout
 from flyweight.live.address import Address
 from flyweight.live.curve_keys import CurveClient
 from flyweight.live.held_version import HeldVersion
+from flyweight.live.holders import MAX_ADDRESSES
 from flyweight.live.line import opened_line
 from flyweight.live.messages import Begin, Elsewhere
 from flyweight.live.replica_connection import ChooseTensors, ReplicaConnection
@@ -54,8 +55,8 @@ class Reconnect:
         self._serves_at, self._peers = serves_at or "", list(peers)
         self._is_at_peer = False
         """True if the connection is to another replica, for one round."""
-        self._tried: int | None = None
-        """The version that another replica has offered last."""
+        self._offered: int | None = None
+        """How many updates had succeeded when another replica began a round for this one."""
         self._address, self._token, self._curve = address, token, curve
         self._name, self._ranks = name, ranks
         self._choose, self._is_current = choose, is_current
@@ -100,9 +101,9 @@ class Reconnect:
 
         synchronize: called before each request.
         """
-        # What another replica offered last and this one did not get may be out of order.
-        may_be_elsewhere = self._ranks[1] == 1 and self._tried in (None, held.version)
-        self._tried = None
+        # After a round with another replica that did not succeed, the publisher itself is asked.
+        has_failed, self._offered = self._offered == held.num_taken, None
+        may_be_elsewhere = self._ranks[1] == 1 and not has_failed
         while True:
             if may_be_elsewhere and self._peers and self._is_absent(deadline, options):
                 may_be_elsewhere = False
@@ -128,7 +129,7 @@ class Reconnect:
                 continue
             if not isinstance(answer, Elsewhere):
                 return connection, answer
-            may_be_elsewhere, self._peers = False, list(answer.addresses)
+            may_be_elsewhere, self._peers = False, list(answer.addresses[:MAX_ADDRESSES])
             exact = replace(options, version=answer.version)
             found = self._from_peers(
                 self._peers, exact, held, deadline, synchronize, session=connection.session
@@ -173,7 +174,7 @@ class Reconnect:
                 self.disconnect()
                 continue
             assert not isinstance(begin, Elsewhere)
-            self._tried = None if begin is None else begin.version
+            self._offered = None if begin is None else held.num_taken
             return connection, begin
         return None
 
