@@ -20,6 +20,11 @@ from flyweight.transports.network import NetworkHandle
 
 _SLOW_SECONDS = 3.0
 """Nobody reads any more from a member that makes no progress for this long."""
+_AVOIDED_SECONDS = 600.0
+"""Nobody reads in the next rounds from a member that others cannot reach, or that gave wrong bytes.
+"""
+_MAX_UNREACHABLE = 2
+"""If no member can be read from, the others are not tried after so many: a firewall may be why."""
 
 
 class FannedOut:
@@ -43,11 +48,12 @@ class FannedOut:
         self._round = round_
         self._send_method, self._give_up_method = WeakMethod(send), WeakMethod(give_up)
         self.members = {each.member.id.hex(): each for each in members}
-        nodes, buckets, packed = [], {}, set()
+        nodes, buckets, packed, now = [], {}, set(), monotonic()
         for name, each in self.members.items():
             hello, memory = each.member.hello, each.offer.memory
             group = str(each.offer.lists)
-            nodes.append(Node(name, hello.host or name, group, hello.can_forward, STAGING_SLOTS))
+            can_forward = hello.can_forward and now >= each.member.avoided_until
+            nodes.append(Node(name, hello.host or name, group, can_forward, STAGING_SLOTS))
             buckets[group] = sorted(memory.bucket_slots)
             # What is gathered has no slot of the source, but a number below 0.
             packed |= {bucket for bucket, slot in memory.bucket_slots.items() if slot >= 0}
@@ -60,6 +66,9 @@ class FannedOut:
         """The holder, and its key, that a member was told last to read a bucket from."""
         self._errors: dict[str, FlyweightError] = {}
         self._slow: set[str] = set()
+        self._givers: dict[str, set[str]] = {}
+        """The members that each member has read buckets from."""
+        self._unreachable: set[str] = set()
         self._early: list[int] | None = []
         """The buckets that were filled before the members knew of the round; then None."""
 
@@ -95,9 +104,7 @@ class FannedOut:
         name, bucket = member.member.id.hex(), message.bucket
         match message:
             case messages.Has(handle=handle):
-                if handle is not None:
-                    self._handles[name, bucket] = handle
-                self._carry_out(self._forwarding.has(name, bucket))
+                self._has(name, bucket, handle)
             case messages.Emptied():
                 self._carry_out(self._forwarding.emptied(name, bucket))
             case messages.Unread(key=key, kind=kind, text=text):
@@ -106,8 +113,40 @@ class FannedOut:
                     return  # it was told meanwhile to read elsewhere
                 self._errors[name] = error_named(kind, text)
                 if holder != SOURCE:  # or each next bucket would be tried there first
-                    self._carry_out(self._forwarding.slow(holder))
+                    self._avoid(holder)
                 self._carry_out(self._forwarding.failed_read(name, bucket, holder))
+
+    def _has(self, name: str, bucket: int, handle: NetworkHandle | None) -> None:
+        if handle is None:
+            self._carry_out(self._forwarding.unreachable(name))
+        elif bucket in self.buckets:
+            self._handles[name, bucket] = handle
+        holder, _ = self._told.get((name, bucket), (SOURCE, ""))
+        if holder != SOURCE:
+            self._givers.setdefault(name, set()).add(holder)
+        self._carry_out(self._forwarding.has(name, bucket))
+
+    def _avoid(self, holder: str) -> None:
+        """Let nobody read from a member; nor in the next rounds if nobody ever could."""
+        self._carry_out(self._forwarding.unreachable(holder))
+        givers = {giver for some in self._givers.values() for giver in some}
+        if holder in givers:
+            return
+        self._unreachable.add(holder)
+        avoided = {holder}
+        if not givers and len(self._unreachable) >= _MAX_UNREACHABLE:
+            avoided.update(self.members)
+        for name in avoided:
+            self.members[name].member.avoided_until = monotonic() + _AVOIDED_SECONDS
+            self._carry_out(self._forwarding.unreachable(name))
+
+    def blame(self, member: MemberRound) -> str:
+        """Return whom a member with wrong bytes has read from; avoid those in the next rounds."""
+        givers = [self.members[each] for each in self._givers.get(member.member.id.hex(), ())]
+        for each in givers:
+            each.member.avoided_until = monotonic() + _AVOIDED_SECONDS
+        names = sorted(each.member.label for each in givers)
+        return f"; it read from {', '.join(names)}" if names else ""
 
     def check_slow(self) -> set[str]:
         """Let nobody read from members that make no progress; return those with nothing to do."""

@@ -19,6 +19,8 @@ from flyweight.transports.network import NetworkHandle, NetworkTransport
 
 STAGING_SLOTS = 4
 """How many buckets are in staging at most: some arrive while one is unpacked."""
+HOLDER_SECONDS = 2.0
+"""Another replica that gives no byte for this long is not read from any more."""
 _STREAMS_PER_PLACE, _MAX_THREADS = 2, 16
 _CLOSE_SECONDS = 5.0
 
@@ -57,7 +59,7 @@ class Fetches:
         """Start the threads.
 
         wanted: the buckets that may be fetched.
-        timeout_seconds: a fetch fails if no byte comes for this long.
+        timeout_seconds: a fetch from the publisher fails if no byte comes for this long.
         on_progress: called with the number of bytes that have arrived since the last call.
         send: sends a message to the publisher.
         on_fetched: called once for each bucket that has arrived.
@@ -154,13 +156,13 @@ class Fetches:
 
     def _fetch(self, bucket: int) -> None:
         fetch, attempt = self._wanted[bucket], self._attempts[bucket]
-        told = self._handles[bucket]
+        told, seconds = self._handles[bucket], self._timeout_seconds
         error: FlyweightError | None = None
         try:
             self._transport.fetch(
                 fetch.handle if told is None else _read_from(told, fetch),
                 fetch.into,
-                timeout_seconds=self._timeout_seconds,
+                timeout_seconds=seconds if told is None else min(seconds, HOLDER_SECONDS),
                 on_progress=self._on_progress,
                 is_over=lambda: self._is_over or self._attempts[bucket] != attempt,
             )

@@ -199,6 +199,13 @@ class Forwarding:
             self._is_relinked = True
         return self._settled()
 
+    def unreachable(self, member: str) -> list[Action]:
+        """Others cannot read from a member, which may read on: its parent gives instead."""
+        if member != SOURCE and member in self.holdings and self.fan_out.children(member):
+            self.fan_out = self.fan_out.as_leaf(member)
+            self._is_relinked = True
+        return self._settled()
+
     def waiting_for(self) -> dict[str, str]:
         """Return the members that have something to do, and what comes first.
 

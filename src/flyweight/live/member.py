@@ -46,6 +46,8 @@ class Member:
     """
     lists_sent: int | None = None
     """The number of the memory whose list it got last, so that it is not sent again."""
+    avoided_until: float = 0.0
+    """Before this time, by the monotonic clock, no other replica reads from it."""
     version: int | None = None
     state: str = "joined"
     error: str = ""

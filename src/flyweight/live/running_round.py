@@ -224,7 +224,7 @@ class RunningRound:
             wrong = sorted({self._name_of(block) for block in blocks.tolist()})
         return DigestMismatch(
             f"replica {member.member.label} holds other bytes than were published in "
-            f"{len(wrong)} tensors: {listed(wrong)}"
+            f"{len(wrong)} tensors: {listed(wrong)}{self._fanned_out.blame(member)}"
         )
 
     # Buckets.
