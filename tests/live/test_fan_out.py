@@ -182,24 +182,33 @@ def test_replicas_of_every_kind_share_a_round(options):
 # Faults.
 
 
-def dead(made, number):
-    return f"replica 'e{number}', process {made.engines[number].pid}, is gone"
+def is_dead(number, text):
+    """True if a report says so; a message that cannot be sent may be the first sign."""
+    return text.startswith(f"replica 'e{number}'") and text.endswith(
+        (" is gone", " accepts no messages")
+    )
 
 
 def test_a_replica_that_is_killed_loses_no_bytes_of_those_below():
     with chain(4, **BUCKETS) as made:
         made.publish()
+        for each in (made.trainer, *made.engines):
+            each.ask("remember")
         made.rate(MBITS)
         made.begin()
         made.engines[1].kill()
-        assert made.end(1) == {"e1": dead(made, 1)}
+        assert is_dead(1, made.end(1)["e1"])
         made.rate(FULL_SPEED)
         made.publish(made.without(1))
+        for each in (made.trainer, *made.without(1)):
+            changed, nbytes = each.ask("left", 4)
+            assert changed == {}, changed
+            assert nbytes < 2 * MIB
 
 
 @pytest.mark.check
 @BOTH
-@pytest.mark.parametrize("killed", [[0], [2], [3], [0, 1], [1, 2], [2, 3]], ids=str)
+@pytest.mark.parametrize("killed", [[0], [3], [0, 1], [1, 2]], ids=str)
 def test_replicas_may_be_killed_anywhere(killed, options):
     with chain(4, **BUCKETS, **options) as made:
         made.rate(MBITS)
@@ -208,7 +217,7 @@ def test_replicas_may_be_killed_anywhere(killed, options):
             made.engines[each].kill()
         failed = made.end(*killed)
         for each in killed:
-            assert failed.pop(f"e{each}") == dead(made, each)
+            assert is_dead(each, failed.pop(f"e{each}"))
         # Packed buckets stay for the next two of a chain: two losses may take those below along.
         assert not failed or (options and len(killed) == 2)
         assert all("no member above can give it" in text for text in failed.values())
@@ -217,9 +226,8 @@ def test_replicas_may_be_killed_anywhere(killed, options):
 
 
 @pytest.mark.check
-@BOTH
-def test_a_trainer_that_is_killed_takes_nobody_along(options):
-    with chain(3, **BUCKETS, **options) as made:
+def test_a_trainer_that_is_killed_takes_nobody_along():
+    with chain(3, **BUCKETS, **PACKED) as made:
         made.publish()
         made.rate(MBITS)
         made.begin()
@@ -264,7 +272,7 @@ def test_a_link_that_is_cut_fails_one_replica(quick, options):
         made.begin()
         made.hosts[1].cut()
         until(lambda: all(each.has_ended for each in made.without(1)), 8)
-        assert made.end() == {"e1": dead(made, 1)}
+        assert is_dead(1, made.end()["e1"])
         made.hosts[1].heal()
         made.rate(FULL_SPEED)
         made.publish()
@@ -283,9 +291,8 @@ NEW_CONNECTIONS = "tcp flags & (syn|ack) == syn"
 
 
 @pytest.mark.check
-@BOTH
-def test_two_that_cannot_reach_each_other_read_from_the_one_above(quick, options):
-    with chain(4, **BUCKETS, **options) as made:
+def test_two_that_cannot_reach_each_other_read_from_the_one_above(quick):
+    with chain(4, **BUCKETS, **PACKED) as made:
         made.rate(MBITS)
         before = made.host.sent_bytes()
         made.begin()
@@ -348,9 +355,8 @@ def test_wrong_bytes_of_a_replica_are_found_and_it_is_not_read_from_again():
 
 
 @pytest.mark.check
-@BOTH
-def test_a_replica_may_leave_or_ask_again_as_soon_as_it_has_committed(options):
-    with chain(4, **BUCKETS, **options) as made:
+def test_a_replica_may_leave_or_ask_again_as_soon_as_it_has_committed():
+    with chain(4, **BUCKETS, **PACKED) as made:
         made.rate(MBITS)
         made.begin()
         for each in made.engines[:2]:
