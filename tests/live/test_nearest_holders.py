@@ -7,7 +7,7 @@ import pytest
 
 import flyweight as fw
 from child_processes import until
-from flyweight.errors import TransferTimeout
+from flyweight.errors import SpecError, TransferTimeout
 from flyweight.host import identity
 from flyweight.live import messages
 from flyweight.live.holders import MAX_ADDRESS_CHARS, MAX_ADDRESSES, addresses_elsewhere
@@ -153,6 +153,28 @@ def test_what_a_stranger_serves_is_not_taken_for_the_trainers_version(address, s
         until(lambda: not publisher.waiting)
         updated(threads, publisher, late, 5)
         assert holds(engine, 4)
+
+
+def test_an_engine_with_a_loader_is_sent_there_too(address, served, threads):
+    taken = {}
+
+    def load(named):
+        taken.update((name, array.copy()) for name, array in named)
+
+    with (
+        held(address, served, threads) as (publisher, _),
+        fw.Replica(load, address, framework="numpy") as late,
+    ):
+        assert late.update(timeout_seconds=10).version == 4
+        assert holds(taken, 4)
+        updated(threads, publisher, late, 99)
+        assert holds(taken, 99)
+
+
+def test_peers_are_addresses_and_for_replicas_of_one_rank(address):
+    for peers, options in [("unix:here", {}), ([7], {}), (["unix:a"], {"num_ranks": 2})]:
+        with pytest.raises(SpecError):
+            fw.Replica(weights(1), address, peers=peers, name="n", rank=0, **options)
 
 
 def test_a_round_that_fails_there_is_not_tried_there_again(address, served, threads):

@@ -216,7 +216,6 @@ def test_publishers_of_several_ranks_are_told_what_to_use_instead(address, threa
             with pytest.raises(SpecError, match="give those of several ranks hold=True"):
                 publisher.publish(1, stays=True)
             publisher.publish(1)
-            publisher.withdraw()
 
     for each in [threads.submit(rank_of, rank) for rank in (0, 1)]:
         each.result(20)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic, sleep
 
-from flyweight.errors import FlyweightError, PeerLost, TransferTimeout
+from flyweight.errors import FlyweightError, PeerLost, SpecError, TransferTimeout
 from flyweight.live.address import Address
 from flyweight.live.curve_keys import CurveClient
 from flyweight.live.held_version import HeldVersion
@@ -42,17 +42,19 @@ class Reconnect:
         *,
         choose: ChooseTensors,
         is_current: Callable[[], bool],
-        serves_at: str | None = None,
         peers: Sequence[str] = (),
     ) -> None:
         """Remember what to connect with.
 
         ranks: which rank of the replica this is, and how many there are.
         choose: says which tensors to request; `is_current`, whether that is still right.
-        serves_at: where this replica serves others.
         peers: the addresses of replicas that serve others, for when the publisher is gone.
         """
-        self._serves_at, self._peers = serves_at or "", list(peers)
+        if peers and ranks[1] > 1:
+            raise SpecError("peers= is for replicas of one rank; all ranks would have to ask one")
+        self.serves_at = ""
+        """Where this replica serves others."""
+        self._peers = [str(parse_address(each)) for each in peers]
         self._is_at_peer = False
         """True if the connection is to another replica, for one round."""
         self._offered: int | None = None
@@ -160,7 +162,7 @@ class Reconnect:
         session: the session that the version must be of, if it matters.
         """
         for address in addresses:
-            if address == self._serves_at or options.is_over() or not self._is_open:
+            if address == self.serves_at or options.is_over() or not self._is_open:
                 continue
             until = min(deadline, monotonic() + _PEER_SECONDS)
             self.disconnect()  # joining another one changes which tensors are wanted
@@ -202,7 +204,7 @@ class Reconnect:
             self._name,
             rank=self._ranks[0],
             num_ranks=self._ranks[1],
-            serves_at=self._serves_at if peer is None else "",
+            serves_at=self.serves_at if peer is None else "",
         )
         try:
             connection.join(self._choose, deadline, is_ended)

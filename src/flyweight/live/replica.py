@@ -84,7 +84,7 @@ class Replica:
         curve: the publisher's public key, if it encrypts messages to other hosts.
         serve_on: an address of its own, where others take each version that this replica holds,
             from its live weights, with the same `token`. Only updates may change them.
-        withdraw_seconds: how long an update may wait for them; after half of it they are given up.
+        withdraw_seconds: how long an update waits for readers; after half of it they are given up.
         peers: addresses of replicas that serve others. While no publisher answers, an update takes
             the version that one of them holds; a publisher names more of them by itself.
         """
@@ -96,10 +96,6 @@ class Replica:
         cut = (layout, rank if layout_rank is None else layout_rank)
         self._sink = sink_for(target, cut, extra=extra, framework=framework, device=device)
         self._held = HeldVersion(self._sink.is_current)
-        is_whole = self.num_ranks == 1 and layout is None
-        self._serving = Serving(
-            target, serve_on, token, curve, withdraw_seconds=withdraw_seconds, is_whole=is_whole
-        )
         self._updating, self._thread = threading.Lock(), 0
         self._publisher = Reconnect(
             parse_address(address),
@@ -109,9 +105,13 @@ class Replica:
             ranks,
             choose=self._choose,
             is_current=self._sink.is_current,
-            serves_at=self._serving.address,
             peers=peers,
         )
+        is_whole = self.num_ranks == 1 and layout is None
+        self._serving = Serving(
+            target, serve_on, token, curve, withdraw_seconds=withdraw_seconds, is_whole=is_whole
+        )
+        self._publisher.serves_at = self._serving.address or ""
         self.report: UpdateReport | None = None
         """The report of the last update that succeeded."""
         self.last_version: int | None = None
