@@ -299,8 +299,8 @@ def test_a_version_outlives_its_trainer_in_the_engines_that_hold_it(address, ser
     with Child(engine_of, address, served) as holder:
         with Child(trainer, address, 4) as first:
             assert first.told() == ("published", None)
+            assert holder.told() == ("serving", None)
             first.kill()
-        assert holder.told() == ("serving", None)
         engine = weights(51)
         with fw.Replica(engine, served) as late:
             assert late.update(timeout_seconds=10).version == 4
