@@ -17,7 +17,7 @@ from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights, _should_read
-from flyweight.live.round import Decided, Reported, SourceReady, start, step
+from flyweight.live.round import Reported, SourceReady, start, step
 from flyweight.ports import UpdateReport
 from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
@@ -97,14 +97,14 @@ def outcomes(num_ranks, num_messages):
     while todo and sent <= num_messages:
         state, actions = step(state, todo.pop(0))
         for action in actions:
-            if action.what == "decide":
-                todo.append(Decided("engine", decided(action.proposal)))
-            elif action.what != "release":
+            if action.what in ("begin", "write", "commit"):
                 for rank in range(num_ranks):
                     sent += 1
                     if sent > num_messages:
                         break
                     heard[rank].append(action.what)
+                    if action.what in QUESTION:
+                        decided(action.what)  # a rank stores what it hears before it obeys
                     if action.what in reports:
                         todo.append(Reported("engine", rank, reports[action.what]))
     ends = []
