@@ -131,7 +131,9 @@ class MemorySink:
         digests = prepared.digests(begin.digest_kind) if begin.should_verify else None
         hashes, running = (None, None) if digests is None else (digests.hashes, digests.running())
         started = perf_counter()
-        round_.touch()
+        is_early = bool(prepared.buckets) and not len(round_.source.mapped.copy)
+        if not is_early:
+            round_.touch()
         prepared.mapped.start()
         self._is_touched = False
         if digests is not None and not prepared.buckets and prepared.mapped.is_ordered:
@@ -144,6 +146,9 @@ class MemorySink:
         spent = run(prepared.mapped, round_.deadline)
         for _ in prepared.buckets:
             number = round_.next_bucket()
+            if is_early:  # until here, a publisher that cannot be read costs no version
+                is_early = False
+                round_.touch()
             spent += run(prepared.buckets[number], round_.deadline)
             round_.bucket_emptied(number)
         copied = perf_counter()

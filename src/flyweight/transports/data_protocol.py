@@ -85,7 +85,10 @@ _REFUSALS: dict[str, tuple[type[TransportError], str]] = {
     "token": (PeerRefused, "does not know our token"),
     "full": (PeerLost, "has no files left for us; raise its limit, ulimit -n"),
     "crowded": (PeerLost, "has too many connections already; close some of them"),
-    "": (PeerRefused, "does not greet as a publisher does; check the address"),
+    "": (
+        PeerRefused,
+        "does not greet as a publisher does; check the address, and both versions of flyweight",
+    ),
 }
 
 
