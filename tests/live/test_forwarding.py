@@ -20,7 +20,7 @@ class World:
         self.plan, self.nodes = plan, plan.nodes
         self.buckets, self.packed, self.source_slots = buckets, tuple(packed), source_slots
         self.faults = faults
-        """A letter for each fault that may still happen: l(ost), s(low), f(ailed read)."""
+        """A letter for each fault that may still happen: l(ost), s(low), u(nreachable), f(ailed read)."""
         self.num_faults, self.has_source_failed = 0, False
         self.source = {each for some in buckets.values() for each in some} - {*packed}
         self.num_filled = 0
@@ -71,13 +71,15 @@ class World:
             found += [("lost", name) for name in sorted(self.alive)]
         if "s" in self.faults:
             found += [("slow", name) for name in sorted(self.alive)]
+        if "u" in self.faults:
+            found += [("unreachable", name) for name in sorted(self.alive)]
         if "f" in self.faults:
             found += [("failed_read", *each, holder) for each, holder in self.reading.items()]
         return found
 
     def take(self, step):
         what, *words = step
-        if what in ("lost", "slow", "failed_read"):
+        if what in ("lost", "slow", "unreachable", "failed_read"):
             self.faults = self.faults.replace(what[0], "", 1)
             self.num_faults += 1
         match step:
@@ -100,6 +102,9 @@ class World:
                 self.may_read_again |= {
                     each for each, holder in self.reading.items() if slow in (holder, each[0])
                 }
+            case ("unreachable", name):
+                self.plan = self.plan.as_leaf(name)
+                self.may_read_again |= {each for each, it in self.reading.items() if it == name}
             case ("failed_read", name, bucket, holder):
                 self.may_read_again.add((name, bucket))
                 self.has_source_failed |= holder == SOURCE
@@ -208,6 +213,7 @@ GATHERED, PACKED = (), (0, 1, 2)
     ("plan", "faults", "least"),
     [
         pytest.param(chain(3, slots=1), "lls", 800, id="chain"),
+        pytest.param(chain(3, slots=1), "lu", 400, id="chain-unreachable"),
         pytest.param(chain(4, slots=1), "l", 400, id="longer-chain"),
         pytest.param(tree(slots=1), "l", 500, id="tree"),
     ],
@@ -256,7 +262,7 @@ def random_world(random, *, faults):
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from(["", "lll", "llsf", "lssf", "fff"]))
+@given(st.integers(0, 2**32), st.sampled_from(["", "lll", "llsf", "lssf", "fff", "luu"]))
 def test_random_fan_outs_end_and_late_events_change_nothing(seed, faults):
     random = Random(seed)
     world = random_world(random, faults=faults)
@@ -269,7 +275,9 @@ def test_random_fan_outs_end_and_late_events_change_nothing(seed, faults):
         past.append(step)
         before = world.key
         what, *words = random.choice(past)
-        is_over = what != "slow" and (what != "failed_read" or (*words[:2],) not in world.reading)
+        is_over = what not in ("slow", "unreachable") and (
+            what != "failed_read" or (*words[:2],) not in world.reading
+        )
         if is_over and (what != "has" or (*words,) not in world.reading):
             assert getattr(world.forwarding, what)(*words) == []
             assert world.key == before
@@ -433,6 +441,7 @@ def test_events_of_unknown_members_and_buckets_change_nothing():
         ("lost", "x"),
         ("lost", SOURCE),
         ("slow", SOURCE),
+        ("unreachable", SOURCE),
     ]:
         assert run(world.forwarding, event) == []
         assert world.key == before, event
