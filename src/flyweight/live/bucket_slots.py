@@ -24,8 +24,10 @@ from flyweight.plans.buckets import PieceTable, pack
 from flyweight.transports.network import NetworkHandle
 
 _HOST_BUCKET_BYTES, _HOST_DEPTH = 64 << 20, 4
-_NETWORK_BUCKET_BYTES = 8 << 20
-"""Each replica of a fan-out is one bucket behind the one that it reads from."""
+# Each replica of a chain is two buckets behind the one before it: small ones keep that short.
+_MIN_REMOTE_BYTES, _MAX_REMOTE_BYTES, _REMOTE_DEPTH = 1 << 20, 8 << 20, 8
+_REMOTE_BUCKETS = 64
+"""A model is cut into so many buckets for other hosts, if their size allows."""
 # Each switch between two processes on a device costs some tenths of a millisecond.
 _DEVICE_BUCKET_BYTES, _DEVICE_DEPTH = 512 << 20, 2
 
@@ -44,6 +46,12 @@ _memory_numbers = count(1)
 def new_memory_number() -> int:
     """Return a number that no other memory of this process has."""
     return next(_memory_numbers)
+
+
+def _remote_bytes(shapes: Integers, item_bytes: Integers) -> int:
+    """Return the size of the buckets in which blocks of these shapes go to other hosts."""
+    nbytes = int((shapes.prod(axis=1) * item_bytes).sum())
+    return min(max(nbytes // _REMOTE_BUCKETS, _MIN_REMOTE_BYTES), _MAX_REMOTE_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,25 +99,21 @@ class BucketSlots:
         }
         remote = [share for share, each in lanes.items() if NETWORK in each]
         packed = {lane: numbers.tobytes() for lane, numbers in blocks.items()}
-        key = source, packed, [share.number for share in remote]
+        is_host_remote = any(HOST in each for share, each in lanes.items() if share.is_remote)
+        key = source, packed, [share.number for share in remote], is_host_remote
         if key == self._key:
             self._laid_out = (source, *each_lanes)
             return
         self.close()
         self.generation += 1
-        is_remote = any(share.is_remote and HOST in each for share, each in lanes.items())
         try:
             for lane, numbers in blocks.items():
-                default = _HOST_BUCKET_BYTES if lane == HOST else _DEVICE_BUCKET_BYTES
-                nbytes = _NETWORK_BUCKET_BYTES if lane == HOST and is_remote else default
-                buckets = pack(
-                    numbers,
+                bucket_bytes, depth = self._sizes(
+                    NETWORK if lane == HOST and is_host_remote else lane,
                     source.boxes.shape[numbers],
                     source.item_bytes[numbers],
-                    bucket_bytes=self._bucket_bytes or nbytes,
-                    align_bytes=ALIGN_BYTES,
                 )
-                self._lay_out(source, lane, list(buckets))
+                self._lay_out(source, lane, self._packed(source, numbers, bucket_bytes), depth)
             for share in remote:
                 self._gather(source, share, lanes[share][NETWORK])
         except FlyweightError:
@@ -120,12 +124,14 @@ class BucketSlots:
     def _gather(self, source: PublishedSource, share: Share, blocks: Integers) -> None:
         """Offer blocks to a replica on another host, in buckets that need no slot."""
         assert self._transports.network is not None
+        _, shapes = share.bounds(blocks)
+        bucket_bytes, _ = self._sizes(NETWORK, shapes, source.item_bytes[blocks])
         buckets = gathered_buckets(
             source,
             share,
             blocks,
             self._transports.network,
-            bucket_bytes=self._bucket_bytes or _NETWORK_BUCKET_BYTES,
+            bucket_bytes=bucket_bytes,
             first=len(self.fills),
         )
         for bucket in buckets:
@@ -134,14 +140,39 @@ class BucketSlots:
             self._gathered[bucket.number] = share
             self._remote_handles[bucket.slot] = bucket.handle
 
-    def _lay_out(self, source: PublishedSource, lane: str, buckets: Sequence[PieceTable]) -> None:
+    def _sizes(self, lane: str, shapes: Integers, item_bytes: Integers) -> tuple[int, int]:
+        """Return the bytes of a bucket for blocks of these shapes, and how many are in flight."""
+        default = {
+            HOST: (_HOST_BUCKET_BYTES, _HOST_DEPTH),
+            NETWORK: (_remote_bytes(shapes, item_bytes), _REMOTE_DEPTH),
+        }.get(lane, (_DEVICE_BUCKET_BYTES, _DEVICE_DEPTH))
+        return (
+            default[0] if self._bucket_bytes is None else self._bucket_bytes,
+            default[1] if self._depth is None else self._depth,
+        )
+
+    def _packed(
+        self, source: PublishedSource, blocks: Integers, bucket_bytes: int
+    ) -> list[PieceTable]:
+        return list(
+            pack(
+                blocks,
+                source.boxes.shape[blocks],
+                source.item_bytes[blocks],
+                bucket_bytes=bucket_bytes,
+                align_bytes=ALIGN_BYTES,
+            )
+        )
+
+    def _lay_out(
+        self, source: PublishedSource, lane: str, buckets: Sequence[PieceTable], depth: int
+    ) -> None:
         first = len(self._slots)
         ends = [
             int(each.at[-1] + each.shape[-1].prod() * source.item_bytes[each.block[-1]])
             for each in buckets
         ]
-        default = _HOST_DEPTH if lane == HOST else _DEVICE_DEPTH
-        num_slots = min(default if self._depth is None else self._depth, len(buckets))
+        num_slots = min(depth, len(buckets))
         for slot in range(first, first + num_slots):
             self._slots[slot] = self._allocate(source, lane, max(ends))
             (self._handles[slot],) = self._transports.offer_all([self._slots[slot]])

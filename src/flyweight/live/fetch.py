@@ -17,8 +17,9 @@ from flyweight.live.messages import Filled, Free, Has, Message, Unread
 from flyweight.memory import Buffer
 from flyweight.transports.network import NetworkHandle, NetworkTransport
 
-STAGING_SLOTS = 4
-"""How many buckets are in staging at most: some arrive while one is unpacked."""
+STAGING_SLOTS = 8
+"""How many buckets are in staging at most. Two arrive at a time, and each stays until the next two
+replicas of a chain have it: with less than six, the link would wait."""
 HOLDER_SECONDS = 2.0
 """Another replica that gives no byte for this long is not read from any more."""
 _STREAMS_PER_PLACE, _MAX_THREADS = 2, 16

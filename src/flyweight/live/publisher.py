@@ -78,8 +78,9 @@ class Publisher:
             insists on it; 'bucketed' and 'host' copy them through buckets of device or host memory.
             Replicas on other hosts read buckets over the network, unless it is 'mapped'.
         bucket_bytes: the size of a bucket; by default 64 MiB on the host, 512 MiB on a device, and
-            8 MiB to other hosts, where a replica needs memory for 4 buckets.
-        depth: the number of buckets in flight; by default 4 on the host, 2 on a device.
+            1 to 8 MiB for replicas on other hosts, each of which needs memory for 8 buckets.
+        depth: the number of buckets in flight; by default 4 on the host, 2 on a device, and 8 for
+            other hosts.
         should_verify: compare digests of every tensor on both sides before a version is committed.
         version: the version of a snapshot that has no number.
         token: the secret that replicas must have; at a `unix:` address by default a random one in a
