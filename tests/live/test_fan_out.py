@@ -32,14 +32,17 @@ BUCKETS = {"nbytes": NBYTES, "bucket_bytes": 512 * KIB}
 SMALL = {"nbytes": MIB, "bucket_bytes": 64 * KIB}
 PACKED = {"transport": "host"}
 BOTH = pytest.mark.parametrize("options", [{}, PACKED], ids=["gathered", "packed"])
-MARGIN_SECONDS = 4
+HOLDER_SECONDS = 0.8
+"""After so long without a byte, a replica is not read from any more."""
+MARGIN_SECONDS = 2.5
+"""What a round may take beside that on a busy machine; a slow replica is noticed after three."""
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """Let links count as cut, and holders as silent, sooner in processes that are started now."""
     monkeypatch.setattr(tcp, "LOST_SECONDS", 1)
-    monkeypatch.setattr(fetch, "HOLDER_SECONDS", 0.5)
+    monkeypatch.setattr(fetch, "HOLDER_SECONDS", HOLDER_SECONDS)
 
 
 class Chain:
@@ -197,6 +200,7 @@ def test_a_replica_that_is_killed_loses_no_bytes_of_those_below():
         made.rate(MBITS)
         made.begin()
         made.engines[1].kill()
+        until(lambda: all(each.has_ended for each in made.without(1)), MARGIN_SECONDS)
         assert is_dead(1, made.end(1)["e1"])
         made.rate(FULL_SPEED)
         made.publish(made.without(1))
@@ -321,7 +325,9 @@ def test_nobody_waits_for_a_replica_that_cannot_be_reached(quick, options, close
         for each in closed:
             firewall(made.hosts[each], NEW_CONNECTIONS)
         nbytes = sum(each.nbytes for each in weights(0, SMALL["nbytes"]).values())
-        for most, seconds in zip(times, (MARGIN_SECONDS, 1), strict=True):
+        for most, seconds in zip(
+            times, (2 * HOLDER_SECONDS + MARGIN_SECONDS, HOLDER_SECONDS), strict=True
+        ):
             started = time.monotonic()
             assert made.publish() < 1.1 * most * nbytes
             assert time.monotonic() - started < seconds
