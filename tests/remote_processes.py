@@ -82,6 +82,11 @@ class Remote:
         """Let it send the message."""
         self._child.send("go on")
 
+    @property
+    def has_ended(self):
+        """True if `end` returns at once."""
+        return self._child.has_told
+
     def __enter__(self):
         return self
 
