@@ -158,7 +158,10 @@ class Loader(Engine):
         return *state, next((v for v in versions if holds(self.held_model, v)), None)
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="gathered"), pytest.param(PACKED, id="packed", marks=pytest.mark.check)],
+)
 def test_replicas_of_every_kind_share_a_round(options):
     """Two layouts, a loader, two on one host, and one that shares memory with the trainer."""
     kinds = {0: Half, 2: Loader, 3: Half}
