@@ -14,13 +14,14 @@ from flyweight.cuda import driver
 from flyweight.cuda.pinned_memory import pinned
 from flyweight.errors import FlyweightError
 from flyweight.live.gathers import GatheredBucket, gathered_buckets
-from flyweight.live.lanes import HOST, MAPPED, NETWORK, Lanes, Offers, Transports
+from flyweight.live.lanes import ENGINES, HOST, MAPPED, NETWORK, Lanes, Offers, Transports
 from flyweight.live.message_tables import Pieces, Places, packed_columns
 from flyweight.live.messages import Handle, Memory
 from flyweight.live.source import ALIGN_BYTES, BucketFill, PublishedSource, Share
 from flyweight.memory import Buffer
 from flyweight.memory_table import Integers
 from flyweight.plans.buckets import PieceTable, pack
+from flyweight.transports.engine_reads import EngineHandle
 from flyweight.transports.network import NetworkHandle
 
 _HOST_BUCKET_BYTES, _HOST_DEPTH = 64 << 20, 4
@@ -84,6 +85,9 @@ class BucketSlots:
         self._handles: dict[int, Handle] = {}
         self._remote_handles: dict[int, NetworkHandle] = {}
         """The same slots, and gathered buckets, as other hosts read them."""
+        self._engines: dict[int, str] = {}
+        """The engine that serves a slot to other hosts, if one does."""
+        self._served: dict[int, EngineHandle] = {}
         self._offered: WeakKeyDictionary[Share, OfferedMemory] = WeakKeyDictionary()
         """What was offered last for each share."""
 
@@ -109,7 +113,7 @@ class BucketSlots:
         try:
             for lane, numbers in blocks.items():
                 bucket_bytes, depth = self._sizes(
-                    NETWORK if lane == HOST and is_host_remote else lane,
+                    NETWORK if lane in ENGINES or (lane == HOST and is_host_remote) else lane,
                     source.boxes.shape[numbers],
                     source.item_bytes[numbers],
                 )
@@ -175,15 +179,19 @@ class BucketSlots:
         num_slots = min(depth, len(buckets))
         for slot in range(first, first + num_slots):
             self._slots[slot] = self._allocate(source, lane, max(ends))
-            (self._handles[slot],) = self._transports.offer_all([self._slots[slot]])
+            if lane in ENGINES:
+                self._engines[slot] = lane
+            else:
+                (self._handles[slot],) = self._transports.offer_all([self._slots[slot]])
         for number, pieces in enumerate(buckets):
             slot = first + number % num_slots
             self.fills.append(BucketFill(source, len(self._lanes), slot, pieces, self._slots[slot]))
             self._lanes.append(lane)
 
     def _allocate(self, source: PublishedSource, lane: str, nbytes: int) -> Buffer:
-        if lane == HOST:
-            slot = self._transports.host.allocate(nbytes)
+        if lane in (HOST, *ENGINES):
+            engines, host = self._transports.engines, self._transports.host
+            slot = engines.allocate(lane, nbytes) if lane in ENGINES else host.allocate(nbytes)
             return pinned(source.devices[0], slot) if source.devices else slot
         device = driver.device_named(lane)
         assert device is not None
@@ -191,6 +199,7 @@ class BucketSlots:
 
     def offer(self, share: Share, lanes: Lanes, offers: Offers) -> OfferedMemory:
         """Offer the memory that a share goes through, unless it is what was offered last."""
+        self._serve(lanes)
         last = self._offered.get(share)
         if last is None or last.lanes is not lanes or last.generation != self.generation:
             mapped = lanes.get(MAPPED, np.empty(0, np.int64))
@@ -200,6 +209,15 @@ class BucketSlots:
             last = OfferedMemory(new_memory_number(), memory, lanes, self.generation)
             self._offered[share] = last
         return last
+
+    def _serve(self, lanes: Lanes) -> None:
+        """Name the slots of engines: other names than before, once a process was restarted."""
+        for slot, engine in self._engines.items():
+            if engine in lanes:
+                handle = self._transports.engines.offer(engine, self._slots[slot])
+                if handle != self._served.get(slot):
+                    self._served[slot] = handle
+                    self.generation += 1
 
     def _buckets_for(self, share: Share, lanes: Lanes) -> dict[int, PieceTable]:
         """Return the buckets that a replica needs, with only the pieces that it needs."""
@@ -217,6 +235,8 @@ class BucketSlots:
     def _handle(self, slot: int, *, is_remote: bool) -> Handle:
         if not is_remote:
             return self._handles[slot]
+        if slot in self._served:
+            return self._served[slot]
         if slot not in self._remote_handles:
             assert self._transports.network is not None
             self._remote_handles[slot] = self._transports.network.offer(self._slots[slot])
@@ -253,12 +273,14 @@ class BucketSlots:
             fill.close()
         for handle in (*self._handles.values(), *self._remote_handles.values()):
             self._transports.of(handle).release(handle)
-        for slot in self._slots.values():
-            if slot.device is None:
+        for number, slot in self._slots.items():
+            if number in self._engines:
+                self._transports.engines.free(slot)
+            elif slot.device is None:
                 self._transports.host.free(slot)
             else:
                 driver.free(slot)
         self._key, self._laid_out = None, ()
         self.fills, self._slots, self._handles, self._lanes = [], {}, {}, []
-        self._gathered, self._remote_handles = {}, {}
+        self._gathered, self._remote_handles, self._engines, self._served = {}, {}, {}, {}
         self._offered.clear()

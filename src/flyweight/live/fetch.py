@@ -1,7 +1,7 @@
 """Fetches: buckets of a publisher on another host, read ahead into staging by threads.
 
 Weights are written from staging only, and only from a bucket that has arrived as a whole. After a
-fetch that failed, and after `close`, no byte arrives any more: its socket is closed.
+fetch that failed, and after `close`, no byte arrives any more: its socket or reader is closed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 from flyweight.errors import FlyweightError, TransportError
-from flyweight.live.messages import Filled, Free, Has, Message, Unread
+from flyweight.live.messages import Filled, Free, Has, Message, RemoteHandle, Unread
 from flyweight.memory import Buffer
+from flyweight.transports.engine_reads import EngineHandle, EngineReads
 from flyweight.transports.network import NetworkHandle, NetworkTransport
 
 STAGING_SLOTS = 8
@@ -30,9 +32,15 @@ _CLOSE_SECONDS = 5.0
 class Fetch:
     """A bucket that must be fetched, and the staging that it goes to."""
 
-    handle: NetworkHandle
+    handle: RemoteHandle
     slot: int
     into: Buffer
+
+    @property
+    def server(self) -> object:
+        """What serves the bucket, at the publisher's host."""
+        handle = self.handle
+        return handle.description if isinstance(handle, EngineHandle) else handle.place
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class Fetches:
         round_: int,
         wanted: Mapping[int, Fetch],
         transport: NetworkTransport,
+        engines: EngineReads,
         *,
         timeout_seconds: float,
         on_progress: Callable[[int], None],
@@ -65,7 +74,8 @@ class Fetches:
         send: sends a message to the publisher.
         on_fetched: called once for each bucket that has arrived.
         """
-        self._round, self._wanted, self._transport = round_, wanted, transport
+        self._round, self._wanted = round_, wanted
+        self._transport, self._engines = transport, engines
         self._timeout_seconds, self._on_progress = timeout_seconds, on_progress
         self._send, self._on_fetched = send, on_fetched
         self._changed = threading.Condition()
@@ -83,7 +93,7 @@ class Fetches:
         self.lent: dict[int, NetworkHandle] = {}
         """Staging that others may read."""
         self._is_over = False
-        num_places = len({each.handle.place for each in wanted.values()})
+        num_places = len({each.server for each in wanted.values()})
         count = min(_STREAMS_PER_PLACE * num_places, _MAX_THREADS, len(wanted))
         self._threads = [
             threading.Thread(target=self._run, name="flyweight-fetch", daemon=True)
@@ -160,7 +170,7 @@ class Fetches:
         told, seconds = self._handles[bucket], self._timeout_seconds
         error: FlyweightError | None = None
         try:
-            self._transport.fetch(
+            self._bring(
                 fetch.handle if told is None else _read_from(told, fetch),
                 fetch.into,
                 timeout_seconds=seconds if told is None else min(seconds, HOLDER_SECONDS),
@@ -188,6 +198,13 @@ class Fetches:
         elif not self._is_over:
             key, kind = "" if told is None else told.key, type(error).__name__
             self._send(Unread(self._round, bucket, key, kind, str(error)))
+
+    def _bring(self, handle: RemoteHandle, into: Buffer, **options: Any) -> None:
+        """Bring a bucket here by what serves it."""
+        if isinstance(handle, EngineHandle):
+            self._engines.fetch(handle, into, **options)
+        else:
+            self._transport.fetch(handle, into, **options)
 
     def _free(self, bucket: int) -> None:
         """End what others still read of a bucket, and let another one take its slot."""

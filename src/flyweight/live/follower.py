@@ -41,6 +41,7 @@ from flyweight.live.source_rank import remember
 from flyweight.live.tcp_address import TcpAddress, parse_address
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.data_sockets import DataServer, Welcome
+from flyweight.transports.engine_reads import EngineReads
 from flyweight.transports.fd_passing import FdServer
 from flyweight.transports.network import NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -286,7 +287,7 @@ def _opened_transports(
     line: Line, address: Address | TcpAddress, invitation: Invitation, rank: int, stack: ExitStack
 ) -> Transports:
     """Return transports that offer this rank's memory: to rank 0's host, and to others if asked."""
-    files = data = None
+    files, data, engines = None, None, EngineReads()
     if isinstance(line, LocalLine):
         files = FdServer(line.address.fd_socket_of(rank), token=invitation.token)
         stack.callback(files.close)
@@ -298,8 +299,9 @@ def _opened_transports(
         stack.callback(server.close)
         place_host = "" if isinstance(line, LocalLine) else host
         data = NetworkTransport(server=server, place_host=place_host)
+        engines = EngineReads("" if TcpAddress(host, 0).is_any else server.host)
     return Transports(
-        SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files), data
+        SharedMemoryTransport(fd_server=files), CudaIpcTransport(fd_server=files), data, engines
     )
 
 
@@ -316,5 +318,5 @@ def _share(table: ShareTable) -> Share:
         table.places,
         numbers(table.place),
         frozenset(table.devices),
-        table.is_remote,
+        table.engine,
     )

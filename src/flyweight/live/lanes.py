@@ -6,12 +6,13 @@ bucketed  the block is packed into slots of device memory that both sides can ma
 host      the block is packed into slots of shared host memory, which every process can map; a
           replica on another host reads the slots over the network
 network   a replica on another host reads the block's own memory over the network
+nixl, mooncake  the block is packed into slots that such an engine serves to other hosts
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -29,13 +30,15 @@ from flyweight.memory_table import HOST as HOST_MEMORY
 from flyweight.memory_table import Integers
 from flyweight.ports import Transport
 from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
+from flyweight.transports.engine_reads import EngineReads
 from flyweight.transports.network import NetworkHandle, NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
 
 TransportChoice = Literal["auto", "mapped", "bucketed", "host"]
 TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "mapped", "bucketed", "host")
 MAPPED, NETWORK, HOST = "mapped", "network", ""
-"""Three lanes; any other one is the uuid of the device that has the slots."""
+ENGINES = ("nixl", "mooncake")
+"""Lanes; any other one is the uuid of the device that has the slots."""
 Lanes = Mapping[str, Integers]
 """The blocks of each lane, by number."""
 
@@ -47,6 +50,7 @@ class Transports:
     host: SharedMemoryTransport
     device: CudaIpcTransport
     network: NetworkTransport | None = None
+    engines: EngineReads = field(default_factory=EngineReads)
 
     def offer_all(self, buffers: Sequence[Buffer]) -> list[Handle]:
         """Offer buffers without a copy, which the next round would not see."""
@@ -64,6 +68,7 @@ class Transports:
         return self.device if isinstance(handle, CudaIpcHandle) else self.host
 
     def close(self) -> None:
+        self.engines.close()
         if self.network is not None:
             self.network.close()
         self.device.close()
@@ -153,6 +158,8 @@ class Offers:
                 "a replica on another host cannot map the publisher's memory; publish with "
                 "transport='auto'"
             )
+        if share.engine in ENGINES:
+            return {share.engine: used} if len(used) else {}
         gathered = gathered_blocks(self._source, share, used) if transport == "auto" else used[:0]
         found = {HOST: used[~np.isin(used, gathered)], NETWORK: gathered}
         return {lane: blocks for lane, blocks in found.items() if len(blocks)}
@@ -250,9 +257,9 @@ def _can_read(device: int, target: str) -> bool:
     return other is not None and driver.can_access_peer(other, device)
 
 
-def lane_names(lanes: Lanes, *, is_remote: bool) -> str:
-    """Return the lanes in use as text for people, such as 'host+mapped'."""
-    if is_remote and lanes:
-        return NETWORK
+def lane_names(lanes: Lanes, engine: str) -> str:
+    """Return the lanes in use as text for people, such as 'host+mapped' or 'network:nixl'."""
+    if engine and lanes:
+        return f"{NETWORK}:{engine}" if engine in ENGINES else NETWORK
     kinds = {MAPPED if lane == MAPPED else "host" if lane == HOST else "bucketed" for lane in lanes}
     return "+".join(sorted(kinds)) if kinds else "nothing"

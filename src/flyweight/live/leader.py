@@ -39,6 +39,7 @@ from flyweight.live.sources import GOING_SECONDS, Sources
 from flyweight.live.tcp_address import TcpAddress
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.cuda_ipc import CudaIpcTransport
+from flyweight.transports.engine_reads import EngineReads
 from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.network import NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -89,6 +90,7 @@ class Leader:
                 SharedMemoryTransport(fd_server=files),
                 CudaIpcTransport(fd_server=files),
                 None if data is None else NetworkTransport(server=data),
+                EngineReads("" if listen is None or listen.is_any or data is None else data.host),
             )
             stack.callback(transports.close)
             stack.callback(model.copiers.close)
@@ -101,8 +103,7 @@ class Leader:
                 members.connection.send,
                 files,
                 transports,
-                transport=options.transport,
-                should_verify=options.should_verify,
+                options=options,
             )
             stack.callback(self._sources.close)
             self._rounds = Rounds(members, options, transports, model, self._sources)

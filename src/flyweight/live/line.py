@@ -24,6 +24,7 @@ from flyweight.ranks.run_directory import run_directory
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.data_sockets import DataConnection, DataServer
 from flyweight.transports.data_sockets import Welcome as DataWelcome
+from flyweight.transports.engine_reads import EngineReads
 from flyweight.transports.fd_passing import ANSWER_SECONDS, FdConnection, check_files
 from flyweight.transports.network import NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -121,6 +122,7 @@ class RemoteLine:
                 token=self.token,
                 place_host=self.files.local_host,
             ),
+            EngineReads(self.files.local_host),
         )
 
     def check_same(self, welcome: Welcome) -> None:

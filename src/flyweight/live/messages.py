@@ -14,10 +14,14 @@ from flyweight.digest import DigestKind
 from flyweight.live.message_tables import Boxes, Pieces, Places, Table, Tensors
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.cuda_ipc import CudaIpcHandle
+from flyweight.transports.engine_reads import EngineHandle
 from flyweight.transports.network import NetworkHandle
+from flyweight.transports.network_engines import Engines
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
-Handle = SharedMemoryHandle | CudaIpcHandle | NetworkHandle
+RemoteHandle = NetworkHandle | EngineHandle
+"""Memory of another host, which is read and not mapped."""
+Handle = SharedMemoryHandle | CudaIpcHandle | RemoteHandle
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -46,6 +50,8 @@ class Hello(Message, frozen=True):
     """True if other replicas can read from its staging."""
     serves_at: str = ""
     """Where others take the versions that it holds, if they may."""
+    engines: Engines = Engines()
+    """What its host has for reads over the network, besides sockets."""
 
 
 class Welcome(Message, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Literal, get_args
 
 from flyweight.checks import check_seconds
 from flyweight.errors import SpecError
@@ -13,6 +14,7 @@ from flyweight.live.report import TIMEOUT_SECONDS
 from flyweight.verbs.find import PathLike
 
 SILENCE_SECONDS = 15.0
+NetworkEngine = Literal["auto", "sockets", "nixl", "mooncake"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +30,14 @@ class PublisherOptions:
     timeout_seconds: float = TIMEOUT_SECONDS
     silence_seconds: float = SILENCE_SECONDS
     curve: CurveServer | None = None
+    network_engine: NetworkEngine = "auto"
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise SpecError(f"transport is {self.transport!r}, not one of {', '.join(TRANSPORTS)}")
+        if self.network_engine not in get_args(NetworkEngine):
+            known = ", ".join(get_args(NetworkEngine))
+            raise SpecError(f"network_engine is {self.network_engine!r}, not one of {known}")
         if self.depth is not None and (type(self.depth) is not int or self.depth < 1):
             raise SpecError(f"depth is {self.depth!r}, at least 1 bucket is needed")
         size = self.bucket_bytes
@@ -51,5 +57,6 @@ class PublisherOptions:
         digest = None if token is None else blake2b(token.encode(), digest_size=4).hexdigest()
         return (
             f"hold={self.hold}, should_verify={self.should_verify}, transport={self.transport!r}, "
-            f"address={address!r}, token={digest and f'(of digest {digest})'}"
+            f"network_engine={self.network_engine!r}, address={address!r}, "
+            f"token={digest and f'(of digest {digest})'}"
         )

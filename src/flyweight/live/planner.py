@@ -15,6 +15,7 @@ from flyweight.live.frames import digest_of
 from flyweight.live.member import Member
 from flyweight.live.messages import Want
 from flyweight.live.source_blocks import Agreement
+from flyweight.transports.network_engines import Engines
 
 _MAX_AGREEMENTS = 16
 _CLOSE_SECONDS = 2.0
@@ -26,12 +27,14 @@ class Planner:
 
     def __init__(
         self,
-        plan: Callable[[Want], Agreement],
+        plan: Callable[[Want, str], Agreement],
+        engine_for: Callable[[Engines], str],
         on_agreed: Callable[[Member, Agreement], None],
         on_refused: Callable[[Member, FlyweightError], None],
     ) -> None:
-        self._plan, self._on_agreed, self._on_refused = plan, on_agreed, on_refused
-        self._agreements: dict[bytes, Agreement] = {}
+        self._plan, self._engine_for = plan, engine_for
+        self._on_agreed, self._on_refused = on_agreed, on_refused
+        self._agreements: dict[tuple[bytes, str], Agreement] = {}
         self._wants: SimpleQueue[tuple[Member, Want] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="flyweight-plans", daemon=True)
         self._thread.start()
@@ -49,7 +52,7 @@ class Planner:
         while (asked := self._wants.get()) is not None:
             member, want = asked
             try:
-                agreement = self._agreed(want)
+                agreement = self._agreed(member, want)
             except FlyweightError as error:
                 self._on_refused(member, error)
             except Exception as error:  # an error in our own code, which must not end the thread
@@ -59,10 +62,11 @@ class Planner:
                 self._on_agreed(member, agreement)
             del asked, want  # the names of very many tensors take much memory
 
-    def _agreed(self, want: Want) -> Agreement:
-        key = digest_of(want)
+    def _agreed(self, member: Member, want: Want) -> Agreement:
+        engine = self._engine_for(member.hello.engines) if want.is_remote else ""
+        key = digest_of(want), engine
         if key not in self._agreements:
             while len(self._agreements) >= _MAX_AGREEMENTS:
                 del self._agreements[next(iter(self._agreements))]
-            self._agreements[key] = self._plan(want)
+            self._agreements[key] = self._plan(want, engine)
         return self._agreements[key]

@@ -23,7 +23,7 @@ from flyweight.live.follower import Follower
 from flyweight.live.lanes import TransportChoice
 from flyweight.live.leader import Leader
 from flyweight.live.meeting import blocks_alone, blocks_together, holding_of, rendezvous_for
-from flyweight.live.options import SILENCE_SECONDS, PublisherOptions
+from flyweight.live.options import SILENCE_SECONDS, NetworkEngine, PublisherOptions
 from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import Invitation
 from flyweight.live.report import TIMEOUT_SECONDS, Lease, PublishReport
@@ -55,6 +55,7 @@ class Publisher:
         timeout_seconds: float = TIMEOUT_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
         curve: CurveServer | None = None,
+        network_engine: NetworkEngine = "auto",
         process_group: object = None,
         rank: int | None = None,
         num_ranks: int | None = None,
@@ -87,6 +88,9 @@ class Publisher:
             file that only this user can read. At a tcp address it is required and is never sent:
             take 16 random characters or more. Ranks with different tokens refuse each other.
         curve: keys that encrypt messages to other hosts; weights are never encrypted.
+        network_engine: what brings weights to replicas on other hosts. 'auto' is 'nixl' where both
+            hosts have RDMA and NIXL, else 'sockets'. A replica whose host lacks one that is named
+            here is refused; 'mooncake' is used only by name.
         timeout_seconds: the time for ranks to meet, for a round between two publishes, and by
             default for `publish`.
         silence_seconds: a replica or a rank that sends nothing for this long is given up.
@@ -109,6 +113,7 @@ class Publisher:
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
             curve=curve,
+            network_engine=network_engine,
         )
         number = None if version is None else check_version(version)
         self._publishing, self._thread = threading.Lock(), 0

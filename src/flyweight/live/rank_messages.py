@@ -61,8 +61,8 @@ class ShareTable(Table, frozen=True):
     """The index of the device that each copy writes to."""
     devices: tuple[str, ...]
     """The GPUs that the replica's process sees."""
-    is_remote: bool
-    """True if the replica is on another host, or connected as if it were."""
+    engine: str
+    """What a replica on another host reads by; "" for one on the publisher's host."""
 
 
 class Ready(Message, frozen=True):

@@ -22,7 +22,7 @@ from flyweight.errors import SpecError, TransportError
 from flyweight.live.fetch import STAGING_SLOTS, Fetch
 from flyweight.live.lanes import Transports
 from flyweight.live.message_tables import Pieces, Places, numbers, received_boxes
-from flyweight.live.messages import Agreed, Begin, Handle, Memory, Want
+from flyweight.live.messages import Agreed, Begin, Handle, Memory, RemoteHandle, Want
 from flyweight.live.source import row_major
 from flyweight.memory import Buffer, available_bytes, collector_paused, page_memory
 from flyweight.memory_table import HOST, BufferTable, Integers, row_major_strides
@@ -121,7 +121,8 @@ class RemoteSource:
                 raise TransportError(f"the publisher refers to lists {begin.lists}, never sent")
             return
         self._lists, self.buckets, self.fetches = None, {}, {}  # until everything is mapped
-        slots = [each for each in memory.slots.values() if not isinstance(each, NetworkHandle)]
+        self.transports.engines.close_readers()
+        slots = [each for each in memory.slots.values() if not isinstance(each, RemoteHandle)]
         handles = {*memory.handles, *slots}
         known, self._handles = self._handles, self._handles | handles
         try:
@@ -137,7 +138,7 @@ class RemoteSource:
         self.generation += 1
 
     def _open(self, handle: Handle) -> Buffer:
-        if isinstance(handle, NetworkHandle):
+        if isinstance(handle, RemoteHandle):
             raise TransportError("memory of another host cannot be mapped; it comes in buckets")
         return self.transports.of(handle).open(handle)
 
@@ -236,10 +237,10 @@ class RemoteSource:
         """
         mapped, handles = {}, {}
         for number, handle in memory.slots.items():
-            if not isinstance(handle, NetworkHandle):
+            if not isinstance(handle, RemoteHandle):
                 mapped[number] = self._open(handle)
         for number, slot in memory.bucket_slots.items():
-            if isinstance(handle := memory.slots[slot], NetworkHandle):
+            if isinstance(handle := memory.slots[slot], RemoteHandle):
                 handles[number] = handle
         for number, handle in handles.items():
             if sizes[number] > handle.nbytes:

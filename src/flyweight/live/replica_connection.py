@@ -36,6 +36,7 @@ from flyweight.ports import UpdateOptions
 from flyweight.ranks.decision import RoundDecisions
 from flyweight.ranks.run_directory import directory_id
 from flyweight.spec.manifest import TensorSpec
+from flyweight.transports.network_engines import Engines, engines_here
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -107,9 +108,8 @@ class ReplicaConnection:
             self._connection.start()
             decisions = directory_id(line.directory) if num_ranks > 1 else ""
             who = (line.secret, name, os.getpid(), line.files.name, role, rank, num_ranks)
-            can_forward = line.can_forward
-            hello = messages.Hello(*who, decisions, identity(), can_forward, serves_at)
-            self.send(hello)
+            has = (line.can_forward, serves_at, engines_here() if line.is_remote else Engines())
+            self.send(messages.Hello(*who, decisions, identity(), *has))
             self._closing = stack.pop_all()
         call_in_child(self._replace_lock)
 

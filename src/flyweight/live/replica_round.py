@@ -119,6 +119,7 @@ class ReplicaRound:
                 begin.round,
                 self.source.fetches,
                 network,
+                self.source.transports.engines,
                 timeout_seconds=self._timeout_seconds,
                 on_progress=self._on_fetch_progress,
                 send=self.connection.send,

@@ -60,8 +60,13 @@ class Share:
     """The index of the device that each copy writes to."""
     devices: frozenset[str]
     """The GPUs that the replica's process sees."""
-    is_remote: bool = False
-    """True if the replica is on another host, or connected as if it were."""
+    engine: str = ""
+    """What a replica on another host reads by, such as 'sockets'; "" for one on this host."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True if the replica is on another host, or connected as if it were."""
+        return self.engine != ""
 
     def bounds(self, blocks: Integers) -> tuple[Integers, Integers]:
         """Return the offset and shape of the smallest box of each block that has all it reads.

@@ -125,8 +125,11 @@ class SourceBlocks:
             self.block, np.arange(len(self.block))
         )
 
-    def plan(self, want: Want) -> Agreement:
-        """Return the copies that fill what a replica wants; raise PlanError if none can."""
+    def plan(self, want: Want, engine: str = "") -> Agreement:
+        """Return the copies that fill what a replica wants; raise PlanError if none can.
+
+        engine: what a replica on another host reads by; "" for one on this host.
+        """
         with collector_paused():
             sinks, place = self._sinks(want), numbers(want.place)
             copies = plan_copies(
@@ -137,7 +140,7 @@ class SourceBlocks:
                 source_places=self._place,
                 sink_places=numbers_of(want.places, self.place_names)[place],
             )
-            return self._agreement(copies, want, place[copies.sink])
+            return self._agreement(copies, want, place[copies.sink], engine)
 
     def _sinks(self, want: Want) -> BoxTable:
         """Return the boxes that a replica wants of our tensors; raise if something is wrong."""
@@ -158,7 +161,7 @@ class SourceBlocks:
             )
         return replace(sinks, tensor=tensor[sinks.tensor])
 
-    def _agreement(self, copies: CopyTable, want: Want, place: Integers) -> Agreement:
+    def _agreement(self, copies: CopyTable, want: Want, place: Integers, engine: str) -> Agreement:
         devices = frozenset(want.devices)
 
         def share(rows: Integers | slice, block: Integers) -> Share:
@@ -170,7 +173,7 @@ class SourceBlocks:
                 want.places,
                 place[rows],
                 devices,
-                want.is_remote,
+                engine,
             )
 
         whole = share(slice(None), copies.source)

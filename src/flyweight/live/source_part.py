@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from flyweight.digest import DigestKind
-from flyweight.errors import PlanError
+from flyweight.errors import FlyweightError, PlanError
 from flyweight.live.bucket_slots import BucketSlots, Fill
-from flyweight.live.lanes import MAPPED, NETWORK, Lanes, TransportChoice, lane_names
+from flyweight.live.lanes import ENGINES, MAPPED, NETWORK, Lanes, TransportChoice, lane_names
 from flyweight.live.published_model import DigestKey, PublishedVersion
 from flyweight.live.rank_messages import ShareOffer
 from flyweight.live.source import Share
@@ -62,11 +62,17 @@ def offer_shares(
         if share in errors:
             offers.append(ShareOffer("nothing", False, 0, None, b"", errors[share]))
             continue
-        offered = slots.offer(share, lanes[share], version.offers)
+        try:
+            offered = slots.offer(share, lanes[share], version.offers)
+        except FlyweightError as error:
+            if share.engine not in ENGINES:
+                raise
+            offers.append(ShareOffer("nothing", False, 0, None, b"", str(error)))
+            continue  # the engine's process does not start, or has just ended
         is_known = offered.number == each.known_lists
         offers.append(
             ShareOffer(
-                lane_names(lanes[share], is_remote=share.is_remote),
+                lane_names(lanes[share], share.engine),
                 MAPPED in lanes[share] or NETWORK in lanes[share],
                 offered.number,
                 None if is_known else offered.memory,

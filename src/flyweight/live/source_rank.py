@@ -23,6 +23,7 @@ from flyweight.live.source_blocks import Agreement
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.fd_passing import FdConnection, FdServer
+from flyweight.transports.network_engines import Engines
 from flyweight.transports.shared_memory import SharedMemoryHandle
 
 REMEMBERED_SHARES = 64
@@ -37,6 +38,7 @@ class SourceRank:
     id: bytes = b""
     """The id of its connection; empty before it has connected."""
     line: str = ""
+    engines: Engines = field(default_factory=Engines)
     last_seen: float = 0.0
     files: FdConnection | None = None
     ready: int | None = None
@@ -148,7 +150,7 @@ def share_table(share: Share) -> ShareTable:
         tuple(share.places),
         packed(share.place),
         tuple(sorted(share.devices)),
-        share.is_remote,
+        share.engine,
     )
 
 

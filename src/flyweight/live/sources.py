@@ -26,8 +26,9 @@ from flyweight.live.bucket_slots import BucketSlots
 from flyweight.live.frames import FromReplica
 from flyweight.live.joined_copies import JoinedCopies
 from flyweight.live.joined_offer import JoinedOffers, RoundOffer
-from flyweight.live.lanes import TransportChoice, Transports
+from flyweight.live.lanes import Transports
 from flyweight.live.messages import Memory, Message
+from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedVersion
 from flyweight.live.rank_messages import Ended, HoldsCopy, Offered, Ready, ShareOffer, Start
 from flyweight.live.running_round import RunningRound
@@ -37,6 +38,7 @@ from flyweight.live.source_rank import SourceRank, failed_publish
 from flyweight.plans.shares import agreed_values
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.fd_passing import FdServer
+from flyweight.transports.network_engines import Engines, common_engine, engines_here
 
 GOING_SECONDS = 1.0
 
@@ -52,13 +54,12 @@ class Sources:
         files: FdServer,
         transports: Transports,
         *,
-        transport: TransportChoice,
-        should_verify: bool,
+        options: PublisherOptions,
     ) -> None:
         self.blocks, self.num_ranks = blocks, blocks.num_ranks
         self._changed, self._send = changed, send
         self._files = files
-        self._transport, self._should_verify = transport, should_verify
+        self._options = options
         self.followers = [SourceRank(rank) for rank in range(1, self.num_ranks)]
         self.failure: FlyweightError | None = None
         """Why no version can be published any more: a rank is lost."""
@@ -68,7 +69,7 @@ class Sources:
         """The buckets, with their rounds, that were filled before their round began."""
         self._last_going = 0.0
         self._copies = JoinedCopies(blocks, files, transports)
-        self._joined = JoinedOffers(self.num_ranks, blocks.boxes.num_dims, should_verify)
+        self._joined = JoinedOffers(self.num_ranks, blocks.boxes.num_dims, options.should_verify)
 
     # Joining.
 
@@ -85,8 +86,14 @@ class Sources:
         follower = self.followers[rank - 1]
         if follower.id:
             return PeerLost(f"rank {rank} has joined this publisher already")
-        follower.id, follower.line, follower.last_seen = id, hello.line, monotonic()
+        follower.id, follower.line, follower.engines = id, hello.line, hello.engines
+        follower.last_seen = monotonic()
         return None
+
+    def engine_for(self, theirs: Engines) -> str:
+        """Return by what a replica on another host reads from all ranks; raise if it cannot."""
+        ours = [engines_here(), *(each.engines for each in self.followers)]
+        return common_engine(ours, theirs, self._options.network_engine).value
 
     def wait_joined(self, deadline: float, check: Callable[[], None]) -> None:
         """Return once every rank has connected; raise TransferTimeout naming the others.
@@ -332,8 +339,8 @@ class Sources:
             version,
             [each for _, each in wanted],
             slots,
-            transport=self._transport,
-            should_verify=self._should_verify,
+            transport=self._options.transport,
+            should_verify=self._options.should_verify,
             deadline=deadline,
         )
         parts: dict[Agreement, dict[int, ShareOffer]] = {each: {} for each in agreements}

@@ -108,6 +108,7 @@ class DataServer:
             self._listener = listening(host, port)
             self._listener.setblocking(False)
             call_in_child(self._close_in_child)
+        self.host: str = self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
         self._thread = _thread_of(self._listen)
         self._thread.start()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Annotated
@@ -89,6 +89,12 @@ def choose_engine(ours: Engines, theirs: Engines, wanted: str = "auto") -> Choic
         why = no_rdma or f"NIXL cannot be used: {obstacles[Engine.NIXL]}"
         return _choice(Engine.SOCKETS, why, reasons)
     return _choice(Engine.NIXL, "both hosts have RDMA and NIXL", reasons)
+
+
+def common_engine(ours: Iterable[Engines], theirs: Engines, wanted: str = "auto") -> Engine:
+    """Return the engine by which one host reads from several, as `choose_engine` does from one."""
+    found = {choose_engine(each, theirs, wanted).engine for each in ours}
+    return found.pop() if len(found) == 1 else Engine.SOCKETS
 
 
 def _choice(engine: Engine, why: str, reasons: dict[Engine, str]) -> Choice:
