@@ -11,6 +11,8 @@ from child_processes import Child
 from flyweight.errors import DigestMismatch, TransportError
 from flyweight.live import message_tables, messages
 from flyweight.spec.box import Box
+from flyweight.transports.engine_reads import EngineHandle
+from flyweight.transports.network import NetworkHandle
 from live_rounds import (
     CONTENT,
     begun,
@@ -81,6 +83,16 @@ def one_bucket(begin, shape, at=0, *, slot=0, bucket=0, block=0, offset=(0, 0)):
     return changed(begin, places=rest, slots=slots, bucket_slots=buckets, pieces=pieces)
 
 
+OFFERED = NetworkHandle(session="s", place="h:1", key="k", offset=0, nbytes=1 << 20)
+ELSEWHERE = EngineHandle(engine="nixl", description=b"{}", place=b"{}", nbytes=1 << 20)
+
+
+def slot_elsewhere(begin, handle):
+    """Send the first block in a bucket, in memory of another host."""
+    memory = one_bucket(begin, (1024, 128))["memory"]
+    return {"memory": msgspec.structs.replace(memory, slots={0: handle})}
+
+
 BEGIN_LIES = {
     "segment that is gone": lambda b: other_handle(b, key="0123456789abcdef"),
     "beyond the segment": lambda b: other_handle(b, nbytes=1 << 40),
@@ -104,6 +116,9 @@ BEGIN_LIES = {
     "piece before its block": lambda b: one_bucket(b, (1, 1), offset=(-1, 0)),
     "bucket without a slot": lambda b: one_bucket(b, (1, 1), slot=9),
     "piece without a bucket": lambda b: one_bucket(b, (1, 1), bucket=9),
+    "memory of another host": lambda b: changed(b, handles=(ELSEWHERE, *b.memory.handles[1:])),
+    "slot of another host": lambda b: slot_elsewhere(b, OFFERED),
+    "slot of an engine": lambda b: slot_elsewhere(b, ELSEWHERE),
     "lists never sent": lambda b: {"memory": None},
     "version": lambda b: {"version": -1},
     "digests": lambda b: {"digests": bytes(len(b.digests))},

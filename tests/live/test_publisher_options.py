@@ -32,7 +32,10 @@ def test_a_time_that_is_none_is_refused(address, seconds):
 
 @pytest.mark.parametrize(
     "options",
-    [{"depth": 1.5}, {"depth": 0}, {"bucket_bytes": 5000.5}, {"transport": "best"}, {"token": 5}],
+    [
+        *({"depth": 1.5}, {"depth": 0}, {"bucket_bytes": 5000.5}, {"transport": "best"}),
+        *({"network_engine": "rdma"}, {"token": 5}),
+    ],
     ids=str,
 )
 def test_options_of_no_sense_are_refused_and_leave_nothing(address, options):

@@ -12,6 +12,7 @@ from flyweight.transports.network_engines import (
     Engine,
     Engines,
     choose_engine,
+    common_engine,
     engines_here,
     variables,
 )
@@ -40,6 +41,16 @@ def test_by_default_nixl_is_used_with_rdma_and_nixl_on_both_sides_else_sockets(n
         assert choice.why
         assert choice.why_not.keys() == {each.value for each in Engine} - {choice.engine.value}
         assert all(choice.why_not.values())
+
+
+def test_several_hosts_are_read_by_the_engine_that_all_of_them_have():
+    fast, slow = HOSTS[5], HOSTS[4]
+    assert fast == Engines(nixl="1.5.1", rdma=("mlx5_0",))
+    assert common_engine([fast, fast], fast) is Engine.NIXL
+    assert common_engine([fast, slow], fast) is Engine.SOCKETS
+    assert common_engine([slow, slow], fast, "nixl") is Engine.NIXL
+    with pytest.raises(MissingDependency):
+        common_engine([fast, HOSTS[0]], fast, "nixl")
 
 
 @pytest.mark.parametrize("engine", Engine)

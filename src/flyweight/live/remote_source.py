@@ -121,6 +121,8 @@ class RemoteSource:
                 raise TransportError(f"the publisher refers to lists {begin.lists}, never sent")
             return
         self._lists, self.buckets, self.fetches = None, {}, {}  # until everything is mapped
+        if any(isinstance(each, RemoteHandle) for each in memory.handles):
+            raise TransportError("memory of another host cannot be mapped; it comes in buckets")
         self.transports.engines.close_readers()
         slots = [each for each in memory.slots.values() if not isinstance(each, RemoteHandle)]
         handles = {*memory.handles, *slots}
@@ -137,14 +139,9 @@ class RemoteSource:
         self._handles, self._lists = handles, begin.lists
         self.generation += 1
 
-    def _open(self, handle: Handle) -> Buffer:
-        if isinstance(handle, RemoteHandle):
-            raise TransportError("memory of another host cannot be mapped; it comes in buckets")
-        return self.transports.of(handle).open(handle)
-
     def _opened_places(self, handles: Sequence[Handle], places: Places) -> Arrivals:
         """Return the copies from blocks that are mapped."""
-        spans = [self._open(handle) for handle in handles]
+        spans = [self.transports.of(handle).open(handle) for handle in handles]
         block, index, start = map(numbers, (places.source, places.handle, places.start))
         strides = numbers(places.strides, places.num_dims)
         if not len(block) == len(index) == len(start) == len(strides):
@@ -238,10 +235,12 @@ class RemoteSource:
         mapped, handles = {}, {}
         for number, handle in memory.slots.items():
             if not isinstance(handle, RemoteHandle):
-                mapped[number] = self._open(handle)
+                mapped[number] = self.transports.of(handle).open(handle)
         for number, slot in memory.bucket_slots.items():
             if isinstance(handle := memory.slots[slot], RemoteHandle):
                 handles[number] = handle
+        if handles and self.transports.network is None:
+            raise TransportError("the publisher offers memory of another host to one on its own")
         for number, handle in handles.items():
             if sizes[number] > handle.nbytes:
                 raise TransportError(

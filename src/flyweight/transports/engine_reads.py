@@ -30,7 +30,7 @@ class EngineHandle(
 ):
     """Names bytes that an engine's process serves; one that is restarted has others."""
 
-    engine: Annotated[str, msgspec.Meta(pattern="^(nixl|mooncake)$")]
+    engine: Annotated[str, msgspec.Meta(pattern=r"\A(nixl|mooncake)\Z")]
     description: _Text
     """How to reach the process."""
     place: _Text
