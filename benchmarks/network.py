@@ -1,7 +1,7 @@
 """How fast does a round over the network bring weights to replicas, against flat reads and the line?
 
 `round`: one trainer, one replica, on loopback. Flat reads of the same bytes by two plain sockets, and
-by NIXL if it is installed, take turns with our rounds.
+by NIXL if it is installed, take turns with our rounds: by sockets, and by NIXL if it is installed.
 `ranks`: the same with two trainer ranks and two engine ranks, which cut the tensors differently.
 `line`: between two hosts (network namespaces) at 1 Gbit/s; the limit is what TCP leaves of that.
 `fan-out`: 1 and 8 replicas, each on a host of its own at 400 Mbit/s, and what leaves the trainer.
@@ -13,13 +13,14 @@ that of all of `publish`, which includes the digests of the trainer. Every run c
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,12 @@ LOOPBACK = "127.0.0.1"
 LINE_MBIT, FLEET_MBIT = 1000, 400
 PAYLOAD = 1448 / 1514
 """The share of a full packet that is payload."""
-KINDS = {"unverified": False, "verified": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "unverified": {"should_verify": False}, "verified": {"should_verify": True},
+    "unverified by nixl": {"should_verify": False, "network_engine": "nixl"},
+    "verified by nixl": {"should_verify": True, "network_engine": "nixl"},
+}  # fmt: skip
+BY_SOCKETS = ("unverified", "verified")
 Commands = dict[str, Callable[..., object]]
 
 
@@ -65,6 +71,17 @@ def tensors_of(model: Mapping[str, Any]) -> list[torch.Tensor]:
     return [getattr(each, "tensor", each) for each in model.values()]
 
 
+def cpu_seconds() -> float:
+    """Return the CPU time of this process, and of the one that serves its memory by NIXL."""
+    found = time.process_time()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            words = path.read_text().rpartition(")")[2].split()
+            if int(words[1]) == os.getpid():
+                found += (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
 def trainer(sizes: tuple[int, int], places: Mapping[str, str], rank: int, num_ranks: int, meeting: str) -> Commands:  # fmt: skip
     """A rank with a publisher of each kind."""
     model = model_of(*sizes, 0, rank, num_ranks)
@@ -74,8 +91,7 @@ def trainer(sizes: tuple[int, int], places: Mapping[str, str], rank: int, num_ra
         )
     options = {"token": TOKEN, "timeout_seconds": TIMEOUT_SECONDS}
     publishers = {
-        kind: fw.Publisher(model, place, should_verify=KINDS[kind], **options)
-        for kind, place in places.items()
+        kind: fw.Publisher(model, place, **KINDS[kind], **options) for kind, place in places.items()
     }
 
     def publish(kind: str, version: int, num_replicas: int) -> tuple[float, str]:
@@ -91,7 +107,7 @@ def trainer(sizes: tuple[int, int], places: Mapping[str, str], rank: int, num_ra
 
     return {
         "addresses": lambda: {kind: each.address for kind, each in publishers.items()},
-        "fill": fill, "publish": publish, "cpu": time.process_time,
+        "fill": fill, "publish": publish, "cpu": cpu_seconds,
         "close": lambda: [each.close() for each in publishers.values()],
     }  # fmt: skip
 
@@ -107,7 +123,9 @@ def replica(sizes: tuple[int, int], addresses: Mapping[str, str], rank: int, num
 
     def update(kind: str) -> float:
         report = joined[kind].update(timeout_seconds=TIMEOUT_SECONDS)
-        assert report.verified == ("live" if KINDS[kind] else "nothing"), report.verified
+        assert report.verified == ("live" if KINDS[kind]["should_verify"] else "nothing"), (
+            report.verified
+        )
         return report.seconds
 
     def holds(value: int) -> bool:
@@ -243,7 +261,7 @@ class Processes(ExitStack):
 
     def rounds(
         self, source_host: netns.Host | str, sink_hosts: Sequence[netns.Host | str], ip: str,
-        *, num_ranks: int = 1, kinds: Sequence[str] = tuple(KINDS),
+        *, num_ranks: int = 1, kinds: Sequence[str] = BY_SOCKETS,
     ) -> dict[str, Contender]:  # fmt: skip
         """Return our rounds: to a replica on each host, all of which have as many ranks."""
         name = secrets.token_hex(4)
@@ -310,7 +328,7 @@ def compared(contenders: dict[str, Contender], nbytes: int, repeats: int) -> dic
         row = rows[name] = each.summary(nbytes)
         row["speed_over"] = {base: ratios(each, flat[base]) for base in flat if base != name}
         over = [f"{all_of['seconds']['median']:.2f} of {base}" for base, all_of in row["speed_over"].items()]  # fmt: skip
-        print(f"{name:20s} {row['gb_per_second_median']:7.4f} GB/s (best {row['gb_per_second_best']:.4f})   {row['cpu_seconds_per_gib']:.2f} CPU s/GiB  ", *over)  # fmt: skip
+        print(f"{name:25s} {row['gb_per_second_median']:7.4f} GB/s (best {row['gb_per_second_best']:.4f})   {row['cpu_seconds_per_gib']:.2f} CPU s/GiB  ", *over)  # fmt: skip
     return {"bytes": nbytes, "repeats": repeats, "rows": rows}
 
 
@@ -320,7 +338,8 @@ def compared(contenders: dict[str, Contender], nbytes: int, repeats: int) -> dic
 def ask_round(options: argparse.Namespace, num_ranks: int = 1) -> dict[str, object]:
     with Processes(options) as processes:
         flat = processes.flat("trainer", "engine", LOOPBACK)
-        ours = processes.rounds("trainer", ["engine"], LOOPBACK, num_ranks=num_ranks)
+        kinds = tuple(KINDS) if flat_reads.nixl() and options.address == "tcp" else BY_SOCKETS
+        ours = processes.rounds("trainer", ["engine"], LOOPBACK, num_ranks=num_ranks, kinds=kinds)
         result = compared(flat | ours, processes.sizes[0], options.repeats)
         return {**result, "report": processes.report}
 

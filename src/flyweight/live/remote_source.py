@@ -123,7 +123,6 @@ class RemoteSource:
         self._lists, self.buckets, self.fetches = None, {}, {}  # until everything is mapped
         if any(isinstance(each, RemoteHandle) for each in memory.handles):
             raise TransportError("memory of another host cannot be mapped; it comes in buckets")
-        self.transports.engines.close_readers()
         slots = [each for each in memory.slots.values() if not isinstance(each, RemoteHandle)]
         handles = {*memory.handles, *slots}
         known, self._handles = self._handles, self._handles | handles
@@ -241,6 +240,8 @@ class RemoteSource:
                 handles[number] = handle
         if handles and self.transports.network is None:
             raise TransportError("the publisher offers memory of another host to one on its own")
+        if handles:
+            self.transports.engines.close_readers()  # they keep staging that may be replaced
         for number, handle in handles.items():
             if sizes[number] > handle.nbytes:
                 raise TransportError(
