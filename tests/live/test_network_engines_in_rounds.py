@@ -16,8 +16,10 @@ import pytest
 
 import flyweight as fw
 from child_processes import run_python, until
-from flyweight.errors import MissingDependency, TransportError
+from flyweight.errors import MissingDependency, PeerLost, TransportError
 from flyweight.live import replica_connection, sources
+from flyweight.live.remote_source import RemoteSource
+from flyweight.transports.network import NetworkTransport
 from flyweight.transports.network_engines import (
     MOONCAKE_INSTALL,
     NIXL_INSTALL,
@@ -80,6 +82,13 @@ def read_process(trainer):
         except OSError:  # it has just ended
             continue
     return None
+
+
+def killed(trainer):
+    """Kill the process that serves a trainer's reads; return its pid once it is gone."""
+    os.kill(pid := read_process(trainer), signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    return pid
 
 
 def in_mid_transfer(hosts, trainer, *replicas):
@@ -225,8 +234,7 @@ def test_all_ranks_of_a_trainer_are_read(tmp_path, engine):
             assert [each.end() for each in ranks] == [{"engine": "network:nixl"}] * 2
             assert replica.ask("bytes")["w"] == bytes([version]) * 2 * PART_BYTES
             if version == 2:
-                os.kill(read_process(ranks[1]), signal.SIGKILL)
-                until(lambda: read_process(ranks[1]) is None)
+                killed(ranks[1])
 
 
 @pytest.mark.check
@@ -255,8 +263,7 @@ def test_replicas_pass_on_what_came_by_an_engine(engine):
 def test_a_read_process_that_is_killed_between_rounds_is_started_again(hosts, engine):
     with pair(hosts, engine) as (trainer, replica):
         for version in (2, 3):
-            os.kill(first := read_process(trainer), signal.SIGKILL)
-            until(lambda: read_process(trainer) is None)
+            first = killed(trainer)
             published(trainer, version, replica, strategy=f"network:{engine}")
             assert read_process(trainer) != first
 
@@ -301,3 +308,22 @@ def test_a_read_process_that_hangs_sends_nothing_late(hosts, engine):
         time.sleep(1)
         assert replica.ask("late_bytes") == (0, [])
         published(trainer, 4, replica, strategy=f"network:{engine}")
+
+
+@pytest.mark.parametrize(("error", "is_reused"), [(PeerLost, True), (TransportError, False)])
+def test_staging_that_may_still_be_written_is_not_used_again(joined, monkeypatch, error, is_reused):
+    """Only an error of its own kind says that no byte arrives later."""
+    kept, close = [], RemoteSource.close
+
+    def fetch(*args, **options):
+        raise error("of this test")
+
+    def look_and_close(self):
+        kept.append(len(self._staging_slots))
+        close(self)
+
+    monkeypatch.setattr(NetworkTransport, "fetch", fetch)
+    monkeypatch.setattr(RemoteSource, "close", look_and_close)
+    raised, _ = joined(BOTH, BOTH, "auto")
+    assert str(raised).startswith("of this test")
+    assert [bool(each) for each in kept] == [is_reused]

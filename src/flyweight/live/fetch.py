@@ -92,7 +92,7 @@ class Fetches:
         """The buckets whose slots are to be freed."""
         self.lent: dict[int, NetworkHandle] = {}
         """Staging that others may read."""
-        self._is_over = False
+        self._is_over, self._is_fenced = False, True
         num_places = len({each.server for each in wanted.values()})
         count = min(_STREAMS_PER_PLACE * num_places, _MAX_THREADS, len(wanted))
         self._threads = [
@@ -138,7 +138,7 @@ class Fetches:
         for each in self._threads:
             if each.ident is not None:
                 each.join(max(deadline - monotonic(), 0))
-        return not any(each.is_alive() for each in self._threads)
+        return self._is_fenced and not any(each.is_alive() for each in self._threads)
 
     def _run(self) -> None:
         while True:
@@ -184,6 +184,8 @@ class Fetches:
         with self._changed:
             self._running.discard(bucket)
             if error is not None:
+                if type(error) is TransportError:  # as if a reader cannot be ended
+                    self._is_fenced = False
                 if self._attempts[bucket] != attempt:
                     self._full.insert(0, bucket)  # it is read from somebody else now
                     self._changed.notify_all()

@@ -26,6 +26,8 @@ CHUNK_BYTES = 8 << 20
 _SPIN_SECONDS = 0.0005
 _WORD_BYTES = 8
 _DRAIN_SECONDS = 0.3
+_kept: list[tuple[Buffer, Any]] = []
+"""Memory that may still be written, because an agent did not end."""
 
 
 class NixlSource:
@@ -189,8 +191,13 @@ class NixlReader:
 
     def _close(self) -> None:
         self._is_closed = True
-        self._agent.close()
-        self._registered.clear()
+        try:
+            self._agent.close()
+        except TransportError:
+            _kept.extend(self._registered)
+            raise
+        finally:
+            self._registered = []
 
 
 class _Wait:
