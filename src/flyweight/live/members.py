@@ -77,9 +77,8 @@ class Members:
         self._watchers = Watchers(self.connection.send, self.version)
         self.events = EventThread()
         """Emits events in another thread."""
-        self._planner = Planner(
-            sources.blocks.plan, sources.engine_for, self._agree, self._refuse_member
-        )
+        plans = sources.blocks.plan, sources.engine_for
+        self._planner = Planner(*plans, self._agree, self._refuse_member)
         self._has_started = True
         self.connection.start()
 
