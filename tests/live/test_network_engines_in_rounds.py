@@ -54,12 +54,19 @@ each_engine = pytest.mark.parametrize("engine", [by("nixl"), by("mooncake")])
 with_nixl = pytest.mark.parametrize("engine", [by("nixl")])
 
 
+class ClosedTrainer(Trainer):
+    """A trainer that can be told to close its publisher."""
+
+    def close(self):
+        self.publisher.close()
+
+
 @contextmanager
 def pair(hosts, engine, **options):
     """A trainer on the first host and a replica on the second, which holds version 1."""
     options = {"nbytes": NBYTES, "bucket_bytes": MIB, "network_engine": engine, **options}
     with (
-        Remote(hosts.a, Trainer, hosts.a.ip, **options) as trainer,
+        Remote(hosts.a, ClosedTrainer, hosts.a.ip, **options) as trainer,
         Remote(hosts.b, Engine, trainer.address, nbytes=NBYTES) as replica,
     ):
         published(trainer, 1, replica, strategy=f"network:{engine}")
