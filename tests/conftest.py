@@ -9,8 +9,13 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
+
+# An example takes longer when the machine is busy, which is no fault of it.
+hypothesis.settings.register_profile("flyweight", deadline=None)
+hypothesis.settings.load_profile("flyweight")
 
 RNG_SEED = 7
 pytest_plugins = ["faulty_engines", "live_fixtures"]
