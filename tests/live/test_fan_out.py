@@ -91,7 +91,8 @@ class Chain:
                 continue
             if isinstance(found := each.end(), Raised):
                 failed.add(f"e{i}")
-                kept = ("ready", self.version - 1)  # if no bucket came before the fault
+                before = self.version - 1  # kept if no bucket came before the fault
+                kept = ("ready", before) if before else ("empty", None)
                 assert each.ask("state") in (("failed", None), kept), found
             else:
                 assert each.ask("held", [self.version]) == ("ready", self.version, self.version)
