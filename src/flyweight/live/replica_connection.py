@@ -108,7 +108,9 @@ class ReplicaConnection:
             self._connection.start()
             decisions = directory_id(line.directory) if num_ranks > 1 else ""
             who = (line.secret, name, os.getpid(), line.files.name, role, rank, num_ranks)
-            has = (line.can_forward, serves_at, engines_here() if line.is_remote else Engines())
+            # A rank of the publisher may be read from other hosts, wherever rank 0 is.
+            engines = engines_here() if line.is_remote or role == "source" else Engines()
+            has = (line.can_forward, serves_at, engines)
             self.send(messages.Hello(*who, decisions, identity(), *has))
             self._closing = stack.pop_all()
         call_in_child(self._replace_lock)
