@@ -32,6 +32,7 @@ benchmarks: .venv/.test
 .venv/.test: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) --editable '.[frameworks,test]'
+	$(PIP) --no-deps nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 	touch .venv/.demo $@
 
 clean:

@@ -114,6 +114,15 @@ class Host:
             f"add rule {self._table} both oifname {self._port} {drop}",
         ]))  # fmt: skip
 
+    def drop(self, rule):
+        """Drop what arrives at this host, if it fits a rule of nftables."""
+        _needed("nft")
+        _run(
+            self._network, self._user, "nft",
+            "add table inet test; add chain inet test in { type filter hook input priority 0; }; "
+            f"add rule inet test in {rule} drop",
+        )  # fmt: skip
+
     def sent_bytes(self):
         """Return how many bytes have left this host, with what TCP sent again.
 

@@ -1,6 +1,10 @@
-"""Weights on a GPU go to another host, and to its GPU, through pinned memory of both hosts."""
+"""Weights on a GPU go to another host, and to its GPU, through pinned memory of both hosts.
+
+NIXL can also read straight into memory of a device. Rounds do not do that yet.
+"""
 
 import os
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,13 +15,22 @@ import flyweight as fw  # noqa: E402
 from child_processes import SPAWN, Child  # noqa: E402
 from flyweight.cuda import driver  # noqa: E402
 from flyweight.cuda.pinned_memory import pinned  # noqa: E402
+from flyweight.errors import TransportError  # noqa: E402
 from flyweight.memory import Buffer, page_memory  # noqa: E402
+from flyweight.transports.network_engines import NIXL_INSTALL, engines_here  # noqa: E402
+from flyweight.transports.nixl_reads import CHUNK_BYTES, NixlReader  # noqa: E402
+from flyweight.transports.read_server import ReadServer  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
 ]
+needs_nixl = pytest.mark.skipif(
+    not engines_here().nixl, reason=f"NIXL is not installed: {NIXL_INSTALL}"
+)
 SECONDS = 60
+HERE = "127.0.0.1"
+STRATEGIES = {"sockets": "network", "nixl": "network:nixl"}
 _MEMORY_TYPE, _HOST_MEMORY = 2, 1
 
 
@@ -46,12 +59,13 @@ def engine(address, device, versions, pipe):
 
 @pytest.mark.parametrize("source", ["cuda", "cpu"])
 @pytest.mark.parametrize("sink", ["cuda", "cpu"])
-def test_versions_arrive_on_another_host(monkeypatch, source, sink):
+@pytest.mark.parametrize("by", ["sockets", pytest.param("nixl", marks=needs_nixl)])
+def test_versions_arrive_on_another_host(monkeypatch, source, sink, by):
     monkeypatch.setenv("FLYWEIGHT_HOST", "here")
     weights, versions = model(source, 1), (1, 2, 3)
-    options = {"token": "secret", "bucket_bytes": 1 << 20}
+    options = {"token": "secret", "bucket_bytes": 1 << 20, "network_engine": by}
     with (
-        fw.Publisher(weights, "tcp://127.0.0.1:0", **options) as publisher,
+        fw.Publisher(weights, f"tcp://{HERE}:0", **options) as publisher,
         Child(engine, publisher.address, sink, versions, context=SPAWN) as child,
     ):
         for version in versions:
@@ -59,7 +73,30 @@ def test_versions_arrive_on_another_host(monkeypatch, source, sink):
                 weights[name].copy_(tensor)
             report = publisher.publish(version, num_replicas=1, timeout_seconds=SECONDS)
             assert not report.failed
-            assert child.told(SECONDS) == (version, "network", "live", True)
+            assert child.told(SECONDS) == (version, STRATEGIES[by], "live", True)
+
+
+@needs_nixl
+def test_nixl_reads_into_memory_of_a_device_and_refuses_it_unless_asked_to():
+    nbytes = 3 * CHUNK_BYTES + 5
+    target = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cuda")
+    into = Buffer.flat_at(target.data_ptr() + 32, nbytes, target, device=0)
+    with closing(ReadServer("nixl", address=HERE)) as server:
+        source = server.allocate(nbytes)
+        expected = torch.from_numpy(source.items())
+        with closing(NixlReader(server.describe(), address=HERE, can_use_devices=True)) as reader:
+            for version in (1, 2):
+                expected[:] = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+                reader.read(server.place(source), 0, into, timeout_seconds=SECONDS)
+                arrived = target.cpu()
+                assert torch.equal(arrived[32:-32], expected), version
+                assert not arrived[:32].any()
+                assert not arrived[-32:].any()
+        with (
+            closing(NixlReader(server.describe(), address=HERE)) as reader,
+            pytest.raises(TransportError, match="memory of device 0"),
+        ):
+            reader.read(server.place(source), 0, into, timeout_seconds=SECONDS)
 
 
 def test_memory_of_the_host_is_pinned_as_long_as_it_lives():

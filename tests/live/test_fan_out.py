@@ -287,15 +287,6 @@ def test_a_link_that_is_cut_fails_one_replica(quick, options):
         made.publish()
 
 
-def firewall(host, rule):
-    """Drop what arrives at a host, if it fits a rule."""
-    netns._run(
-        host._network, host._user, "nft",
-        "add table inet test; add chain inet test in { type filter hook input priority 0; }; "
-        f"add rule inet test in {rule} drop",
-    )  # fmt: skip
-
-
 NEW_CONNECTIONS = "tcp flags & (syn|ack) == syn"
 
 
@@ -306,7 +297,7 @@ def test_two_that_cannot_reach_each_other_read_from_the_one_above(quick):
         before = made.host.sent_bytes()
         made.begin()
         for one, other in [(1, 2), (2, 1)]:
-            firewall(made.hosts[one], f"ip saddr {made.hosts[other].ip}")
+            made.hosts[one].drop(f"ip saddr {made.hosts[other].ip}")
         until(lambda: all(each.has_ended for each in made.engines), 6)
         assert made.end() == {}
         assert made.host.sent_bytes() - before < 1.3 * SENT
@@ -328,7 +319,7 @@ def test_nobody_waits_for_a_replica_that_cannot_be_reached(quick, options, close
     """In the first round its readers notice; in the next ones they read from others at once."""
     with chain(4, **SMALL, **options) as made:
         for each in closed:
-            firewall(made.hosts[each], NEW_CONNECTIONS)
+            made.hosts[each].drop(NEW_CONNECTIONS)
         nbytes = sum(each.nbytes for each in weights(0, SMALL["nbytes"]).values())
         for most, seconds in zip(
             times, (2 * HOLDER_SECONDS + MARGIN_SECONDS, HOLDER_SECONDS), strict=True
