@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from contextlib import contextmanager
+from pathlib import Path
 
 FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")
@@ -283,3 +284,23 @@ def until(claim, seconds=10):
     while not claim():
         assert time.monotonic() < deadline, f"{claim} did not come true in {seconds} s"
         time.sleep(0.005)
+
+
+def path_without(prefixes, place):
+    """Return sys.path as if packages with these prefixes were not installed.
+
+    Directories that have one are replaced by new ones in `place`, of links to everything else.
+    """
+    found = []
+    for number, each in enumerate(map(Path, sys.path)):
+        names = [path.name for path in each.iterdir()] if each.is_dir() else []
+        kept = [name for name in names if not name.lstrip(".").startswith(prefixes)]
+        if len(kept) == len(names):
+            found.append(str(each))
+            continue
+        bare = place / str(number)
+        bare.mkdir()
+        for name in kept:
+            (bare / name).symlink_to(each / name)
+        found.append(str(bare))
+    return found

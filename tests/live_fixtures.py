@@ -1,13 +1,15 @@
 """Fixtures of live updates: a model of one tensor, and peers that are not what they seem."""
 
 import gc
+import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import Child, until
+from child_processes import Child, path_without, until
 from live_rounds import CONTENT, counting_publisher
 from peers import FakeReplica, shared
 from versioned_models import weights
@@ -53,3 +55,10 @@ def pool():
     """Threads for the ranks of engines."""
     with ThreadPoolExecutor(16) as made:
         yield made
+
+
+@pytest.fixture
+def no_network_engine(monkeypatch, tmp_path):
+    """An interpreter, and a path for modules, without NIXL and Mooncake."""
+    monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))  # not that of a venv
+    monkeypatch.setattr(sys, "path", path_without(("nixl", "mooncake"), tmp_path))

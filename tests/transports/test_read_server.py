@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -68,16 +67,8 @@ def test_what_is_no_message_is_refused(kind, text):
         decoded(kind, text)
 
 
-@pytest.fixture
-def bare_path(monkeypatch):
-    """A path for modules without any network engine."""
-    engines = ("nixl_cu12", "nixl_cu13", "mooncake")
-    places = [each for each in sys.path if not any((Path(each) / e).exists() for e in engines)]
-    monkeypatch.setattr(sys, "path", places)
-
-
 @pytest.mark.parametrize("engine", ["nixl", "mooncake"])
-def test_an_engine_that_is_not_installed_is_named_with_the_remedy(bare_path, engine):
+def test_an_engine_that_is_not_installed_is_named_with_the_remedy(no_network_engine, engine):
     before = resources()
     server = ReadServer(engine, address="127.0.0.1")
     for _ in range(2):
