@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 
 import flyweight as fw
 from child_processes import resources
@@ -24,6 +25,7 @@ from flyweight.ranks.file_store import FileStore
 from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.transports import tcp
 from flyweight.transports.data_sockets import DataConnection
+from flyweight.transports.network_engines import NIXL_INSTALL, engines_here
 from versioned_models import assign, holding, weights
 
 TOKEN = "the token of these tests"
@@ -31,6 +33,9 @@ SECONDS = 20
 MIB = 1 << 20
 MARK = 0xA5
 PART_BYTES = 8 * MIB
+needs_nixl = pytest.mark.skipif(
+    not engines_here().nixl, reason=f"NIXL is not installed: {NIXL_INSTALL}"
+)
 
 
 @dataclass(frozen=True)

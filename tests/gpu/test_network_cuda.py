@@ -17,17 +17,14 @@ from flyweight.cuda import driver  # noqa: E402
 from flyweight.cuda.pinned_memory import pinned  # noqa: E402
 from flyweight.errors import TransportError  # noqa: E402
 from flyweight.memory import Buffer, page_memory  # noqa: E402
-from flyweight.transports.network_engines import NIXL_INSTALL, engines_here  # noqa: E402
 from flyweight.transports.nixl_reads import CHUNK_BYTES, NixlReader  # noqa: E402
 from flyweight.transports.read_server import ReadServer  # noqa: E402
+from remote_processes import needs_nixl  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
 ]
-needs_nixl = pytest.mark.skipif(
-    not engines_here().nixl, reason=f"NIXL is not installed: {NIXL_INSTALL}"
-)
 SECONDS = 60
 HERE = "127.0.0.1"
 STRATEGIES = {"sockets": "network", "nixl": "network:nixl"}

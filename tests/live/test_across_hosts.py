@@ -14,7 +14,17 @@ from flyweight.live.watch import watch
 from netns import two_hosts
 from peers import shared
 from rank_processes import run_ranks
-from remote_processes import MIB, SECONDS, TOKEN, Actor, Engine, Remote, Trainer, published
+from remote_processes import (
+    MIB,
+    SECONDS,
+    TOKEN,
+    Actor,
+    Engine,
+    Remote,
+    Trainer,
+    needs_nixl,
+    published,
+)
 from versioned_models import weights
 
 
@@ -100,18 +110,29 @@ def test_tensors_of_every_kind_arrive(hosts, make, options):
             assert taken(trainer, engine, version) == as_bytes(model)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"transport": "host"},
+        pytest.param({"network_engine": "nixl"}, marks=[needs_nixl, pytest.mark.check]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_only_what_a_replica_wants_is_sent(hosts, dim):
-    model = {"w": np.random.default_rng(1).integers(0, 2**30, (1024, 1024), np.int32)}
+def test_only_what_a_replica_wants_is_sent(hosts, dim, options):
+    """If tensors are cut by columns, it wants a short run of each row."""
+    model = {"w": np.random.default_rng(1).integers(0, 2**14, (4096, 512), np.int16)}
     layout = fw.ModelLayout.from_json(
         f'{{"mesh": {{"tp": 2}}, "rules": [{{"names": ["w"], "cut": {{"{dim}": "tp"}}}}]}}'
     )
     half = np.split(model["w"], 2, axis=dim)[1]
     target, wanted = {"w": np.zeros_like(half)}, {"w": half.tobytes()}
     cut = {"layout": layout, "layout_rank": 1}
-    with pair(hosts, model, target, cut) as (trainer, engine):
+    strategy = "network:nixl" if "network_engine" in options else "network"
+    with pair(hosts, model, target, cut, bucket_bytes=1 << 18, **options) as (trainer, engine):
         sent = hosts.a.sent_bytes()
-        assert taken(trainer, engine, 1) == wanted
+        assert taken(trainer, engine, 1, strategy) == wanted
         assert half.nbytes < hosts.a.sent_bytes() - sent < 1.1 * half.nbytes
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-import netns
 from child_processes import until
 from flyweight.live import fetch
 from flyweight.memory import Buffer

@@ -18,19 +18,16 @@ from flyweight.errors import HandleGone, PeerLost, TransferTimeout, TransportErr
 from flyweight.memory import Buffer
 from flyweight.transports import nixl_agent
 from flyweight.transports.fd_passing import FdServer
-from flyweight.transports.network_engines import NIXL_INSTALL, engines_here
 from flyweight.transports.nixl_agent import Agent, ucx_settings
 from flyweight.transports.nixl_reads import CHUNK_BYTES, NixlReader
 from flyweight.transports.read_messages import Description, Serve, decoded
 from flyweight.transports.read_process import ReadProcess
 from flyweight.transports.read_server import ReadServer
 from flyweight.transports.shared_memory import SharedMemoryTransport
+from remote_processes import needs_nixl
 
 HERE = "127.0.0.1"
 NBYTES = 8 * CHUNK_BYTES
-needs_nixl = pytest.mark.skipif(
-    not engines_here().nixl, reason=f"NIXL is not installed: {NIXL_INSTALL}"
-)
 
 
 @pytest.fixture

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import count, repeat, zip_longest
 from operator import is_
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ import numpy as np
 from flyweight.cuda import driver
 from flyweight.cuda.pinned_memory import pinned
 from flyweight.errors import FlyweightError
-from flyweight.live.gathers import GatheredBucket, gathered_buckets
+from flyweight.live.gathers import GatheredBucket, gathered_bucket, share_pieces
 from flyweight.live.lanes import ENGINES, HOST, MAPPED, NETWORK, Lanes, Offers, Transports
 from flyweight.live.message_tables import Pieces, Places, packed_columns
 from flyweight.live.messages import Handle, Memory
@@ -34,6 +35,8 @@ _DEVICE_BUCKET_BYTES, _DEVICE_DEPTH = 512 << 20, 2
 
 
 Fill = BucketFill | GatheredBucket
+_NewFill = Callable[[int], Fill]
+"""Makes a bucket, given its number."""
 
 
 def _is_each(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -79,8 +82,8 @@ class BucketSlots:
         """Counts the layouts of buckets; each replica gets a layout once."""
         self._lanes: list[str] = []
         self.fills: list[Fill] = []
-        self._gathered: dict[int, Share] = {}
-        """The share that each gathered bucket is for."""
+        self._share_of: dict[int, Share] = {}
+        """The share that a bucket for other hosts is for."""
         self._slots: dict[int, Buffer] = {}
         self._handles: dict[int, Handle] = {}
         self._remote_handles: dict[int, NetworkHandle] = {}
@@ -95,54 +98,79 @@ class BucketSlots:
         """Plan buckets for the blocks of all these lanes; keep the last plan if it fits."""
         if self._key is not None and _is_each(self._laid_out, (source, *lanes.values())):
             return  # as in most rounds: nothing needs to be compared
-        each_lanes = list(lanes.values())
-        names = sorted({lane for each in each_lanes for lane in each} - {MAPPED, NETWORK})
+        local = [each for share, each in lanes.items() if not share.is_remote]
+        names = sorted({lane for each in local for lane in each} - {MAPPED})
         blocks = {
-            lane: np.unique(np.concatenate([each[lane] for each in each_lanes if lane in each]))
+            lane: np.unique(np.concatenate([each[lane] for each in local if lane in each]))
             for lane in names
         }
-        remote = [share for share, each in lanes.items() if NETWORK in each]
+        remote = {share: each for share, each in lanes.items() if share.is_remote}
         packed = {lane: numbers.tobytes() for lane, numbers in blocks.items()}
-        is_host_remote = any(HOST in each for share, each in lanes.items() if share.is_remote)
-        key = source, packed, [share.number for share in remote], is_host_remote
+        key = source, packed, [share.number for share in remote]
         if key == self._key:
-            self._laid_out = (source, *each_lanes)
+            self._laid_out = (source, *lanes.values())
             return
         self.close()
         self.generation += 1
         try:
             for lane, numbers in blocks.items():
-                bucket_bytes, depth = self._sizes(
-                    NETWORK if lane in ENGINES or (lane == HOST and is_host_remote) else lane,
-                    source.boxes.shape[numbers],
-                    source.item_bytes[numbers],
+                shapes, item_bytes = source.boxes.shape[numbers], source.item_bytes[numbers]
+                bucket_bytes, depth = self._sizes(lane, shapes, item_bytes)
+                buckets = pack(
+                    numbers,
+                    shapes,
+                    item_bytes,
+                    bucket_bytes=bucket_bytes,
+                    align_bytes=ALIGN_BYTES,
                 )
-                self._lay_out(source, lane, self._packed(source, numbers, bucket_bytes), depth)
-            for share in remote:
-                self._gather(source, share, lanes[share][NETWORK])
+                for bucket in self._in_slots(source, lane, list(buckets), depth):
+                    self._add(lane, bucket)
+            self._lay_out_remote(source, remote)
         except FlyweightError:
             self.close()
             raise
-        self._key, self._laid_out = key, (source, *each_lanes)
+        self._key, self._laid_out = key, (source, *lanes.values())
 
-    def _gather(self, source: PublishedSource, share: Share, blocks: Integers) -> None:
-        """Offer blocks to a replica on another host, in buckets that need no slot."""
-        assert self._transports.network is not None
-        _, shapes = share.bounds(blocks)
-        bucket_bytes, _ = self._sizes(NETWORK, shapes, source.item_bytes[blocks])
-        buckets = gathered_buckets(
-            source,
-            share,
-            blocks,
-            self._transports.network,
-            bucket_bytes=bucket_bytes,
-            first=len(self.fills),
-        )
-        for bucket in buckets:
-            self.fills.append(bucket)
-            self._lanes.append(NETWORK)
-            self._gathered[bucket.number] = share
+    def _lay_out_remote(self, source: PublishedSource, remote: Mapping[Share, Lanes]) -> None:
+        """Plan buckets for replicas on other hosts, each with what one share wants.
+
+        The shares take turns, so that none waits until others have all that they want.
+        """
+        turns: list[Iterator[tuple[str, Share, _NewFill]]] = []
+        for share, lanes in remote.items():
+            for lane, blocks in lanes.items():
+                _, shapes = share.bounds(blocks)
+                bucket_bytes, depth = self._sizes(NETWORK, shapes, source.item_bytes[blocks])
+                buckets = list(share_pieces(source, share, blocks, bucket_bytes))
+                fills = (
+                    self._gathered(source, buckets)
+                    if lane == NETWORK
+                    else self._in_slots(source, lane, buckets, depth)
+                )
+                turns.append(zip(repeat(lane), repeat(share), fills, strict=False))
+        for turn in zip_longest(*turns):
+            for each in turn:
+                if each is not None:
+                    lane, share, fill = each
+                    self._share_of[self._add(lane, fill)] = share
+
+    def _add(self, lane: str, fill: _NewFill) -> int:
+        """Add a bucket as the next one, and return its number."""
+        number = len(self.fills)
+        bucket = fill(number)
+        if isinstance(bucket, GatheredBucket):
             self._remote_handles[bucket.slot] = bucket.handle
+        self.fills.append(bucket)
+        self._lanes.append(lane)
+        return number
+
+    def _gathered(
+        self, source: PublishedSource, buckets: Iterable[PieceTable]
+    ) -> Iterator[_NewFill]:
+        """Yield what offers each bucket to other hosts, without a slot."""
+        assert self._transports.network is not None
+        for pieces in buckets:
+            yield partial(gathered_bucket, source, pieces, transport=self._transports.network)
 
     def _sizes(self, lane: str, shapes: Integers, item_bytes: Integers) -> tuple[int, int]:
         """Return the bytes of a bucket for blocks of these shapes, and how many are in flight."""
@@ -155,38 +183,24 @@ class BucketSlots:
             default[1] if self._depth is None else self._depth,
         )
 
-    def _packed(
-        self, source: PublishedSource, blocks: Integers, bucket_bytes: int
-    ) -> list[PieceTable]:
-        return list(
-            pack(
-                blocks,
-                source.boxes.shape[blocks],
-                source.item_bytes[blocks],
-                bucket_bytes=bucket_bytes,
-                align_bytes=ALIGN_BYTES,
-            )
-        )
-
-    def _lay_out(
+    def _in_slots(
         self, source: PublishedSource, lane: str, buckets: Sequence[PieceTable], depth: int
-    ) -> None:
-        first = len(self._slots)
+    ) -> Iterator[_NewFill]:
+        """Allocate slots for buckets, and yield what fills each of them."""
+        first, num_slots = len(self._slots), min(depth, len(buckets))
         ends = [
             int(each.at[-1] + each.shape[-1].prod() * source.item_bytes[each.block[-1]])
             for each in buckets
         ]
-        num_slots = min(depth, len(buckets))
         for slot in range(first, first + num_slots):
             self._slots[slot] = self._allocate(source, lane, max(ends))
             if lane in ENGINES:
                 self._engines[slot] = lane
             else:
                 (self._handles[slot],) = self._transports.offer_all([self._slots[slot]])
-        for number, pieces in enumerate(buckets):
-            slot = first + number % num_slots
-            self.fills.append(BucketFill(source, len(self._lanes), slot, pieces, self._slots[slot]))
-            self._lanes.append(lane)
+        for index, pieces in enumerate(buckets):
+            slot = first + index % num_slots
+            yield partial(BucketFill, source, slot=slot, pieces=pieces, memory=self._slots[slot])
 
     def _allocate(self, source: PublishedSource, lane: str, nbytes: int) -> Buffer:
         if lane in (HOST, *ENGINES):
@@ -223,8 +237,8 @@ class BucketSlots:
         """Return the buckets that a replica needs, with only the pieces that it needs."""
         found = {}
         for fill, lane in zip(self.fills, self._lanes, strict=True):
-            if lane == NETWORK:
-                if self._gathered[fill.number] is share:
+            if share.is_remote or fill.number in self._share_of:
+                if self._share_of.get(fill.number) is share:
                     found[fill.number] = fill.pieces
                 continue
             rows = np.flatnonzero(np.isin(fill.pieces.block, lanes.get(lane, ())))
@@ -282,5 +296,5 @@ class BucketSlots:
                 driver.free(slot)
         self._key, self._laid_out = None, ()
         self.fills, self._slots, self._handles, self._lanes = [], {}, {}, []
-        self._gathered, self._remote_handles, self._engines, self._served = {}, {}, {}, {}
+        self._share_of, self._remote_handles, self._engines, self._served = {}, {}, {}, {}
         self._offered.clear()

@@ -1,7 +1,7 @@
 """Gathers: buckets for replicas on other hosts, sent from the memory where their blocks lie.
 
-Such a bucket needs no slot, and has only what one kind of replica wants. Blocks that lie in very
-short runs of bytes, on a device or in files are packed into slots of host memory instead.
+Such a bucket needs no slot. Blocks on a device or in files are packed into slots of host memory
+instead. Both kinds have only what one kind of replica wants: a network is slower than a copy.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 from flyweight.cuda.copy_tasks import run_bytes
 from flyweight.live.source import ALIGN_BYTES, PublishedSource, Share
-from flyweight.memory_table import HOST, BufferTable, Integers, row_major_strides
+from flyweight.memory import Items
+from flyweight.memory_table import BufferTable, Integers, row_major_strides
 from flyweight.plans.buckets import PieceTable, pack
 from flyweight.transports.network import NetworkHandle, NetworkTransport
+from flyweight.transports.tcp import PACK_BYTES
 
-_MIN_RUN_BYTES = 2048
-"""Shorter runs are packed first: to send each of them by itself costs more than a copy."""
 _PADDING = memoryview(bytes(ALIGN_BYTES))
 
 
@@ -42,36 +42,27 @@ class GatheredBucket:
         """Do nothing: the handle is released with the slots."""
 
 
-def gathered_blocks(source: PublishedSource, share: Share, blocks: Integers) -> Integers:
-    """Return those of the blocks that can be sent from where they lie."""
-    on_host = blocks[source.memory.device[blocks] == HOST]
-    memory = source.memory.regions(on_host, *share.bounds(on_host))
-    run = run_bytes(_row_major(memory), memory)
-    found: Integers = on_host[(run >= _MIN_RUN_BYTES) | (run == memory.nbytes)]
-    return found
-
-
-def gathered_buckets(
-    source: PublishedSource,
-    share: Share,
-    blocks: Integers,
-    transport: NetworkTransport,
-    *,
-    bucket_bytes: int,
-    first: int,
-) -> Iterator[GatheredBucket]:
-    """Offer what a share wants of blocks, in buckets with numbers from `first`."""
+def share_pieces(
+    source: PublishedSource, share: Share, blocks: Integers, bucket_bytes: int
+) -> Iterator[PieceTable]:
+    """Yield buckets of what a share wants of blocks."""
     offset, shape = share.bounds(blocks)
     rows = np.arange(len(blocks))
     tables = pack(
         rows, shape, source.item_bytes[blocks], bucket_bytes=bucket_bytes, align_bytes=ALIGN_BYTES
     )
-    for number, packed in enumerate(tables, first):
+    for packed in tables:
         row = packed.block
-        pieces = PieceTable(blocks[row], packed.offset + offset[row], packed.shape, packed.at)
-        memory = source.memory.regions(pieces.block, pieces.offset, pieces.shape)
-        handle = transport.offer_rows(_rows(memory, pieces.at), memory.owner)
-        yield GatheredBucket(number, -1 - number, pieces, handle)
+        yield PieceTable(blocks[row], packed.offset + offset[row], packed.shape, packed.at)
+
+
+def gathered_bucket(
+    source: PublishedSource, pieces: PieceTable, number: int, *, transport: NetworkTransport
+) -> GatheredBucket:
+    """Offer pieces of blocks in host memory."""
+    memory = source.memory.regions(pieces.block, pieces.offset, pieces.shape)
+    handle = transport.offer_rows(_rows(memory, pieces.at), memory.owner)
+    return GatheredBucket(number, -1 - number, pieces, handle)
 
 
 def _row_major(memory: BufferTable) -> BufferTable:
@@ -80,22 +71,29 @@ def _row_major(memory: BufferTable) -> BufferTable:
     return replace(memory, strides=strides, is_writable=True)
 
 
-def _rows(memory: BufferTable, at: Integers) -> list[memoryview]:
-    """Return the bytes of a bucket, whose pieces start `at` these bytes, in runs."""
-    found: list[memoryview] = []
+def _rows(memory: BufferTable, at: Integers) -> list[memoryview | Items]:
+    """Return the bytes of a bucket, whose pieces start `at` these bytes, in rows."""
+    found: list[memoryview | Items] = []
     run, end = run_bytes(_row_major(memory), memory), 0
     for row, nbytes in enumerate(memory.nbytes.tolist()):
         if at[row] > end:
             found.append(_PADDING[: at[row] - end])
-        starts = memory.address[row]
-        if run[row] < nbytes:
-            sizes, strides = memory.shape[row], memory.strides[row]
-            num_runs, dim = nbytes // int(run[row]), 0
-            while num_runs > 1:  # the dims before those that a run has all of
-                starts = np.add.outer(starts, np.arange(sizes[dim]) * strides[dim])
-                num_runs //= int(sizes[dim])
-                dim += 1
-        kind = ctypes.c_char * int(min(run[row], nbytes))
-        found += [memoryview(kind.from_address(each)) for each in np.ravel(starts).tolist()]
+        if run[row] == nbytes:
+            found.append(
+                memoryview((ctypes.c_char * nbytes).from_address(int(memory.address[row])))
+            )
+        else:
+            found += _parts(memory.buffer(row).items(), max(int(run[row]), PACK_BYTES))
         end = int(at[row]) + nbytes
     return found
+
+
+def _parts(items: Items, max_bytes: int) -> Iterator[Items]:
+    """Cut an array into parts of at most so many bytes, in the order of its items."""
+    if items.nbytes <= max_bytes:
+        yield items
+        return
+    step = max(max_bytes * len(items) // items.nbytes, 1)
+    for start in range(0, len(items), step):
+        part = items[start : start + step]
+        yield from _parts(part[0] if len(part) == 1 else part, max_bytes)

@@ -3,10 +3,11 @@
 mapped    the replica maps the block's own memory and copies from it: one copy
 bucketed  the block is packed into slots of device memory that both sides can map, for trainers
           that must free or rewrite their memory soon, and for memory that cannot be mapped
-host      the block is packed into slots of shared host memory, which every process can map; a
-          replica on another host reads the slots over the network
+host      the block is packed into slots of shared host memory, which every process can map; for a
+          replica on another host, what it wants of the block, and it reads over the network
 network   a replica on another host reads the block's own memory over the network
-nixl, mooncake  the block is packed into slots that such an engine serves to other hosts
+nixl, mooncake  what a replica on another host wants of the block is packed into slots that such an
+          engine serves
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 
 from flyweight.cuda import driver
 from flyweight.errors import PlanError, TransportError, listed
-from flyweight.live.gathers import gathered_blocks
 from flyweight.live.message_tables import Places, packed
 from flyweight.live.messages import Handle
 from flyweight.live.source import PublishedSource, Share
@@ -160,8 +160,8 @@ class Offers:
             )
         if share.engine in ENGINES:
             return {share.engine: used} if len(used) else {}
-        gathered = gathered_blocks(self._source, share, used) if transport == "auto" else used[:0]
-        found = {HOST: used[~np.isin(used, gathered)], NETWORK: gathered}
+        is_sent = (self._source.memory.device[used] == HOST_MEMORY) & (transport == "auto")
+        found = {HOST: used[~is_sent], NETWORK: used[is_sent]}
         return {lane: blocks for lane, blocks in found.items() if len(blocks)}
 
     def _unreadable(self, share: Share, device: int) -> Integers:

@@ -23,7 +23,7 @@ from time import monotonic, sleep
 from flyweight.errors import PeerLost, TransferTimeout, TransportError
 from flyweight.forks import call_in_child, fork_lock
 from flyweight.host import has_room, raise_file_limit
-from flyweight.memory import Bytes
+from flyweight.memory import Bytes, Items
 from flyweight.transports.data_protocol import (
     BEYOND,
     GARBAGE,
@@ -113,7 +113,7 @@ class DataServer:
         self._thread = _thread_of(self._listen)
         self._thread.start()
 
-    def offer(self, rows: Sequence[memoryview | Bytes], owner: object = None) -> str:
+    def offer(self, rows: Sequence[memoryview | Items], owner: object = None) -> str:
         """Return a key under which connections read the rows, where they lie, as one run of bytes.
 
         The rows and the owner are kept until `release`.

@@ -16,7 +16,7 @@ import numpy as np
 
 from flyweight.errors import HandleGone, PeerLost, TransferTimeout, TransportError
 from flyweight.forks import call_in_child
-from flyweight.memory import Buffer, Bytes, available_bytes, bytes_of, page_memory
+from flyweight.memory import Buffer, Bytes, Items, available_bytes, bytes_of, page_memory
 from flyweight.spec.strict_json import Number
 from flyweight.transports.data_protocol import Name
 from flyweight.transports.data_sockets import DataConnection, DataServer
@@ -70,7 +70,7 @@ class NetworkTransport:
         self._place_host = place_host
         self._line = secrets.token_hex(8) if connection is None else connection.name
         self._session = secrets.token_hex(8)
-        self._offered: dict[str, Sequence[memoryview | Bytes]] = {}
+        self._offered: dict[str, Sequence[memoryview | Items]] = {}
         self._opened: dict[NetworkHandle, Bytes] = {}
         self._idle: list[tuple[_Place, DataConnection]] = []
         """Connections to read from, each with its place; the last one was used last."""
@@ -101,7 +101,7 @@ class NetworkTransport:
             flat = np.ascontiguousarray(buffer.items()).reshape(-1).view(np.uint8)
         return self.offer_rows([flat], buffer.owner)
 
-    def offer_rows(self, rows: Sequence[memoryview | Bytes], owner: object) -> NetworkHandle:
+    def offer_rows(self, rows: Sequence[memoryview | Items], owner: object) -> NetworkHandle:
         """Offer rows of memory, where they lie, as one run of bytes; keep the owner meanwhile."""
         assert self._server is not None, "a transport offers through a DataServer"
         key = self._server.offer(rows, owner)
@@ -112,7 +112,7 @@ class NetworkTransport:
             place=place_of(self._place_host, self._server.port),
             key=key,
             offset=0,
-            nbytes=sum(map(len, rows)),
+            nbytes=sum(row.nbytes for row in rows),
         )
 
     def release(self, handle: NetworkHandle) -> None:
@@ -208,7 +208,8 @@ class NetworkTransport:
             rows = self._offered.get(handle.key)
         if rows is None:
             raise HandleGone(f"bytes {handle.key!r} were released")
-        data = np.concatenate([bytes_of(memoryview(row)) for row in rows] or [goal[:0]])
+        flat = [bytes_of(memoryview(np.ascontiguousarray(row)).cast("B")) for row in rows]
+        data = np.concatenate(flat or [goal[:0]])
         end = handle.offset + handle.nbytes
         if end > len(data):
             raise HandleGone(f"bytes {handle.offset}..{end} lie beyond the {len(data)} offered")
