@@ -24,6 +24,8 @@ from flyweight.formats.torch_dcp import open_dcp
 from flyweight.ports import Store
 from flyweight.spec.manifest_json import decode_manifest
 
+pytestmark = pytest.mark.check
+
 FUZZ = settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -59,6 +59,7 @@ print(count, "saves")
 """
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("framework", ["torch.distributed.tensor", "paddle"])
 def test_saves_go_on_while_another_thread_imports(framework, tmp_path):
     done = run_python(WHILE_IMPORTING, framework, tmp_path)

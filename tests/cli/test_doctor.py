@@ -66,6 +66,7 @@ def told(done):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.check
 def test_a_file_system_that_refuses_o_direct_is_told_of_and_works(tmp_path):
     """ramfs opens no file with O_DIRECT; everything goes through the page cache then."""
     mount = f"mount -t ramfs none {tmp_path}"
@@ -92,6 +93,7 @@ def test_a_file_system_that_takes_nothing_is_exit_code_6(tmp_path, options, says
     assert json.loads(data[2])["exit_code"] == 6
 
 
+@pytest.mark.check
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="numbers of mmap")
 def test_a_kernel_that_refuses_to_map_files_is_told_of_and_works(tmp_path):
     """What is in the page cache is read like everything else."""

@@ -20,6 +20,8 @@ from child_processes import Command, run_python, until  # noqa: E402
 from commands import run  # noqa: E402
 from flyweight.errors import PeerRefused  # noqa: E402
 
+pytestmark = pytest.mark.check
+
 
 def demo(*words, scratch, **options):
     """Start the demo with its temporary files in a directory."""

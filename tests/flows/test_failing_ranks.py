@@ -150,6 +150,7 @@ def rounds(root, victim, coordinator):
     print(json.dumps(fates))
 
 
+@pytest.mark.check
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("victim", "coordinator"), [(1, 0), (2, 2), (0, 0), (0, 1)])
@@ -373,6 +374,7 @@ EXPECTED = {
 }  # fmt: skip
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", SCENES)
 def test_what_goes_wrong_on_one_rank_is_told_to_all(tmp_path, name):
     import re

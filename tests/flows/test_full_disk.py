@@ -50,6 +50,7 @@ def test_a_disk_without_room_refuses_before_writing_and_the_run_goes_on(tmp_path
     assert done.stdout.endswith("went on\n")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("limit_kib", [1, 8, 100, 2000])
 def test_a_write_that_fails_half_way_is_told_and_leaves_nothing(tmp_path, limit_kib):
     """A limit on file sizes fails the write itself, at whatever byte it is reached."""

@@ -17,6 +17,8 @@ from child_processes import exit_code
 from flyweight.cli import main  # once: each of hundreds of forks would import it anew
 from rank_processes import run_ranks
 
+pytestmark = pytest.mark.check
+
 COMMANDS = {
     "hf": ["convert", "run", "out", "--to", "hf"],
     "snapshot": ["convert", "run", "out", "--to", "snapshot"],

@@ -15,6 +15,8 @@ from child_processes import exit_code, run_python
 from conftest import same, zeros_like
 from rank_processes import run_ranks
 
+pytestmark = pytest.mark.check
+
 
 def child(*words):
     return subprocess.run(

@@ -16,6 +16,8 @@ from conftest import same, zeros_like
 from power_cut import Disk, durable, every_cut, put
 from rank_processes import launch, run_ranks
 
+pytestmark = pytest.mark.check
+
 NAMES = {"rank": 0, "legacy_id": 0}
 
 

@@ -294,6 +294,7 @@ def test_a_cut_that_torch_itself_cannot_tell_is_refused(tmp_path):
     assert fw.versions(tmp_path / "run") == []
 
 
+@pytest.mark.check
 def test_torchrun_starts_it_too(tmp_path):
     """No tensor goes through a collective: gloo's threads abort a process that ends while they hold one."""
     script = tmp_path / "train.py"

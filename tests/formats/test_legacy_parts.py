@@ -35,6 +35,7 @@ print(json.dumps({"extra": peak_bytes() - before, "first": [int(w[0]) for w in t
 """
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("as_safetensors", [False, True])
 @pytest.mark.parametrize("is_cold", [False, True])
 def test_parts_load_within_the_memory_that_is_set_whatever_their_number(

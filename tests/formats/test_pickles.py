@@ -250,6 +250,7 @@ def measured(place):
     return {name: (sizes[name], *rest) for name, rest in found.items()}
 
 
+@pytest.mark.check
 @pytest.mark.timeout(300)
 def test_a_costly_pickle_takes_a_second_per_megabyte_and_ten_times_its_size(tmp_path):
     """One test, so that one process of a parallel run measures them all, one after another."""
@@ -328,6 +329,7 @@ def small_floor(monkeypatch):
     monkeypatch.setattr(pickle_values, "MIN_BUDGET_BYTES", 128 << 10)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_dims", [1, 2, 4])
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_an_index_of_many_shards_opens_within_ten_times_its_size(
@@ -361,6 +363,7 @@ def test_an_index_of_many_shards_opens_within_ten_times_its_size(
         assert len(opened.shards("w")) == count
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_dims", [1, 2, 4])
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_an_index_of_paddle_with_many_shards_opens_within_ten_times_its_size(

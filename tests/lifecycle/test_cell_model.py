@@ -514,6 +514,7 @@ def named(rules):
     )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("rules", [*FAULTLESS, *FAULTY], ids=named)
 def test_no_request_is_lost_and_no_wakeup_is_slept_through(rules):
     """C21, C23, C24: from every state that can be, ways lead to where all was asked and done.

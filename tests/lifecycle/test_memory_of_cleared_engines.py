@@ -95,6 +95,7 @@ def cleared_and_back(make, num, address, pipe):
             }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("make", [numpy_model, torch_model, paddle_model])
 def test_a_clear_gives_resident_memory_back_and_tensors_stay_who_they_are(make, address):
     """C15, C16: by the process's own pages; then the same objects, addresses, strides and bytes."""

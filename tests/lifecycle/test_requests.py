@@ -506,6 +506,7 @@ def test_a_wait_has_a_deadline(engine, seconds):
         engine.request(seconds)
 
 
+@pytest.mark.check
 def test_a_forked_child_finds_the_engine_usable_whatever_other_threads_did(engine):
     """A lock that another thread holds at the fork is nobody's in the child."""
     is_over = threading.Event()

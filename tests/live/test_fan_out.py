@@ -196,6 +196,7 @@ def is_dead(number, text):
     )
 
 
+@pytest.mark.check
 def test_a_replica_that_is_killed_loses_no_bytes_of_those_below():
     with chain(4, **BUCKETS) as made:
         made.publish()

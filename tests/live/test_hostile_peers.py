@@ -125,6 +125,7 @@ BEGIN_LIES = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("lie", BEGIN_LIES)
 def test_a_publisher_that_lies_cannot_make_a_replica_read_or_serve_what_it_should_not(address, lie):
     engine = weights(50)

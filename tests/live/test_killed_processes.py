@@ -25,6 +25,8 @@ from flyweight.live.copies import PreparedCopies
 from live_rounds import slow_loader
 from versioned_models import assign, holding, holds, weights
 
+pytestmark = pytest.mark.check
+
 
 def test_a_slow_replica_does_not_keep_a_fast_one_from_its_commit(address, threads):
     model, engine = weights(1), weights(50)

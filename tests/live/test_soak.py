@@ -11,6 +11,8 @@ import flyweight as fw
 from child_processes import Child, resources, settled, shared_files, until
 from versioned_models import assign, holds, weights
 
+pytestmark = pytest.mark.check
+
 NUM_ROUNDS = 1000
 
 

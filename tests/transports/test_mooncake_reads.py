@@ -116,6 +116,7 @@ else: raise AssertionError
 """)
 
 
+@pytest.mark.check
 def test_readers_that_are_killed_in_the_middle_leave_the_source_alive(program):
     out = program("""
 import subprocess

@@ -77,6 +77,7 @@ def one_element(rank, num_ranks, root, background):
     assert loaded(run) == 3
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("background", [False, True])
 def test_a_difference_of_one_element_is_refused_on_every_rank(tmp_path, background):
     """C35: replicated shards are written once, so they must be the same."""

@@ -9,6 +9,8 @@ import flyweight as fw
 from child_processes import run_python
 from conftest import drop_cache, random_bytes
 
+pytestmark = pytest.mark.check
+
 SIDE = 6000  # a float32 matrix of 137 MiB, whose chunks are 4 MiB
 BUDGET = 40 << 20
 OVERHEAD = 4 << 20

@@ -28,7 +28,7 @@ from flyweight.transports.network import NetworkHandle
 _HOST_BUCKET_BYTES, _HOST_DEPTH = 64 << 20, 4
 # Each replica of a chain is two buckets behind the one before it: small ones keep that short.
 _MIN_REMOTE_BYTES, _MAX_REMOTE_BYTES, _REMOTE_DEPTH = 1 << 20, 8 << 20, 8
-_REMOTE_BUCKETS = 64
+_REMOTE_BUCKETS = 32
 """A model is cut into so many buckets for other hosts, if their size allows."""
 # Each switch between two processes on a device costs some tenths of a millisecond.
 _DEVICE_BUCKET_BYTES, _DEVICE_DEPTH = 512 << 20, 2
