@@ -24,7 +24,9 @@ _DESCRIPTOR_BYTES = 16 << 20
 _REQUEST = struct.Struct("<QQ")
 _PUMP_SECONDS = 0.0002
 _UCX = {
-    "UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k",
+    # On a machine with a GPU, NIXL makes no agent unless UCX can copy to it.
+    "UCX_TLS": "tcp,cuda_copy" if os.path.exists("/dev/nvidiactl") else "tcp",
+    "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k",
     # With two copies of libibverbs in a process, that process crashes when it ends.
     "UCX_MODULES": "^ib,ib_mlx5,ib_efa,ib_mlx5_gda",
     "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal",
