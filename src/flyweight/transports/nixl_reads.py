@@ -63,7 +63,7 @@ class NixlReader:
             proved the token, because a C++ parser reads parts of it.
         address: the address of this host that the other one knows; UCX listens only there.
         depth: how many transfers are in flight.
-        can_use_devices: read straight into memory of CUDA devices. Rounds do not; run over TCP only.
+        can_use_devices: read straight into memory of CUDA devices; run over TCP only.
     """
 
     def __init__(
