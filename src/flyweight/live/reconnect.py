@@ -6,7 +6,7 @@ needs and is nearer, or still there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic, sleep
 
@@ -16,10 +16,11 @@ from flyweight.live.curve_keys import CurveClient
 from flyweight.live.held_version import HeldVersion
 from flyweight.live.holders import MAX_ADDRESSES
 from flyweight.live.line import opened_line
-from flyweight.live.messages import Begin, Elsewhere
+from flyweight.live.messages import Begin, Elsewhere, Want
 from flyweight.live.replica_connection import ChooseTensors, ReplicaConnection
 from flyweight.live.tcp_address import TcpAddress, parse_address
 from flyweight.ports import UpdateOptions
+from flyweight.spec.manifest import TensorSpec
 
 _RETRY_SECONDS = 0.02
 _ABSENT_SECONDS = 1.0
@@ -42,12 +43,14 @@ class Reconnect:
         *,
         choose: ChooseTensors,
         is_current: Callable[[], bool],
+        takes_all: bool = False,
         peers: Sequence[str] = (),
     ) -> None:
         """Remember what to connect with.
 
         ranks: which rank of the replica this is, and how many there are.
         choose: says which tensors to request; `is_current`, whether that is still right.
+        takes_all: whether it requests all tensors that there are.
         peers: the addresses of replicas that serve others, for when the publisher is gone.
         """
         if peers and ranks[1] > 1:
@@ -61,7 +64,9 @@ class Reconnect:
         """How many updates had succeeded when another replica began a round for this one."""
         self._address, self._token, self._curve = address, token, curve
         self._name, self._ranks = name, ranks
-        self._choose, self._is_current = choose, is_current
+        self._choose, self._is_current, self._takes_all = choose, is_current, takes_all
+        self._published: tuple[str, Mapping[str, TensorSpec]] = ("", {})
+        """The session of the publisher that was joined last, and its tensors."""
         self._joining: ReplicaConnection | None = None
         self._is_open = True
         self.connection: ReplicaConnection | None = None
@@ -206,8 +211,16 @@ class Reconnect:
             num_ranks=self._ranks[1],
             serves_at=self.serves_at if peer is None else "",
         )
+
+        def choose(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
+            if peer is None:
+                self._published = connection.session, tensors
+            elif self._takes_all:
+                tensors = self._all_published(connection.session, tensors)
+            return self._choose(tensors, tied)
+
         try:
-            connection.join(self._choose, deadline, is_ended)
+            connection.join(choose, deadline, is_ended)
         except BaseException:
             connection.disconnect("could not agree")
             raise
@@ -215,6 +228,19 @@ class Reconnect:
             self._joining = None
         self.connection, self._is_at_peer = connection, peer is not None
         return connection
+
+    def _all_published(
+        self, session: str, found: Mapping[str, TensorSpec]
+    ) -> Mapping[str, TensorSpec]:
+        """Return a publisher's tensors, in its order; raise PeerLost unless these are the same.
+
+        A replica that serves others may have left out tensors, or tied some. Only the publisher
+        itself says which ones there are.
+        """
+        joined, published = self._published
+        if session != joined or found != published:
+            raise PeerLost("the replica has other tensors than a publisher that was joined before")
+        return published
 
     def wake(self) -> None:
         """Make a thread that waits for a message call its `is_over`."""

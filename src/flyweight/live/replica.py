@@ -86,7 +86,9 @@ class Replica:
             from its live weights, with the same `token`. Only updates may change them.
         withdraw_seconds: how long an update waits for readers; after half of it they are given up.
         peers: addresses of replicas that serve others. While no publisher answers, an update takes
-            the version that one of them holds; a publisher names more of them by itself.
+            the version that one of them holds; a publisher names more of them by itself. A
+            function takes it only of a publisher that was joined before, and only with all of that
+            one's tensors.
         """
         check_text("token", token, is_secret=True)
         ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
@@ -105,6 +107,7 @@ class Replica:
             ranks,
             choose=self._choose,
             is_current=self._sink.is_current,
+            takes_all=self._sink.takes_all,
             peers=peers,
         )
         is_whole = self.num_ranks == 1 and layout is None

@@ -127,6 +127,7 @@ class ReplicaConnection:
         """
         welcome = self.welcomed(deadline, is_over)
         tensors = welcome.tensors.specs()
+        self.session = welcome.follows or welcome.session
         want = choose(tensors, welcome.tied)
         if self._line.is_remote:
             want = msgspec.structs.replace(want, is_remote=True)
@@ -136,7 +137,6 @@ class ReplicaConnection:
         self.source = RemoteSource(agreed, tensors, welcome.tied, want, transports)
         used = {welcome.tied.get(each, each) for each in want.tensors.names}
         self.unused = tuple(name for name in tensors if name not in used)
-        self.session = welcome.follows or welcome.session
         if self.num_ranks > 1:
             # Opened now: a rank that loses its publisher still finds what was decided.
             self.decisions = RoundDecisions(self._line.directory, welcome.session, self.name)
