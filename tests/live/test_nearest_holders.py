@@ -207,6 +207,7 @@ def test_a_loader_takes_nothing_from_a_replica_that_lacks_tensors_of_the_trainer
             late.update(timeout_seconds=2)
         assert (late.version, taken) == (None, {})
         if not is_gone:
+            until(lambda: not publisher.waiting)
             updated(threads, publisher, late, 5)
             assert list(taken) == list(model)
 

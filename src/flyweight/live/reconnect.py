@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from time import monotonic, sleep
 
 from flyweight.errors import FlyweightError, PeerLost, SpecError, TransferTimeout
@@ -24,7 +25,10 @@ from flyweight.spec.manifest import TensorSpec
 
 _RETRY_SECONDS = 0.02
 _ABSENT_SECONDS = 1.0
-"""How long a publisher that is gone is waited for before others are asked for the version."""
+"""How long a publisher that is gone is waited for before others are asked for the version.
+
+It is half of the time that an update has, if that is less.
+"""
 _PEER_SECONDS = 5.0
 """How long another replica may take to begin a round."""
 Begun = tuple[ReplicaConnection, Begin | None]
@@ -78,8 +82,14 @@ class Reconnect:
         connection = self.connection  # another thread may close it
         return connection is not None and not connection.is_lost
 
-    def joined(self, deadline: float, is_over: Callable[[], bool]) -> ReplicaConnection:
-        """Return a connection that has joined; wait for a publisher if necessary."""
+    def joined(
+        self, deadline: float, is_over: Callable[[], bool], *, accepted_by: float = inf
+    ) -> ReplicaConnection:
+        """Return a connection that has joined; wait for a publisher if necessary.
+
+        accepted_by: when the wait for one that accepts connections ends, if that is earlier.
+        """
+        accepted_by = min(accepted_by, deadline)
         while True:
             connection = self.connection
             is_usable = connection is not None and not connection.is_lost and self._is_current()
@@ -87,9 +97,9 @@ class Reconnect:
                 return connection
             self.disconnect()
             try:
-                return self.connect(deadline, is_over)
+                return self.connect(deadline, is_over, accepted_by=accepted_by)
             except (PeerLost, TransferTimeout) as error:
-                is_late = monotonic() + _RETRY_SECONDS > deadline
+                is_late = monotonic() + _RETRY_SECONDS > accepted_by
                 if is_late or is_over() or not self._is_open:
                     raise TransferTimeout(f"no publisher came in time: {error}") from error
                 sleep(_RETRY_SECONDS)
@@ -114,7 +124,10 @@ class Reconnect:
         while True:
             if may_be_elsewhere and self._peers and self._is_absent(deadline, options):
                 may_be_elsewhere = False
-                found = self._from_peers(self._peers, options, held, deadline, synchronize)
+                newest = "" if options.version is not None else self._newest_session(held)
+                found = self._from_peers(
+                    self._peers, options, held, deadline, synchronize, session=newest
+                )
                 if found is not None:
                     return found
             connection = self.joined(deadline, options.is_over)
@@ -145,12 +158,17 @@ class Reconnect:
                 return found
 
     def _is_absent(self, deadline: float, options: UpdateOptions) -> bool:
-        """True if no publisher can be joined now."""
+        """True if no publisher accepts connections now. One that does may plan for long."""
+        seconds = min(_ABSENT_SECONDS, (deadline - monotonic()) / 2)
         try:
-            self.joined(min(deadline, monotonic() + _ABSENT_SECONDS), options.is_over)
+            self.joined(deadline, options.is_over, accepted_by=monotonic() + seconds)
         except TransferTimeout:
             return True
         return False
+
+    def _newest_session(self, held: HeldVersion) -> str:
+        """Return the session that versions must be of not to be older than `held`."""
+        return "" if held.version is None else self._published[0] or held.session
 
     def _from_peers(
         self,
@@ -175,6 +193,8 @@ class Reconnect:
                 connection = self.connect(until, options.is_over, parse_address(address))
                 if session not in ("", connection.session):
                     raise PeerLost(f"the replica at {address} follows another publisher")
+                if _has_nothing_newer(connection, options, held):
+                    raise PeerLost(f"the replica at {address} holds nothing newer")
                 synchronize()
                 begin = connection.request(options, held.version, held.session, until)
             except FlyweightError:
@@ -190,8 +210,13 @@ class Reconnect:
         deadline: float,
         is_over: Callable[[], bool],
         peer: Address | TcpAddress | None = None,
+        *,
+        accepted_by: float = inf,
     ) -> ReplicaConnection:
-        """Join the publisher, or another replica; raise PeerLost if there is none."""
+        """Join the publisher, or another replica; raise PeerLost if there is none.
+
+        accepted_by: the deadline for the other side to accept, if that is earlier than `deadline`.
+        """
 
         def is_ended() -> bool:
             return is_over() or not self._is_open
@@ -200,7 +225,7 @@ class Reconnect:
             self._address if peer is None else peer,
             self._token,
             self._curve,
-            deadline,
+            min(deadline, accepted_by),
             is_ended,
             can_forward=peer is None,
         )
@@ -261,3 +286,13 @@ class Reconnect:
         connection = self.connection
         if connection is not None:
             connection.disconnect()
+
+
+def _has_nothing_newer(peer: ReplicaConnection, options: UpdateOptions, held: HeldVersion) -> bool:
+    """True if all that another replica had when it was joined is held already, or older."""
+    have, found = held.version, peer.newest
+    if options.version is not None or have is None or found is None:
+        return False
+    if held.session != peer.session:
+        return False
+    return found < have or (found == have and not options.may_keep)
