@@ -1,6 +1,7 @@
 """Replicas that serve the version that they hold to others, from their own live weights."""
 
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -252,6 +253,21 @@ def test_a_replica_leaves_nothing_behind_that_it_served_with(address, served, th
             with fw.Replica(weights(51), served) as other:
                 other.update(timeout_seconds=10)
         fw.Publisher(weights(1), served).close()
+    assert settled(before) == before
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["no trainer", "a trainer"])
+def test_a_replica_that_cannot_be_made_leaves_nothing_behind(address, served, is_there):
+    before, engine = resources(), weights(50)
+    frozen = {name: each.view() for name, each in engine.items()}
+    for each in frozen.values():
+        each.flags.writeable = False
+    with ExitStack() as stack:
+        if is_there:
+            stack.enter_context(fw.Publisher(weights(1), address))
+        for _ in range(2):  # the address is free again
+            with pytest.raises(SpecError, match="read-only memory"):
+                fw.Replica(frozen, address, serve_on=served)
     assert settled(before) == before
 
 

@@ -124,12 +124,16 @@ class Replica:
         self._round: ReplicaRound | None = None
         self._checked_at, self._is_open, self._pid = 0.0, True, os.getpid()
         try:
-            self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
-        except (PeerLost, TransferTimeout):  # the publisher may start later
-            self._sink.check()  # as joining does
+            self._connect()
         except BaseException:
             self._serving.close()
             raise
+
+    def _connect(self) -> None:
+        try:
+            self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
+        except (PeerLost, TransferTimeout):  # the publisher may start later
+            self._sink.check()  # as joining does
 
     @property
     def version(self) -> int | None:
