@@ -8,7 +8,7 @@ import pytest
 
 import flyweight as fw
 from child_processes import Child, resources, settled, until
-from flyweight.errors import PeerRefused, SpecError, TransferTimeout, TransportError
+from flyweight.errors import PeerRefused, SpecError, TransferTimeout, TransportError, VersionError
 from flyweight.events import listening
 from flyweight.live import messages
 from flyweight.live.curve_keys import CurveClient, CurveKeys
@@ -67,6 +67,30 @@ def test_a_chain_serves_values_and_tied_tensors_as_they_were_published(address, 
         assert last.update(timeout_seconds=10).version == 1
         assert (target["step"], target["name"]) == (7, "policy")
         assert target["a"].tobytes() == target["b"].tobytes() == one.tobytes()
+
+
+def test_what_a_replica_took_unverified_is_not_verified_down_the_chain(
+    address, served, tmp_path, threads
+):
+    end, last = f"unix:{tmp_path}/end", weights(52)
+    with (
+        fw.Replica(weights(50), address, serve_on=served) as replica,
+        fw.Replica(weights(51), served, serve_on=end) as second,
+        fw.Replica(last, end) as third,
+    ):
+        with fw.Publisher(weights(1), address, should_verify=False) as publisher:
+            updated(threads, publisher, replica, 1)
+            assert second.update(timeout_seconds=10).verified == "nothing"
+            with pytest.raises(VersionError, match="must_verify is set"):
+                third.update(timeout_seconds=10, must_verify=True)
+            assert third.version is None
+            assert third.update(timeout_seconds=10).verified == "nothing"
+            assert holds(last, 1)
+        with fw.Publisher(weights(2), address) as publisher:
+            updated(threads, publisher, replica, 1)
+        assert second.update(timeout_seconds=10).verified == "live"
+        assert third.update(timeout_seconds=10, must_verify=True).verified == "live"
+        assert holds(last, 2)
 
 
 def test_torch_modules_serve_too_and_those_on_other_hosts(address, threads, monkeypatch):

@@ -6,11 +6,13 @@ needs and is nearer, or still there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from time import monotonic, sleep
 
+from flyweight.checks import check_text
 from flyweight.errors import FlyweightError, PeerLost, SpecError, TransferTimeout
 from flyweight.live.address import Address
 from flyweight.live.curve_keys import CurveClient
@@ -32,6 +34,14 @@ It is half of the time that an update has, if that is less.
 _PEER_SECONDS = 5.0
 """How long another replica may take to begin a round."""
 Begun = tuple[ReplicaConnection, Begin | None]
+
+
+def replica_name(name: str | None, num_ranks: int) -> str:
+    """Return the name of a replica: by default that of its host, with the process id."""
+    check_text("name", name)
+    if num_ranks > 1 and name is None:
+        raise SpecError(f"the {num_ranks} ranks of a replica need a common name: name=")
+    return f"{os.uname().nodename}:{os.getpid()}" if name is None else name
 
 
 class Reconnect:

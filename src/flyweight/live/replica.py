@@ -18,7 +18,6 @@ from flyweight.errors import (
     FlyweightError,
     HandleGone,
     PeerLost,
-    SpecError,
     TransferTimeout,
     TransportError,
     VersionError,
@@ -27,7 +26,7 @@ from flyweight.events import announce
 from flyweight.live.curve_keys import CurveClient
 from flyweight.live.held_version import REPLACED, HeldVersion, State
 from flyweight.live.messages import Want
-from flyweight.live.reconnect import Reconnect
+from flyweight.live.reconnect import Reconnect, replica_name
 from flyweight.live.replica_round import ReplicaRound
 from flyweight.live.report import TIMEOUT_SECONDS, announce_update, check_verified
 from flyweight.live.serving import WITHDRAW_SECONDS, Serving
@@ -83,18 +82,18 @@ class Replica:
         token: the publisher's token; at a `unix:` address it may be in a file next to its sockets.
         curve: the publisher's public key, if it encrypts messages to other hosts.
         serve_on: an address of its own, where others take each version that this replica holds,
-            from its live weights, with the same `token`. Only updates may change them.
+            from its live weights, with the same `token`. Only updates may change them. What it took
+            unverified is served as such.
         withdraw_seconds: how long an update waits for readers; after half of it they are given up.
         peers: addresses of replicas that serve others. While no publisher answers, an update takes
-            the version that one of them holds; a publisher names more of them by itself. A
-            function takes it only of a publisher that was joined before, and only with all of that
-            one's tensors.
+            the version that one of them holds; a publisher names more of them by itself. A function
+            takes it only with all tensors of a publisher that was joined before.
         """
         check_text("token", token, is_secret=True)
         ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
         self.num_ranks = ranks[1]
         """The number of ranks of the engine, which take each version together."""
-        self.name = _replica_name(name, self.num_ranks)
+        self.name = replica_name(name, self.num_ranks)
         cut = (layout, rank if layout_rank is None else layout_rank)
         self._sink = sink_for(target, cut, extra=extra, framework=framework, device=device)
         self._held = HeldVersion(self._sink.is_current)
@@ -389,13 +388,6 @@ class Replica:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-def _replica_name(name: str | None, num_ranks: int) -> str:
-    check_text("name", name)
-    if num_ranks > 1 and name is None:
-        raise SpecError(f"the {num_ranks} ranks of a replica need a common name: name=")
-    return f"{os.uname().nodename}:{os.getpid()}" if name is None else name
 
 
 _WEIGHTS: type[Weights] = Replica  # mypy checks the port
