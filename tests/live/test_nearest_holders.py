@@ -11,6 +11,7 @@ from child_processes import until
 from flyweight.errors import SpecError, TransferTimeout
 from flyweight.host import identity
 from flyweight.live import messages
+from flyweight.live.curve_keys import CurveClient, CurveKeys, CurveServer
 from flyweight.live.holders import MAX_ADDRESS_CHARS, MAX_ADDRESSES, addresses_elsewhere
 from flyweight.live.member import Member
 from live_rounds import asking, updated
@@ -245,6 +246,21 @@ def test_peers_are_addresses_and_for_replicas_of_one_rank(address):
     for peers, options in [("unix:here", {}), ([7], {}), (["unix:a"], {"num_ranks": 2})]:
         with pytest.raises(SpecError):
             fw.Replica(weights(1), address, peers=peers, name="n", rank=0, **options)
+
+
+def test_a_late_engine_with_keys_takes_the_version_from_its_own_host(served, threads, monkeypatch):
+    keys, engine, model = CurveKeys.make(), weights(51), weights(4)
+    how = {"token": "secret", "curve": CurveClient(keys.public)}
+    with fw.Publisher(
+        model, "tcp://127.0.0.1:0", token="secret", curve=CurveServer(keys)
+    ) as publisher:
+        monkeypatch.setenv("FLYWEIGHT_HOST", "far-away")
+        with fw.Replica(weights(50), publisher.address, serve_on=served, **how) as holder:
+            updated(threads, publisher, holder, 4)
+            assign(model, 99)
+            with fw.Replica(engine, publisher.address, **how) as late:
+                assert late.update(timeout_seconds=5).strategy != "network"
+    assert holds(engine, 4)
 
 
 def test_a_round_that_fails_there_is_not_tried_there_again(address, served, threads):

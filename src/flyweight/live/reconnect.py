@@ -234,7 +234,7 @@ class Reconnect:
         line = opened_line(
             self._address if peer is None else peer,
             self._token,
-            self._curve,
+            None if isinstance(peer, Address) else self._curve,  # nothing leaves this host to it
             min(deadline, accepted_by),
             is_ended,
             can_forward=peer is None,
