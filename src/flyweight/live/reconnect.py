@@ -120,6 +120,8 @@ class Reconnect:
         held: HeldVersion,
         deadline: float,
         synchronize: Callable[[], None],
+        *,
+        peer_seconds: float = 0.0,
     ) -> Begun:
         """Request a version; return the start of its round, or None if `held` is that version.
 
@@ -127,7 +129,9 @@ class Reconnect:
         publisher, replicas that are known are asked before it is waited for.
 
         synchronize: called before each request.
+        peer_seconds: how much longer than to the deadline other replicas may take to begin.
         """
+        peers_until = deadline + peer_seconds
         # After a round with another replica that did not succeed, the publisher itself is asked.
         has_failed, self._offered = self._offered == held.num_taken, None
         may_be_elsewhere = self._ranks[1] == 1 and not has_failed
@@ -136,7 +140,7 @@ class Reconnect:
                 may_be_elsewhere = False
                 newest = "" if options.version is not None else self._newest_session(held)
                 found = self._from_peers(
-                    self._peers, options, held, deadline, synchronize, session=newest
+                    self._peers, options, held, peers_until, synchronize, session=newest
                 )
                 if found is not None:
                     return found
@@ -162,7 +166,13 @@ class Reconnect:
             may_be_elsewhere, self._peers = False, list(answer.addresses[:MAX_ADDRESSES])
             exact = replace(options, version=answer.version)
             found = self._from_peers(
-                self._peers, exact, held, deadline, synchronize, session=connection.session
+                self._peers,
+                exact,
+                held,
+                peers_until,
+                synchronize,
+                session=connection.session,
+                is_named=True,
             )
             if found is not None:
                 return found
@@ -188,11 +198,13 @@ class Reconnect:
         deadline: float,
         synchronize: Callable[[], None],
         *,
-        session: str = "",
+        session: str,
+        is_named: bool = False,
     ) -> Begun | None:
         """Request a version from other replicas, in turn; None if all of them fail.
 
-        session: the session that the version must be of, if it matters.
+        session: the session that the version must be of, "" if it does not matter.
+        is_named: the publisher says that they have it, so it may be there in a moment.
         """
         for address in addresses:
             if address == self.serves_at or options.is_over() or not self._is_open:
@@ -203,8 +215,8 @@ class Reconnect:
                 connection = self.connect(until, options.is_over, parse_address(address))
                 if session not in ("", connection.session):
                     raise PeerLost(f"the replica at {address} follows another publisher")
-                if _has_nothing_newer(connection, options, held):
-                    raise PeerLost(f"the replica at {address} holds nothing newer")
+                if not is_named and _is_useless(connection, options, held):
+                    raise PeerLost(f"the replica at {address} has nothing for us")
                 synchronize()
                 begin = connection.request(options, held.version, held.session, until)
             except FlyweightError:
@@ -298,11 +310,13 @@ class Reconnect:
             connection.disconnect()
 
 
-def _has_nothing_newer(peer: ReplicaConnection, options: UpdateOptions, held: HeldVersion) -> bool:
-    """True if all that another replica had when it was joined is held already, or older."""
-    have, found = held.version, peer.newest
-    if options.version is not None or have is None or found is None:
-        return False
+def _is_useless(peer: ReplicaConnection, options: UpdateOptions, held: HeldVersion) -> bool:
+    """True if another replica lacks the version, or all that it has is held already, or older."""
+    newest = -1 if peer.newest is None else peer.newest
+    if options.version is not None:
+        return options.version != newest
+    if held.version is None:  # files have a number, and no session
+        return held.loaded is not None and newest <= held.loaded
     if held.session != peer.session:
         return False
-    return found < have or (found == have and not options.may_keep)
+    return newest < held.version or (newest == held.version and not options.may_keep)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Literal
 
@@ -219,14 +220,17 @@ class Replica:
             )
         )
 
-    def take(self, options: UpdateOptions) -> UpdateReport:
-        """Do as `update`, which explains the options. The round joins the ranks of a replica."""
+    def take(self, options: UpdateOptions, *, peer_seconds: float = 0.0) -> UpdateReport:
+        """Do as `update`, which explains the options. The round joins the ranks of a replica.
+
+        peer_seconds: how much longer than `timeout_seconds` other replicas may take to begin.
+        """
         self._check_open()
         if not self._updating.acquire(blocking=False):
             raise TransportError(f"an update of replica {self.name!r} is under way")
         try:
             self._thread = threading.get_ident()
-            return self._update(options)
+            return self._update(options, peer_seconds)
         finally:
             self._updating.release()
             if not self._is_open:
@@ -251,9 +255,9 @@ class Replica:
         """Make an update that waits for a version call its `is_over`."""
         self._publisher.wake()
 
-    def forget(self, reason: str) -> None:
-        """Hold no version any more: the weights' memory was freed, or written by others."""
-        self._held.forget(reason)
+    def forget(self, reason: str, *, loaded: int | None = None) -> None:
+        """Hold no version: the weights' memory was freed, or others wrote version `loaded`."""
+        self._held.forget(reason, loaded)
         self._serving.withdraw()
 
     def _check_open(self) -> None:
@@ -264,12 +268,13 @@ class Replica:
         if not self._is_open:
             raise TransportError(f"replica {self.name!r} is closed")
 
-    def _update(self, options: UpdateOptions) -> UpdateReport:
+    def _update(self, options: UpdateOptions, peer_seconds: float) -> UpdateReport:
         started, deadline = perf_counter(), monotonic() + options.timeout_seconds
+        synchronize = partial(self._sink.synchronize, deadline + peer_seconds)
         while True:
             self._check_open()
             connection, begin = self._publisher.begun(
-                options, self._held, deadline, lambda: self._sink.synchronize(deadline)
+                options, self._held, deadline, synchronize, peer_seconds=peer_seconds
             )
             if begin is None:
                 self._held.forget_if_moved()  # tensors may have been replaced meanwhile
