@@ -11,7 +11,7 @@ import pytest
 
 import flyweight as fw
 from child_processes import Child
-from commands import flyweight, start
+from commands import flyweight, run, start
 from flyweight.errors import FlyweightError, PlanError
 from flyweight.live.curve_keys import CurveKeys, CurveServer
 from flyweight.live.relay import Relay
@@ -179,6 +179,19 @@ def test_a_relay_follows_a_publisher_that_encrypts(tmp_path, served, secret):
         with start(*words, "--server-key", other, FLYWEIGHT_HOST="host-b") as relay:
             assert relay.join(20) == 7
             assert str(other) in relay.errors
+
+
+def test_a_relay_needs_a_token_at_tcp_addresses_and_keys_only_there(address, served, secret):
+    far = "tcp://127.0.0.1:9"
+    for words, remedy in [
+        ((far, "--on", served), "--token-file"),
+        ((address, "--on", far), "--token-file"),
+        ((address, "--on", served, "--server-key", secret), "is for tcp addresses"),
+        ((far, "--on", far, "--token-file", secret, "--server-key", secret), "--on unix:DIRECTORY"),
+    ]:
+        done = run("relay", *words)  # it would run on, so it has a deadline
+        assert done.returncode == 2
+        assert remedy in done.stderr
 
 
 def test_a_relay_says_what_is_wrong_by_exit_code(address, served, tmp_path):

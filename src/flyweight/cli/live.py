@@ -120,6 +120,7 @@ def relay(
     copy of the model in shared memory, which they map.
     """
     _check_tcp(address, token_file, server_key, "--server-key")
+    _check_tcp(on, token_file, None, "")
     if server_key is not None and isinstance(parse_address(on), TcpAddress):
         raise click.UsageError(
             f"a relay does not encrypt messages at {on}, and --server-key is given; serve at "
