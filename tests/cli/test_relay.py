@@ -11,8 +11,9 @@ import pytest
 
 import flyweight as fw
 from child_processes import Child
-from commands import flyweight, start
+from commands import flyweight, run, start
 from flyweight.errors import FlyweightError, PlanError
+from flyweight.live.curve_keys import CurveKeys, CurveServer
 from flyweight.live.relay import Relay
 from versioned_models import assign, holding, holds, weights
 
@@ -21,6 +22,15 @@ from versioned_models import assign, holding, holds, weights
 def served(tmp_path):
     """Where the relay of this test serves."""
     return f"unix:{tmp_path}/host"
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A file with the token of this test."""
+    made = tmp_path / "token"
+    made.write_text("secret")
+    made.chmod(0o600)
+    return made
 
 
 def trainer(address, options, pipe):
@@ -136,10 +146,7 @@ def test_a_relay_starts_anew_for_a_model_of_other_tensors(address, served):
 
 
 @pytest.mark.check
-def test_a_relay_of_another_host_reads_over_the_network_once(tmp_path, served):
-    secret = tmp_path / "token"
-    secret.write_text("secret")
-    secret.chmod(0o600)
+def test_a_relay_of_another_host_reads_over_the_network_once(served, secret):
     with Child(trainer, "tcp://127.0.0.1:0", {"token": "secret"}) as source:
         address = source.told()[1]
         words = ("relay", address, "--on", served, "--token-file", secret, "--json")
@@ -153,6 +160,38 @@ def test_a_relay_of_another_host_reads_over_the_network_once(tmp_path, served):
                 with fw.Replica(each, served, token="secret") as replica:
                     assert replica.update(timeout_seconds=10).strategy == "mapped"
             assert [holding(each, [6]) for each in engines] == [6, 6]
+
+
+def test_a_relay_follows_a_publisher_that_encrypts(tmp_path, served, secret):
+    keys, engine = CurveKeys.make(), weights(50)
+    public = keys.write(tmp_path, "trainer").with_suffix(".pub")
+    other = CurveKeys.make().write(tmp_path, "other").with_suffix(".pub")
+    how = {"token": "secret", "curve": CurveServer(keys)}
+    with fw.Publisher(weights(3), "tcp://127.0.0.1:0", **how) as publisher:
+        words = ("relay", publisher.address, "--on", served, "--token-file", secret, "--json")
+        with start(*words, "--server-key", public, FLYWEIGHT_HOST="host-b") as relay:
+            event(relay, "relay.serving")
+            publisher.publish(3, num_replicas=1, timeout_seconds=20)
+            assert event(relay, "update.done")["version"] == 3
+            with fw.Replica(engine, served, token="secret") as replica:
+                assert replica.update(timeout_seconds=10).version == 3
+            assert holds(engine, 3)
+        with start(*words, "--server-key", other, FLYWEIGHT_HOST="host-b") as relay:
+            assert relay.join(20) == 7
+            assert str(other) in relay.errors
+
+
+def test_a_relay_needs_a_token_at_tcp_addresses_and_keys_only_there(address, served, secret):
+    far = "tcp://127.0.0.1:9"
+    for words, remedy in [
+        ((far, "--on", served), "--token-file"),
+        ((address, "--on", far), "--token-file"),
+        ((address, "--on", served, "--server-key", secret), "is for tcp addresses"),
+        ((far, "--on", far, "--token-file", secret, "--server-key", secret), "--on unix:DIRECTORY"),
+    ]:
+        done = run("relay", *words)  # it would run on, so it has a deadline
+        assert done.returncode == 2
+        assert remedy in done.stderr
 
 
 def test_a_relay_says_what_is_wrong_by_exit_code(address, served, tmp_path):

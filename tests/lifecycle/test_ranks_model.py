@@ -129,7 +129,7 @@ class RoundReplica:
         self.last_version = self.end = self.next_version = None
         self.is_connected = False
 
-    def take(self, options):
+    def take(self, options, *, peer_seconds):
         end, self.end = self.end, None
         if end in (None, "nothing"):
             raise TransferTimeout("no publisher came in time")
@@ -144,7 +144,7 @@ class RoundReplica:
         self.version, self.session, self.state = self.next_version, "published", "ready"
         return UpdateReport(self.version, None, 0, 0.0, 0.0, 0.0, 0.0, "x", "published", "live")
 
-    def forget(self, reason):
+    def forget(self, reason, *, loaded=None):
         self.version, self.state = None, "empty"
 
     def wake(self):

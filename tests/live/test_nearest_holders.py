@@ -3,6 +3,7 @@
 import threading
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 import flyweight as fw
@@ -10,6 +11,7 @@ from child_processes import until
 from flyweight.errors import SpecError, TransferTimeout
 from flyweight.host import identity
 from flyweight.live import messages
+from flyweight.live.curve_keys import CurveClient, CurveKeys, CurveServer
 from flyweight.live.holders import MAX_ADDRESS_CHARS, MAX_ADDRESSES, addresses_elsewhere
 from flyweight.live.member import Member
 from live_rounds import asking, updated
@@ -171,10 +173,94 @@ def test_an_engine_with_a_loader_is_sent_there_too(address, served, threads):
         assert holds(taken, 99)
 
 
+def lacking(model):
+    """A model without one of the tensors."""
+    del model["w3"]
+    return model
+
+
+def tied(model):
+    """A model that has two equal tensors of the trainer as one."""
+    return {**model, "w3": model["w0"]}
+
+
+@pytest.mark.parametrize("change", [lacking, tied])
+@pytest.mark.parametrize("is_gone", [False, True], ids=["sent there", "trainer gone"])
+def test_a_loader_takes_nothing_from_a_replica_that_lacks_tensors_of_the_trainer(
+    address, served, threads, change, is_gone
+):
+    model, taken = {f"w{n}": np.full(9, n % 3) for n in range(4)}, {}
+
+    def load(named):
+        taken.update((name, array.copy()) for name, array in named)
+
+    engine = change({f"w{n}": np.zeros(9, int) for n in range(4)})
+    with (
+        fw.Publisher(model, address) as publisher,
+        fw.Replica(engine, address, serve_on=served, extra="report") as holder,
+        fw.Replica(load, address, framework="numpy", peers=[served]) as late,
+    ):
+        updated(threads, publisher, holder, 4)
+        if is_gone:
+            publisher.close()
+            until(lambda: not late.is_connected)
+        with pytest.raises(TransferTimeout):
+            late.update(timeout_seconds=2)
+        assert (late.version, taken) == (None, {})
+        if not is_gone:
+            until(lambda: not publisher.waiting)
+            updated(threads, publisher, late, 5)
+            assert list(taken) == list(model)
+
+
+def test_a_loader_takes_nothing_of_a_trainer_that_it_has_never_joined(address, served, threads):
+    """Nobody has said which tensors that trainer had."""
+    taken = {}
+    with (
+        held(address, served, threads) as (publisher, _),
+        fw.Replica(taken.update, f"{address}2", framework="numpy", peers=[served]) as late,
+        fw.Replica(weights(51), f"{address}2", peers=[served]) as model,
+    ):
+        publisher.close()
+        with pytest.raises(TransferTimeout):
+            late.update(timeout_seconds=2)
+        assert taken == {}
+        assert model.update(timeout_seconds=10).version == 4
+
+
+def test_a_loader_gets_the_trainers_order_from_a_replica_of_another_order(address, served, threads):
+    names, taken = ["c", "a", "b"], []
+    with (
+        fw.Publisher({name: np.ones(3) for name in names}, address) as publisher,
+        fw.Replica(
+            {name: np.zeros(3) for name in sorted(names)}, address, serve_on=served
+        ) as holder,
+        fw.Replica(lambda named: taken.extend(dict(named)), address, framework="numpy") as late,
+    ):
+        updated(threads, publisher, holder, 4)
+        assert late.update(timeout_seconds=10).version == 4
+        assert taken == names
+
+
 def test_peers_are_addresses_and_for_replicas_of_one_rank(address):
     for peers, options in [("unix:here", {}), ([7], {}), (["unix:a"], {"num_ranks": 2})]:
         with pytest.raises(SpecError):
             fw.Replica(weights(1), address, peers=peers, name="n", rank=0, **options)
+
+
+def test_a_late_engine_with_keys_takes_the_version_from_its_own_host(served, threads, monkeypatch):
+    keys, engine, model = CurveKeys.make(), weights(51), weights(4)
+    how = {"token": "secret", "curve": CurveClient(keys.public)}
+    with fw.Publisher(
+        model, "tcp://127.0.0.1:0", token="secret", curve=CurveServer(keys)
+    ) as publisher:
+        monkeypatch.setenv("FLYWEIGHT_HOST", "far-away")
+        with fw.Replica(weights(50), publisher.address, serve_on=served, **how) as holder:
+            updated(threads, publisher, holder, 4)
+            assign(model, 99)
+            with fw.Replica(engine, publisher.address, **how) as late:
+                assert late.update(timeout_seconds=5).strategy != "network"
+    assert holds(engine, 4)
 
 
 def test_a_round_that_fails_there_is_not_tried_there_again(address, served, threads):

@@ -1,13 +1,14 @@
 """Replicas that serve the version that they hold to others, from their own live weights."""
 
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
 import flyweight as fw
 from child_processes import Child, resources, settled, until
-from flyweight.errors import PeerRefused, SpecError, TransferTimeout, TransportError
+from flyweight.errors import PeerRefused, SpecError, TransferTimeout, TransportError, VersionError
 from flyweight.events import listening
 from flyweight.live import messages
 from flyweight.live.curve_keys import CurveClient, CurveKeys
@@ -66,6 +67,30 @@ def test_a_chain_serves_values_and_tied_tensors_as_they_were_published(address, 
         assert last.update(timeout_seconds=10).version == 1
         assert (target["step"], target["name"]) == (7, "policy")
         assert target["a"].tobytes() == target["b"].tobytes() == one.tobytes()
+
+
+def test_what_a_replica_took_unverified_is_not_verified_down_the_chain(
+    address, served, tmp_path, threads
+):
+    end, last = f"unix:{tmp_path}/end", weights(52)
+    with (
+        fw.Replica(weights(50), address, serve_on=served) as replica,
+        fw.Replica(weights(51), served, serve_on=end) as second,
+        fw.Replica(last, end) as third,
+    ):
+        with fw.Publisher(weights(1), address, should_verify=False) as publisher:
+            updated(threads, publisher, replica, 1)
+            assert second.update(timeout_seconds=10).verified == "nothing"
+            with pytest.raises(VersionError, match="must_verify is set"):
+                third.update(timeout_seconds=10, must_verify=True)
+            assert third.version is None
+            assert third.update(timeout_seconds=10).verified == "nothing"
+            assert holds(last, 1)
+        with fw.Publisher(weights(2), address) as publisher:
+            updated(threads, publisher, replica, 1)
+        assert second.update(timeout_seconds=10).verified == "live"
+        assert third.update(timeout_seconds=10, must_verify=True).verified == "live"
+        assert holds(last, 2)
 
 
 def test_torch_modules_serve_too_and_those_on_other_hosts(address, threads, monkeypatch):
@@ -252,6 +277,21 @@ def test_a_replica_leaves_nothing_behind_that_it_served_with(address, served, th
             with fw.Replica(weights(51), served) as other:
                 other.update(timeout_seconds=10)
         fw.Publisher(weights(1), served).close()
+    assert settled(before) == before
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["no trainer", "a trainer"])
+def test_a_replica_that_cannot_be_made_leaves_nothing_behind(address, served, is_there):
+    before, engine = resources(), weights(50)
+    frozen = {name: each.view() for name, each in engine.items()}
+    for each in frozen.values():
+        each.flags.writeable = False
+    with ExitStack() as stack:
+        if is_there:
+            stack.enter_context(fw.Publisher(weights(1), address))
+        for _ in range(2):  # the address is free again
+            with pytest.raises(SpecError, match="read-only memory"):
+                fw.Replica(frozen, address, serve_on=served)
     assert settled(before) == before
 
 

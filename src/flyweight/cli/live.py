@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -40,6 +41,10 @@ from flyweight.live.watch import record
 from flyweight.live.watch import watch as watch_publisher
 from flyweight.verbs.find import open_source
 
+_server_key_option = click.option(
+    "--server-key", type=click.Path(path_type=Path), metavar="FILE",
+    help="The NAME.pub of a publisher that encrypts messages.",
+)  # fmt: skip
 _SHOWN_EVENTS = ("replica.joined", "replica.lost", "serve.done")
 _RELAY_EVENTS = (
     *_SHOWN_EVENTS,
@@ -105,18 +110,27 @@ def publish(
 @click.option("--on", required=True, metavar="ADDRESS", help="Where this host's engines connect.")
 @click.option("--name", help="Its name at the publisher.")
 @token_file_option
-def relay(*, address: str, on: str, name: str | None, token_file: Path | None) -> None:
+@_server_key_option
+def relay(
+    *, address: str, on: str, name: str | None, token_file: Path | None, server_key: Path | None
+) -> None:
     """Follow the publisher at ADDRESS, and serve its versions to engines, until interrupted.
 
     Engines connect to the address of --on as to a publisher. Run one relay per host: it holds one
     copy of the model in shared memory, which they map.
     """
-    token = None
-    if token_file is not None:
-        token = tokens.read(token_file, "publish --token-file makes one")
+    _check_tcp(address, token_file, server_key, "--server-key")
+    _check_tcp(on, token_file, None, "")
+    if server_key is not None and isinstance(parse_address(on), TcpAddress):
+        raise click.UsageError(
+            f"a relay does not encrypt messages at {on}, and --server-key is given; serve at "
+            f"--on unix:DIRECTORY"
+        )
     as_json = wants_json()
-    made = Relay(address, on, token=token, name=name)
+    token, curve = _secrets(token_file, server_key)
+    made = Relay(address, on, token=token, curve=curve, name=name)
     with (
+        _naming_secrets(token_file, server_key),
         until_signal() as is_over,
         listening(lambda event: _print_event(event, _RELAY_EVENTS, as_json, is_over)),
         ThreadPoolExecutor(1) as thread,
@@ -168,10 +182,7 @@ def _print_event(
     show_default=True, help="Seconds to wait for a publisher.",
 )  # fmt: skip
 @token_file_option
-@click.option(
-    "--server-key", type=click.Path(path_type=Path), metavar="FILE",
-    help="The NAME.pub of a publisher that encrypts messages.",
-)  # fmt: skip
+@_server_key_option
 def watch(
     address: str,
     once: bool,
@@ -201,14 +212,28 @@ def _check_tcp(address: str, token_file: Path | None, key: Path | None, key_opti
 def _news(
     address: str, token_file: Path | None, server_key: Path | None, timeout_seconds: float
 ) -> Iterator[News]:
-    token = None
-    if token_file is not None:
-        token = tokens.read(token_file, "copy the publisher's; publish --token-file makes one")
-    curve = None if server_key is None else CurveClient(CurveKeys.read_public(server_key))
-    try:
+    token, curve = _secrets(token_file, server_key)
+    with _naming_secrets(token_file, server_key):
         yield from watch_publisher(
             address, token=token, curve=curve, timeout_seconds=timeout_seconds
         )
+
+
+def _secrets(
+    token_file: Path | None, server_key: Path | None
+) -> tuple[str | None, CurveClient | None]:
+    """Return what a command connects to a publisher with."""
+    token = None
+    if token_file is not None:
+        token = tokens.read(token_file, "copy the publisher's; publish --token-file makes one")
+    return token, None if server_key is None else CurveClient(CurveKeys.read_public(server_key))
+
+
+@contextmanager
+def _naming_secrets(token_file: Path | None, server_key: Path | None) -> Iterator[None]:
+    """Name the files to a user whose command the publisher refuses."""
+    try:
+        yield
     except PeerRefused as error:
         if token_file is not None:
             error.note(f"the token is that of --token-file {str(token_file)!r}")

@@ -221,10 +221,11 @@ class StoredWeights:
 
 
 class NearestWeights:
-    """Weights from a publisher while one can be reached, else from snapshots.
+    """Weights from a publisher while one can be reached, else from replicas or from snapshots.
 
     An engine without weights loads a snapshot instead of waiting for a trainer to come back. An
-    engine with weights loads newer snapshots while no publisher can be reached.
+    engine with weights loads newer snapshots while no publisher can be reached. Other replicas that
+    the connection knows are asked before the snapshots.
 
     Args:
         replica: the connection to the publisher.
@@ -262,8 +263,9 @@ class NearestWeights:
     def take(self, options: UpdateOptions) -> UpdateReport:
         """Load a version from the publisher if it is there soon, else from files, else wait.
 
-        Without a version: the publisher's next one, or, while no publisher can be reached, a
-        snapshot newer than the current version. If the publisher has nothing newer, wait for it.
+        Without a version: the publisher's next one, or, while no publisher can be reached, one of
+        another replica, or else a snapshot, that is newer than the current version. If the
+        publisher has nothing newer, wait for it.
         With `may_keep` the current version is enough if its source confirms that it is the newest.
 
         The ranks of an engine choose the source together, after each try of the publisher.
@@ -281,7 +283,7 @@ class NearestWeights:
         how = replace(options, before=begin)
         while True:
             try:
-                return self._from_publisher(replace(how, timeout_seconds=patience))
+                return self._from_publisher(replace(how, timeout_seconds=patience), deadline)
             except Exception as error:  # a loader may raise anything, and the ranks must hear of it
                 failure = error
             if options.is_over():
@@ -333,9 +335,11 @@ class NearestWeights:
             raise failure
         return said
 
-    def _from_publisher(self, options: UpdateOptions) -> UpdateReport:
+    def _from_publisher(self, options: UpdateOptions, deadline: float) -> UpdateReport:
+        # Others may take until the deadline to begin: they hold a version, and files may be older.
+        left = max(deadline - monotonic() - options.timeout_seconds, 0.0)
         try:
-            return self._replica.take(options)
+            return self._replica.take(options, peer_seconds=left)
         finally:
             if self._replica.state != "empty":  # it wrote, or tried to
                 self._stored.forget("a publisher's version was loaded over it")
@@ -351,8 +355,9 @@ class NearestWeights:
             return self._stored.take(replace(options, exchange=None))
         finally:
             if self._stored.has_written:
-                self._replica.forget("a snapshot was loaded over it")
-                self._replica.last_version = self._stored.version
+                version = self._stored.version
+                self._replica.forget("a snapshot was loaded over it", loaded=version)
+                self._replica.last_version = version
 
     def forget(self, reason: str) -> None:
         self._replica.forget(reason)

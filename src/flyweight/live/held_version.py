@@ -23,6 +23,8 @@ class HeldVersion:
         self._failure: FlyweightError | None = None
         self.num_taken = 0
         """How many updates have succeeded."""
+        self.loaded: int | None = None
+        """The version that others have written to the model since, if it is known."""
 
     @property
     def version(self) -> int | None:
@@ -62,15 +64,15 @@ class HeldVersion:
 
     def touch(self) -> None:
         """Hold nothing while the weights are overwritten."""
-        self._state, self._version = "updating", None
+        self._state, self._version, self.loaded = "updating", None, None
 
     def fail(self, error: FlyweightError) -> None:
         """Hold nothing: an update has ended by an error after the first write."""
         self._state, self._failure = "failed", error
 
-    def forget(self, reason: str) -> None:
-        """Hold nothing, for a reason that is no failed update."""
-        self._version, self._state = None, "empty"
+    def forget(self, reason: str, loaded: int | None = None) -> None:
+        """Hold nothing, for a reason that is no failed update; `loaded` is what others wrote."""
+        self._version, self._state, self.loaded = None, "empty", loaded
         self._failure = VersionError(reason)
 
     def forget_if_moved(self) -> None:

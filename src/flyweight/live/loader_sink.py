@@ -27,7 +27,7 @@ from flyweight.spec.manifest import Leaf, TensorSpec
 class LoaderSink:
     """Gives whole tensors to an engine's loader, in the publisher's order."""
 
-    verified = "received"
+    verified, takes_all = "received", True
 
     def __init__(self, loader: Loader) -> None:
         self.loader, self.copiers = loader, Copiers()

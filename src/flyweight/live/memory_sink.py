@@ -34,7 +34,7 @@ from flyweight.spec.model_layout import ModelLayout
 class MemorySink:
     """Writes the parameters of a model in place, box by box."""
 
-    verified = "live"
+    verified, takes_all = "live", False
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ class Refusal(Message, frozen=True):
 
 
 class Ask(Message, frozen=True):
-    """Replica: requests a version, or any that it does not have."""
+    """Replica: requests a version, or any that is newer than what it has."""
 
     ask: int
     """The request's number, which only grows; a round names the request that it answers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Literal
 
@@ -18,7 +19,6 @@ from flyweight.errors import (
     FlyweightError,
     HandleGone,
     PeerLost,
-    SpecError,
     TransferTimeout,
     TransportError,
     VersionError,
@@ -27,7 +27,7 @@ from flyweight.events import announce
 from flyweight.live.curve_keys import CurveClient
 from flyweight.live.held_version import REPLACED, HeldVersion, State
 from flyweight.live.messages import Want
-from flyweight.live.reconnect import Reconnect
+from flyweight.live.reconnect import Reconnect, replica_name
 from flyweight.live.replica_round import ReplicaRound
 from flyweight.live.report import TIMEOUT_SECONDS, announce_update, check_verified
 from flyweight.live.serving import WITHDRAW_SECONDS, Serving
@@ -83,16 +83,18 @@ class Replica:
         token: the publisher's token; at a `unix:` address it may be in a file next to its sockets.
         curve: the publisher's public key, if it encrypts messages to other hosts.
         serve_on: an address of its own, where others take each version that this replica holds,
-            from its live weights, with the same `token`. Only updates may change them.
+            from its live weights, with the same `token`. Only updates may change them. What it took
+            unverified is served as such.
         withdraw_seconds: how long an update waits for readers; after half of it they are given up.
         peers: addresses of replicas that serve others. While no publisher answers, an update takes
-            the version that one of them holds; a publisher names more of them by itself.
+            the version that one of them holds; a publisher names more of them by itself. A function
+            takes it only with all tensors of a publisher that was joined before.
         """
         check_text("token", token, is_secret=True)
         ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
         self.num_ranks = ranks[1]
         """The number of ranks of the engine, which take each version together."""
-        self.name = _replica_name(name, self.num_ranks)
+        self.name = replica_name(name, self.num_ranks)
         cut = (layout, rank if layout_rank is None else layout_rank)
         self._sink = sink_for(target, cut, extra=extra, framework=framework, device=device)
         self._held = HeldVersion(self._sink.is_current)
@@ -105,6 +107,7 @@ class Replica:
             ranks,
             choose=self._choose,
             is_current=self._sink.is_current,
+            takes_all=self._sink.takes_all,
             peers=peers,
         )
         is_whole = self.num_ranks == 1 and layout is None
@@ -121,12 +124,16 @@ class Replica:
         self._round: ReplicaRound | None = None
         self._checked_at, self._is_open, self._pid = 0.0, True, os.getpid()
         try:
-            self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
-        except (PeerLost, TransferTimeout):  # the publisher may start later
-            self._sink.check()  # as joining does
+            self._connect()
         except BaseException:
             self._serving.close()
             raise
+
+    def _connect(self) -> None:
+        try:
+            self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
+        except (PeerLost, TransferTimeout):  # the publisher may start later
+            self._sink.check()  # as joining does
 
     @property
     def version(self) -> int | None:
@@ -213,14 +220,17 @@ class Replica:
             )
         )
 
-    def take(self, options: UpdateOptions) -> UpdateReport:
-        """Do as `update`, which explains the options. The round joins the ranks of a replica."""
+    def take(self, options: UpdateOptions, *, peer_seconds: float = 0.0) -> UpdateReport:
+        """Do as `update`, which explains the options. The round joins the ranks of a replica.
+
+        peer_seconds: how much longer than `timeout_seconds` other replicas may take to begin.
+        """
         self._check_open()
         if not self._updating.acquire(blocking=False):
             raise TransportError(f"an update of replica {self.name!r} is under way")
         try:
             self._thread = threading.get_ident()
-            return self._update(options)
+            return self._update(options, peer_seconds)
         finally:
             self._updating.release()
             if not self._is_open:
@@ -245,9 +255,9 @@ class Replica:
         """Make an update that waits for a version call its `is_over`."""
         self._publisher.wake()
 
-    def forget(self, reason: str) -> None:
-        """Hold no version any more: the weights' memory was freed, or written by others."""
-        self._held.forget(reason)
+    def forget(self, reason: str, *, loaded: int | None = None) -> None:
+        """Hold no version: the weights' memory was freed, or others wrote version `loaded`."""
+        self._held.forget(reason, loaded)
         self._serving.withdraw()
 
     def _check_open(self) -> None:
@@ -258,12 +268,13 @@ class Replica:
         if not self._is_open:
             raise TransportError(f"replica {self.name!r} is closed")
 
-    def _update(self, options: UpdateOptions) -> UpdateReport:
+    def _update(self, options: UpdateOptions, peer_seconds: float) -> UpdateReport:
         started, deadline = perf_counter(), monotonic() + options.timeout_seconds
+        synchronize = partial(self._sink.synchronize, deadline + peer_seconds)
         while True:
             self._check_open()
             connection, begin = self._publisher.begun(
-                options, self._held, deadline, lambda: self._sink.synchronize(deadline)
+                options, self._held, deadline, synchronize, peer_seconds=peer_seconds
             )
             if begin is None:
                 self._held.forget_if_moved()  # tensors may have been replaced meanwhile
@@ -382,13 +393,6 @@ class Replica:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-def _replica_name(name: str | None, num_ranks: int) -> str:
-    check_text("name", name)
-    if num_ranks > 1 and name is None:
-        raise SpecError(f"the {num_ranks} ranks of a replica need a common name: name=")
-    return f"{os.uname().nodename}:{os.getpid()}" if name is None else name
 
 
 _WEIGHTS: type[Weights] = Replica  # mypy checks the port

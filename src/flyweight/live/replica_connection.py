@@ -55,6 +55,8 @@ class ReplicaConnection:
     """The publisher's blocks; set by `join`."""
     session: str
     """The session of the publisher, or of the one that it follows; set by `join`."""
+    newest: int | None
+    """The newest version that the publisher had then; set by `join`."""
     unused: tuple[str, ...]
     """The publisher's tensors that the replica does not want; set by `join`."""
     decisions: RoundDecisions | None = None
@@ -127,6 +129,7 @@ class ReplicaConnection:
         """
         welcome = self.welcomed(deadline, is_over)
         tensors = welcome.tensors.specs()
+        self.session, self.newest = welcome.follows or welcome.session, welcome.version
         want = choose(tensors, welcome.tied)
         if self._line.is_remote:
             want = msgspec.structs.replace(want, is_remote=True)
@@ -136,7 +139,6 @@ class ReplicaConnection:
         self.source = RemoteSource(agreed, tensors, welcome.tied, want, transports)
         used = {welcome.tied.get(each, each) for each in want.tensors.names}
         self.unused = tuple(name for name in tensors if name not in used)
-        self.session = welcome.follows or welcome.session
         if self.num_ranks > 1:
             # Opened now: a rank that loses its publisher still finds what was decided.
             self.decisions = RoundDecisions(self._line.directory, welcome.session, self.name)

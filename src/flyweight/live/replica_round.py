@@ -304,6 +304,8 @@ class UpdateSink(Protocol):
 
     verified: str
     """What its digests are computed from, for reports: 'live' or 'received'."""
+    takes_all: bool
+    """True if it takes all tensors that the publisher has, whatever they are."""
 
     @property
     def has_devices(self) -> bool:

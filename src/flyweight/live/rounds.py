@@ -224,7 +224,9 @@ class Rounds:
             assert last is not None
             self._members.point_elsewhere(ranks[0], last, elsewhere)
         elif available is not None and request.version in (None, available.version):
-            if available.version != request.have:
+            have = request.have
+            is_older = request.version is None and have is not None and available.version < have
+            if available.version != have and not is_older:
                 self._start_thread(ranks, available)
         elif has_store:
             for each in ranks:

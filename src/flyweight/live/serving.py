@@ -54,6 +54,8 @@ class Serving:
         self._lock = threading.RLock()
         self._session = ""
         """The publisher that the served versions come from."""
+        self._should_verify = True
+        """Whether that publisher compares digests: what nobody has verified is served as such."""
         self._last: tuple[Begin, str] | None = None
         self._leader: Leader | None = None
         self.address: str | None = None
@@ -95,7 +97,8 @@ class Serving:
             )
         blocks = blocks_alone(model.source)
         claim, listen = claimed(self._place, self._token)
-        return Leader(model, PublisherOptions(), claim, blocks, listen=listen)
+        options = PublisherOptions(should_verify=self._should_verify)
+        return Leader(model, options, claim, blocks, listen=listen)
 
     def serve(self, begin: Begin, session: str) -> None:
         """Let others take the version of a round that was committed.
@@ -106,10 +109,11 @@ class Serving:
             return
         with self._lock:
             self._last = begin, session
-            if self._session not in ("", session):
+            is_other = self._session not in ("", session)
+            if is_other or begin.should_verify != self._should_verify:
                 # Versions of another publisher are others, even if their numbers are the same.
                 self._close_leader()
-            self._session = session
+            self._session, self._should_verify = session, begin.should_verify
             try:
                 try:
                     self._serve(begin)
