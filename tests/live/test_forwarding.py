@@ -56,6 +56,10 @@ class World:
     def wants(self, name):
         return self.buckets[self.nodes[name].group]
 
+    def lacks(self, name):
+        """Return the buckets that a member lacks."""
+        return {each for each in self.wants(name) if (name, each) not in self.has}
+
     def steps(self):
         """Return what can happen next without a fault."""
         found = [("has", *each) for each in self.reading]
@@ -96,8 +100,7 @@ class World:
             case ("lost", name):
                 self.leave(name)
             case ("slow", slow):
-                lacks = {each for each in self.wants(slow) if (slow, each) not in self.has}
-                is_gathered = lacks.isdisjoint(self.packed)
+                is_gathered = self.lacks(slow).isdisjoint(self.packed)
                 self.plan = self.plan.as_leaf(slow, at_trainer=is_gathered)
                 self.may_read_again |= {
                     each for each, holder in self.reading.items() if slow in (holder, each[0])
@@ -163,7 +166,7 @@ class World:
     def check_end(self):
         """Check that nobody waits: all have all, every slot is free."""
         for name in self.alive:
-            assert {(name, each) for each in self.wants(name)} <= self.has, (name, self.reading)
+            assert not self.lacks(name), (name, self.reading)
         assert not self.staging
         assert not self.source.intersection(self.packed)
         assert self.num_filled == len(self.packed)
@@ -179,6 +182,10 @@ def explore(world):
             world.check_end()
         busy = {name for what, name, *_ in steps if what != "filled"}
         assert {*world.forwarding.waiting_for()} == busy
+        idle = {name for name in world.alive if world.lacks(name)} - busy
+        assert world.forwarding.idle() == idle
+        # So if no member has something to do, the others wait for the source.
+        assert busy or not idle or any(what == "filled" for what, *_ in steps)
         for step in steps + world.fault_steps():
             after = world.copy()
             after.take(step)

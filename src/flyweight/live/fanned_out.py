@@ -148,14 +148,22 @@ class FannedOut:
         names = sorted(each.member.label for each in givers)
         return f"; it read from {', '.join(names)}" if names else ""
 
-    def check_slow(self) -> set[str]:
-        """Let nobody read from members that make no progress; return those with nothing to do."""
-        now, busy = monotonic(), self._forwarding.waiting_for()
-        for name in busy:
+    def check_slow(self) -> None:
+        """Let nobody read from members that make no progress."""
+        now = monotonic()
+        for name in self._forwarding.waiting_for():
             if now - self.members[name].last_progress > _SLOW_SECONDS and name not in self._slow:
                 self._slow.add(name)
                 self._carry_out(self._forwarding.slow(name))
-        return self.members.keys() - busy.keys()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if some member has something to do."""
+        return bool(self._forwarding.waiting_for())
+
+    def idle(self) -> list[MemberRound]:
+        """Return the members that lack a bucket which nobody can give them yet."""
+        return [self.members[name] for name in self._forwarding.idle()]
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         send, give_up = self._send_method(), self._give_up_method()

@@ -221,6 +221,11 @@ class Forwarding:
                 found.setdefault(name, f"read bucket {bucket} from {whom}")
         return found
 
+    def idle(self) -> set[str]:
+        """Return the members that lack a bucket and have nothing to do: they wait for others."""
+        found = {name for name, each in self.holdings.items() if each.missing}
+        return found - self.waiting_for().keys() - {SOURCE}
+
     def _tell(self, members: Iterable[str]) -> None:
         """Tell members to read the next buckets for which they have slots."""
         for name in members:

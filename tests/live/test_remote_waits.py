@@ -1,0 +1,182 @@
+"""Replicas of other hosts that wait for each other, and who is late if one of them hangs."""
+
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from child_processes import in_time
+from flyweight.live import messages
+from netns import fleet
+from peers import FakeReplica
+from remote_processes import MIB, PART_BYTES, TOKEN, Actor, Engine, Remote, TrainerRank
+from versioned_models import holds, weights
+
+LATE_SECONDS = 3
+"""The time that a publish is given."""
+
+
+@pytest.fixture
+def trainer(monkeypatch, tmp_path):
+    """Makes a publisher for other hosts, and replicas that connect as if on those."""
+    monkeypatch.setenv("FLYWEIGHT_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("FLYWEIGHT_HOST", "trainer")
+    with ExitStack() as stack:
+
+        def make(model, **options):
+            options = {"token": TOKEN, "timeout_seconds": LATE_SECONDS, **options}
+            made = stack.enter_context(fw.Publisher(model, "tcp://127.0.0.1:0", **options))
+            made.replica = lambda target, name, **options: replica(made, target, name, options)
+            return made
+
+        def replica(publisher, target, name, options):
+            with monkeypatch.context() as elsewhere:
+                elsewhere.setenv("FLYWEIGHT_HOST", f"host of {name}")
+                made = fw.Replica(target, publisher.address, name=name, token=TOKEN, **options)
+            return stack.enter_context(made)
+
+        yield make
+
+
+class Held:
+    """Something that a test keeps waiting."""
+
+    def __init__(self):
+        self._is_free, self.is_waiting = threading.Event(), threading.Event()
+
+    def wait(self):
+        self.is_waiting.set()
+        assert self._is_free.wait(20)
+
+    @contextmanager
+    def until_the_end(self):
+        try:
+            yield self
+        finally:
+            self._is_free.set()
+
+
+def test_a_replica_that_hangs_after_its_last_bucket_is_given_up(trainer, threads):
+    """It waits for nobody, though it has no bucket to read or to unpack."""
+
+    def load(named):
+        assert len(dict(named)) == len(weights(0))
+        held.wait()
+
+    with Held().until_the_end() as held:
+        publisher = trainer(weights(1), bucket_bytes=1 << 14)
+        target = weights(2)
+        replicas = [
+            publisher.replica(load, "stuck", framework="numpy"),
+            publisher.replica(target, "right"),
+        ]
+        updates = [threads.submit(each.update, timeout_seconds=20) for each in replicas]
+        with in_time(LATE_SECONDS):
+            report = publisher.publish(1, num_replicas=2)
+        assert held.is_waiting.is_set()
+    assert [each.name for each in report.failed] == ["stuck"]
+    assert "'stuck' is late: it has not" in str(report.failed[0].error)
+    assert updates[0].exception(10) is not None
+    assert updates[1].result(10).version == 1
+    assert holds(target, 1)
+
+
+@contextmanager
+def two_ranks(host, other, directory, **options):
+    """The two ranks of a trainer, in whose slots one bucket fits."""
+    options = {"bucket_bytes": MIB, "transport": "host", "depth": 1, **options}
+    options |= {"timeout_seconds": LATE_SECONDS, "is_awaited": False}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Remote(at, TrainerRank, host.ip, rank, 2, directory, **options))
+            for rank, at in enumerate((host, other))
+        ]
+        for each in ranks:
+            each.made()
+        yield ranks
+
+
+def engine_at(host, address, name):
+    return Remote(
+        host, Engine, address, model={"w": np.zeros((2, PART_BYTES), np.uint8)}, name=name
+    )
+
+
+def test_a_source_rank_that_fills_no_bucket_is_named(tmp_path):
+    """The replicas that wait for its buckets do not wait for each other."""
+    with (
+        fleet(3) as (first, (second, third, fourth)),
+        two_ranks(first, second, tmp_path) as ranks,
+        engine_at(third, ranks[0].address, "e0") as one,
+        engine_at(fourth, ranks[0].address, "e1") as other,
+    ):
+        ranks[1].ask("stop_before", "Filled")
+        for each in (one, other):
+            each.start("update")
+        for each in ranks:
+            each.start("publish", 1, num_replicas=2)
+        ranks[1].stopped()
+        started = time.monotonic()
+        late = "source rank 1 has not filled its buckets in time"
+        assert ranks[0].end() == {"e0": late, "e1": late}
+        assert time.monotonic() - started < 2 * LATE_SECONDS
+        ranks[1].pass_on()
+        assert [each.end().kind for each in (one, other)] == ["TransferTimeout"] * 2
+
+
+HELD = 1
+"""The first bucket of rank 1: with two ranks, those of rank 0 have even numbers."""
+
+
+class SlowReplica(Actor):
+    """A replica of the trainer's own host that holds the first slot of rank 1 for a long time."""
+
+    def make(self, directory):
+        (found,) = directory.glob("*/control")
+        self._peer = FakeReplica(f"unix:{found.parent}")
+        self._peer.token = TOKEN
+        self._peer.join("slow")
+
+    def update(self):
+        self._peer.say(messages.Ask(1, None, None))
+        begin = self._peer.hear_of(messages.Begin)
+        num_buckets = PART_BYTES // MIB  # of each rank
+        self._empty(begin.round, num_buckets + 1)
+        for n in range(round(2.5 * LATE_SECONDS / 0.3)):  # it copies, if slowly
+            time.sleep(0.3)
+            self._peer.say(messages.Tick(n + 1))
+        self._peer.say(messages.Emptied(begin.round, HELD))
+        self._empty(begin.round, num_buckets - 1)
+        self._peer.say(messages.Done(begin.round, b"", 0.0, 0.0))
+        self._peer.hear_of(messages.Commit)
+
+    def _empty(self, number, count):
+        """Empty that many buckets as they come, but not the one that is held."""
+        for _ in range(count):
+            bucket = self._peer.hear_of(messages.Filled).bucket
+            if bucket != HELD:
+                self._peer.say(messages.Emptied(number, bucket))
+
+
+def test_a_replica_is_not_late_while_one_of_the_trainers_host_holds_a_slot(tmp_path, monkeypatch):
+    """Nor does a source rank that waits for that slot count as late."""
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    monkeypatch.setenv("FLYWEIGHT_RUN_DIR", str(run))
+    with (
+        fleet(1) as (host, (other,)),
+        two_ranks(host, host, tmp_path / "ranks", should_verify=False) as ranks,
+        engine_at(other, ranks[0].address, "remote") as remote,
+        Remote(host, SlowReplica, run) as slow,
+    ):
+        for each in (slow, remote):
+            each.start("update")
+        for each in ranks:
+            each.start("publish", 1, num_replicas=2)
+        assert remote.end() == (1, "network")
+        assert slow.end() is None
+        assert [each.end() for each in ranks] == [{"slow": "host", "remote": "network"}] * 2
+        assert remote.ask("bytes")["w"] == bytes([1]) * 2 * PART_BYTES
