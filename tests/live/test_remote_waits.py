@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import in_time
+from child_processes import in_time, until
 from flyweight.live import messages
+from flyweight.live.member import MemberRound
+from flyweight.live.running_round import RunningRound
+from flyweight.live.sources import Sources
+from live_rounds import call_before
 from netns import fleet
 from peers import FakeReplica
 from remote_processes import MIB, PART_BYTES, TOKEN, Actor, Engine, Remote, TrainerRank
@@ -82,6 +86,53 @@ def test_a_replica_that_hangs_after_its_last_bucket_is_given_up(trainer, threads
     assert updates[0].exception(10) is not None
     assert updates[1].result(10).version == 1
     assert holds(target, 1)
+
+
+def asking(publisher, threads, num_replicas):
+    """Return replicas that wait for a version, their weights, and what their updates return."""
+    targets = [weights(2) for _ in range(num_replicas)]
+    replicas = [publisher.replica(each, f"{n}") for n, each in enumerate(targets)]
+    updates = []
+    for n, each in enumerate(replicas):
+        updates.append(threads.submit(each.update, timeout_seconds=20))
+        until(lambda n=n: len(publisher.waiting) > n)
+    return replicas, targets, updates
+
+
+def test_a_replica_that_leaves_before_the_round_begins_fails_no_other(
+    trainer, threads, monkeypatch
+):
+    publisher = trainer(weights(1))
+    replicas, targets, updates = asking(publisher, threads, 3)
+
+    def leave():
+        replicas[0].close()
+        until(lambda: len(publisher.replicas) == 2)
+
+    call_before(monkeypatch, Sources, "offer", leave)
+    report = publisher.publish(1, num_replicas=3)
+    assert [each.name for each in report.failed] == ["0"]
+    assert isinstance(updates[0].exception(10), fw.FlyweightError)
+    assert [each.result(10).version for each in updates[1:]] == [1, 1]
+    assert all(holds(each, 1) for each in targets[1:])
+
+
+def test_what_a_replica_says_of_a_round_before_it_begins_is_ignored(trainer, threads, monkeypatch):
+    """Numbers of rounds are easy to guess, and the others do not know of this one yet."""
+    publisher = trainer(weights(1))
+    replicas, targets, updates = asking(publisher, threads, 2)
+
+    def guess():
+        said = len(heard)
+        replicas[0]._publisher.connection.send(messages.Has(1, 0, None))
+        until(lambda: len(heard) > said)
+
+    heard = []
+    call_before(monkeypatch, MemberRound, "receive", lambda: heard.append(None))
+    call_before(monkeypatch, RunningRound, "run", guess)
+    assert publisher.publish(1, num_replicas=2).failed == ()
+    assert [each.result(10).version for each in updates] == [1, 1]
+    assert all(holds(each, 1) for each in targets)
 
 
 @contextmanager

@@ -95,12 +95,15 @@ class FannedOut:
 
     def lost(self, member: MemberRound) -> None:
         """Let nobody read from a member that is gone or has failed."""
-        self._carry_out(self._forwarding.lost(member.member.id.hex()))
+        if self._early is None:  # else `start` leaves it out: others do not know of the round yet
+            self._carry_out(self._forwarding.lost(member.member.id.hex()))
 
     def on_message(
         self, member: MemberRound, message: messages.Has | messages.Emptied | messages.Unread
     ) -> None:
         """Handle what a member says of a bucket."""
+        if self._early is not None:
+            return  # nobody was told to read
         name, bucket = member.member.id.hex(), message.bucket
         match message:
             case messages.Has(handle=handle):
