@@ -5,7 +5,6 @@ import time
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-import pytest
 
 import flyweight as fw
 from child_processes import in_time, until
@@ -13,36 +12,11 @@ from flyweight.live import messages
 from flyweight.live.member import MemberRound
 from flyweight.live.running_round import RunningRound
 from flyweight.live.sources import Sources
-from live_rounds import call_before
+from live_rounds import SECONDS, call_before
 from netns import fleet
 from peers import FakeReplica
 from remote_processes import MIB, PART_BYTES, TOKEN, Actor, Engine, Remote, TrainerRank
 from versioned_models import holds, weights
-
-LATE_SECONDS = 3
-"""The time that a publish is given."""
-
-
-@pytest.fixture
-def trainer(monkeypatch, tmp_path):
-    """Makes a publisher for other hosts, and replicas that connect as if on those."""
-    monkeypatch.setenv("FLYWEIGHT_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv("FLYWEIGHT_HOST", "trainer")
-    with ExitStack() as stack:
-
-        def make(model, **options):
-            options = {"token": TOKEN, "timeout_seconds": LATE_SECONDS, **options}
-            made = stack.enter_context(fw.Publisher(model, "tcp://127.0.0.1:0", **options))
-            made.replica = lambda target, name, **options: replica(made, target, name, options)
-            return made
-
-        def replica(publisher, target, name, options):
-            with monkeypatch.context() as elsewhere:
-                elsewhere.setenv("FLYWEIGHT_HOST", f"host of {name}")
-                made = fw.Replica(target, publisher.address, name=name, token=TOKEN, **options)
-            return stack.enter_context(made)
-
-        yield make
 
 
 class Held:
@@ -78,7 +52,7 @@ def test_a_replica_that_hangs_after_its_last_bucket_is_given_up(trainer, threads
             publisher.replica(target, "right"),
         ]
         updates = [threads.submit(each.update, timeout_seconds=20) for each in replicas]
-        with in_time(LATE_SECONDS):
+        with in_time(SECONDS):
             report = publisher.publish(1, num_replicas=2)
         assert held.is_waiting.is_set()
     assert [each.name for each in report.failed] == ["stuck"]
@@ -139,7 +113,7 @@ def test_what_a_replica_says_of_a_round_before_it_begins_is_ignored(trainer, thr
 def two_ranks(host, other, directory, **options):
     """The two ranks of a trainer, in whose slots one bucket fits."""
     options = {"bucket_bytes": MIB, "transport": "host", "depth": 1, **options}
-    options |= {"timeout_seconds": LATE_SECONDS, "is_awaited": False}
+    options |= {"timeout_seconds": SECONDS, "is_awaited": False}
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(Remote(at, TrainerRank, host.ip, rank, 2, directory, **options))
@@ -173,7 +147,7 @@ def test_a_source_rank_that_fills_no_bucket_is_named(tmp_path):
         started = time.monotonic()
         late = "source rank 1 has not filled its buckets in time"
         assert ranks[0].end() == {"e0": late, "e1": late}
-        assert time.monotonic() - started < 2 * LATE_SECONDS
+        assert time.monotonic() - started < 2 * SECONDS
         ranks[1].pass_on()
         assert [each.end().kind for each in (one, other)] == ["TransferTimeout"] * 2
 
@@ -196,7 +170,7 @@ class SlowReplica(Actor):
         begin = self._peer.hear_of(messages.Begin)
         num_buckets = PART_BYTES // MIB  # of each rank
         self._empty(begin.round, num_buckets + 1)
-        for n in range(round(2.5 * LATE_SECONDS / 0.3)):  # it copies, if slowly
+        for n in range(round(2.5 * SECONDS / 0.3)):  # it copies, if slowly
             time.sleep(0.3)
             self._peer.say(messages.Tick(n + 1))
         self._peer.say(messages.Emptied(begin.round, HELD))

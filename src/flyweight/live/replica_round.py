@@ -24,7 +24,7 @@ from flyweight.errors import (
 )
 from flyweight.live import messages
 from flyweight.live.connection import spin_seconds
-from flyweight.live.fetch import Fetched, Fetches
+from flyweight.live.fetch import Fetched, Fetches, FetchesFailed
 from flyweight.live.replica_connection import ReplicaConnection
 from flyweight.live.report import unverified
 from flyweight.ports import UpdateReport
@@ -293,6 +293,8 @@ class ReplicaRound:
                     if message.is_touched and self.connection.num_ranks > 1:
                         self.touch()
                     raise error_named(kind, text)
+                case FetchesFailed(round=number, reason=reason) if number == this:
+                    raise TransportError(reason)
                 case messages.Going(round=number) if number == this:
                     deadline = self.deadline
                 case _:
