@@ -19,7 +19,7 @@ from flyweight.plans.fanout import Node, fan_out
 from flyweight.transports.network import NetworkHandle
 
 _SLOW_SECONDS = 3.0
-"""Nobody reads any more from a member that makes no progress for this long."""
+"""Nobody reads any more from a member that makes no progress for this long, and delays others."""
 _AVOIDED_SECONDS = 600.0
 """Nobody reads in the next rounds from a member that others cannot reach, or that gave wrong bytes.
 """
@@ -66,6 +66,8 @@ class FannedOut:
         """The holder, and its key, that a member was told last to read a bucket from."""
         self._errors: dict[str, FlyweightError] = {}
         self._slow: set[str] = set()
+        self._idle_since: dict[str, float] = {}
+        """Since when members wait for others."""
         self._givers: dict[str, set[str]] = {}
         """The members that each member has read buckets from."""
         self._unreachable: set[str] = set()
@@ -152,10 +154,20 @@ class FannedOut:
         return f"; it read from {', '.join(names)}" if names else ""
 
     def check_slow(self) -> None:
-        """Let nobody read from members that make no progress."""
-        now = monotonic()
+        """Let nobody read from members that make no progress.
+
+        An engine that drains unpacks nothing, and others can read its staging meanwhile. So it is
+        slow only once another one has waited for it as long.
+        """
+        now, idle = monotonic(), self._forwarding.idle()
+        self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
         for name in self._forwarding.waiting_for():
-            if now - self.members[name].last_progress > _SLOW_SECONDS and name not in self._slow:
+            if name in self._slow or now - self.members[name].last_progress <= _SLOW_SECONDS:
+                continue
+            since = [
+                self._idle_since.get(each, now) for each in self._forwarding.kept_waiting(name)
+            ]
+            if self._forwarding.is_reading(name) or now - min(since, default=now) > _SLOW_SECONDS:
                 self._slow.add(name)
                 self._carry_out(self._forwarding.slow(name))
 
@@ -180,6 +192,7 @@ class FannedOut:
                     self._told[name, bucket] = holder, key
                     member = self.members[name]
                     member.last_progress = monotonic()  # only now it has something to do
+                    self._idle_since.pop(name, None)
                     send(member, messages.Filled(self._round, bucket, handle))
                 case Free(name, bucket):
                     self._handles.pop((name, bucket), None)
