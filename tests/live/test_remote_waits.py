@@ -5,10 +5,12 @@ import time
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
+import pytest
 
 import flyweight as fw
 from child_processes import in_time, until
-from flyweight.live import messages
+from flyweight.live import messages, reconnect
+from flyweight.live.fetch import STAGING_SLOTS
 from flyweight.live.member import MemberRound
 from flyweight.live.running_round import RunningRound
 from flyweight.live.sources import Sources
@@ -107,6 +109,69 @@ def test_what_a_replica_says_of_a_round_before_it_begins_is_ignored(trainer, thr
     assert publisher.publish(1, num_replicas=2).failed == ()
     assert [each.result(10).version for each in updates] == [1, 1]
     assert all(holds(each, 1) for each in targets)
+
+
+def two_that_share(trainer, threads, held):
+    """Return a replica that has a version, and one that reads the rest of it from that one later.
+
+    The second one is held before it writes. It has eight buckets in staging, and lacks others.
+    """
+    publisher = trainer(weights(1, MIB), bucket_bytes=MIB // 16, timeout_seconds=20)
+    first, second = (publisher.replica(weights(n, MIB), f"{n}") for n in (2, 3))
+    update = threads.submit(first.update, timeout_seconds=20)
+    until(lambda: publisher.waiting)
+    held_update = threads.submit(second.update, timeout_seconds=20, before=lambda _: held.wait())
+    until(lambda: len(publisher.waiting) == 2)
+    future = threads.submit(publisher.publish, 1, num_replicas=2)
+    assert update.result(10).version == 1
+    return first, held_update, future
+
+
+def test_a_replica_that_is_closed_waits_a_while_for_those_that_read_from_it(
+    trainer, threads, monkeypatch
+):
+    monkeypatch.setattr(reconnect, "_READ_SECONDS", SECONDS / 3)
+    with Held().until_the_end() as held:
+        first, update, future = two_that_share(trainer, threads, held)
+        with in_time(SECONDS / 3):
+            first.close()
+    assert update.result(10).version == 1  # from the trainer
+    assert future.result(10).failed == ()
+
+
+def test_a_replica_that_is_closed_waits_no_longer_than_others_read_from_it(trainer, threads):
+    with Held().until_the_end() as held:
+        first, update, future = two_that_share(trainer, threads, held)
+        closing = threads.submit(first.close)
+        with pytest.raises(TimeoutError):
+            closing.result(0.5)
+    closing.result(3)
+    assert update.result(10).version == 1
+    assert future.result(10).failed == ()
+
+
+def is_full(replica):
+    """True if all slots of its staging have buckets that others may read."""
+    fetches = replica._publisher.connection._fetches
+    return fetches is not None and len(fetches.lent) == STAGING_SLOTS
+
+
+def test_a_replica_that_is_closed_in_a_round_does_not_wait(trainer, threads):
+    with Held().until_the_end() as held:
+        publisher = trainer(weights(1, MIB), bucket_bytes=MIB // 16)
+        first, second = (publisher.replica(weights(n, MIB), f"{n}") for n in (2, 3))
+        updates = [
+            threads.submit(each.update, timeout_seconds=20, before=lambda _: held.wait())
+            for each in (first, second)
+        ]
+        future = threads.submit(publisher.publish, 1, num_replicas=2)
+        until(lambda: is_full(first))
+        closing = threads.submit(first.close)
+        until(lambda: publisher.replicas == ["3"], 2)
+    closing.result(10)
+    assert isinstance(updates[0].exception(10), fw.FlyweightError)
+    assert updates[1].result(10).version == 1
+    assert [each.name for each in future.result(10).failed] == ["2"]
 
 
 @contextmanager

@@ -105,6 +105,8 @@ class Fetches:
         """The buckets whose slots are to be freed."""
         self.lent: dict[int, NetworkHandle] = {}
         """Staging that others may read."""
+        self._unread: set[int] = set()
+        """The buckets there that the publisher has not freed: others may still need them."""
         self._is_over, self._is_fenced = False, True
         num_places = len({each.server for each in wanted.values()})
         count = min(_STREAMS_PER_PLACE * num_places, _MAX_THREADS, len(wanted))
@@ -130,6 +132,7 @@ class Fetches:
             return False
         with self._changed:
             if isinstance(message, Free):
+                self._unread.discard(bucket)
                 self._freed.append(bucket)
             elif bucket not in self._arrived:
                 self._handles[bucket] = message.handle
@@ -138,6 +141,11 @@ class Fetches:
                     self._full.append(bucket)
             self._changed.notify_all()
         return True
+
+    @property
+    def is_needed(self) -> bool:
+        """True if this side is done with the round, and other replicas still need its staging."""
+        return self._is_over and bool(self._unread)
 
     def close(self) -> bool:
         """End all fetches; return True if none can write to staging any more."""
@@ -207,6 +215,7 @@ class Fetches:
                 self._arrived.add(bucket)
                 if self._transport.can_offer:
                     self.lent[bucket] = self._transport.offer(fetch.into)
+                    self._unread.add(bucket)
         if error is None:
             self._send(Has(self._round, bucket, self.lent.get(bucket)))
             self._on_fetched(Fetched(self._round, bucket))

@@ -362,7 +362,10 @@ class Replica:
         announce("update.failed", version=version, name=self.name, error=str(error))
 
     def close(self) -> None:
-        """Disconnect and unmap memory; an update under way raises TransportError. Repeatable."""
+        """Disconnect and unmap memory; an update under way raises TransportError. Repeatable.
+
+        If other replicas still read the version from this one, wait for them for some seconds.
+        """
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False

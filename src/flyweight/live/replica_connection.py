@@ -281,6 +281,14 @@ class ReplicaConnection:
         with self._changed:
             self._changed.notify_all()
 
+    def wait_read(self, seconds: float) -> None:
+        """Wait until no other replica reads the last version from here, or for so long."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.is_lost or self._fetches is None or not self._fetches.is_needed,
+                seconds,
+            )
+
     def disconnect(self, text: str = "closed") -> None:
         """Say goodbye; memory stays mapped until `close`. Safe to repeat."""
         if not self.is_lost:
