@@ -4,14 +4,16 @@ import gc
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
 import flyweight as fw
 from child_processes import Child, path_without, until
-from live_rounds import CONTENT, counting_publisher
+from live_rounds import CONTENT, SECONDS, counting_publisher
 from peers import FakeReplica, shared
+from remote_processes import TOKEN
 from versioned_models import weights
 
 
@@ -62,3 +64,25 @@ def no_network_engine(monkeypatch, tmp_path):
     """An interpreter, and a path for modules, without NIXL and Mooncake."""
     monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))  # not that of a venv
     monkeypatch.setattr(sys, "path", path_without(("nixl", "mooncake"), tmp_path))
+
+
+@pytest.fixture
+def trainer(monkeypatch, tmp_path):
+    """Makes a publisher for other hosts, and replicas that connect as if on those."""
+    monkeypatch.setenv("FLYWEIGHT_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("FLYWEIGHT_HOST", "trainer")
+    with ExitStack() as stack:
+
+        def make(model, **options):
+            options = {"token": TOKEN, "timeout_seconds": SECONDS, **options}
+            made = stack.enter_context(fw.Publisher(model, "tcp://127.0.0.1:0", **options))
+            made.replica = lambda target, name, **options: replica(made, target, name, options)
+            return made
+
+        def replica(publisher, target, name, options):
+            with monkeypatch.context() as elsewhere:
+                elsewhere.setenv("FLYWEIGHT_HOST", f"host of {name}")
+                made = fw.Replica(target, publisher.address, name=name, token=TOKEN, **options)
+            return stack.enter_context(made)
+
+        yield make

@@ -261,6 +261,9 @@ class Engine(Actor):
     def state(self):
         return self.replica.state, self.replica.version
 
+    def close(self):
+        self.replica.close()
+
     def bytes(self):
         """Return the bytes of every tensor."""
         local = {k: v.tensor if isinstance(v, fw.Sharded) else v for k, v in self.model.items()}

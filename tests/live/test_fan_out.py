@@ -12,7 +12,7 @@ import pytest
 
 import flyweight as fw
 from child_processes import until
-from flyweight.live import fetch
+from flyweight.live import fanned_out, fetch
 from flyweight.memory import Buffer
 from flyweight.transports import tcp
 from flyweight.transports.network import NetworkTransport
@@ -273,6 +273,44 @@ def test_a_replica_that_stops_delays_the_others_for_seconds_and_may_go_on(option
         made.publish()
 
 
+DRAIN_SECONDS, LONG_DRAIN_SECONDS = 2.5, 6.0
+
+
+class Draining(Engine):
+    """A replica that drains for a while before it writes."""
+
+    seconds = DRAIN_SECONDS
+
+    def update(self, version=None):
+        return super().update(version, before=lambda _: time.sleep(self.seconds))
+
+
+class DrainingForLonger(Draining):
+    seconds = LONG_DRAIN_SECONDS
+
+
+@BOTH
+def test_replicas_that_drain_for_long_read_from_each_other(monkeypatch, options):
+    """Their staging is full meanwhile: it can be read, and nobody waits for more."""
+    monkeypatch.setattr(fanned_out, "_SLOW_SECONDS", 1.0)
+    kinds = dict.fromkeys(range(4), Draining)
+    with chain(4, kinds, **SMALL, **options) as made:
+        nbytes = sum(each.nbytes for each in weights(0, SMALL["nbytes"]).values())
+        assert nbytes < made.publish() < 1.1 * nbytes
+
+
+def test_nobody_waits_for_a_replica_that_drains_for_longer_than_the_others(monkeypatch):
+    monkeypatch.setattr(fanned_out, "_SLOW_SECONDS", 1.0)
+    with chain(4, {1: DrainingForLonger}, **SMALL) as made:
+        made.version = 1
+        for each in made.engines:
+            each.start("update", 1)
+        made.trainer.start("publish", 1, num_replicas=4)
+        until(lambda: all(each.has_ended for each in made.without(1)), LONG_DRAIN_SECONDS - 1)
+        assert not made.engines[1].has_ended
+        assert made.end() == {}
+
+
 @pytest.mark.check
 @BOTH
 def test_a_link_that_is_cut_fails_one_replica(quick, options):
@@ -357,16 +395,26 @@ def test_wrong_bytes_of_a_replica_are_found_and_it_is_not_read_from_again():
 
 
 @pytest.mark.check
-def test_a_replica_may_leave_or_ask_again_as_soon_as_it_has_committed():
+def test_replicas_may_leave_as_soon_as_they_have_committed():
+    """The packed buckets that others still lack are nowhere else, so `close` waits for those."""
     with chain(4, **BUCKETS, **PACKED) as made:
         made.rate(MBITS)
+        made.hosts[2].rate(MBITS // 4)
         made.begin()
         for each in made.engines[:2]:
             each.start("close")
-        assert [each.end() for each in made.engines[:2]] == [(1, "network"), (1, "network")]
-        assert [each.end() for each in made.engines[2:]] == [(1, "network"), (1, "network")]
+        assert [each.end() for each in made.engines] == [(1, "network")] * 4
+        assert [each.end() for each in made.engines[:2]] == [None, None]
         assert set(made.trainer.end().values()) == {"network"}
-        made.engines = made.engines[2:]
+        for each in made.engines[2:]:
+            assert each.ask("held", [1]) == ("ready", 1, 1)
+
+
+@pytest.mark.check
+def test_a_replica_may_ask_again_as_soon_as_it_has_committed():
+    with chain(2, **BUCKETS, **PACKED) as made:
+        made.publish()
+        made.rate(MBITS)
         made.begin()
         made.engines[0].start("update", 3)
         assert made.engines[0].end() == (2, "network")

@@ -56,6 +56,10 @@ class World:
     def wants(self, name):
         return self.buckets[self.nodes[name].group]
 
+    def lacks(self, name):
+        """Return the buckets that a member lacks."""
+        return [each for each in self.wants(name) if (name, each) not in self.has]
+
     def steps(self):
         """Return what can happen next without a fault."""
         found = [("has", *each) for each in self.reading]
@@ -96,8 +100,7 @@ class World:
             case ("lost", name):
                 self.leave(name)
             case ("slow", slow):
-                lacks = {each for each in self.wants(slow) if (slow, each) not in self.has}
-                is_gathered = lacks.isdisjoint(self.packed)
+                is_gathered = not {*self.lacks(slow)} & {*self.packed}
                 self.plan = self.plan.as_leaf(slow, at_trainer=is_gathered)
                 self.may_read_again |= {
                     each for each, holder in self.reading.items() if slow in (holder, each[0])
@@ -163,7 +166,7 @@ class World:
     def check_end(self):
         """Check that nobody waits: all have all, every slot is free."""
         for name in self.alive:
-            assert {(name, each) for each in self.wants(name)} <= self.has, (name, self.reading)
+            assert not self.lacks(name), (name, self.reading)
         assert not self.staging
         assert not self.source.intersection(self.packed)
         assert self.num_filled == len(self.packed)
@@ -179,6 +182,12 @@ def explore(world):
             world.check_end()
         busy = {name for what, name, *_ in steps if what != "filled"}
         assert {*world.forwarding.waiting_for()} == busy
+        lacking = {name for name in world.alive if world.lacks(name)}
+        idle = world.forwarding.idle()
+        assert idle == lacking - busy
+        if idle and not any(what == "filled" for what, *_ in steps):
+            # They do not wait for the source, so a member that has something to do is why.
+            assert world.forwarding.kept_waiting(min(lacking & busy)) == idle
         for step in steps + world.fault_steps():
             after = world.copy()
             after.take(step)
@@ -328,6 +337,38 @@ def test_nobody_waits_for_a_slow_member_once_it_is_known():
             world.take(("slow", "c"))
     assert max(end for name, end in ends.items() if name != "c") < 20 + 100 + 20
     assert ends["c"] > 1000
+
+
+def draining(plan, num_buckets, *, drained=""):
+    """Return a world as far as it gets while all but some members drain, and unpack nothing."""
+    world = World(plan, {"": range(num_buckets)})
+    while steps := [
+        step for step in world.steps() if step[0] == "has" or (step[0] == "emptied" and step[1] in drained)
+    ]:  # fmt: skip
+        world.take(steps[0])
+    return world
+
+
+def test_members_that_drain_at_the_same_time_keep_nobody_waiting():
+    world = draining(chain(8), 100)
+    assert world.num_sent == 3  # every slot is full
+    busy = world.forwarding.waiting_for()
+    assert {*busy} == world.alive
+    assert not any(map(world.forwarding.is_reading, busy))
+    assert not any(map(world.forwarding.kept_waiting, busy))
+
+
+@pytest.mark.parametrize("last", "ad")
+def test_a_member_that_drains_longest_keeps_the_others_waiting_until_it_counts_as_slow(last):
+    drained = "abcd".replace(last, "")
+    world = draining(chain(4), 100, drained=drained)
+    assert world.forwarding.waiting_for().keys() == {last}
+    assert world.forwarding.kept_waiting(last) == {*drained}
+    world.take(("slow", last))
+    while steps := [each for each in world.steps() if each[:2] != ("emptied", last)]:
+        world.take(steps[0])
+    assert not any(map(world.lacks, drained))
+    assert world.forwarding.kept_waiting(last) == set()
 
 
 def test_an_event_costs_the_same_in_a_large_fan_out():

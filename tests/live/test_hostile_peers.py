@@ -1,6 +1,7 @@
 """A peer that lies, mixes rounds up or speaks too late: nothing of it is ever counted."""
 
 from concurrent.futures import ThreadPoolExecutor
+from time import process_time
 
 import msgspec
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 import flyweight as fw
 from child_processes import Child
 from flyweight.errors import DigestMismatch, TransportError
-from flyweight.live import message_tables, messages
+from flyweight.live import frames, message_tables, messages
 from flyweight.spec.box import Box
 from flyweight.transports.engine_reads import EngineHandle
 from flyweight.transports.network import NetworkHandle
+from flyweight.transports.network_engines import Engines
 from live_rounds import (
     CONTENT,
     begun,
@@ -283,3 +285,35 @@ def test_what_is_done_by_who_never_joined_is_not_counted(fake, threads, address)
             assert answer == messages.Going(number)
     replica.say(done(number))
     assert future.result(10).failed == ()
+
+
+def large_want(num_names):
+    """Return a frame that is short on the wire for what it becomes in memory."""
+    tensors = message_tables.Tensors(("",) * num_names, (), b"")
+    return frames.encode(messages.Want(tensors, None, (), b"", False))
+
+
+def test_a_long_message_of_a_stranger_is_refused_before_it_is_decoded(address):
+    with fw.Publisher(weights(1), address), FakeReplica(address) as stranger:
+        frame = large_want(8 << 20)
+        started = process_time()
+        stranger.send(frame)
+        refused = stranger.hear(timeout=10)
+        assert process_time() - started < 0.1  # to decode it takes three times as long
+        text = f"Hello, which has at most 65536 bytes; this one has {len(frame)}"
+        assert (refused.kind, refused.text[-len(text) :]) == ("PeerRefused", text)
+        stranger.say(messages.Hello("another token", "x" * 100_000, 1))
+        assert "at most 65536 bytes" in stranger.hear().text
+        stranger.join()  # it can still show the token
+        stranger.send(large_want(1 << 17))
+        assert stranger.hear_of(messages.Refusal).kind != "PeerRefused"  # decoded, but no plan
+
+
+def test_the_longest_hello_is_accepted(address):
+    """Its name may have ten thousand bytes, and its host 64 devices with names of 200 characters."""
+    text = "\N{LINEAR B SYLLABLE B008 A}" * 200  # four bytes each
+    engines = Engines(nixl=text, mooncake=text, rdma=(text,) * 64)
+    with fw.Publisher(weights(1), address, token="t" * 256), FakeReplica(address) as replica:
+        replica.token = "t" * 256
+        name, served = "n" * 10_000, f"tcp://{'h' * 255}:65535"
+        replica.join(name, line="l" * 32, host="h" * 255, serves_at=served, engines=engines)

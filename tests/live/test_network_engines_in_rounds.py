@@ -26,6 +26,7 @@ from flyweight.transports.network_engines import (
     Engines,
     engines_here,
 )
+from flyweight.transports.nixl_agent import UnfencedRead
 from netns import fleet, two_hosts
 from remote_processes import MIB, PART_BYTES, TOKEN, Engine, Remote, Trainer, TrainerRank, published
 from versioned_models import holds, weights
@@ -318,9 +319,12 @@ def test_a_read_process_that_hangs_sends_nothing_late(hosts, engine):
         published(trainer, 4, replica, strategy=f"network:{engine}")
 
 
-@pytest.mark.parametrize(("error", "is_reused"), [(PeerLost, True), (TransportError, False)])
+@pytest.mark.parametrize(
+    ("error", "is_reused"),
+    [(PeerLost, True), (TransportError, True), (UnfencedRead, False), (ValueError, False)],
+)
 def test_staging_that_may_still_be_written_is_not_used_again(joined, monkeypatch, error, is_reused):
-    """Only an error of its own kind says that no byte arrives later."""
+    """An error of our own code is not expected, so nobody knows what it leaves behind."""
     kept, close = [], RemoteSource.close
 
     def fetch(*args, **options):
@@ -333,5 +337,5 @@ def test_staging_that_may_still_be_written_is_not_used_again(joined, monkeypatch
     monkeypatch.setattr(NetworkTransport, "fetch", fetch)
     monkeypatch.setattr(RemoteSource, "close", look_and_close)
     raised, _ = joined(BOTH, BOTH, "auto")
-    assert str(raised).startswith("of this test")
+    assert "of this test" in str(raised)
     assert [bool(each) for each in kept] == [is_reused]

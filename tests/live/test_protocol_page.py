@@ -26,7 +26,7 @@ OTHERS = {
     *("lock", "token", "control", "door", "flock", "fw", "type", "welcome", "full"),
     *("file", "gone", "shared_memory", "network", "cuda_ipc", "published", "held", "snapshot"),
     *("words", "xxh3", "publish", "ranks", "hold", "replica", "watcher", "source"),
-    *("write", "keep", "commit", "fail"),
+    *("write", "keep", "commit", "fail", "withdraw_seconds"),
 }
 """Words in code type that are no field of a message: files, values and options."""
 MET = {"Holding": "every rank", "Invitation": "rank 0"}

@@ -1,13 +1,18 @@
 """Handles of memory that an engine serves: hostile ones are refused, and reach no engine."""
 
+import sys
+import time
+import types
+
 import msgspec
 import pytest
 
 from conftest import random_bytes
 from flyweight.errors import TransportError
 from flyweight.memory import Buffer
-from flyweight.transports import engine_reads
+from flyweight.transports import engine_reads, mooncake_reads
 from flyweight.transports.engine_reads import EngineHandle, EngineReads
+from flyweight.transports.network_engines import Engines
 from flyweight.transports.read_messages import MAX_TEXT_BYTES
 
 SAID = {"type": "engine", "engine": "nixl", "description": b"d", "place": b"p", "nbytes": 8}
@@ -93,3 +98,24 @@ def test_readers_are_kept_until_one_fails_or_others_are_needed(monkeypatch):
     assert made[3].is_closed
     with pytest.raises(TransportError, match="closed"):
         fetch()
+
+
+class SlowEngine:
+    """Mooncake's engine, which takes a while to start."""
+
+    def __init__(self):
+        time.sleep(0.2)
+
+    def initialize(self, *args):
+        return 0
+
+
+def test_threads_that_need_mooncake_at_once_share_an_engine(monkeypatch, threads):
+    module = types.ModuleType("mooncake.engine")
+    module.TransferEngine = SlowEngine
+    monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.engine", module)
+    monkeypatch.setattr(mooncake_reads, "engines_here", lambda: Engines(mooncake="1"))
+    address = "an address of this test"
+    engines = list(threads.map(lambda _: mooncake_reads._engine(address, "tcp"), range(4)))
+    assert len({id(each) for each in engines}) == 1

@@ -18,7 +18,7 @@ from flyweight.errors import HandleGone, PeerLost, TransferTimeout, TransportErr
 from flyweight.memory import Buffer
 from flyweight.transports import nixl_agent
 from flyweight.transports.fd_passing import FdServer
-from flyweight.transports.nixl_agent import Agent, ucx_settings
+from flyweight.transports.nixl_agent import Agent, UnfencedRead, ucx_settings
 from flyweight.transports.nixl_reads import CHUNK_BYTES, NixlReader
 from flyweight.transports.read_messages import Description, Serve, decoded
 from flyweight.transports.read_process import ReadProcess
@@ -272,7 +272,7 @@ def test_the_end_of_a_forked_child_does_not_disturb_a_reader(server, source, sta
 def test_an_agent_that_something_keeps_alive_is_no_fence_and_says_so(server):
     agent = Agent(address=HERE)
     kept = agent._agent.agent
-    with pytest.raises(TransportError, match="does not end"):
+    with pytest.raises(UnfencedRead, match="does not end"):
         agent.close()
     del kept
 

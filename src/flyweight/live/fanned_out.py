@@ -19,7 +19,7 @@ from flyweight.plans.fanout import Node, fan_out
 from flyweight.transports.network import NetworkHandle
 
 _SLOW_SECONDS = 3.0
-"""Nobody reads any more from a member that makes no progress for this long."""
+"""Nobody reads any more from a member that makes no progress for this long, and delays others."""
 _AVOIDED_SECONDS = 600.0
 """Nobody reads in the next rounds from a member that others cannot reach, or that gave wrong bytes.
 """
@@ -66,6 +66,8 @@ class FannedOut:
         """The holder, and its key, that a member was told last to read a bucket from."""
         self._errors: dict[str, FlyweightError] = {}
         self._slow: set[str] = set()
+        self._idle_since: dict[str, float] = {}
+        """Since when members wait for others."""
         self._givers: dict[str, set[str]] = {}
         """The members that each member has read buckets from."""
         self._unreachable: set[str] = set()
@@ -95,12 +97,15 @@ class FannedOut:
 
     def lost(self, member: MemberRound) -> None:
         """Let nobody read from a member that is gone or has failed."""
-        self._carry_out(self._forwarding.lost(member.member.id.hex()))
+        if self._early is None:  # else `start` leaves it out: others do not know of the round yet
+            self._carry_out(self._forwarding.lost(member.member.id.hex()))
 
     def on_message(
         self, member: MemberRound, message: messages.Has | messages.Emptied | messages.Unread
     ) -> None:
         """Handle what a member says of a bucket."""
+        if self._early is not None:
+            return  # nobody was told to read
         name, bucket = member.member.id.hex(), message.bucket
         match message:
             case messages.Has(handle=handle):
@@ -148,14 +153,32 @@ class FannedOut:
         names = sorted(each.member.label for each in givers)
         return f"; it read from {', '.join(names)}" if names else ""
 
-    def check_slow(self) -> set[str]:
-        """Let nobody read from members that make no progress; return those with nothing to do."""
-        now, busy = monotonic(), self._forwarding.waiting_for()
-        for name in busy:
-            if now - self.members[name].last_progress > _SLOW_SECONDS and name not in self._slow:
+    def check_slow(self) -> None:
+        """Let nobody read from members that make no progress.
+
+        An engine that drains unpacks nothing, and others can read its staging meanwhile. So it is
+        slow only once another one has waited for it as long.
+        """
+        now, idle = monotonic(), self._forwarding.idle()
+        self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
+        for name in self._forwarding.waiting_for():
+            if name in self._slow or now - self.members[name].last_progress <= _SLOW_SECONDS:
+                continue
+            since = [
+                self._idle_since.get(each, now) for each in self._forwarding.kept_waiting(name)
+            ]
+            if self._forwarding.is_reading(name) or now - min(since, default=now) > _SLOW_SECONDS:
                 self._slow.add(name)
                 self._carry_out(self._forwarding.slow(name))
-        return self.members.keys() - busy.keys()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if some member has something to do."""
+        return bool(self._forwarding.waiting_for())
+
+    def idle(self) -> list[MemberRound]:
+        """Return the members that lack a bucket which nobody can give them yet."""
+        return [self.members[name] for name in self._forwarding.idle()]
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         send, give_up = self._send_method(), self._give_up_method()
@@ -169,6 +192,7 @@ class FannedOut:
                     self._told[name, bucket] = holder, key
                     member = self.members[name]
                     member.last_progress = monotonic()  # only now it has something to do
+                    self._idle_since.pop(name, None)
                     send(member, messages.Filled(self._round, bucket, handle))
                 case Free(name, bucket):
                     self._handles.pop((name, bucket), None)

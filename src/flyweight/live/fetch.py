@@ -1,7 +1,8 @@
 """Fetches: buckets of a publisher on another host, read ahead into staging by threads.
 
 Weights are written from staging only, and only from a bucket that has arrived as a whole. After a
-fetch that failed, and after `close`, no byte arrives any more: its socket or reader is closed.
+fetch that failed, and after `close`, no byte arrives any more: its socket or reader is closed. If
+a reader cannot be closed, all fetches end, and so does the round for this replica.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from flyweight.live.messages import Filled, Free, Has, Message, RemoteHandle, Un
 from flyweight.memory import Buffer
 from flyweight.transports.engine_reads import EngineHandle, EngineReads
 from flyweight.transports.network import NetworkHandle, NetworkTransport
+from flyweight.transports.nixl_agent import UnfencedRead
 
 STAGING_SLOTS = 8
 """How many buckets are in staging at most. Two arrive at a time, and each stays until the next two
@@ -51,6 +53,17 @@ class Fetched:
     bucket: int
 
 
+@dataclass(frozen=True)
+class FetchesFailed:
+    """Staging may still be written by a fetch that failed: this round cannot go on."""
+
+    round: int
+    reason: str
+
+
+FetchEvent = Fetched | FetchesFailed
+
+
 class Fetches:
     """The fetches of one round, in threads of their own."""
 
@@ -64,7 +77,7 @@ class Fetches:
         timeout_seconds: float,
         on_progress: Callable[[int], None],
         send: Callable[[Message], None],
-        on_fetched: Callable[[Fetched], None],
+        on_fetched: Callable[[FetchEvent], None],
     ) -> None:
         """Start the threads.
 
@@ -72,7 +85,7 @@ class Fetches:
         timeout_seconds: a fetch from the publisher fails if no byte comes for this long.
         on_progress: called with the number of bytes that have arrived since the last call.
         send: sends a message to the publisher.
-        on_fetched: called once for each bucket that has arrived.
+        on_fetched: called once for each bucket that has arrived, or if no more can arrive.
         """
         self._round, self._wanted = round_, wanted
         self._transport, self._engines = transport, engines
@@ -92,6 +105,8 @@ class Fetches:
         """The buckets whose slots are to be freed."""
         self.lent: dict[int, NetworkHandle] = {}
         """Staging that others may read."""
+        self._unread: set[int] = set()
+        """The buckets there that the publisher has not freed: others may still need them."""
         self._is_over, self._is_fenced = False, True
         num_places = len({each.server for each in wanted.values()})
         count = min(_STREAMS_PER_PLACE * num_places, _MAX_THREADS, len(wanted))
@@ -117,6 +132,7 @@ class Fetches:
             return False
         with self._changed:
             if isinstance(message, Free):
+                self._unread.discard(bucket)
                 self._freed.append(bucket)
             elif bucket not in self._arrived:
                 self._handles[bucket] = message.handle
@@ -125,6 +141,11 @@ class Fetches:
                     self._full.append(bucket)
             self._changed.notify_all()
         return True
+
+    @property
+    def is_needed(self) -> bool:
+        """True if this side is done with the round, and other replicas still need its staging."""
+        return self._is_over and bool(self._unread)
 
     def close(self) -> bool:
         """End all fetches; return True if none can write to staging any more."""
@@ -179,27 +200,37 @@ class Fetches:
             )
         except FlyweightError as found:
             error = found
-        except Exception as found:  # an error in our own code, which must end the round
-            error = TransportError(f"{type(found).__name__}: {found}")
+        except Exception as found:  # an error in our own code; nobody knows what it leaves behind
+            error = UnfencedRead(f"{type(found).__name__}: {found}")
+        if isinstance(error, UnfencedRead):
+            self._fail(bucket, error)
+            return
         with self._changed:
             self._running.discard(bucket)
-            if error is not None:
-                if type(error) is TransportError:  # as if a reader cannot be ended
-                    self._is_fenced = False
-                if self._attempts[bucket] != attempt:
-                    self._full.insert(0, bucket)  # it is read from somebody else now
-                    self._changed.notify_all()
-                    return
-            else:
+            if error is not None and self._attempts[bucket] != attempt:
+                self._full.insert(0, bucket)  # it is read from somebody else now
+                self._changed.notify_all()
+                return
+            if error is None:
                 self._arrived.add(bucket)
                 if self._transport.can_offer:
                     self.lent[bucket] = self._transport.offer(fetch.into)
+                    self._unread.add(bucket)
         if error is None:
             self._send(Has(self._round, bucket, self.lent.get(bucket)))
             self._on_fetched(Fetched(self._round, bucket))
         elif not self._is_over:
             key, kind = "" if told is None else told.key, type(error).__name__
             self._send(Unread(self._round, bucket, key, kind, str(error)))
+
+    def _fail(self, bucket: int, error: UnfencedRead) -> None:
+        """End all fetches of the round: a slot that may still be written must not be used again."""
+        with self._changed:
+            self._running.discard(bucket)
+            is_first, self._is_fenced, self._is_over = not self._is_over, False, True
+            self._changed.notify_all()
+        if is_first:
+            self._on_fetched(FetchesFailed(self._round, str(error)))
 
     def _bring(self, handle: RemoteHandle, into: Buffer, **options: Any) -> None:
         """Bring a bucket here by what serves it."""

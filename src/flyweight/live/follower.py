@@ -15,7 +15,7 @@ from flyweight.host import identity
 from flyweight.live import messages
 from flyweight.live.address import Address
 from flyweight.live.bucket_slots import BucketSlots
-from flyweight.live.fetch import Fetched
+from flyweight.live.fetch import Fetched, FetchesFailed
 from flyweight.live.frames import FromPublisher
 from flyweight.live.lanes import Transports
 from flyweight.live.line import Line, LocalLine, opened_line
@@ -181,7 +181,7 @@ class Follower:
                 case Ended():
                     self._ended = message
                     return message
-                case Fetched():
+                case Fetched() | FetchesFailed():
                     continue  # a follower fetches nothing
                 case _:
                     return message

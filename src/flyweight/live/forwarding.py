@@ -221,6 +221,29 @@ class Forwarding:
                 found.setdefault(name, f"read bucket {bucket} from {whom}")
         return found
 
+    def idle(self) -> set[str]:
+        """Return the members that lack a bucket and have nothing to do: they wait for others."""
+        return {
+            name
+            for name, each in self.holdings.items()
+            if name != SOURCE and each.missing and not each.reads and all(each.staged.values())
+        }
+
+    def is_reading(self, member: str) -> bool:
+        """True if a member reads a bucket now."""
+        return member in self.holdings and bool(self.holdings[member].reads)
+
+    def kept_waiting(self, member: str) -> set[str]:
+        """Return the idle members that a member with something to do may keep waiting.
+
+        They wait for buckets that it lacks, or for slots whose buckets it lacks. If it lacks none,
+        or if all others have something to do as well, nobody waits for it.
+        """
+        if member not in self.holdings or not self.holdings[member].missing:
+            return set()
+        nodes = self.fan_out.nodes
+        return {each for each in self.idle() if nodes[each].group == nodes[member].group}
+
     def _tell(self, members: Iterable[str]) -> None:
         """Tell members to read the next buckets for which they have slots."""
         for name in members:

@@ -19,6 +19,9 @@ from flyweight.memory import collector_paused
 
 PROTOCOL = 5
 MAX_MESSAGE_BYTES = 256 << 20
+MAX_HELLO_BYTES = 64 << 10
+"""What a sender that has not shown the token may send. Most of it is room for the names of RDMA
+devices: 66 texts of 200 characters, of up to four bytes each."""
 _MAGIC = b"fw"
 _LARGE_BYTES = 1 << 20  # a list of very many tensors
 
@@ -77,6 +80,15 @@ def digest_of(want: Want) -> bytes:
     for first in range(0, len(names), 1024):  # not all at once, which would take much memory
         found.update(_ENCODER.encode(names[first : first + 1024]))
     return found.digest()
+
+
+def check_length(frame: Frame) -> None:
+    """Raise PeerRefused if a frame is too long for a Hello: to decode it may take gigabytes."""
+    if len(frame) > MAX_HELLO_BYTES:
+        raise PeerRefused(
+            f"the first message must be Hello, which has at most {MAX_HELLO_BYTES} bytes; this one "
+            f"has {len(frame)}"
+        )
 
 
 def decode_from_replica(frame: Frame) -> FromReplica:

@@ -23,12 +23,10 @@ from flyweight.live.member import Member, MemberRound, refusal_of, whole_replica
 from flyweight.live.message_tables import Tensors
 from flyweight.live.news import EventThread, Watchers
 from flyweight.live.planner import Planner
-from flyweight.live.report import ReplicaReport
+from flyweight.live.report import RefusedReplicas, ReplicaReport
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import Sources
 from flyweight.transports.fd_passing import FdServer
-
-_MAX_REFUSED = 100
 
 
 class Members:
@@ -44,8 +42,7 @@ class Members:
         self.has_failed = False
         """True once the connection's thread has ended by an error."""
         self._has_started = self._is_closed = False
-        self._refused: dict[str, ReplicaReport] = {}
-        """The replicas that were refused since the last publish, by name; the latest are kept."""
+        self._refused = RefusedReplicas()
         self.connection = Connection(
             claim.address.endpoint,
             is_publisher=True,
@@ -195,6 +192,8 @@ class Members:
 
     def _on_frame(self, id: bytes, frame: memoryview) -> None:
         try:
+            if not self._knows(id):
+                frames.check_length(frame)
             message = frames.decode_from_replica(frame)
         except FlyweightError as error:
             self._refuse(id, error)
@@ -214,6 +213,11 @@ class Members:
             elif not isinstance(message, (messages.Bye, messages.Tick)):
                 self._refuse(id, PeerRefused("the first message must be Hello"))
             self.changed.notify_all()
+
+    def _knows(self, id: bytes) -> bool:
+        """True if a sender has shown the token."""
+        with self.changed:
+            return id in self.by_id or id in self._watchers or bool(self._sources.follower(id))
 
     def _refuse(self, id: bytes, error: FlyweightError) -> None:
         """Tell a replica why it cannot be served, and forget it."""
@@ -308,7 +312,7 @@ class Members:
                 return  # it has gone meanwhile
             member.agreement = agreement
             member.lists_sent = None
-            self._refused.pop(member.name, None)
+            self._refused.forget(member.name)
             self._send(member, self._sources.blocks.agreed())
             self.changed.notify_all()
         pid = member.hello.pid
@@ -320,17 +324,13 @@ class Members:
         """Tell a replica why it is refused, and the trainer with the next publish."""
         with self.changed:
             if self.by_id.get(member.id) is member:
-                self._refused.pop(member.name, None)
-                self._refused[member.name] = member.refused(error)
-                if len(self._refused) > _MAX_REFUSED:
-                    del self._refused[next(iter(self._refused))]
+                self._refused.add(member.refused(error))
                 self._refuse(member.id, error)
 
     def take_refused(self) -> list[ReplicaReport]:
         """Return the replicas that were refused since the last call."""
         with self.changed:
-            found, self._refused = list(self._refused.values()), {}
-            return found
+            return self._refused.take()
 
     # Lost replicas.
 

@@ -33,6 +33,8 @@ It is half of the time that an update has, if that is less.
 """
 _PEER_SECONDS = 5.0
 """How long another replica may take to begin a round."""
+_READ_SECONDS = 10.0
+"""How long replicas that still read the last version from this one are waited for."""
 Begun = tuple[ReplicaConnection, Begin | None]
 
 
@@ -302,12 +304,17 @@ class Reconnect:
             connection.close()
 
     def end(self) -> None:
-        """Make no more connections, and end waits in other threads; memory stays mapped."""
+        """Make no more connections, and end waits in other threads; memory stays mapped.
+
+        Replicas that still read the last version from this one get some seconds first.
+        """
         self._is_open = False
         self.wake()
-        connection = self.connection
-        if connection is not None:
-            connection.disconnect()
+        if (connection := self.connection) is not None:
+            try:
+                connection.wait_read(_READ_SECONDS)
+            finally:
+                connection.disconnect()
 
 
 def _is_useless(peer: ReplicaConnection, options: UpdateOptions, held: HeldVersion) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Literal
@@ -124,16 +125,13 @@ class Replica:
         self._round: ReplicaRound | None = None
         self._checked_at, self._is_open, self._pid = 0.0, True, os.getpid()
         try:
-            self._connect()
+            with suppress(PeerLost, TransferTimeout):  # the publisher may start later
+                self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
+            if not self.is_connected:
+                self._sink.check()  # as joining does
         except BaseException:
             self._serving.close()
             raise
-
-    def _connect(self) -> None:
-        try:
-            self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
-        except (PeerLost, TransferTimeout):  # the publisher may start later
-            self._sink.check()  # as joining does
 
     @property
     def version(self) -> int | None:
@@ -373,7 +371,10 @@ class Replica:
         announce("update.failed", version=version, name=self.name, error=str(error))
 
     def close(self) -> None:
-        """Disconnect and unmap memory; an update under way raises TransportError. Repeatable."""
+        """Disconnect and unmap memory; an update under way raises TransportError. Repeatable.
+
+        If other replicas still read the version from this one, wait for them for some seconds.
+        """
         if not self._is_open or self._pid != os.getpid():
             return
         self._is_open = False

@@ -29,7 +29,7 @@ from flyweight.forks import call_in_child
 from flyweight.host import identity
 from flyweight.live import frames, messages
 from flyweight.live.connection import HEARTBEATS, Connection
-from flyweight.live.fetch import Fetched, Fetches
+from flyweight.live.fetch import Fetches, FetchEvent
 from flyweight.live.line import Line
 from flyweight.live.remote_source import RemoteSource
 from flyweight.ports import UpdateOptions
@@ -79,7 +79,7 @@ class ReplicaConnection:
         self.copied_bytes: Callable[[], int] = lambda: 0
         """How much is copied in the round under way; heartbeats report it."""
         self._changed = threading.Condition()
-        self._inbox: deque[frames.FromPublisher | Fetched] = deque()
+        self._inbox: deque[frames.FromPublisher | FetchEvent] = deque()
         self._fetches: Fetches | None = None
         self._error: FlyweightError | None = None
         self._last_seen = monotonic()
@@ -218,7 +218,7 @@ class ReplicaConnection:
             if fetches is not None:
                 self._inbox = deque(each for each in self._inbox if not fetches.take(each))
 
-    def post(self, event: Fetched) -> None:
+    def post(self, event: FetchEvent) -> None:
         """Let the thread that waits for messages know of an event on this side."""
         with self._changed:
             self._inbox.append(event)
@@ -251,7 +251,7 @@ class ReplicaConnection:
         *,
         spin_seconds: float = 0.0,
         is_over: Callable[[], bool] = _never,
-    ) -> frames.FromPublisher | Fetched:
+    ) -> frames.FromPublisher | FetchEvent:
         """Return the next message; raise what ended the connection, or TransferTimeout.
 
         spin_seconds: busy-wait for this long first, for a message that is due soon.
@@ -282,6 +282,14 @@ class ReplicaConnection:
         """Make a thread that waits for a message call its `is_over`."""
         with self._changed:
             self._changed.notify_all()
+
+    def wait_read(self, seconds: float) -> None:
+        """Wait until no other replica reads the last version from here, or for so long."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.is_lost or self._fetches is None or not self._fetches.is_needed,
+                seconds,
+            )
 
     def disconnect(self, text: str = "closed") -> None:
         """Say goodbye; memory stays mapped until `close`. Safe to repeat."""

@@ -24,7 +24,7 @@ from flyweight.errors import (
 )
 from flyweight.live import messages
 from flyweight.live.connection import spin_seconds
-from flyweight.live.fetch import Fetched, Fetches
+from flyweight.live.fetch import Fetched, Fetches, FetchesFailed
 from flyweight.live.replica_connection import ReplicaConnection
 from flyweight.live.report import unverified
 from flyweight.ports import UpdateReport
@@ -74,7 +74,7 @@ class ReplicaRound:
         """The buckets that come from another host."""
         self._early: deque[messages.Filled | Fetched] = deque()
         """The buckets that were there before the weights could be written."""
-        self._is_aborted = False
+        self._is_aborted = self._is_committed = False
         self.interrupt: BaseException | None = None
         """What interrupted the wait for a commit that was decided, such as KeyboardInterrupt."""
         self.touch = touch
@@ -130,7 +130,8 @@ class ReplicaRound:
     def close(self) -> None:
         """End all reading; what was not received yet never comes. Safe to repeat."""
         if self._fetches is not None:
-            self.connection.attach(None)
+            if not self._is_committed:  # else it hears which buckets others still need here
+                self.connection.attach(None)
             if not self._fetches.close():
                 self.source.forget()  # a thread may still write to that staging
             self.source.lent += self._fetches.lent.values()
@@ -202,11 +203,16 @@ class ReplicaRound:
 
     def commit(self, result: SinkResult) -> None:
         """Send the digests of what was received; raise unless they are committed."""
-        number, digests = self.begin.round, result.digests
-        done = messages.Done(number, digests, result.copy_seconds, result.verify_seconds)
+        seconds = result.copy_seconds, result.verify_seconds
+        done = messages.Done(self.begin.round, result.digests, *seconds)
         if self.connection.num_ranks > 1:
             self._commit_together(done)
-            return
+        else:
+            self._commit_alone(done)
+        self._is_committed = True
+
+    def _commit_alone(self, done: messages.Done) -> None:
+        """Commit, as the only rank of the replica."""
         message: InRound
         try:
             self.connection.send(done)
@@ -216,8 +222,8 @@ class ReplicaRound:
             is_gone = self.connection.is_lost and not self._is_aborted
             if not is_gone or self.begin.digests is None or self.source.buckets:
                 raise
-            message = messages.Commit(number, self.begin.digests)
-        self._check_commit(message, digests)
+            message = messages.Commit(done.round, self.begin.digests)
+        self._check_commit(message, done.digests)
 
     def _commit_together(self, done: messages.Done) -> None:
         """Commit, unless another rank of the replica has given up."""
@@ -293,6 +299,8 @@ class ReplicaRound:
                     if message.is_touched and self.connection.num_ranks > 1:
                         self.touch()
                     raise error_named(kind, text)
+                case FetchesFailed(round=number, reason=reason) if number == this:
+                    raise TransportError(reason)
                 case messages.Going(round=number) if number == this:
                     deadline = self.deadline
                 case _:

@@ -15,6 +15,7 @@ from flyweight.ports import UpdateReport
 
 TIMEOUT_SECONDS = 30.0
 _MAX_REASONS = 5
+_MAX_REFUSED = 100
 _log = getLogger("flyweight.live")
 
 
@@ -160,6 +161,27 @@ def check_verified(report: UpdateReport, must_verify: bool) -> None:
     """Raise VersionError if `must_verify` and the version came without checksums."""
     if must_verify and report.verified == "nothing":
         raise unverified(report.version, report.origin)
+
+
+class RefusedReplicas:
+    """The replicas that were refused since the last publish, by name; the latest are kept."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, ReplicaReport] = {}
+
+    def add(self, report: ReplicaReport) -> None:
+        self.forget(report.name)
+        self._reports[report.name] = report
+        if len(self._reports) > _MAX_REFUSED:
+            del self._reports[next(iter(self._reports))]
+
+    def forget(self, name: str) -> None:
+        self._reports.pop(name, None)
+
+    def take(self) -> list[ReplicaReport]:
+        """Return all, and forget them."""
+        found, self._reports = list(self._reports.values()), {}
+        return found
 
 
 def unverified(version: int, origin: str) -> VersionError:

@@ -298,12 +298,25 @@ class RunningRound:
 
     def _waited_for(self) -> Iterator[tuple[MemberRound, str]]:
         """Yield the members that the round waits for, and what each has not done."""
-        missing, idle = waiting_for(self._state), self._fanned_out.check_slow()
+        self._fanned_out.check_slow()
+        missing = waiting_for(self._state)
+        for each in self._waiting_for_others():
+            each.last_progress = monotonic()
         for each in self._running():
-            if each.member.id.hex() in idle and each.done is None:
-                each.last_progress = monotonic()  # it waits for another member
             if (what := missing.get((each.member.replica, each.rank))) is not None:
                 yield each, what
+
+    def _waiting_for_others(self) -> list[MemberRound]:
+        """Return the remote members without a task, if another member keeps them waiting.
+
+        If nobody has a task, a source rank does, and they are late together with it.
+        """
+        is_busy = self._fanned_out.is_busy or any(
+            (each.buckets & self._filled) - each.emptied
+            for each in self._running()
+            if not each.is_remote  # it holds a slot that the source waits for
+        )
+        return [each for each in self._fanned_out.idle() if is_busy and each.done is None]
 
     def _wait(
         self,

@@ -92,7 +92,10 @@ class EngineReads:
         on_progress: Callable[[int], None] = lambda nbytes: None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Bring the bytes of a handle here; if this raises, none arrives later."""
+        """Bring the bytes of a handle here.
+
+        If this raises, no byte arrives later, unless it raises UnfencedRead.
+        """
         reader = self._idle_reader(handle)
         if reader is None:
             kind = NixlReader if handle.engine == "nixl" else MooncakeReader

@@ -25,6 +25,7 @@ from flyweight.errors import (
     TransferTimeout,
     TransportError,
 )
+from flyweight.forks import fork_lock
 from flyweight.memory import Buffer, Bytes, page_memory
 from flyweight.transports.network_engines import (
     MOONCAKE_INSTALL,
@@ -47,9 +48,14 @@ _kept: list[Bytes] = []
 """Staging of failed reads, which may still be written."""
 
 
-@cache
 def _engine(address: str, protocol: str) -> Any:
     """Return this process's engine, which is made once and never ended."""
+    with fork_lock:  # a cache alone would let two threads make one each
+        return _new_engine(address, protocol)
+
+
+@cache
+def _new_engine(address: str, protocol: str) -> Any:
     if not engines_here().mooncake:
         raise MissingDependency(f"network engine 'mooncake' needs Mooncake; {MOONCAKE_INSTALL}")
     if protocol == "rdma" and not rdma_devices():

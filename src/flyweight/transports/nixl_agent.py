@@ -38,6 +38,10 @@ HOST, DEVICE = "DRAM", "VRAM"
 """NIXL's words for memory of the host and of a CUDA device."""
 
 
+class UnfencedRead(TransportError):
+    """A read that cannot be ended: its bytes may still arrive in the memory that it reads into."""
+
+
 def ucx_settings(*, has_rdma: bool, has_gpu: bool, interface: str = "") -> dict[str, str]:
     """Return the environment that UCX needs, for a machine with or without RDMA and a GPU.
 
@@ -216,7 +220,10 @@ class Agent:
         raise PeerLost(f"NIXL's {name} failed: {trouble}")
 
     def close(self) -> None:
-        """End every transfer: afterwards not one byte arrives. Safe to repeat."""
+        """End every transfer: afterwards not one byte arrives. Safe to repeat.
+
+        Raise UnfencedRead if that cannot be said.
+        """
         if self._agent is None:
             return
         gone = weakref.ref(self._agent.agent)
@@ -231,7 +238,7 @@ class Agent:
         if gone() is not None:
             gc.collect()
         if gone() is not None:
-            raise TransportError(
+            raise UnfencedRead(
                 f"NIXL agent {self.name!r} does not end, so its memory may still be written; "
                 f"restart this process"
             )

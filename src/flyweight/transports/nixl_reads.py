@@ -18,7 +18,7 @@ from flyweight.checks import check_seconds
 from flyweight.errors import HandleGone, PeerLost, TransferTimeout, TransportError
 from flyweight.forks import call_in_child
 from flyweight.memory import Buffer
-from flyweight.transports.nixl_agent import PAUSE_SECONDS, Agent
+from flyweight.transports.nixl_agent import PAUSE_SECONDS, Agent, UnfencedRead
 from flyweight.transports.read_messages import Description, Place, checked_place, decoded
 
 CHUNK_BYTES = 8 << 20
@@ -108,7 +108,8 @@ class NixlReader:
         """Fill `into` with a place's bytes from an offset on.
 
         `into` is registered on its first use and kept until `close`: read into the same memory
-        again. If this raises, the reader is closed, and not one byte arrives afterwards.
+        again. If this raises, the reader is closed, and not one byte arrives afterwards, unless it
+        raises UnfencedRead.
 
         timeout_seconds: how long to wait for the next chunk.
         on_progress: called with the number of bytes of each chunk that is here.
@@ -193,7 +194,7 @@ class NixlReader:
         self._is_closed = True
         try:
             self._agent.close()
-        except TransportError:
+        except UnfencedRead:
             _kept.extend(self._registered)
             raise
         finally:
