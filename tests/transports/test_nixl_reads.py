@@ -183,13 +183,14 @@ def test_a_source_that_dies_in_the_middle_is_a_lost_peer_and_starts_again(
 
 
 @needs_nixl
+@pytest.mark.check
 def test_every_chunk_renews_the_deadline(server, source, staging):
-    reader = reader_of(server)
-    with in_time(0.8, early=0):
-        reader.read(
-            server.place(source), 0, staging, timeout_seconds=0.4,
-            on_progress=lambda nbytes: time.sleep(0.1),
-        )  # fmt: skip
+    reader, started, seconds = reader_of(server), time.monotonic(), 2
+    reader.read(
+        server.place(source), 0, staging, timeout_seconds=seconds,
+        on_progress=lambda nbytes: time.sleep(0.3),
+    )  # fmt: skip
+    assert time.monotonic() - started > seconds
     assert is_same(source, staging)
     reader.close()
 
@@ -228,17 +229,17 @@ def test_after_a_deadline_not_one_byte_arrives(server, source, staging, is_fence
     def stop(nbytes):
         os.kill(server.pid, signal.SIGSTOP)
 
-    with in_time(1.0), pytest.raises(TransferTimeout, match="in 1 s"):
-        reader.read(place, 0, staging, timeout_seconds=1, on_progress=stop)
+    with in_time(2.0), pytest.raises(TransferTimeout, match="in 2 s"):
+        reader.read(place, 0, staging, timeout_seconds=2, on_progress=stop)
     before = staging.items().copy()
     source.items()[:] ^= 0xFF
     os.kill(server.pid, signal.SIGCONT)
-    deadline = time.monotonic() + 1
-    while time.monotonic() < deadline:
+    late, deadline = 0, time.monotonic() + (1 if is_fenced else 10)
+    while not late and time.monotonic() < deadline:
         for agent in agents[:1]:
             agent.pump()
-        time.sleep(0.001)
-    late = int((staging.items() != before).sum())
+        time.sleep(0.01)
+        late = int((staging.items() != before).sum())
     assert (late == 0) == is_fenced, f"{late} late bytes"
     if is_fenced:
         check_read(server, source, staging)  # the same memory serves the next reader

@@ -163,8 +163,8 @@ class NixlReader:
                 at += size
             if self._agent.is_done(pending[0][0]):
                 _, size = pending.popleft()
-                wait.renew()
                 on_progress(size)
+                wait.renew()
             else:
                 wait.pause(PAUSE_SECONDS)
 
@@ -209,10 +209,13 @@ class _Wait:
         self.renew()
 
     def renew(self) -> None:
+        """Wait for the next chunk; raise TransferTimeout if the read is over."""
+        if self._is_over():
+            raise TransferTimeout("the read was given up")
         self._deadline = monotonic() + self._seconds
 
     def pause(self, seconds: float) -> None:
-        """Sleep a moment; raise TransferTimeout at the deadline."""
+        """Sleep a moment; raise TransferTimeout at the deadline, or if the read is over."""
         if monotonic() >= self._deadline:
             raise TransferTimeout(f"no bytes arrived by NIXL in {self._seconds:g} s")
         if self._is_over():

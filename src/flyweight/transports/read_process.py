@@ -33,10 +33,9 @@ from flyweight.transports.read_messages import MAX_MESSAGE_BYTES, Failed, Forget
 _NAMES = ("PATH", "LD_LIBRARY_PATH", "LANG", "TZ", "CUDA_VISIBLE_DEVICES")
 _PREFIXES = ("UCX_", "NIXL_", "MC_", "LC_")
 _END_SECONDS = 5.0
-_PUMP_SECONDS, _IDLE_SECONDS = 0.0002, 0.002
-_WORK_SECONDS = 2e-5
-"""A pump that takes longer than this has moved bytes; one that moves none takes 2 µs."""
-_STAY_SECONDS = 0.5
+_PUMP_SECONDS, _IDLE_SECONDS = 0.0002, 0.004
+_LOOK_SECONDS, _WORK_SHARE = 0.02, 0.25
+"""Bytes are moved if the process takes more than this share of a core: less is idle pumping."""
 _PR_SET_PDEATHSIG = 1
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _ANSWERS: msgspec.json.Decoder[Served | Failed] = msgspec.json.Decoder(Served | Failed)
@@ -203,14 +202,16 @@ def _answer(files: _Files, control: socket.socket) -> bool:
 
 
 def _serve_until_closed(source: NixlSource | MooncakeSource, control: socket.socket) -> None:
-    files, busy_until = _Files(source), 0.0
+    files, pause = _Files(source), _IDLE_SECONDS
+    looked_at, used_before = monotonic(), thread_time()
     while True:
-        before = thread_time()
         source.pump()
         now = monotonic()
-        if thread_time() - before > _WORK_SECONDS:
-            busy_until = now + _STAY_SECONDS
-        pause = _PUMP_SECONDS if now < busy_until else _IDLE_SECONDS
+        if now - looked_at > _LOOK_SECONDS:
+            used = thread_time()
+            is_busy = used - used_before > _WORK_SHARE * (now - looked_at)
+            pause = _PUMP_SECONDS if is_busy else _IDLE_SECONDS
+            looked_at, used_before = now, used
         if select.select([control], [], [], pause)[0] and not _answer(files, control):
             return
 
