@@ -1,1 +1,1 @@
-"""Live updates: a publisher sends versions of a model to replicas on the same host."""
+"""Live updates: a publisher sends versions of a model to replicas, on its host or on others."""
