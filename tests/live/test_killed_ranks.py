@@ -28,7 +28,7 @@ SECONDS = 15
 SILENCE_SECONDS = 3  # a busy disk can keep a process from its heartbeats for a second
 UNCOUNTED = (messages.Tick, messages.Going, messages.Welcome, messages.Agreed)
 WHEN = ("before", "after")
-AT_ONCE = 6
+AT_ONCE = 4
 
 
 def end_at(point, signal_number, pipe):
