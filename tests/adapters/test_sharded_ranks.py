@@ -113,6 +113,7 @@ def fsdp_states(rank, num_ranks):
             assert partial_names(model)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_fsdp2_modules_are_read_by_their_shards_in_every_state_of_training(num_ranks):
     run_ranks(num_ranks, __file__, "fsdp_states")

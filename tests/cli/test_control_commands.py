@@ -103,6 +103,7 @@ def test_a_busy_engine_is_exit_code_8_with_the_id_of_the_running_operation(site,
     assert pausing.result(20)[0] == 200
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("verb", ["pause", "resume", "clear", "restore", "update"])
 def test_a_call_to_a_frozen_engine_ends_at_its_timeout(site, verb):
     """C24: the user waits for `--timeout`, plus half a second and what a busy machine adds."""

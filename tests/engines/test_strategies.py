@@ -186,6 +186,7 @@ def train(address, without, pipe):
         pipe.recv()
 
 
+@pytest.mark.check
 def test_a_trainer_that_comes_back_may_have_more_than_the_models_but_not_less(
     address, tmp_path, open_manager, cell, pid
 ):  # C13, C24

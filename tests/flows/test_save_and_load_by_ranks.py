@@ -110,6 +110,7 @@ def saved(tmp_path_factory):
     return root
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_any_layout_loads_into_any_other_byte_for_byte(saved, num_ranks):
     """C35, C36, C37."""

@@ -170,6 +170,7 @@ def sharded(tmp_path_factory):
     return place
 
 
+@pytest.mark.check
 def test_what_ranks_of_paddle_wrote_is_read_exactly(sharded):
     with fw.open(sharded) as opened:
         assert len(opened.shards("rows")) == 3

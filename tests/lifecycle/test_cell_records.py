@@ -176,6 +176,7 @@ def write_for_ever(path, rank, pipe):
                 cell.write_record(rank, record_of(number))
 
 
+@pytest.mark.check
 def test_writers_killed_two_hundred_times_leave_whole_records_and_successors_go_on(tmp_path):
     """C23, C25: real processes, SIGKILL at random moments; no record is torn and none goes back."""
     run_ranks(0, __file__, "kill_writers", tmp_path / "cell", framework="numpy")

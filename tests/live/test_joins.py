@@ -128,6 +128,7 @@ def joining_engine(address, name, layout, count, version, pipe):
         return has_arrived(engine, model)
 
 
+@pytest.mark.check
 def test_a_join_that_is_planned_for_long_disturbs_no_round(address):
     """Heartbeats go on: both sides give up a peer that is silent for too long."""
     with (
@@ -180,6 +181,7 @@ def publisher_of(address, pipe):
         return to_nobody - started, time.monotonic() - to_nobody
 
 
+@pytest.mark.check
 def test_a_publish_returns_in_time_while_a_join_is_planned(address):
     boxes = slow_boxes()
     with Child(publisher_of, address) as publisher:

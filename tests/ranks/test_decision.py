@@ -168,6 +168,7 @@ def test_all_processes_of_a_race_see_the_same_verdicts(decisions, tmp_path):
     assert sum(count > 0 for count in lost) > 1  # it was a race
 
 
+@pytest.mark.check
 def test_ranks_agree_wherever_one_of_them_is_killed(tmp_path):
     """One rank hears commits, and is killed at any moment; others have lost their publisher."""
     num_rounds = 2000
@@ -232,6 +233,7 @@ def kill_at(number):
         setattr(module, name, call)
 
 
+@pytest.mark.check
 def test_a_rank_killed_at_any_system_call_leaves_one_verdict_and_nothing_to_clean(tmp_path):
     def take_part(number, pipe):
         kill_at(number)
