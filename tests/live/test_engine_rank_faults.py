@@ -116,8 +116,22 @@ def rank_with_a_step(address, rank, kind, pipe):
         return replica.state, replica.version, error
 
 
-def test_a_value_that_one_rank_cannot_set_leaves_no_version_on_any(address):
-    """Values are set before the commit, so a rank that fails to set one does not fail alone."""
+@pytest.mark.parametrize("publisher_is", ["quick", "slow"])
+def test_a_value_that_one_rank_cannot_set_leaves_no_version_on_any(
+    address, publisher_is, monkeypatch
+):
+    """Values are set before the commit, so a rank that fails to set one does not fail alone.
+
+    A slow publisher learns that the rank's process is gone before it reads why the rank failed.
+    """
+    if publisher_is == "slow":
+        receive = Connection._receive
+
+        def late(self, **options):
+            time.sleep(0.05)
+            receive(self, **options)
+
+        monkeypatch.setattr(Connection, "_receive", late)
     model = {"w": WHOLE.copy(), "step": 7}
     with (
         Child(rank_with_a_step, address, 0, dict) as first,

@@ -1,7 +1,7 @@
 """Connection: the ZeroMQ socket that messages go over. Weights never go over it.
 
-Any thread may send. A thread of the connection calls `on_frame` for each frame that arrives,
-and `on_heartbeat` at a steady rate. One lock guards the socket. With CURVE keys the messages are
+Any thread may send. A thread of the connection calls `on_frame` for each frame that arrives, and
+`on_heartbeat` at a steady rate. One lock guards the socket. With CURVE keys the messages are
 encrypted, and a handshake that fails for its keys is reported at once: to ZeroMQ it is silence.
 """
 
@@ -22,7 +22,7 @@ from flyweight.errors import SpecError, TransportError
 from flyweight.forks import call_in_child
 from flyweight.live.curve_keys import CurveClient, CurveServer, Handshakes
 from flyweight.live.frames import MAX_MESSAGE_BYTES, encode
-from flyweight.live.messages import Message
+from flyweight.live.messages import Message, Tick
 from flyweight.transports.data_sockets import DataConnection
 from flyweight.transports.fd_passing import FdConnection, check_files
 
@@ -32,6 +32,7 @@ _MIN_HEARTBEAT_SECONDS = 0.01
 _CLOSE_SECONDS = 5.0
 _LINGER_MILLISECONDS = 1000
 _LAST_MESSAGES_SECONDS = 1.0
+_LEAVING_SECONDS = 0.005
 _HANDSHAKE_MILLISECONDS = 2000
 # Longer, so that a publisher too busy to answer is a timeout at the replica, and not a refusal.
 _PUBLISHER_HANDSHAKE_MILLISECONDS = 5000
@@ -99,6 +100,7 @@ class Connection:
         """Since when this process runs without a pause: silence before it does not count."""
         self._on_unreachable, self._is_publisher = on_unreachable, is_publisher
         self._unreachable: deque[bytes] = deque()
+        self._leaving: list[tuple[bytes, float, Callable[[], None]]] = []
         self._files, self._on_peer_gone, self._on_failure = files, on_peer_gone, on_failure
         self._curve, self._on_refused = curve, on_refused
         self._handshakes = Handshakes(curve if isinstance(curve, CurveClient) else None)
@@ -195,22 +197,40 @@ class Connection:
 
     def send(self, message: Message, to: bytes = b"") -> None:
         """Send a message from any thread, without blocking."""
+        if not self._has_sent(message, to):
+            self._unreachable.append(to)
+            self.wake()
+
+    def _has_sent(self, message: Message, to: bytes) -> bool:
+        """Send a message; return False if no peer has this id, or its queue is full."""
         frame = encode(message)
         parts: list[bytes | bytearray] = [to, frame] if self._is_publisher else [frame]
         with self._lock:
-            if self._is_freed:
-                return
-            try:
+            if is_sent := self._is_freed:
+                return True
+            with suppress(zmq.ZMQError):
                 self._socket.send_multipart(parts, zmq.NOBLOCK)
                 is_sent = True
-            except zmq.ZMQError:  # no peer has this id, or its queue is full
-                is_sent = False
             has_arrived = bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
         if has_arrived and threading.current_thread() is not self._thread:
             self.wake()  # the send may have consumed the signal that a frame has arrived
-        if not is_sent:
-            self._unreachable.append(to)
-            self.wake()
+        return is_sent
+
+    def after_last_message(self, member: bytes, call: Callable[[], None]) -> None:
+        """Let the connection's thread make a call once all that a peer has sent is handled.
+
+        For a publisher, of a peer whose process is gone: messages take longer than that news.
+        """
+        self._leaving.append((member, monotonic() + _LAST_MESSAGES_SECONDS, call))
+        self.wake()
+
+    def _call_for_those_gone(self) -> None:
+        for each in list(self._leaving):
+            member, until, call = each
+            if not self._has_sent(Tick(), member) or monotonic() >= until:
+                self._leaving.remove(each)
+                self._receive()  # everything sent before the disconnect is there by now
+                call()
 
     def spin(self, is_done: Callable[[], bool], seconds: float) -> bool:
         """Receive in the caller's thread until `is_done`; return False after `seconds`.
@@ -286,8 +306,12 @@ class Connection:
             self._admit()
             self._read_monitor()
             while self._unreachable:
-                self._on_unreachable(self._unreachable.popleft())
-            wait_seconds = last + self._heartbeat_seconds - monotonic()
+                member = self._unreachable.popleft()
+                self._receive()  # why it left may have arrived
+                self._on_unreachable(member)
+            self._call_for_those_gone()
+            longest = _LEAVING_SECONDS if self._leaving else self._heartbeat_seconds
+            wait_seconds = min(last + self._heartbeat_seconds - monotonic(), longest)
             ready = dict(poller.poll(max(1000 * wait_seconds, 0)))
             if self._woken.fileno() in ready:
                 with suppress(BlockingIOError):

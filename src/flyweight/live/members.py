@@ -1,8 +1,7 @@
 """Members: the connected replicas, the tensors each one wants and the version it waits for.
 
-The connection's thread handles their messages, and the file server's thread their deaths; both
-change the members under one lock. Rounds run in other threads: they take members from here and
-give them back.
+The connection's thread handles their messages and their deaths, and changes the members under one
+lock. Rounds run in other threads: they take members from here and give them back.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 
 from flyweight.errors import FlyweightError, PeerFailed, PeerLost, PeerRefused, TransferTimeout
@@ -350,13 +350,13 @@ class Members:
         with self.changed:
             if not self._has_started:
                 return  # it has not joined
-            for member in list(self.by_id.values()):
-                if member.hello.line == line:
-                    text = f"replica {member.label}, process {member.hello.pid}, is gone"
-                    self._lose(member.id, PeerLost(text))
-            for follower in self._sources.followers:
-                if follower.line == line:
-                    self._sources.lose(follower, PeerLost("its process is gone"))
+            members = (each for each in self.by_id.values() if each.hello.line == line)
+            text = "replica {0.label}, process {0.hello.pid}, is gone"
+            gone = {each.id: text.format(each) for each in members}
+            ranks = (each for each in self._sources.followers if each.line == line)
+            gone |= dict.fromkeys((each.id for each in ranks), "its process is gone")
+        for id, text in gone.items():
+            self.connection.after_last_message(id, partial(self._lose, id, PeerLost(text)))
 
     def _on_unreachable(self, id: bytes) -> None:
         with self.changed:
