@@ -243,7 +243,8 @@ def test_a_trainer_that_is_killed_takes_nobody_along():
         made.trainer.kill()
         for each in made.engines:
             assert each.end().kind == "PeerLost"
-            assert each.ask("state") == ("failed", None)
+            held = each.ask("held", [1])  # kept if no bucket came before the fault
+            assert held[:2] == ("failed", None) or held == ("ready", 1, 1)
 
 
 @pytest.mark.check
