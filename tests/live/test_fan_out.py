@@ -229,7 +229,7 @@ def test_replicas_may_be_killed_anywhere(killed, options):
             assert is_dead(each, failed.pop(f"e{each}"))
         # Packed buckets stay for the next two of a chain: two losses may take those below along.
         assert not failed or (options and len(killed) == 2)
-        assert all("no member above can give it" in text for text in failed.values())
+        assert all("no member above can give it" in text for text in failed.values()), failed
         made.rate(FULL_SPEED)
         made.publish(made.without(*killed))
 

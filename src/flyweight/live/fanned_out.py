@@ -200,5 +200,6 @@ class FannedOut:
                 case SourceFree(bucket):
                     self._free_at_source.add(bucket)
                 case GiveUp(name, reason):
-                    error = self._errors.get(name) or PeerLost(reason)
-                    give_up(self.members[name], error)
+                    error = self._errors.get(name)
+                    found = PeerLost(reason) if error is None else type(error)(f"{reason}: {error}")
+                    give_up(self.members[name], found)
