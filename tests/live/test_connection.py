@@ -244,9 +244,9 @@ def test_a_peer_that_accepts_no_messages_is_lost_by_the_connections_thread(tmp_p
     """The thread that sends may hold a lock which the loss of the peer needs."""
     lock, lost, is_lost = threading.Lock(), [], threading.Event()
 
-    def lose(id):
+    def lose(id, is_gone):
         if lock.acquire(timeout=1):
-            lost.append((id, threading.current_thread().name))
+            lost.append((id, is_gone, threading.current_thread().name))
             lock.release()
         is_lost.set()
 
@@ -263,7 +263,7 @@ def test_a_peer_that_accepts_no_messages_is_lost_by_the_connections_thread(tmp_p
         with lock:
             connection.send(messages.Tick(), b"nobody")
         assert is_lost.wait(5)
-        assert lost == [(b"nobody", "flyweight-connection")]
+        assert lost == [(b"nobody", True, "flyweight-connection")]
     finally:
         connection.close()
 

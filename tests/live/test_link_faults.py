@@ -121,7 +121,7 @@ def cut_in_mid_transfer(trainer, engine, host):
 def cut_before(kind):
     def cut(trainer, engine, host):
         trainer.ask("stop_before", kind)
-        begin(trainer, 2, engine)
+        begin(trainer, 2, engine, timeout_seconds=SECONDS)  # only the cut ends it
         trainer.stopped()
         host.cut()
         trainer.pass_on()

@@ -69,7 +69,7 @@ class Connection:
         on_frame: Callable[[bytes, memoryview], None],
         on_heartbeat: Callable[[float], None],
         heartbeat_seconds: float,
-        on_unreachable: Callable[[bytes], None] = lambda member: None,
+        on_unreachable: Callable[[bytes, bool], None] = lambda member, is_gone: None,
         curve: CurveServer | CurveClient | None = None,
         on_refused: Callable[[str], None] = lambda text: None,
         files: FdConnection | DataConnection | None = None,
@@ -82,8 +82,8 @@ class Connection:
         on_frame: takes the id of the sender (empty at a replica, which has one peer) and a frame.
         on_heartbeat: takes the time up to which silence counts. It is read before the heartbeat,
             so a process that is stopped right afterwards does not blame its peer.
-        on_unreachable: takes the id of a peer that accepts no messages. The connection's thread
-            calls it, not the one that sends, which may hold locks.
+        on_unreachable: takes the id of a peer that accepts no messages, and True if it is gone. The
+            connection's thread calls it: the one that sends may hold locks.
         curve: encrypts; a publisher needs a CurveServer, a replica a CurveClient.
         on_refused: at a replica, takes the reason why the publisher ends the handshake, as the end
             of a sentence: a wrong key, or only one side encrypts.
@@ -99,7 +99,7 @@ class Connection:
         self.awake_since = monotonic()
         """Since when this process runs without a pause: silence before it does not count."""
         self._on_unreachable, self._is_publisher = on_unreachable, is_publisher
-        self._unreachable: deque[bytes] = deque()
+        self._unreachable: deque[tuple[bytes, bool]] = deque()
         self._leaving: list[tuple[bytes, float, Callable[[], None]]] = []
         self._files, self._on_peer_gone, self._on_failure = files, on_peer_gone, on_failure
         self._curve, self._on_refused = curve, on_refused
@@ -197,37 +197,36 @@ class Connection:
 
     def send(self, message: Message, to: bytes = b"") -> None:
         """Send a message from any thread, without blocking."""
-        if not self._has_sent(message, to):
-            self._unreachable.append(to)
+        if error := self._send_error(message, to):
+            self._unreachable.append((to, error == zmq.EHOSTUNREACH))
             self.wake()
 
-    def _has_sent(self, message: Message, to: bytes) -> bool:
-        """Send a message; return False if no peer has this id, or its queue is full."""
+    def _send_error(self, message: Message, to: bytes) -> int:
+        """Send a message; return 0, or why not: EHOSTUNREACH, or EAGAIN if the queue is full."""
         frame = encode(message)
         parts: list[bytes | bytearray] = [to, frame] if self._is_publisher else [frame]
         with self._lock:
-            if is_sent := self._is_freed:
-                return True
-            with suppress(zmq.ZMQError):
+            if self._is_freed:
+                return 0
+            error = 0
+            try:
                 self._socket.send_multipart(parts, zmq.NOBLOCK)
-                is_sent = True
+            except zmq.ZMQError as cause:
+                error = cause.errno or zmq.EAGAIN
             has_arrived = bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
         if has_arrived and threading.current_thread() is not self._thread:
             self.wake()  # the send may have consumed the signal that a frame has arrived
-        return is_sent
+        return error
 
     def after_last_message(self, member: bytes, call: Callable[[], None]) -> None:
-        """Let the connection's thread make a call once all that a peer has sent is handled.
-
-        For a publisher, of a peer whose process is gone: messages take longer than that news.
-        """
+        """Make a call, in the connection's thread, after all messages of a peer that is gone."""
         self._leaving.append((member, monotonic() + _LAST_MESSAGES_SECONDS, call))
         self.wake()
 
     def _call_for_those_gone(self) -> None:
         for each in list(self._leaving):
             member, until, call = each
-            if not self._has_sent(Tick(), member) or monotonic() >= until:
+            if self._send_error(Tick(), member) or monotonic() >= until:
                 self._leaving.remove(each)
                 self._receive()  # everything sent before the disconnect is there by now
                 call()
@@ -306,13 +305,12 @@ class Connection:
             self._admit()
             self._read_monitor()
             while self._unreachable:
-                member = self._unreachable.popleft()
                 self._receive()  # why it left may have arrived
-                self._on_unreachable(member)
+                self._on_unreachable(*self._unreachable.popleft())
             self._call_for_those_gone()
-            longest = _LEAVING_SECONDS if self._leaving else self._heartbeat_seconds
-            wait_seconds = min(last + self._heartbeat_seconds - monotonic(), longest)
-            ready = dict(poller.poll(max(1000 * wait_seconds, 0)))
+            wait_seconds = last + self._heartbeat_seconds - monotonic()
+            longest = _LEAVING_SECONDS if self._leaving else wait_seconds
+            ready = dict(poller.poll(max(1000 * min(wait_seconds, longest), 0)))
             if self._woken.fileno() in ready:
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)

@@ -81,6 +81,11 @@ class Member:
         return ReplicaReport(self.name, self.hello.pid, error=error)
 
     @property
+    def process(self) -> str:
+        """Its name and its process, as the start of a sentence."""
+        return f"replica {self.label}, process {self.hello.pid},"
+
+    @property
     def label(self) -> str:
         """Its name for people, with its rank if there are several."""
         rank = f", rank {self.hello.rank}" if self.hello.num_ranks > 1 else ""

@@ -351,17 +351,16 @@ class Members:
             if not self._has_started:
                 return  # it has not joined
             members = (each for each in self.by_id.values() if each.hello.line == line)
-            text = "replica {0.label}, process {0.hello.pid}, is gone"
-            gone = {each.id: text.format(each) for each in members}
+            gone = {each.id: f"{each.process} is gone" for each in members}
             ranks = (each for each in self._sources.followers if each.line == line)
             gone |= dict.fromkeys((each.id for each in ranks), "its process is gone")
         for id, text in gone.items():
             self.connection.after_last_message(id, partial(self._lose, id, PeerLost(text)))
 
-    def _on_unreachable(self, id: bytes) -> None:
+    def _on_unreachable(self, id: bytes, is_gone: bool) -> None:
         with self.changed:
-            who = f"replica {self.by_id[id].label}" if id in self.by_id else "it"
-            self._lose(id, PeerLost(f"{who} accepts no messages"))
+            who = self.by_id[id].process if id in self.by_id else "it"
+            self._lose(id, PeerLost(f"{who} {'is gone' if is_gone else 'accepts no messages'}"))
 
     def _lose(self, id: bytes, error: FlyweightError) -> None:
         with self.changed:

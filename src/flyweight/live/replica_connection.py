@@ -97,7 +97,7 @@ class ReplicaConnection:
                 on_frame=self._on_frame,
                 on_heartbeat=self._on_heartbeat,
                 heartbeat_seconds=HEARTBEAT_SECONDS,
-                on_unreachable=lambda _: self._lose(PeerLost(f"{address} accepts no messages")),
+                on_unreachable=lambda *_: self._lose(PeerLost(f"{address} accepts no messages")),
                 curve=line.curve,
                 on_refused=lambda text: self._lose(
                     PeerRefused(f"the publisher at {address} {text}")
