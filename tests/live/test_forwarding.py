@@ -43,7 +43,7 @@ class World:
     @property
     def key(self):
         holdings = tuple(
-            (name, each.num_told, frozenset(each.missing), frozenset(each.staged.items()), frozenset(each.reads.items()))
+            (name, each.num_begun, frozenset(each.missing), frozenset(each.staged.items()), frozenset(each.reads.items()))
             for name, each in self.forwarding.holdings.items()
         )  # fmt: skip
         return (

@@ -1,7 +1,7 @@
 """Connection: the ZeroMQ socket that messages go over. Weights never go over it.
 
-Any thread may send. A thread of the connection calls `on_frame` for each frame that arrives, and
-`on_heartbeat` at a steady rate. One lock guards the socket. With CURVE keys the messages are
+Any thread may send. A thread of the connection calls `on_frame` for each frame that arrives,
+and `on_heartbeat` at a steady rate. One lock guards the socket. With CURVE keys the messages are
 encrypted, and a handshake that fails for its keys is reported at once: to ZeroMQ it is silence.
 """
 
@@ -32,7 +32,7 @@ _MIN_HEARTBEAT_SECONDS = 0.01
 _CLOSE_SECONDS = 5.0
 _LINGER_MILLISECONDS = 1000
 _LAST_MESSAGES_SECONDS = 1.0
-_LEAVING_SECONDS = 0.005
+_LEAVING_SECONDS = 0.005  # how often to look whether ZeroMQ has noticed that a peer is gone
 _HANDSHAKE_MILLISECONDS = 2000
 # Longer, so that a publisher too busy to answer is a timeout at the replica, and not a refusal.
 _PUBLISHER_HANDSHAKE_MILLISECONDS = 5000

@@ -1,7 +1,7 @@
 """FannedOut: the members of a round that read over the network, from the source and each other.
 
 `forwarding.py` decides who reads which bucket from whom. This sends its actions to the members and
-feeds it what they say. A member that reads is told the handle of the holder's staging.
+feeds it what they say. A member that reads gets the handle of the holder's staging.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class FannedOut:
         self._free_at_source: set[int] = set()
         self._handles: dict[tuple[str, int], NetworkHandle] = {}
         """Where each member has a bucket for others to read."""
-        self._told: dict[tuple[str, int], tuple[str, str]] = {}
-        """The holder, and its key, that a member was told last to read a bucket from."""
+        self._holders: dict[tuple[str, int], tuple[str, str]] = {}
+        """The holder that a member reads a bucket from, or has read it from, and its key."""
         self._errors: dict[str, FlyweightError] = {}
         self._slow: set[str] = set()
         self._idle_since: dict[str, float] = {}
@@ -105,7 +105,7 @@ class FannedOut:
     ) -> None:
         """Handle what a member says of a bucket."""
         if self._early is not None:
-            return  # nobody was told to read
+            return  # nobody reads yet
         name, bucket = member.member.id.hex(), message.bucket
         match message:
             case messages.Has(handle=handle):
@@ -113,9 +113,9 @@ class FannedOut:
             case messages.Emptied():
                 self._carry_out(self._forwarding.emptied(name, bucket))
             case messages.Unread(key=key, kind=kind, text=text):
-                holder, told = self._told.get((name, bucket), ("", ""))
-                if key != told:
-                    return  # it was told meanwhile to read elsewhere
+                holder, current = self._holders.get((name, bucket), ("", ""))
+                if key != current:
+                    return  # it reads from somebody else meanwhile
                 self._errors[name] = error_named(kind, text)
                 if holder != SOURCE:  # or each next bucket would be tried there first
                     self._avoid(holder)
@@ -126,7 +126,7 @@ class FannedOut:
             self._carry_out(self._forwarding.unreachable(name))
         elif bucket in self.buckets:
             self._handles[name, bucket] = handle
-        holder, _ = self._told.get((name, bucket), (SOURCE, ""))
+        holder, _ = self._holders.get((name, bucket), (SOURCE, ""))
         if holder != SOURCE:
             self._givers.setdefault(name, set()).add(holder)
         self._carry_out(self._forwarding.has(name, bucket))
@@ -189,7 +189,7 @@ class FannedOut:
                 case Read(name, bucket, holder):
                     handle = None if holder == SOURCE else self._handles[holder, bucket]
                     key = "" if handle is None else handle.key
-                    self._told[name, bucket] = holder, key
+                    self._holders[name, bucket] = holder, key
                     member = self.members[name]
                     member.last_progress = monotonic()  # only now it has something to do
                     self._idle_since.pop(name, None)

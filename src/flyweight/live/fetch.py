@@ -188,13 +188,13 @@ class Fetches:
 
     def _fetch(self, bucket: int) -> None:
         fetch, attempt = self._wanted[bucket], self._attempts[bucket]
-        told, seconds = self._handles[bucket], self._timeout_seconds
+        holder, seconds = self._handles[bucket], self._timeout_seconds
         error: FlyweightError | None = None
         try:
             self._bring(
-                fetch.handle if told is None else _read_from(told, fetch),
+                fetch.handle if holder is None else _read_from(holder, fetch),
                 fetch.into,
-                timeout_seconds=seconds if told is None else min(seconds, HOLDER_SECONDS),
+                timeout_seconds=seconds if holder is None else min(seconds, HOLDER_SECONDS),
                 on_progress=self._on_progress,
                 is_over=lambda: self._is_over or self._attempts[bucket] != attempt,
             )
@@ -220,7 +220,7 @@ class Fetches:
             self._send(Has(self._round, bucket, self.lent.get(bucket)))
             self._on_fetched(Fetched(self._round, bucket))
         elif not self._is_over:
-            key, kind = "" if told is None else told.key, type(error).__name__
+            key, kind = "" if holder is None else holder.key, type(error).__name__
             self._send(Unread(self._round, bucket, key, kind, str(error)))
 
     def _fail(self, bucket: int, error: UnfencedRead) -> None:

@@ -5,7 +5,7 @@ waits for nothing and reads no clock, so the tests try every order of events and
 
 Every member reads its buckets in order, each from the nearest ancestor that has it in staging. A
 slot is free again once its bucket is unpacked and all children and grandchildren have it too, so
-the loss of one member loses no bytes: whoever read from it reads from its parent. Packed slots of
+the loss of one member loses no bytes: those that read from it read from its parent. Packed slots of
 the source follow the same rule. Memory that is gathered in place is there for the whole round.
 
 Nothing can wait for ever. Take the first bucket that some live member lacks, and of those members
@@ -44,7 +44,7 @@ class Read(Struct, frozen=True):
 class Free(Struct, frozen=True):
     """A member may reuse the slot of a bucket.
 
-    It first ends reads that others still do there. They were told to read it from somebody else.
+    It first ends reads that others still do there. They now read it from somebody else.
     """
 
     member: str
@@ -79,9 +79,9 @@ class Holding:
     staged: dict[int, bool] = field(default_factory=dict)
     """Buckets in slots, and whether they are unpacked. Gathered memory never counts as unpacked."""
     reads: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Buckets that it reads now: the holders that it was told, the last of which counts."""
-    num_told: int = 0
-    """It was told to read the first so many of `order`."""
+    """Buckets that it reads now: the holders that were asked, the last of which counts."""
+    num_begun: int = 0
+    """It has begun to read the first so many of `order`."""
 
     def copy(self) -> Holding:
         return Holding(
@@ -90,7 +90,7 @@ class Holding:
             {*self.missing},
             {**self.staged},
             {**self.reads},
-            self.num_told,
+            self.num_begun,
         )
 
 
@@ -98,7 +98,7 @@ class Forwarding:
     """The state of a fan-out in one round. Each method is an event and returns the actions.
 
     `start` is the first event. Events that come late, twice, or of members and buckets that nobody
-    was told of change nothing.
+    knows change nothing.
     """
 
     def __init__(
@@ -250,28 +250,28 @@ class Forwarding:
             each = self.holdings.get(name)
             while (
                 each is not None
-                and each.num_told < len(each.order)
+                and each.num_begun < len(each.order)
                 and len(each.reads) + len(each.staged) < each.num_slots
-                and self._read(name, each.order[each.num_told])
+                and self._read(name, each.order[each.num_begun])
             ):
-                each.num_told += 1
+                each.num_begun += 1
 
     def _read(self, member: str, bucket: int) -> bool:
         """Tell a member where to read a bucket; return False if nobody has it yet, or any more."""
         reads = self.holdings[member].reads
-        told = reads.get(bucket, ())
+        asked = reads.get(bucket, ())
         for holder in self.fan_out.ancestors(member):
             above = self.holdings[holder]
             if bucket in above.missing:
                 return False
-            if bucket in above.staged and holder not in told:
+            if bucket in above.staged and holder not in asked:
                 break
         else:
-            self._give_up(member, bucket, told)
+            self._give_up(member, bucket, asked)
             return False
-        if told:
-            self._num_readers[told[-1], bucket] -= 1
-        reads[bucket] = (*told, holder)
+        if asked:
+            self._num_readers[asked[-1], bucket] -= 1
+        reads[bucket] = (*asked, holder)
         self._num_readers[holder, bucket] += 1
         self._actions.append(Read(member, bucket, holder))
         return True
@@ -289,15 +289,15 @@ class Forwarding:
         self._actions.append(SourceFree(bucket) if holder == SOURCE else Free(holder, bucket))
         self._tell([holder])
 
-    def _give_up(self, member: str, bucket: int, told: Sequence[str]) -> None:
-        source = "could not give it" if SOURCE in told else "has refilled its slot"
+    def _give_up(self, member: str, bucket: int, asked: Sequence[str]) -> None:
+        source = "could not give it" if SOURCE in asked else "has refilled its slot"
         reason = f"bucket {bucket}: no member above can give it, and the source {source}"
         self._remove(member)
         self._actions.append(GiveUp(member, reason))
 
     def _remove(self, member: str) -> None:
-        for bucket, told in self.holdings.pop(member).reads.items():
-            self._num_readers[told[-1], bucket] -= 1
+        for bucket, asked in self.holdings.pop(member).reads.items():
+            self._num_readers[asked[-1], bucket] -= 1
         self.fan_out = self.fan_out.without(member)
         self._is_relinked = True
 
@@ -307,8 +307,8 @@ class Forwarding:
             self._is_relinked = False
             for name in [*self.holdings]:
                 reads = self.holdings[name].reads if name in self.holdings else {}
-                for bucket, told in [*reads.items()]:
-                    if name in self.holdings and told[-1] not in self.fan_out.ancestors(name):
+                for bucket, asked in [*reads.items()]:
+                    if name in self.holdings and asked[-1] not in self.fan_out.ancestors(name):
                         self._read(name, bucket)
             self._tell([*self.holdings])
             for name, holding in [*self.holdings.items()]:

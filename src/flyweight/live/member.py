@@ -81,9 +81,9 @@ class Member:
         return ReplicaReport(self.name, self.hello.pid, error=error)
 
     @property
-    def process(self) -> str:
-        """Its name and its process, as the start of a sentence."""
-        return f"replica {self.label}, process {self.hello.pid},"
+    def long_label(self) -> str:
+        """Its name and its process, for people."""
+        return f"replica {self.label}, process {self.hello.pid}"
 
     @property
     def label(self) -> str:

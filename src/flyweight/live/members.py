@@ -351,7 +351,7 @@ class Members:
             if not self._has_started:
                 return  # it has not joined
             members = (each for each in self.by_id.values() if each.hello.line == line)
-            gone = {each.id: f"{each.process} is gone" for each in members}
+            gone = {each.id: f"{each.long_label}, is gone" for each in members}
             ranks = (each for each in self._sources.followers if each.line == line)
             gone |= dict.fromkeys((each.id for each in ranks), "its process is gone")
         for id, text in gone.items():
@@ -359,7 +359,7 @@ class Members:
 
     def _on_unreachable(self, id: bytes, is_gone: bool) -> None:
         with self.changed:
-            who = self.by_id[id].process if id in self.by_id else "it"
+            who = f"{self.by_id[id].long_label}," if id in self.by_id else "its process"
             self._lose(id, PeerLost(f"{who} {'is gone' if is_gone else 'accepts no messages'}"))
 
     def _lose(self, id: bytes, error: FlyweightError) -> None:

@@ -187,7 +187,7 @@ class Begin(Message, frozen=True):
 class Filled(Message, frozen=True):
     """Publisher: a bucket is in its slot, ready to be read.
 
-    A member on another host may be told so again: then it reads from somebody else.
+    A member on another host may get it again: then it reads from somebody else.
     """
 
     round: int
@@ -206,7 +206,7 @@ class Has(Message, frozen=True):
 
 
 class Unread(Message, frozen=True):
-    """Replica on another host: could not read a bucket from where it was told to."""
+    """Replica on another host: could not read a bucket from its holder."""
 
     round: int
     bucket: int

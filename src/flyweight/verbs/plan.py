@@ -162,7 +162,7 @@ def plan_fan_out(
     Args:
         nodes: The replicas.
         degree: How many hosts read from one host.
-        source: The weights that each replica reads all of. Without them no bytes are told.
+        source: The weights that each replica reads all of. Without them no bytes are counted.
         version: The version of `source`; by default the newest.
     """
     planned = fan_out(nodes, degree=degree)
