@@ -165,6 +165,7 @@ class FakePublisher:
                 lists=number,
                 memory=memory,
                 values={},
+                may_commit_alone=digests is not None,
             )
         )
 

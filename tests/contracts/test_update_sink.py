@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from flyweight.adapters.loader import Loader
-from flyweight.errors import TransportError
+from flyweight.errors import DigestMismatch, TransportError
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
 from flyweight.live.message_tables import Boxes, Pieces, Places, packed
@@ -40,7 +41,9 @@ class Round:
 
     def __init__(self, sink, *, should_verify=True, bucket_bytes=500):
         want = sink.want(SPECS, {})
-        assert want.tensors.names == ("m", "b")
+        assert sorted(want.tensors.names) == ["b", "m"]
+        contents = {"m": MAPPED, "b": BUCKETED}
+        self.contents = [contents[name] for name in want.tensors.names]
         zeros = packed([0] * len(SPECS))
         agreed = Agreed(Boxes.of(BoxTable.whole(SPECS.values())), zeros, ("",), zeros)
         self.source = RemoteSource(agreed, SPECS, {}, want, OwnMemory())
@@ -52,8 +55,9 @@ class Round:
             {3: 0},
             Pieces(1, packed([3]), one, nothing, packed([bucket_bytes]), nothing),
         )
+        digests = digests_of(*self.contents) if should_verify else None
         self.begin = Begin(
-            1, 1, 7, None, "published", "host+mapped", should_verify, "xxh3", None, 1, memory, {}
+            1, 1, 7, None, "published", "host+mapped", should_verify, "xxh3", digests, 1, memory, {}
         )
         self.source.open(self.begin)
         self.deadline, self.told, self.nbytes = float("inf"), [], 0
@@ -75,22 +79,37 @@ class Round:
         self.nbytes += nbytes
 
 
-@pytest.fixture(params=["memory", "loader"])
+class StagingLoader(Loader):
+    """A loader that wants 'b' before 'm'."""
+
+    def __init__(self, load, staging_bytes):
+        super().__init__(load, "numpy", "cpu")
+        self.staging_bytes = staging_bytes
+
+    def choose(self, tensors):
+        return dict(sorted(tensors.items()))
+
+
+@pytest.fixture(params=["memory", "loader", "staging loader"])
 def target(request):
     """A sink, and where what it received is found."""
     if request.param == "memory":
         model = {"m": np.zeros(6000, np.uint8), "b": np.zeros(500, np.uint8)}
         return MemorySink(model), model
     model = {}
-    return LoaderSink(Loader(model.update, "numpy", "cpu")), model
+    if request.param == "loader":
+        return LoaderSink(Loader(model.update, "numpy", "cpu")), model
+    return LoaderSink(StagingLoader(model.update, 1 << 20)), model
 
 
 def test_a_sink_receives_every_byte_and_digests_it(target):
     sink, model = target
     for _ in range(2):  # what was prepared serves the next round too
         round_ = Round(sink)
+        sink.stage(round_)
         result = sink.receive(round_)
-        assert result.digests == digests_of(MAPPED, BUCKETED)
+        sink.unstage()
+        assert result.digests == digests_of(*round_.contents)
         assert (model["m"].tobytes(), model["b"].tobytes()) == (
             MAPPED.tobytes(),
             BUCKETED.tobytes(),
@@ -103,13 +122,18 @@ def test_a_sink_receives_every_byte_and_digests_it(target):
 def test_a_sink_says_so_before_it_writes_and_frees_each_bucket(target):
     sink, _ = target
     round_ = Round(sink)
+    sink.stage(round_)
+    assert "touch" not in round_.told
     sink.receive(round_)
-    assert round_.told == ["touch", "next", "emptied 3"]
+    assert sorted(round_.told) == ["emptied 3", "next", "touch"]
+    assert round_.told.index("next") < round_.told.index("emptied 3")
 
 
 def test_a_round_that_does_not_verify_has_no_digests(target):
     sink, _ = target
-    assert sink.receive(Round(sink, should_verify=False)).digests == b""
+    round_ = Round(sink, should_verify=False)
+    sink.stage(round_)
+    assert sink.receive(round_).digests == b""
 
 
 def test_a_round_that_lacks_bytes_is_refused_before_it_reaches_the_sink(target):
@@ -128,3 +152,51 @@ def test_a_sink_is_current_once_it_has_chosen_tensors(target):
     sink.finish({})
     sink.close()
     sink.close()
+
+
+@pytest.mark.parametrize(("staging_bytes", "num_staged"), [(0, 0), (500, 1), (6499, 1), (6500, 2)])
+def test_a_loader_stages_what_fits_before_it_touches_anything(staging_bytes, num_staged):
+    given, told = [], []
+
+    def load(named):
+        for name, _ in named:
+            given.append(name)
+            told.append(list(round_.told))
+
+    sink = LoaderSink(StagingLoader(load, staging_bytes))
+    round_ = Round(sink)
+    sink.stage(round_)
+    staged = {0: [], 1: ["next", "emptied 3"], 2: ["next", "emptied 3"]}[num_staged]
+    assert (round_.told, round_.nbytes, given) == (staged, [0, 500, 6500][num_staged], [])
+    result = sink.receive(round_)
+    assert given == ["b", "m"]
+    assert result.digests == digests_of(BUCKETED, MAPPED)
+
+
+@pytest.mark.parametrize("staging_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("name", ["m", "b"])
+def test_a_loader_never_gets_a_tensor_whose_digest_is_wrong(staging_bytes, name):
+    given = []
+
+    def load(named):
+        given.extend(name for name, _ in named)
+
+    sink = LoaderSink(StagingLoader(load, staging_bytes))
+    round_ = Round(sink)
+    digests = bytearray(round_.begin.digests)
+    digests[8 * ["b", "m"].index(name)] ^= 1
+    round_.begin = replace(round_.begin, digests=bytes(digests))
+    with pytest.raises(DigestMismatch, match=f"'{name}' of version 7 arrived with digest"):
+        sink.stage(round_) or sink.receive(round_)
+    assert name not in given
+    if staging_bytes:
+        assert "touch" not in round_.told, "what is wrong before the pause costs no version"
+
+
+@pytest.mark.parametrize("digests", [None, b"", bytes(8)])
+def test_a_loader_refuses_a_round_that_verifies_without_digests(digests):
+    sink = LoaderSink(StagingLoader(list, 0))
+    round_ = Round(sink)
+    round_.begin = replace(round_.begin, digests=digests)
+    with pytest.raises(TransportError, match="digests for 2 copies"):
+        sink.stage(round_)

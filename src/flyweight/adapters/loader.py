@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from flyweight.adapters import numpy_dict, paddle_layer, torch_module
@@ -25,6 +25,9 @@ _FRAMEWORKS = {
 class Loader:
     """Makes tensors of a framework, and passes them to a function one by one."""
 
+    staging_bytes = 0
+    """How many bytes of a version may be received and checked before the engine pauses."""
+
     def __init__(self, load: Load, framework: Framework, device: str) -> None:
         if framework not in _FRAMEWORKS:
             raise SpecError(f"framework is {framework!r}, not 'torch', 'paddle' or 'numpy'")
@@ -37,6 +40,13 @@ class Loader:
                 f"tensors of {framework} need it; pip install {package}"
             ) from cause
         self.place = "" if buffer.device is None else driver.uuid(buffer.device)
+
+    def choose(self, tensors: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+        """Return all tensors in the order in which they are loaded: the publisher's.
+
+        A subclass may order them, and raise PlanError for tensors that cannot be loaded.
+        """
+        return tensors
 
     def fresh(self, spec: TensorSpec) -> tuple[Any, Buffer]:
         """Return a new tensor, and its memory, to be filled."""

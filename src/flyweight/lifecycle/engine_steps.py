@@ -36,6 +36,7 @@ class EngineSteps:
         ranks: RankAgreement,
         *,
         should_serve: bool,
+        is_serving: bool,
         observe: Callable[[], None],
     ) -> None:
         self._engine, self._weights, self.ranks = engine, weights, ranks
@@ -53,7 +54,11 @@ class EngineSteps:
         self.released: set[Tag] = set()
         self._is_idle = False
         """True after the engine has paused and before it is resumed."""
-        self._pause_engine(monotonic() + ROUND_SECONDS)
+        if is_serving:
+            self.version, self.session = weights.version, weights.session
+            self.condition = Condition(State.SERVING, frozenset())
+        else:
+            self._pause_engine(monotonic() + ROUND_SECONDS)
 
     @property
     def state(self) -> State:

@@ -37,15 +37,18 @@ class Operations:
         ranks: RankAgreement | None = None,
         *,
         should_serve: bool = True,
+        is_serving: bool = False,
         observe: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start CLEARED: paused, without weights.
+        """Start CLEARED: paused, without weights; or SERVING.
 
         Args:
             engine: the engine of this rank.
             weights: the source of its weights.
             ranks: how it agrees with the other ranks; None for a replica of one rank.
             should_serve: whether the engine resumes after its first update.
+            is_serving: the engine answers requests already, with weights of its own: it is not
+                paused before its first update.
             observe: called after each change of state, in the thread that made it.
         """
         ranks = RankAgreement() if ranks is None else ranks
@@ -57,7 +60,12 @@ class Operations:
             )
         self._weights, self._observe = weights, observe
         self._steps = EngineSteps(
-            engine, weights, ranks, should_serve=should_serve, observe=observe
+            engine,
+            weights,
+            ranks,
+            should_serve=should_serve,
+            is_serving=is_serving,
+            observe=observe,
         )
         self.report: UpdateReport | None = None
         self.pause_seconds = 0.0

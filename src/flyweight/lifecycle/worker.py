@@ -44,6 +44,7 @@ class Worker:
         process_group: object = None,
         should_follow: bool = True,
         should_serve: bool = True,
+        is_serving: bool = False,
         carry_out: Callable[[Request, Callable[[Request], None]], None] | None = None,
     ) -> None:
         """Attach to the cell; `start`, or a `with` block, starts the threads.
@@ -58,6 +59,8 @@ class Worker:
                 the default group.
             should_follow: load each new version of the source without a request.
             should_serve: resume the engine after its first update.
+            is_serving: the engine answers requests already, with weights of its own, and goes on
+                until its first update.
             carry_out: called with each request and the function that runs it, for engines whose
                 own loop must run it; None runs it in the worker's thread.
         """
@@ -84,6 +87,7 @@ class Worker:
                 self._ranks,
                 # A pause, and a version requested by number, survive a crash.
                 should_serve=should_serve and not (last and last.is_paused_by_hand),
+                is_serving=is_serving,
                 observe=self.write_record,
             )
             if last is not None:

@@ -17,7 +17,7 @@ from flyweight.live import messages, rank_messages
 from flyweight.live.messages import Message, Want
 from flyweight.memory import collector_paused
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_HELLO_BYTES = 64 << 10
 """What a sender that has not shown the token may send. Most of it is room for the names of RDMA

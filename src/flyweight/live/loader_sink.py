@@ -1,6 +1,6 @@
 """Loader sink: an engine's own loader, which is given whole tensors and places them itself.
 
-Nobody else can check what it does with them, so the tensors that it is given are digested.
+Nobody else can check what it does with them. So each tensor is checked before the loader gets it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from flyweight.adapters.loader import Loader
-from flyweight.errors import TransportError, listed
+from flyweight.digest import Words
+from flyweight.errors import DigestMismatch, TransportError, listed
 from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST, visible_devices
 from flyweight.live.message_tables import Tensors, packed
@@ -25,13 +26,14 @@ from flyweight.spec.manifest import Leaf, TensorSpec
 
 
 class LoaderSink:
-    """Gives whole tensors to an engine's loader, in the publisher's order."""
+    """Gives whole tensors to an engine's loader, in the order that it chooses."""
 
     verified, takes_all = "received", True
 
     def __init__(self, loader: Loader) -> None:
         self.loader, self.copiers = loader, Copiers()
         self.specs: dict[str, TensorSpec] = {}
+        self._loading: _Loading | None = None
 
     @property
     def has_devices(self) -> bool:
@@ -48,20 +50,28 @@ class LoaderSink:
         """Do nothing: a loader makes its own tensors."""
 
     def want(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
-        self.specs = dict(tensors)
-        place = self.loader.place
+        self.specs = dict(self.loader.choose(tensors))
         return Want(
-            Tensors.of(tensors),
+            Tensors.of(self.specs),
             None,
-            (place,),
-            packed([0] * len(tensors)),
+            (self.loader.place,),
+            packed([0] * len(self.specs)),
             False,
             visible_devices() if self.has_devices else (),
+            checks_digests=True,
         )
 
+    def stage(self, round_: ReplicaRound) -> None:
+        self._loading = _Loading(self, round_)
+        self._loading.stage(self.loader.staging_bytes)
+
+    def unstage(self) -> None:
+        self._loading = None
+
     def receive(self, round_: ReplicaRound) -> SinkResult:
-        started = perf_counter()
-        loading = _Loading(self, round_)
+        loading, started = self._loading, perf_counter()
+        assert loading is not None
+        staged_seconds = loading.copy_seconds, loading.verify_seconds
         round_.touch()
         weights = loading.weights()
         try:
@@ -74,7 +84,8 @@ class LoaderSink:
                 f"the loader took {loading.num_taken} of {len(self.specs)} tensors; it left "
                 f"{listed(left)}"
             )
-        seconds = perf_counter() - started - loading.verify_seconds
+        verify_seconds = loading.verify_seconds - staged_seconds[1]
+        seconds = staged_seconds[0] + perf_counter() - started - verify_seconds
         digests = loading.digests.tobytes() if round_.begin.should_verify else b""
         return SinkResult(digests, seconds, loading.verify_seconds)
 
@@ -92,14 +103,16 @@ class LoaderSink:
 
 
 class _Loading:
-    """One round through a loader, which makes each tensor when the loader asks for it."""
+    """One round through a loader: tensors that are staged, then each one when it is asked for."""
 
     def __init__(self, sink: LoaderSink, round_: ReplicaRound) -> None:
         self._sink, self._round, self._source = sink, round_, round_.source
         self._specs = list(sink.specs.values())
         self.digests = np.zeros(len(self._source.copies), np.uint64)
-        self.verify_seconds = 0.0
-        self.num_taken = 0
+        self._expected = _expected_digests(round_, len(self.digests))
+        self.copy_seconds = self.verify_seconds = 0.0
+        self.num_taken = self._num_arrived = 0
+        """How many tensors the loader has taken, and how many are complete."""
         self._fresh: dict[int, tuple[Any, Buffer]] = {}
         sinks, copies = self._source.sinks, self._source.copies
         self._missing_bytes = np.bincount(
@@ -107,27 +120,47 @@ class _Loading:
         ).astype(np.int64)
         self._ends = np.searchsorted(copies.sink, np.arange(len(sinks) + 1))
         """The copies of each tensor lie between two of these: they are in the tensors' order."""
+        self._mapped_ends = np.searchsorted(self._source.mapped.copy, self._ends)
         self._buckets_left = len(self._source.buckets)
 
+    def stage(self, nbytes: int) -> None:
+        """Receive and check the first tensors, as many as fit into that many bytes."""
+        started = perf_counter()
+        for spec in self._specs:
+            nbytes -= spec.nbytes
+            if nbytes < 0:
+                break
+            self._arrive()
+        self.copy_seconds += perf_counter() - started - self.verify_seconds
+
     def weights(self) -> Generator[tuple[str, Any], None, None]:
-        """Yield each tensor once all of it has arrived."""
-        mapped = self._source.mapped
-        ends = np.searchsorted(mapped.copy, self._ends)
+        """Yield each tensor once all of it has arrived and its digest is right."""
         for sink, name in enumerate(self._sink.specs):
-            self._run(mapped.take(np.arange(ends[sink], ends[sink + 1])))
-            while self._missing_bytes[sink] > 0 and self._buckets_left:
-                number = self._round.next_bucket()
-                self._run(self._source.buckets[number])
-                self._round.bucket_emptied(number)
-                self._buckets_left -= 1
-            if self._missing_bytes[sink]:
-                raise TransportError(f"{self._missing_bytes[sink]} bytes of {name!r} never came")
-            self._buffer(sink)  # a tensor without bytes has no copies
-            if self._round.begin.should_verify:
-                self._digest(sink)
+            if self._num_arrived == sink:
+                self._arrive()
             tensor, _ = self._fresh.pop(sink)
             self.num_taken += 1
             yield name, tensor
+
+    def _arrive(self) -> None:
+        """Receive the next tensor, and check it."""
+        sink, ends = self._num_arrived, self._mapped_ends
+        self._run(self._source.mapped.take(np.arange(ends[sink], ends[sink + 1])))
+        while self._missing_bytes[sink] > 0 and self._buckets_left:
+            number = self._round.next_bucket()
+            self._run(self._source.buckets[number])
+            self._round.bucket_emptied(number)
+            self._buckets_left -= 1
+        if self._missing_bytes[sink]:
+            missing, name = self._missing_bytes[sink], self._name(sink)
+            raise TransportError(f"{missing} bytes of {name!r} never came")
+        self._buffer(sink)  # a tensor without bytes has no copies
+        if self._expected is not None:
+            self._check(sink, self._expected)
+        self._num_arrived += 1
+
+    def _name(self, sink: int) -> str:
+        return list(self._sink.specs)[sink]
 
     def _buffer(self, sink: int) -> Buffer:
         """Return new memory for a tensor: the loader may keep it."""
@@ -154,12 +187,31 @@ class _Loading:
         prepared.close()
         np.subtract.at(self._missing_bytes, self._source.copies.sink[arrivals.copy], sink.nbytes)
 
-    def _digest(self, sink: int) -> None:
+    def _check(self, sink: int, expected: Words) -> None:
+        """Digest a tensor, and raise DigestMismatch unless it is what was published."""
         started = perf_counter()
         copy = np.arange(self._ends[sink], self._ends[sink + 1])
         shape = self._source.copies.shape[copy]
         targets = self._targets(copy, np.zeros_like(shape), shape)
-        self.digests[copy] = PreparedDigests(targets).digests(
+        found = self.digests[copy] = PreparedDigests(targets).digests(
             self._round.begin.digest_kind, self._round.deadline
         )
         self.verify_seconds += perf_counter() - started
+        if len(wrong := np.flatnonzero(found != expected[copy])):
+            row = wrong[0]
+            raise DigestMismatch(
+                f"{self._name(sink)!r} of version {self._round.begin.version} arrived with digest "
+                f"{found[row]:016x}, the publisher has {expected[copy][row]:016x}; the loader did "
+                f"not get it"
+            )
+
+
+def _expected_digests(round_: ReplicaRound, num_copies: int) -> Words | None:
+    """Return the publisher's digest of each copy; None if the round does not verify."""
+    if not round_.begin.should_verify:
+        return None
+    digests = round_.begin.digests
+    if digests is None or len(digests) != 8 * num_copies:
+        found = "no" if digests is None else len(digests) // 8
+        raise TransportError(f"the publisher sends {found} digests for {num_copies} copies")
+    return np.frombuffer(digests, np.uint64)

@@ -33,6 +33,8 @@ class Member:
     last_seen: float
     """When its last message arrived."""
     agreement: Agreement | None = None
+    checks_digests: bool = False
+    """True if it gets the digests with `Begin`, to check each tensor itself."""
     request: messages.Ask | None = None
     """The version that it waits for."""
     round: MemberRound | None = None

@@ -280,6 +280,7 @@ class Members:
     def _on_message(self, member: Member, message: frames.FromReplica) -> None:
         match message:
             case messages.Want():
+                member.checks_digests = message.checks_digests
                 self._planner.add(member, message)
             case messages.Ask():
                 if member.agreement is None:

@@ -121,6 +121,12 @@ class MemorySink:
             self._model.touched()
             self._is_touched = True
 
+    def stage(self, round_: ReplicaRound) -> None:
+        """Do nothing: the weights are written in place, while the engine is paused."""
+
+    def unstage(self) -> None:
+        """Do nothing: nothing is staged."""
+
     def receive(self, round_: ReplicaRound) -> SinkResult:
         begin, prepared = round_.begin, self._prepare(round_.source)
         if prepared.has_doubles and not begin.should_verify:

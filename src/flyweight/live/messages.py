@@ -86,6 +86,8 @@ class Want(Message, frozen=True):
     """The uuids of the GPUs that its process sees, and whose memory it can map."""
     is_remote: bool = False
     """True if it is on another host, or connected as if it were: it maps no memory."""
+    checks_digests: bool = False
+    """True if it needs the digests in `Begin`: it checks each tensor before a loader gets it."""
 
 
 class Agreed(Message, frozen=True):
@@ -177,11 +179,13 @@ class Begin(Message, frozen=True):
     digest_kind: DigestKind
     """How both sides compute digests: XXH3 if all memory is on the host."""
     digests: bytes | None
-    """The expected digests, if they are known already: the replica can then commit by itself."""
+    """The expected digests, if they never change or the replica checks them itself."""
     lists: int
     """The number of `memory`, which was sent before if it is None."""
     memory: Memory | None
     values: dict[str, Leaf]
+    may_commit_alone: bool = False
+    """True if the version never changes: a replica that loses the publisher commits by itself."""
 
 
 class Filled(Message, frozen=True):

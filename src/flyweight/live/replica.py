@@ -317,6 +317,7 @@ class Replica:
                 raise reason from error
             raise
         finally:
+            self._sink.unstage()
             round_.close()
         self._held.take(version, round_.connection.session)
         self.unused = round_.connection.unused
@@ -332,6 +333,7 @@ class Replica:
         """Do everything before the first write; return False if the round was declined."""
         version = round_.begin.version
         round_.open(must_verify=options.must_verify)
+        self._sink.stage(round_)  # before the engine pauses: it may take long
         self._serving.withdraw()  # before the engine pauses: readers may take a while
         if options.before is not None:
             options.before(version)

@@ -220,9 +220,10 @@ class ReplicaRound:
         except TransportError:
             # All bytes and their digests were here before the publisher went.
             is_gone = self.connection.is_lost and not self._is_aborted
-            if not is_gone or self.begin.digests is None or self.source.buckets:
+            digests = self.begin.digests if self.begin.may_commit_alone else None
+            if not is_gone or digests is None or self.source.buckets:
                 raise
-            message = messages.Commit(done.round, self.begin.digests)
+            message = messages.Commit(done.round, digests)
         self._check_commit(message, done.digests)
 
     def _commit_together(self, done: messages.Done) -> None:
@@ -336,6 +337,12 @@ class UpdateSink(Protocol):
 
     def synchronize(self, deadline: float) -> None:
         """Wait for work of devices that still reads the old weights."""
+
+    def stage(self, round_: ReplicaRound) -> None:
+        """Receive what may be received before the engine pauses; call it before `receive`."""
+
+    def unstage(self) -> None:
+        """Free what was staged, at the end of a round. Safe to repeat."""
 
     def receive(self, round_: ReplicaRound) -> SinkResult:
         """Call `round_.touch`, then write all tensors; return their digests."""

@@ -130,7 +130,9 @@ class Rounds:
     ) -> Begin:
         assert member.request_in_round is not None  # it is reserved
         memory = None
-        has_digests = version.digests is not None and self._options.should_verify
+        should_verify = self._options.should_verify
+        may_commit_alone = version.digests is not None and should_verify
+        has_digests = may_commit_alone or (member.checks_digests and should_verify)
         if member.lists_sent != offer.lists:
             member.lists_sent, memory = offer.lists, offer.memory
         return Begin(
@@ -140,12 +142,13 @@ class Rounds:
             parent=version.parent,
             origin=version.origin,
             strategy=offer.strategy,
-            should_verify=self._options.should_verify,
+            should_verify=should_verify,
             digest_kind=offer.digest_kind,
             digests=offer.digests if has_digests else None,
             lists=offer.lists,
             memory=memory,
             values=dict(version.values),
+            may_commit_alone=may_commit_alone,
         )
 
     def choose_sources(

@@ -24,7 +24,9 @@ def sink_for(
     if extra not in ("refuse", "report"):
         raise SpecError(f"extra is {extra!r}, not 'refuse' or 'report'")
     if callable(target) and not is_model(target):
+        target = Loader(target, framework, device)
+    if isinstance(target, Loader):
         if layout is not None:
             raise SpecError("a loader takes whole tensors; a layout is for models")
-        return LoaderSink(Loader(target, framework, device))
+        return LoaderSink(target)
     return MemorySink(target, layout=layout, rank=rank, may_leave=extra == "report")
