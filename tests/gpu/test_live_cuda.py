@@ -11,6 +11,7 @@ from device_memory import used_bytes  # noqa: E402
 
 import flyweight as fw  # noqa: E402
 from child_processes import SPAWN, Child  # noqa: E402
+from flyweight.adapters.loader import Loader  # noqa: E402
 from flyweight.errors import DigestMismatch, PeerLost, PlanError, TransferTimeout  # noqa: E402
 
 pytestmark = [
@@ -64,7 +65,12 @@ def engine(address, device, kind, pipe):
         kept.clear()
         kept.update(named)
 
-    with fw.Replica(load if kind == "loader" else target, address, device=device) as replica:
+    if kind == "loader":
+        target = load
+    elif isinstance(kind, int):  # how many bytes a loader stages
+        target = Loader(load, "torch", device)
+        target.staging_bytes = kind
+    with fw.Replica(target, address, device=device) as replica:
         while (command := pipe.recv()) != "end":
             if command == "update":
                 try:
@@ -78,7 +84,7 @@ def engine(address, device, kind, pipe):
             elif command == "columns":
                 pipe.send(raw(target["w"].tensor))
             else:
-                pipe.send(holds(kept if kind == "loader" else target, command))
+                pipe.send(holds(target if kind == "model" else kept, command))
 
 
 class Engine(Child):
@@ -143,16 +149,19 @@ def test_a_trainer_on_the_cpu_and_a_replica_on_the_gpu(address):
         assert engine.ask(1) is True
 
 
+@pytest.mark.parametrize("kind", ["loader", 0, 1 << 20, 1 << 30], ids=str)
 @pytest.mark.parametrize("transport", ["auto", "bucketed"])
-def test_a_loader_on_the_gpu_gets_whole_tensors(address, transport):
+def test_a_loader_on_the_gpu_gets_whole_tensors_that_were_checked(address, transport, kind):
     trainer = model(1)
-    del trainer["host"]
     with (
         fw.Publisher(trainer, address, transport=transport, bucket_bytes=1 << 20) as publisher,
-        Engine(address, kind="loader") as engine,
+        Engine(address, kind=kind) as engine,
     ):
-        _, update = publish(publisher, engine, 1)
-        assert update.verified == "received"
+        for version in (1, 2):
+            fill(trainer, version)
+            _, update = publish(publisher, engine, version)
+            assert update.verified == "received"
+            assert engine.ask(version) is True
 
 
 @pytest.mark.parametrize("transport", ["auto", "bucketed"])

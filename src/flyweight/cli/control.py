@@ -21,6 +21,7 @@ from flyweight.cli import tokens
 from flyweight.cli.app import Seconds, main, once_option, token_file_option, until_signal
 from flyweight.cli.client import DEFAULT_PORT, Client, host_and_port
 from flyweight.cli.output import err, human, show, show_changes, table
+from flyweight.cli.vllm import given_vllm_options, update_vllm, vllm_options
 from flyweight.errors import FlyweightError
 from flyweight.lifecycle.control import ANSWER_SECONDS, Control
 from flyweight.stores.private_file import check_token
@@ -174,15 +175,19 @@ def _operation(name: str, route: str, description: str, *options: Any) -> None:
 
     @_with_client
     def command(client: Client, **options: Any) -> None:
-        query = {key: value for key, value in options.items() if value is not None}
-        timeout_seconds = options["timeout"] + _ANSWER_SECONDS
-        with _progress_of(client):
-            result = client.call("POST", route, query, timeout_seconds=timeout_seconds)
-        show(result, lambda: _result_lines(result))
+        _carry_out(client, route, **options)
 
     for option in reversed((*options, _REPLICA, _TIMEOUT)):
         command = option(command)
     main.command(name, help=description)(command)
+
+
+def _carry_out(client: Client, route: str, **options: Any) -> None:
+    query = {key: value for key, value in options.items() if value is not None}
+    timeout_seconds = options["timeout"] + _ANSWER_SECONDS
+    with _progress_of(client):
+        result = client.call("POST", route, query, timeout_seconds=timeout_seconds)
+    show(result, lambda: _result_lines(result))
 
 
 def _tags(description: str) -> Any:
@@ -212,11 +217,64 @@ _operation(
     "restore", "/v1/wakeup", "Allocate cleared memory again, and load the newest version into it.",
     _tags("What to restore, separated by commas."),
 )  # fmt: skip
-_operation(
-    "update", "/v1/update_weights",
-    "Update engines to a newer version than they hold, or to the given one.",
-    _VERSION, _WHEN_SERVING,
+
+
+@main.command()
+@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1, envvar="FLYWEIGHT_SERVER")
+@click.option(
+    "--from", "path", type=click.Path(), metavar="PATH",
+    help="Load this snapshot or checkpoint into the vLLM servers at ADDRESS...",
 )  # fmt: skip
+@_VERSION
+@_WHEN_SERVING
+@vllm_options
+@_REPLICA
+@_TIMEOUT
+@run_option
+@token_file_option
+def update(
+    *,
+    addresses: tuple[str, ...],
+    path: str | None,
+    version: int | None,
+    timeout: float,
+    token_file: Path | None,
+    directory: Path,
+    replica: str | None,
+    when_serving: str,
+    **options: Any,
+) -> None:
+    """Update engines to a newer version than they hold, or to the given one.
+
+    ADDRESS is that of a control server. With --from, the weights at PATH go into the vLLM servers
+    at ADDRESS...: http://HOST:PORT each, started with the weight transfer backend "flyweight".
+    """
+    if path is not None:
+        if not addresses:
+            raise click.UsageError("--from needs the addresses of vLLM servers: http://HOST:PORT")
+        update_vllm(
+            addresses,
+            path,
+            version=version,
+            timeout_seconds=timeout,
+            token_file=token_file,
+            **options,
+        )
+        return
+    if len(addresses) > 1:
+        raise click.UsageError("one control server has all its engines: one ADDRESS, or --from")
+    if given := given_vllm_options():
+        raise click.UsageError(f"{', '.join(given)} is for vLLM servers, with --from")
+    address = addresses[0] if addresses else f"http://127.0.0.1:{DEFAULT_PORT}"
+    client = _client(address, token_file, directory)
+    _carry_out(
+        client,
+        "/v1/update_weights",
+        version=version,
+        when_serving=when_serving,
+        replica=replica,
+        timeout=timeout,
+    )
 
 
 def _result_lines(result: Mapping[str, Any]) -> str:

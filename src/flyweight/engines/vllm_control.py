@@ -12,14 +12,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from time import monotonic
 from typing import Any, Literal, Protocol
 from urllib.parse import urlencode, urlsplit
 
-from flyweight.engines.vllm_plugin import BACKEND
 from flyweight.errors import (
-    LifecycleError,
     MissingDependency,
     PeerFailed,
     PeerLost,
@@ -72,8 +71,8 @@ class VllmControl(Protocol):
     def load(self, update: str, deadline: float) -> None:
         """Have all workers load the version that they have staged."""
 
-    def finish(self, version: str, deadline: float) -> None:
-        """End the update, and name the version to vLLM."""
+    def finish(self, version: str | None, deadline: float) -> None:
+        """End the update, and name the version to vLLM; None keeps the name that it has."""
 
     def version(self, deadline: float) -> str:
         """Return the version that vLLM names; 'default' after its start."""
@@ -117,17 +116,14 @@ class HttpControl:
         self._call("POST", "/init_weight_transfer_engine", deadline, {"init_info": dict(request)})
 
     def status(self, deadline: float) -> list[dict[str, Any]]:
-        try:
-            answer = self._call("POST", "/collective_rpc", deadline, {"method": _STATUS})
-        except PeerFailed as error:
-            raise no_backend(self.place, error) from error
+        answer = self._call("POST", "/collective_rpc", deadline, {"method": _STATUS})
         return checked_status(answer.get("results"), self.place)
 
     def load(self, update: str, deadline: float) -> None:
         self._call("POST", "/start_weight_update", deadline)
         self._call("POST", "/update_weights", deadline, {"update_info": {"update": update}})
 
-    def finish(self, version: str, deadline: float) -> None:
+    def finish(self, version: str | None, deadline: float) -> None:
         self._call("POST", "/finish_weight_update", deadline, {"weight_version": version})
 
     def version(self, deadline: float) -> str:
@@ -217,15 +213,15 @@ class LlmControl:
     def status(self, deadline: float) -> list[dict[str, Any]]:
         try:
             found = self._llm.collective_rpc(_STATUS)
-        except TypeError as error:
-            raise no_backend(self.place, error) from error
+        except Exception as cause:  # vLLM raises anything
+            raise PeerFailed(f"vLLM has no status: {type(cause).__name__}: {cause}") from cause
         return checked_status(found, self.place)
 
     def load(self, update: str, deadline: float) -> None:
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"update": update}})
 
-    def finish(self, version: str, deadline: float) -> None:
+    def finish(self, version: str | None, deadline: float) -> None:
         self._llm.finish_weight_update(version)
 
     def version(self, deadline: float) -> str:
@@ -235,8 +231,10 @@ class LlmControl:
 class AsyncLlmControl:
     """An `AsyncLLM` in this process, whose event loop runs in another thread."""
 
-    def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._llm, self._loop = llm, loop
+    def __init__(self, llm: Any) -> None:
+        if getattr(llm, "output_handler", None) is None:
+            raise SpecError("this AsyncLLM has no event loop yet; make it in a coroutine")
+        self._llm, self._loop = llm, llm.output_handler.get_loop()
         self.place = f"{type(llm).__name__} of process {os.getpid()}"
 
     def check(self, deadline: float) -> None:
@@ -258,17 +256,13 @@ class AsyncLlmControl:
         self._rpc("init_weight_transfer_engine", deadline, init_info=dict(request))
 
     def status(self, deadline: float) -> list[dict[str, Any]]:
-        try:
-            found = self._rpc(_STATUS, deadline)
-        except PeerFailed as error:
-            raise no_backend(self.place, error) from error
-        return checked_status(found, self.place)
+        return checked_status(self._rpc(_STATUS, deadline), self.place)
 
     def load(self, update: str, deadline: float) -> None:
         self._rpc("start_weight_update", deadline)
         self._rpc("update_weights", deadline, update_info={"update": update})
 
-    def finish(self, version: str, deadline: float) -> None:
+    def finish(self, version: str | None, deadline: float) -> None:
         self._run(self._llm.finish_weight_update(version), "finish_weight_update", deadline)
 
     def version(self, deadline: float) -> str:
@@ -278,6 +272,13 @@ class AsyncLlmControl:
         return self._run(self._llm.collective_rpc(method, kwargs=kwargs), method, deadline)
 
     def _run(self, call: Any, name: str, deadline: float) -> Any:
+        with suppress(RuntimeError):  # there is no event loop in this thread
+            if asyncio.get_running_loop() is self._loop:
+                call.close()
+                raise SpecError(
+                    "VllmEngine waits for the event loop of its AsyncLLM, so it cannot run in it; "
+                    "use await asyncio.to_thread(VllmEngine, llm, address), and so for its methods"
+                )
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         seconds = max(deadline - monotonic(), 0)
         try:
@@ -297,14 +298,7 @@ def control_for(server: object, api_key: str | None = None) -> VllmControl:
     if "LLM" in kinds:
         return LlmControl(server)
     if "AsyncLLM" in kinds:
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError as cause:
-            raise SpecError(
-                "an AsyncLLM is controlled from other threads than that of its event loop: make "
-                "VllmEngine inside the loop, and call it by asyncio.to_thread"
-            ) from cause
-        return AsyncLlmControl(server, loop)
+        return AsyncLlmControl(server)
     raise SpecError(f"{type(server).__name__} is not an address, an LLM or an AsyncLLM of vLLM")
 
 
@@ -318,16 +312,9 @@ def check_verbs(llm: Any, verbs: Sequence[str]) -> None:
 
 
 def checked_status(found: object, place: str) -> list[dict[str, Any]]:
-    """Return the status of each worker; raise unless all of them have our backend."""
+    """Return the status of each worker; raise PeerFailed unless all of them have our backend."""
     if not isinstance(found, list) or not found:
         raise PeerFailed(f"vLLM at {place} has no workers")
     if not all(isinstance(each, dict) and "boot" in each for each in found):
-        raise no_backend(place, None)
+        raise PeerFailed(f"a worker of vLLM at {place} has {str(found[0])[:100]!r} for a status")
     return found
-
-
-def no_backend(place: str, error: BaseException | None) -> LifecycleError:
-    """Return the error for a vLLM that runs without our backend."""
-    text = f"vLLM at {place} does not use the weight transfer backend {BACKEND!r}; start it with "
-    text += f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
-    return LifecycleError(text if error is None else f"{text} ({error})")

@@ -1,7 +1,7 @@
 """FlyweightTransfer: Flyweight inside a worker of vLLM, its weight transfer backend 'flyweight'.
 
 An update has two parts. `init_transfer_engine` begins it: a thread joins the publisher, receives
-the first tensors of the version and checks them, while the worker serves. `receive_weights`
+the first tensors of the version and checks them, while the worker serves. `update_weights`
 completes it, once `VllmEngine` has paused the engine. The worker's own thread loads all tensors in
 that one call, so no forward pass sees a half-loaded model. Ranks of one engine commit together.
 
@@ -13,19 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from logging import getLogger
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+import msgspec
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -39,17 +36,17 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from flyweight.adapters.loader import Loader
 from flyweight.engines.background_update import BackgroundUpdate, MainThread
 from flyweight.engines.vllm_fit import check_fit
-from flyweight.errors import LifecycleError, PeerRefused, TransferTimeout
+from flyweight.errors import FlyweightError, LifecycleError, PeerRefused, TransferTimeout
 from flyweight.live.curve_keys import CurveClient, CurveKeys
 from flyweight.live.replica import Replica
 from flyweight.spec.manifest import TensorSpec
 from flyweight.stores.private_file import read_token
 
 _SHUTDOWN_SECONDS = 5.0
+_log = getLogger("flyweight.engines")
 
 
-@dataclass
-class UpdateRequest(WeightTransferInitInfo):  # type: ignore[misc]
+class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `VllmEngine` sends to begin an update."""
 
     update: str
@@ -60,28 +57,23 @@ class UpdateRequest(WeightTransferInitInfo):  # type: ignore[misc]
     version: int | None
     """The version to take; None: the next one that is newer than `held`."""
     held: int | None
-    """The version that the engine still holds, as vLLM says."""
+    """The version that the engine still holds."""
     may_keep: bool
     must_verify: bool
     staging_bytes: int
     timeout_seconds: float
     should_check_fit: bool
-    token_file: str | None = None
-    server_key_file: str | None = None
+    token_file: str | None
+    server_key_file: str | None
 
 
-@dataclass
-class UpdateStart(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What `VllmEngine` sends to complete an update, while the engine is paused."""
+class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
+    """Takes versions from a publisher, as one rank of a replica.
 
-    update: str
+    With several workers, no call raises: vLLM would stop at the first error, and take the answers
+    of the other workers for those to its next calls. So errors are in the status.
+    """
 
-
-class FlyweightTransfer(WeightTransferEngine[UpdateRequest, UpdateStart]):  # type: ignore[misc]
-    """Takes versions from a publisher, as one rank of a replica."""
-
-    init_info_cls = UpdateRequest
-    update_info_cls = UpdateStart
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
@@ -93,22 +85,49 @@ class FlyweightTransfer(WeightTransferEngine[UpdateRequest, UpdateStart]):  # ty
         self._replica: Replica | None = None
         self._connected_by: tuple[object, ...] = ()
         self._update: BackgroundUpdate | None = None
-        self._is_loaded = False
+        self._refusal: dict[str, Any] | None = None
+        """The status of a request that could not be begun."""
+        self._is_open = False
+        """True between vLLM's calls that start and finish an update."""
 
     def __call__(self) -> dict[str, Any]:
         """Return the status of the update, after doing what it needs this thread for."""
         self._main.run_waiting()
         parallel = self.parallel_config
-        ranks = {"rank": parallel.rank, "engine": parallel.data_parallel_index, "boot": self._boot}
-        held = None if self._replica is None else self._replica.version
-        update = {"state": "idle"} if self._update is None else self._update.status()
-        return {**ranks, "held": held, **update}
+        update = self._refusal
+        if update is None:
+            update = {"state": "idle"} if self._update is None else self._update.status()
+        return {
+            "rank": parallel.rank,
+            "engine": parallel.data_parallel_index,
+            "boot": self._boot,
+            "is_open": self._is_open,
+            "held": None if self._replica is None else self._replica.version,
+            **update,
+        }
 
-    def init_transfer_engine(self, init_info: UpdateRequest) -> None:
+    def parse_init_info(self, init_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return it as it is: `init_transfer_engine` checks it, and does not raise."""
+        return init_dict
+
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Begin an update in the background; it ends the one before, if that still waits."""
+        self._refusal = None
         if self._update is not None:
             self._update.cancel()
-        request = init_info
+        try:
+            request = msgspec.convert(init_info, UpdateRequest)
+        except msgspec.ValidationError as error:
+            update = str(init_info.get("update")) if isinstance(init_info, dict) else ""
+            text = f"vLLM has another version of flyweight than VllmEngine, or of its API: {error}"
+            self._refusal = {
+                "update": update,
+                "state": "failed",
+                "version": None,
+                "error": "SpecError",
+                "text": text,
+            }
+            return
         self._loader.staging_bytes = request.staging_bytes
         self._loader.should_check_fit = request.should_check_fit
         self._update = BackgroundUpdate(
@@ -148,20 +167,44 @@ class FlyweightTransfer(WeightTransferEngine[UpdateRequest, UpdateStart]):  # ty
 
     def start_weight_update(self) -> None:
         """Do nothing yet: between two calls of vLLM no forward pass may see a half-loaded model."""
-        self._is_loaded = False
+        self._is_open = True
 
-    def receive_weights(self, update_info: UpdateStart) -> None:
-        """Load the version that is staged, and commit it with the other ranks."""
-        update = self._update
-        if update is None or update.id != update_info.update:
-            found = "none" if update is None else f"update {update.id}"
-            raise LifecycleError(f"update {update_info.update} was not begun here, {found} was")
-        update.complete()
-        self._is_loaded = True
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load the version that is staged, and commit it with the other ranks.
+
+        With one worker, raises what ended the update; with several, the status says so.
+        """
+        error: FlyweightError | None = None
+        wanted = update_info.get("update")
+        if self._update is None or self._update.id != wanted:
+            error = LifecycleError(f"update {wanted!r} was not begun here; begin it anew")
+        else:
+            try:
+                self._update.complete()
+            except FlyweightError as failure:
+                error = failure
+                self._make_unusable()
+        if error is not None:
+            _log.error("the update of vLLM's weights failed: %s", error)
+            if self.parallel_config.world_size == 1:
+                self._is_open = False  # as vLLM does
+                raise error
+
+    def _make_unusable(self) -> None:
+        """Take the memory of all parameters away, unless the old version is whole on all ranks.
+
+        vLLM must not serve what a failed update has left, whoever resumes it: a forward pass now
+        ends with an error. The next update puts the parameters back.
+        """
+        if self._replica is not None and self._replica.state == "failed":
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Do nothing: `update_weights` does all of it."""
 
     def finish_weight_update(self) -> None:
-        if not self._is_loaded:
-            raise LifecycleError("the update was finished before its weights were received")
+        """Do nothing: all was done before the version was committed."""
+        self._is_open = False
 
     def in_own_thread(self, function: Callable[[], None], *, is_load: bool = False) -> None:
         """Have the worker's own thread call a function for the update that runs."""

@@ -301,11 +301,20 @@ class Operations:
                     before=enter,
                     on_commit=self._on_commit,
                 )
-                report = update.run()
+                try:
+                    report = update.run()
+                except FlyweightError as error:
+                    if not update.is_running:
+                        self.fail(error, if_so=self._has_lost_weights)
+                    raise
                 self._count(update)
             return report is not None
         finally:
             self._source.release()
+
+    def _has_lost_weights(self) -> bool:
+        """True if the committed version is gone: the engine was restarted, or tensors replaced."""
+        return self._steps.version is not None and self._weights.version is None
 
     def _on_commit(self, update: Update, version: int, report: UpdateReport | None) -> None:
         if update.options.is_requested:

@@ -1,0 +1,178 @@
+"""An update that stages in a thread of its own and loads in the engine's thread."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import flyweight as fw
+from flyweight.adapters.loader import Loader
+from flyweight.engines.background_update import BackgroundUpdate, MainThread
+from flyweight.errors import DigestMismatch, LifecycleError, TransferTimeout
+
+
+class Threaded(Loader):
+    """A loader that the engine's thread runs, and remembers which thread did."""
+
+    staging_bytes = 1 << 20
+
+    def __init__(self, load=None):
+        self.update, self.loaded, self.thread = None, None, None
+        self._inner = load or self.keep
+        super().__init__(self._load, "numpy", "cpu")
+
+    def keep(self, weights):
+        self.thread, self.loaded = threading.get_ident(), dict(weights)
+
+    def _load(self, weights):
+        self.update.call(lambda: self._inner(weights), is_load=True)
+
+
+@pytest.fixture
+def main():
+    return MainThread()
+
+
+@pytest.fixture
+def begin(address, main):
+    """Begins an update of a loader."""
+    made = []
+
+    def begin(loader, id="one", seconds=10.0, version=1, last=None):
+        if not made:
+            made.append(fw.Replica(loader, address, name="engine"))
+        update = loader.update = BackgroundUpdate(
+            id,
+            lambda: made[0],
+            main,
+            last=last,
+            version=version,
+            may_keep=False,
+            must_verify=False,
+            timeout_seconds=seconds,
+        )
+        update.start()
+        return update
+
+    yield begin
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def publisher(address):
+    model = {"w": np.arange(1000, dtype=np.float32), "b": np.ones(3)}
+    with fw.Publisher(model, address) as made:
+        made.publish(1, stays=True)
+        yield made
+
+
+def wait_for(update, *states):
+    deadline = time.monotonic() + 10
+    while (status := update.status())["state"] not in states:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.005)
+    return status
+
+
+def test_it_stages_without_the_engines_thread_and_loads_in_it(publisher, begin):
+    loader = Threaded()
+    update = begin(loader)
+    assert wait_for(update, "staged")["version"] == 1
+    assert loader.loaded is None
+    update.complete()
+    assert loader.thread == threading.get_ident()
+    assert loader.loaded["w"].tobytes() == np.arange(1000, dtype=np.float32).tobytes()
+    status = update.status()
+    assert (status["state"], status["report"]["version"], status["error"]) == ("done", 1, "")
+    assert status["report"]["verified"] == "received"
+
+
+def test_completing_before_it_is_staged_waits_for_it(publisher, begin):
+    update = begin(loader := Threaded())
+    update.complete()
+    assert loader.loaded
+
+
+def test_what_the_loader_raises_is_raised_in_the_engines_thread_and_is_in_the_status(
+    publisher, begin
+):
+    def refuse(weights):
+        next(weights)
+        raise ValueError("no such parameter")
+
+    update = begin(Threaded(refuse))
+    with pytest.raises(LifecycleError, match="ValueError: no such parameter"):
+        update.complete()
+    status = update.status()
+    assert (status["state"], status["error"]) == ("failed", "ValueError")
+
+
+def test_an_engine_that_never_pauses_ends_it_at_its_deadline(publisher, begin):
+    update = begin(loader := Threaded(), seconds=0.5)
+    status = wait_for(update, "failed")
+    assert (status["error"], loader.loaded) == ("TransferTimeout", None)
+    assert "the engine was not paused" in status["text"]
+    with pytest.raises(TransferTimeout):
+        update.complete()
+
+
+@pytest.mark.parametrize("version", [1, 99], ids=["staged", "waiting"])
+def test_a_cancelled_update_ends_soon_and_the_next_one_works(publisher, begin, version):
+    loader = Threaded()
+    first = begin(loader, "first", version=version)
+    wait_for(first, "staged" if version == 1 else "waiting")
+    began = time.monotonic()
+    first.cancel()
+    second = begin(loader, "second", last=first)
+    second.complete()
+    assert time.monotonic() - began < 5
+    assert first.status()["state"] == "failed"
+    assert loader.loaded
+
+
+def test_a_call_that_the_engines_thread_never_makes_is_given_up(main):
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout):
+        main.call(lambda: None, began + 0.2, lambda: False)
+    assert time.monotonic() - began < 2
+
+
+def test_quick_calls_run_whenever_the_engine_lets_them_and_loads_only_in_a_pause(main):
+    done, deadline = [], time.monotonic() + 20
+    threads = [
+        threading.Thread(
+            target=main.call,
+            args=(lambda load=load: done.append(load), deadline, lambda: False),
+            kwargs={"is_load": load},
+        )
+        for load in (True, False)
+    ]
+    for each in threads:
+        each.start()
+    while len(done) < 1:
+        main.run_waiting()
+        assert time.monotonic() < deadline
+    assert done == [False]
+    main.run_until(lambda: len(done) == 2)
+    for each in threads:
+        each.join(5)
+
+
+def test_a_wrong_digest_is_found_before_the_engine_pauses(address, begin, monkeypatch):
+    from flyweight.live import loader_sink
+
+    expected = loader_sink._expected_digests
+
+    def wrong(round_, num_copies):
+        found = expected(round_, num_copies).copy()
+        found[0] ^= np.uint64(1)
+        return found
+
+    monkeypatch.setattr(loader_sink, "_expected_digests", wrong)
+    with fw.Publisher({"w": np.ones(100)}, address) as publisher:
+        publisher.publish(1, stays=True)
+        update = begin(loader := Threaded())
+        assert wait_for(update, "failed")["error"] == DigestMismatch.__name__
+        assert loader.loaded is None

@@ -1,0 +1,362 @@
+"""VllmEngine with a stand-in for vLLM that fails where the real one cannot be made to."""
+
+import threading
+import time
+
+import pytest
+
+import flyweight as fw
+from fake_vllm import FakeVllm, arrays, holds
+from flyweight.engines.vllm import VllmEngine, publish_to, update_all
+from flyweight.engines.vllm_control import _ROUTES, HttpControl
+from flyweight.errors import (
+    Busy,
+    LifecycleError,
+    MissingDependency,
+    PeerFailed,
+    PeerLost,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+    VersionError,
+)
+from flyweight.lifecycle.states import State
+from flyweight.ports import UpdateOptions
+
+pytestmark = pytest.mark.check
+
+
+@pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
+def vllm(request):
+    with FakeVllm(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def publisher(address):
+    model = arrays(1)
+    with fw.Publisher(model, address) as made:
+        made.model = model
+        yield made
+
+
+def publish(publisher, version):
+    """Publish a version that stays available."""
+    publisher.withdraw()
+    for name, array in arrays(version).items():
+        publisher.model[name][:] = array
+    publisher.publish(version, stays=True)
+    return version
+
+
+def are_at(vllm, version):
+    return all(holds(each, version) for each in vllm.workers)
+
+
+def test_an_update_stages_pauses_loads_names_and_resumes_in_this_order(vllm, publisher, address):
+    engine = VllmEngine(vllm.address, address)
+    assert (engine.operations.state, engine.version) == (State.SERVING, None)
+    vllm.calls.clear()
+    report = engine.update(publish(publisher, 1))
+    steps = [each for each in vllm.calls if each not in ("/collective_rpc", "/is_paused")]
+    assert steps == [
+        "/init_weight_transfer_engine",
+        "/pause",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/resume",
+    ]
+    assert are_at(vllm, 1)
+    assert (vllm.version, engine.version, report.version) == ("1", 1, 1)
+    assert report.nbytes == len(vllm.workers) * 6 * 8 * 16 * 4
+    assert engine.operations.pause_seconds > 0
+
+
+def test_versions_follow_each_other_also_by_another_controller(vllm, publisher, address):
+    first = VllmEngine(vllm.address, address)
+    first.update(publish(publisher, 1))
+    second = VllmEngine(vllm.address, address)
+    assert second.version == 1
+    second.update(publish(publisher, 2))
+    assert are_at(vllm, 2)
+
+
+@pytest.mark.parametrize(
+    "route", ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+)
+def test_a_call_that_fails_while_weights_are_written_fails_the_engine_until_an_update_succeeds(
+    vllm, publisher, address, route
+):
+    engine = VllmEngine(vllm.address, address)
+    engine.update(publish(publisher, 1))
+    vllm.faults[route] = (500, '{"error": "no"}')
+    with pytest.raises(TransportError):
+        engine.update(publish(publisher, 2), timeout_seconds=3)
+    assert engine.operations.state is State.FAILED
+    assert engine.version is None
+    assert vllm.is_paused
+    for resume in (lambda: engine.resume(2), engine.operations.resume):
+        with pytest.raises(LifecycleError):
+            resume()
+    del vllm.faults[route]
+    engine.update(publish(publisher, 3))
+    assert engine.operations.state is State.SERVING
+    assert are_at(vllm, 3)
+    assert (vllm.version, vllm.is_paused) == ("3", False)
+
+
+@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/pause", "/is_paused"])
+def test_a_call_that_fails_before_weights_are_written_costs_nothing(
+    vllm, publisher, address, route
+):
+    engine = VllmEngine(vllm.address, address)
+    engine.update(publish(publisher, 1))
+    vllm.faults[route] = (500, "no")
+    with pytest.raises(TransportError, match="500: no"):
+        engine.update(publish(publisher, 2), timeout_seconds=3)
+    assert engine.operations.state is State.SERVING
+    assert are_at(vllm, 1)
+    assert not vllm.is_paused
+    vllm.faults.clear()
+    engine.update(publish(publisher, 3))
+    assert are_at(vllm, 3)
+
+
+def test_an_engine_that_cannot_resume_stays_paused_with_its_version(vllm, publisher, address):
+    engine = VllmEngine(vllm.address, address)
+    vllm.faults["/resume"] = (500, "no")
+    with pytest.raises(TransportError):
+        engine.update(publish(publisher, 1))
+    assert (engine.operations.state, engine.version) == (State.PAUSED, 1)
+    vllm.faults.clear()
+    engine.operations.resume()
+    assert engine.operations.state is State.SERVING
+
+
+def test_a_restart_is_noticed_before_and_during_an_update(vllm, publisher, address):
+    engine = VllmEngine(vllm.address, address)
+    engine.update(publish(publisher, 1))
+    vllm.restart()
+    with pytest.raises(PeerLost, match="(?s)was restarted.*no longer holds version 1"):
+        engine.update(1)
+    assert engine.version is None
+    engine.update(1)
+    assert are_at(vllm, 1)
+    vllm.faults["/pause"] = lambda: vllm.restart()  # None: the route answers as ever
+    with pytest.raises((PeerLost, LifecycleError, VersionError)):
+        engine.update(publish(publisher, 2))
+    vllm.faults.clear()
+    assert engine.operations.state is State.FAILED
+    update_until_it_works(engine, 2)
+    assert are_at(vllm, 2)
+
+
+def update_until_it_works(engine, version):
+    for _ in range(3):
+        try:
+            return engine.update(version)
+        except PeerLost:
+            pass
+    raise AssertionError
+
+
+def test_a_worker_that_ends_with_something_else_fails_the_engine(vllm, publisher, address):
+    engine = VllmEngine(vllm.address, address)
+    engine.update(publish(publisher, 1))
+
+    def lie():
+        vllm.workers[-1].extra = {"version": 1}
+
+    vllm.faults["/start_weight_update"] = lie
+    with pytest.raises(VersionError, match="ended an update to 2 with"):
+        engine.update(publish(publisher, 2))
+    assert engine.operations.state is State.FAILED
+    assert vllm.version == "1"
+
+
+def test_workers_that_stage_different_versions_are_refused(publisher, address):
+    with FakeVllm(2) as vllm:
+        engine = VllmEngine(vllm.address, address)
+        vllm.workers[1].extra = {"version": 9}
+        with pytest.raises(VersionError, match="staged versions"):
+            engine.update(publish(publisher, 2))
+        assert engine.operations.state is State.SERVING
+        assert "/pause" not in vllm.calls
+
+
+def test_an_update_that_another_controller_takes_over_is_told_so(vllm, publisher, address):
+    engine = VllmEngine(vllm.address, address)
+    publish(publisher, 1)
+    fault = iter([lambda: vllm.workers[0].begin(request("other", address))])
+
+    def interfere():
+        for each in fault:
+            each()
+
+    begun = vllm.answer
+
+    def answer(path, query, body):
+        found = begun(path, query, body)
+        if path == "/init_weight_transfer_engine":
+            interfere()
+        return found
+
+    vllm.answer = answer
+    with pytest.raises(Busy, match="another VllmEngine"):
+        engine.update(1, timeout_seconds=5)
+    assert "/pause" not in vllm.calls
+
+
+def request(update, address):
+    return {
+        "update": update, "address": address, "name": "other", "version": 1, "held": None,
+        "may_keep": False, "must_verify": False, "staging_bytes": 0, "timeout_seconds": 5.0,
+    }  # fmt: skip
+
+
+def test_an_update_left_open_by_a_killed_controller_is_ended_first(vllm, publisher, address):
+    for each in vllm.workers:
+        each.is_open = True
+    engine = VllmEngine(vllm.address, address)
+    engine.update(publish(publisher, 1))
+    assert are_at(vllm, 1)
+
+
+def test_an_engine_that_is_not_paused_is_not_updated(vllm, publisher, address):
+    engine = VllmEngine(vllm.address, address)
+    with pytest.raises(LifecycleError, match="is not paused"):
+        engine.take(UpdateOptions(version=publish(publisher, 1), timeout_seconds=5))
+    assert "/start_weight_update" not in vllm.calls
+    assert not any(each.model for each in vllm.workers)
+    engine.update(1)
+    assert are_at(vllm, 1)
+
+
+def test_a_paused_vllm_is_found_paused_and_the_first_update_resumes_it(vllm, publisher, address):
+    vllm.is_paused = True
+    engine = VllmEngine(vllm.address, address)
+    assert engine.operations.state is State.CLEARED
+    engine.update(publish(publisher, 1))
+    assert (engine.operations.state, vllm.is_paused) == (State.SERVING, False)
+
+
+def test_a_worker_follows_the_trainer_and_a_restarted_vllm_catches_up(
+    vllm, publisher, address, tmp_path
+):
+    engine = VllmEngine(vllm.address, address)
+    publish(publisher, 1)
+    with fw.Worker(engine, engine, tmp_path / "cell", is_serving=True) as worker:
+        until(lambda: are_at(vllm, 1) and worker.operations.state is State.SERVING)
+        publish(publisher, 2)
+        until(lambda: are_at(vllm, 2) and worker.operations.state is State.SERVING)
+        states = set()
+        vllm.restart()
+
+        def has_caught_up():
+            states.add(worker.operations.state)
+            return are_at(vllm, 2) and worker.operations.state is State.SERVING
+
+        until(has_caught_up)
+        assert State.FAILED in states, "it did not count as serving what it had lost"
+        assert not vllm.is_paused
+
+
+def test_cancel_ends_a_wait_and_the_next_update_works(vllm, publisher, address):
+    engine = VllmEngine(vllm.address, address)
+    thread = threading.Timer(0.3, engine.cancel)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout):
+        engine.update(77, timeout_seconds=30)
+    assert time.monotonic() - began < 5
+    thread.join()
+    engine.update(publish(publisher, 1))
+    assert are_at(vllm, 1)
+
+
+def test_publishing_to_engines_waits_for_those_that_come_and_for_no_others(publisher, address):
+    with FakeVllm() as first, FakeVllm(2) as second, FakeVllm() as third:
+        engines = [VllmEngine(each.address, address) for each in (first, second, third)]
+        third.faults["/collective_rpc"] = (500, "no")
+        began = time.monotonic()
+        results = publish_to(engines, publisher, 1, timeout_seconds=20)
+        assert time.monotonic() - began < 10
+        assert [each.error is None for each in results] == [True, True, False]
+        assert isinstance(results[2].error, PeerFailed)
+        assert are_at(first, 1)
+        assert are_at(second, 1)
+        assert [each.report.nbytes for each in results[:2]] == [3072, 6144]
+
+
+def test_no_engines_are_updated_at_once():
+    assert update_all([]) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [
+        ((500, "x" * 5000), PeerFailed, "answers /is_paused with 500: xxx"),
+        ((200, "no json"), PeerFailed, "with no JSON"),
+        ((200, "[" * 100_000), PeerFailed, "with no JSON"),
+        ((200, "[1]"), PeerFailed, r"with '\[1\]'"),
+        ((200, b"\xff\xfe"), PeerFailed, "with no JSON"),
+        ((404, '{"detail":"Not Found"}'), PeerFailed, "with 404"),
+    ],
+    ids=["500", "no json", "deep", "list", "bytes", "404"],
+)
+def test_strange_answers_are_errors_with_their_place(fault, kind, text):
+    with FakeVllm() as vllm:
+        vllm.faults["/is_paused"] = fault
+        control = HttpControl(vllm.address)
+        with pytest.raises(kind, match=text) as raised:
+            control.is_paused(time.monotonic() + 5)
+        assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("status", [[], ["text"], [{}], None, [None]], ids=str)
+def test_a_status_that_is_none_of_ours_means_that_the_backend_is_not_there(status, address):
+    with FakeVllm() as vllm:
+        vllm.faults["/collective_rpc"] = (200, {"results": status})
+        with pytest.raises(LifecycleError, match="--weight-transfer-config"):
+            VllmEngine(vllm.address, address)
+
+
+def test_a_server_that_does_not_answer_ends_the_call_at_its_deadline():
+    with FakeVllm() as vllm:
+        vllm.faults["/is_paused"] = lambda: time.sleep(3)
+        control, began = HttpControl(vllm.address), time.monotonic()
+        with pytest.raises(TransferTimeout, match="did not answer /is_paused in 0.2"):
+            control.is_paused(began + 0.2)
+        assert time.monotonic() - began < 2
+        with pytest.raises(TransferTimeout, match="no time was left"):
+            control.is_paused(began)
+
+
+def test_a_vllm_without_the_routes_is_refused_by_their_names(address):
+    refused = pytest.raises(MissingDependency, match="vLLM 0.1 at .* has no /pause, /resume")
+    with FakeVllm(routes=_ROUTES[3:]) as vllm, refused:
+        VllmEngine(vllm.address, address)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"in_flight": "later"}, {"staging_bytes": -1}, {"staging_bytes": 1.5}, {"name": 3}],
+    ids=str,
+)
+def test_wrong_options_are_refused(options, address):
+    with FakeVllm() as vllm, pytest.raises(SpecError):
+        VllmEngine(vllm.address, address, **options)
+
+
+@pytest.mark.parametrize("server", ["unix:x", "http://", "ftp://a:1", "", None, 8000], ids=str)
+def test_what_is_no_server_is_refused(server, address):
+    with pytest.raises(SpecError):
+        VllmEngine(server, address)
+
+
+def until(is_so, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,236 @@
+"""A stand-in for a vLLM server: its routes, and workers with our own replicas and updates.
+
+The real one runs in tests/real_vllm. This one fails where a test wants it to.
+"""
+
+import json
+import threading
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+
+import flyweight as fw
+from flyweight.adapters.loader import Loader
+from flyweight.engines.background_update import BackgroundUpdate, MainThread
+from flyweight.engines.vllm_control import _ROUTES
+from flyweight.errors import FlyweightError, LifecycleError
+
+
+class Worker:
+    """One worker: what `vllm_worker.py` does, with a dict of arrays for a model."""
+
+    def __init__(self, rank, num_ranks):
+        self.rank, self.num_ranks = rank, num_ranks
+        self.boot, self.is_open, self.model = f"boot {id(self)}", False, {}
+        self.main, self.update, self.replica = MainThread(), None, None
+        self.loader = WorkerLoader(self)
+        self.extra = {}
+        """What its status says besides, or instead."""
+
+    def begin(self, request):
+        if self.update is not None:
+            self.update.cancel()
+
+        def replica():
+            if self.replica is not None:
+                self.replica.close()
+            self.replica = fw.Replica(
+                self.loader,
+                request["address"],
+                name=request["name"],
+                rank=self.rank,
+                num_ranks=self.num_ranks,
+            )
+            return self.replica
+
+        self.loader.staging_bytes = request["staging_bytes"]
+        self.update = BackgroundUpdate(
+            request["update"],
+            replica,
+            self.main,
+            last=self.update,
+            version=request["version"],
+            may_keep=request["may_keep"],
+            must_verify=request["must_verify"],
+            timeout_seconds=request["timeout_seconds"],
+        )
+        self.update.start()
+
+    def status(self):
+        self.main.run_waiting()
+        update = {"state": "idle"} if self.update is None else self.update.status()
+        held = None if self.replica is None else self.replica.version
+        about = {"rank": self.rank, "engine": 0, "boot": self.boot, "is_open": self.is_open}
+        return {**about, "held": held, **update, **self.extra}
+
+    def load(self, id):
+        if self.update is not None and self.update.id == id:
+            with suppress(FlyweightError):  # the status says so
+                self.update.complete()
+
+    def close(self):
+        if self.update is not None:
+            self.update.cancel()
+            self.update.join(10)
+        if self.replica is not None:
+            self.replica.close()
+
+
+class WorkerLoader(Loader):
+    def __init__(self, worker):
+        self._worker = worker
+        super().__init__(self._load, "numpy", "cpu")
+
+    def _load(self, weights):
+        def load():
+            self._worker.model = {name: array.copy() for name, array in weights}
+
+        self._worker.update.call(load, is_load=True)
+
+
+class FakeVllm:
+    """A server on loopback; `faults` has what a route answers instead, as (status, body)."""
+
+    def __init__(self, num_workers=1, routes=_ROUTES):
+        self.routes, self.faults, self.calls = routes, {}, []
+        self.version, self.is_paused = "default", False
+        self.changed, self.num_running = threading.Condition(), 0
+        self.workers = [Worker(rank, num_workers) for rank in range(num_workers)]
+        handler = type("Handler", (_Handler,), {"vllm": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def restart(self):
+        """Lose everything, as a new process does."""
+        for each in self.workers:
+            each.close()
+        self.workers = [Worker(each.rank, each.num_ranks) for each in self.workers]
+        self.version, self.is_paused = "default", False
+
+    @contextmanager
+    def request(self, seconds):
+        """Answer a request: wait while the engine is paused."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: not self.is_paused, seconds):
+                raise LifecycleError("the engine accepted no requests")
+            self.num_running += 1
+            version = int(self.version) if self.version.isdecimal() else None
+        try:
+            yield version
+        finally:
+            with self.changed:
+                self.num_running -= 1
+                self.changed.notify_all()
+
+    def answer(self, path, query, body):
+        match path:
+            case "/openapi.json":
+                return {"paths": dict.fromkeys(self.routes)}
+            case "/version":
+                return {"version": "0.1"}
+            case "/metrics":
+                return f'vllm:num_requests_running{{engine="0"}} {self.num_running}.0\n'
+            case "/pause":
+                with self.changed:
+                    self.is_paused = True
+                    if query["mode"] == ["abort"]:
+                        self.num_running = 0
+                    if query["mode"] == ["wait"]:
+                        self.changed.wait_for(
+                            lambda: not self.num_running or not self.is_paused, 30
+                        )
+                return {}
+            case "/resume":
+                with self.changed:
+                    self.is_paused = False
+                    self.changed.notify_all()
+                return {}
+            case "/is_paused":
+                return {"is_paused": self.is_paused}
+            case "/weight_info":
+                return {"weight_version": self.version}
+            case "/collective_rpc":
+                return {"results": [each.status() for each in self.workers]}
+            case "/init_weight_transfer_engine":
+                for each in self.workers:
+                    each.begin(body["init_info"])
+                return {}
+            case "/start_weight_update" | "/finish_weight_update":
+                is_start = path == "/start_weight_update"
+                assert all(each.is_open is not is_start for each in self.workers), "as vLLM raises"
+                for each in self.workers:
+                    each.is_open = is_start
+                if not is_start and body["weight_version"] is not None:
+                    self.version = body["weight_version"]
+                return {}
+            case "/update_weights":
+                id = body["update_info"]["update"]
+                threads = [threading.Thread(target=each.load, args=(id,)) for each in self.workers]
+                for each in threads:
+                    each.start()
+                for each in threads:
+                    each.join()
+                return {}
+        raise AssertionError(path)
+
+    def close(self):
+        with self.changed:
+            self.is_paused = False
+            self.changed.notify_all()
+        for each in self.workers:
+            each.close()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    vllm: FakeVllm
+
+    def _do(self):
+        parts = urlsplit(self.path)
+        size = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(size)) if size else None
+        self.vllm.calls.append(parts.path)
+        status, answer = 200, None
+        fault = self.vllm.faults.get(parts.path)
+        if callable(fault):
+            fault = fault()
+        if fault is None:
+            answer = self.vllm.answer(parts.path, parse_qs(parts.query), body)
+        else:
+            status, answer = fault
+        data = answer if isinstance(answer, bytes) else None
+        if data is None:
+            data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        with suppress(ConnectionError):  # the client had a deadline
+            self.wfile.write(data)
+
+    do_GET = do_POST = _do
+
+    def log_message(self, *words):
+        pass
+
+
+def arrays(version):
+    """Weights that say which version they are."""
+    return {f"layers.{n}.w": np.full((8, 16), version * 100 + n, np.float32) for n in range(6)}
+
+
+def holds(worker, version):
+    wanted = arrays(version)
+    return worker.model.keys() == wanted.keys() and all(
+        worker.model[name].tobytes() == wanted[name].tobytes() for name in wanted
+    )

@@ -1,0 +1,104 @@
+"""Fixtures of the tests with a real vLLM: models A and B, servers, and what fresh loads answer."""
+
+import os
+
+import pytest
+
+pytest.importorskip("vllm", reason="make test-vllm runs these, in an environment with vLLM")
+
+import tiny_models
+from vllm_processes import ENVIRONMENT, Server, fresh
+
+import flyweight as fw
+
+# Before vLLM is imported in this process.
+os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+
+def pytest_configure(config):
+    # vLLM leaves sockets and files for the collector to close.
+    for kind in ("ResourceWarning", "pytest.PytestUnraisableExceptionWarning"):
+        config.addinivalue_line("filterwarnings", f"ignore::{kind}")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """The directories of two models of the same shapes."""
+    place = tmp_path_factory.mktemp("models")
+    for name, seed in (("A", 1), ("B", 2)):
+        tiny_models.make(place / name, seed)
+    return place
+
+
+@pytest.fixture(scope="session")
+def loaded(models):
+    """What each model is in a vLLM that has just loaded its files: its tokens and checksums."""
+    found = {name: fresh(models / name, unpacked=True) for name in "AB"}
+    assert found["A"]["tokens"] != found["B"]["tokens"]
+    return found
+
+
+@pytest.fixture(scope="session")
+def answers(loaded):
+    """The greedy tokens of each model."""
+    return {name: found["tokens"] for name, found in loaded.items()}
+
+
+@pytest.fixture(scope="session")
+def server(models, tmp_path_factory):
+    """A server that was started with model A, whose checksums see all weights."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    with Server(models / "A", log, unpacked=True) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server_of_two(models, tmp_path_factory):
+    """A server of two workers, started with model B, whose checksums see all weights."""
+    log = tmp_path_factory.mktemp("server-of-two") / "log"
+    with Server(models / "B", log, ranks=2, unpacked=True) as made:
+        made.loaded = made.tokens(), made.checksums()
+        yield made
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix:{tmp_path}/policy"
+
+
+class Trainer:
+    """A publisher of a model that becomes A or B."""
+
+    def __init__(self, models, address, **options):
+        self._models = models
+        self.model = {}
+        with fw.open(models / "A") as source:
+            for name in source.manifest.names:
+                self.model[name] = self._read(source, name)
+        self.publisher = fw.Publisher(self.model, address, **options)
+        self.version = 0
+
+    @staticmethod
+    def _read(source, name):
+        import torch
+
+        spec = source.manifest.spec(name)
+        return torch.frombuffer(bytearray(source.read(name)), dtype=torch.float32).view(spec.shape)
+
+    def becomes(self, name):
+        """Train the model into another one, and publish that; return its version."""
+        self.publisher.withdraw()
+        fw.load(self._models / name, into=self.model)
+        self.version += 1
+        self.publisher.publish(self.version, stays=True)
+        return self.version
+
+    def close(self):
+        self.publisher.close()
+
+
+@pytest.fixture
+def trainer(models, address):
+    made = Trainer(models, address)
+    yield made
+    made.close()

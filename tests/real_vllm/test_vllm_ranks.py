@@ -1,0 +1,131 @@
+"""A real vLLM of two workers: they commit together, and hold what a fresh load holds."""
+
+import signal
+import time
+
+import numpy as np
+import pytest
+from dying_trainer import NUM_BUCKETS, dying_trainer
+
+import flyweight as fw
+from flyweight.engines.vllm import VllmEngine, publish_to, update_all
+from flyweight.errors import LifecycleError, PeerLost, PlanError, TransferTimeout, TransportError
+from flyweight.lifecycle.states import State
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_all_workers_hold_what_a_fresh_load_of_the_same_files_holds(
+    server_of_two, trainer, address, models
+):
+    tokens, loaded = server_of_two.loaded
+    assert len(loaded) == 2 * 17, "two workers, with all of their parameters"
+    engine = VllmEngine(server_of_two.address, address)
+    report = engine.update(trainer.becomes("A"))
+    whole = sum(each.nbytes for each in trainer.model.values())
+    assert report.nbytes == 2 * whole, "each worker reads whole tensors, and cuts them itself"
+    other = server_of_two.checksums()
+    assert all(other[name] != loaded[name] for name in loaded)
+    assert server_of_two.tokens() != tokens
+    engine.update(trainer.becomes("B"))
+    assert server_of_two.checksums() == loaded
+    assert server_of_two.tokens() == tokens
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(models / "A")}}
+    server_of_two.call("POST", "/collective_rpc", reload)
+    assert server_of_two.checksums() == other, "as vLLM loads it from its files"
+
+
+def test_the_publisher_sees_one_replica_of_two_ranks(server_of_two, trainer, address):
+    engine = VllmEngine(server_of_two.address, address, name="pair")
+    engine.update(trainer.becomes("A"))
+    assert trainer.publisher.replicas == ["pair"]
+
+
+def test_both_workers_refuse_what_does_not_fit_and_none_is_touched(server_of_two, trainer, address):
+    engine = VllmEngine(server_of_two.address, address)
+    engine.update(version := trainer.becomes("A"))
+    before = server_of_two.checksums()
+    trainer.close()
+    trainer.model.pop("lm_head.weight")
+    with fw.Publisher(trainer.model, address) as publisher:
+        publisher.publish(9, stays=True)
+        with pytest.raises(PlanError, match="'lm_head.weight'"):
+            engine.update(9)
+    assert engine.operations.state is State.SERVING
+    assert server_of_two.checksums() == before
+    assert server_of_two.version() == str(version)
+
+
+@pytest.mark.parametrize("num_buckets", [1, 13, NUM_BUCKETS - 1])
+def test_a_trainer_that_dies_in_mid_update_leaves_both_workers_failed_until_a_whole_update(
+    server_of_two, trainer, models, address, tmp_path, num_buckets
+):
+    server = server_of_two
+    good = VllmEngine(server.address, address, name="good")
+    good.update(trainer.becomes("A"))
+    before = server.tokens()
+    elsewhere = f"unix:{tmp_path}/dying"
+    process = dying_trainer(models / "B", elsewhere, num_buckets, 7)
+    bad = VllmEngine(server.address, elsewhere, name="bad", staging_bytes=0)
+    with pytest.raises(TransportError):
+        bad.update(7, timeout_seconds=30)
+    assert process.wait(20) == -signal.SIGKILL
+    assert bad.operations.state is State.FAILED
+    assert bad.version is None
+    assert server.is_paused()
+    for resume in (lambda: bad.resume(7), bad.operations.resume):
+        with pytest.raises(LifecycleError):
+            resume()
+    assert server.is_paused()
+    assert server.version() == str(trainer.version), "the version that failed has no name"
+    trainer.becomes("A")
+    again = VllmEngine(server.address, address, name="again")
+    assert again.operations.state is not State.SERVING
+    again.update(trainer.version)
+    assert not server.is_paused()
+    assert server.tokens() == before
+
+
+def test_several_engines_update_at_once_and_each_has_its_result(
+    server, server_of_two, trainer, answers, address
+):
+    engine = VllmEngine(server.address, address)
+    version = trainer.becomes("B")
+    other = VllmEngine(server_of_two.address, address, name="other")
+    lost = VllmEngine(server_of_two.address, address.replace("policy", "nobody"), name="lost")
+    seen = []
+    results = update_all([engine, other], version, on_end=seen.append)
+    assert [each.error for each in results] == [None, None]
+    assert [each.report.version for each in results] == [version, version]
+    assert {each.name for each in seen} == {engine.name, "other"}
+    first, second = update_all([engine, lost], trainer.becomes("A"), timeout_seconds=3)
+    assert (first.error, first.state) == (None, State.SERVING)
+    assert isinstance(second.error, TransferTimeout)
+    assert (second.name, second.report, second.state) == ("lost", None, State.SERVING)
+    assert server.tokens() == answers["A"]
+    assert server_of_two.version() == str(version)
+
+
+def test_a_trainer_publishes_to_engines_and_one_that_is_gone_delays_nobody(
+    server, models, tmp_path, answers, server_of_two
+):
+    place = f"unix:{tmp_path}/policy"
+    with fw.open(models / "B") as source:
+        model = {
+            name: np.frombuffer(bytearray(source.read(name)), np.float32).reshape(
+                source.manifest.spec(name).shape
+            )
+            for name in source.manifest.names
+        }
+    with fw.Publisher(model, place) as publisher:
+        engine = VllmEngine(server.address, place)
+        pair = VllmEngine(server_of_two.address, place)
+        gone = VllmEngine(server.address, place.replace("policy", "nobody"), name="gone")
+        gone._control._port = 9
+        began = time.monotonic()
+        first, second, third = publish_to([engine, pair, gone], publisher, 5, timeout_seconds=20)
+        assert time.monotonic() - began < 10
+        assert (first.error, second.error) == (None, None)
+        assert isinstance(third.error, PeerLost)
+        assert server.tokens() == answers["B"]
+        assert server.version() == server_of_two.version() == "5"

@@ -1,0 +1,267 @@
+"""A real vLLM server, updated over HTTP while it serves, by trainers that may die."""
+
+import signal
+import time
+
+import numpy as np
+import pytest
+from dying_trainer import NUM_BUCKETS, dying_trainer
+from vllm_processes import PROMPT, Asking
+
+import flyweight as fw
+from flyweight.engines.vllm import VllmEngine, update_all
+from flyweight.errors import (
+    Busy,
+    LifecycleError,
+    PeerLost,
+    PlanError,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+)
+from flyweight.lifecycle.states import State
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def engine(server, address):
+    """The engine of the server; at the end the server serves model A again."""
+    return VllmEngine(server.address, address)
+
+
+def test_weights_go_from_a_to_b_and_back_and_greedy_tokens_follow(server, engine, trainer, answers):
+    for name in "BAB":
+        report = engine.update(trainer.becomes(name))
+        assert server.tokens() == answers[name]
+        assert server.version() == str(trainer.version) == str(engine.version)
+        assert report.verified == "received"
+        assert report.nbytes == sum(each.nbytes for each in trainer.model.values())
+        assert engine.operations.state is State.SERVING
+        assert not server.is_paused()
+
+
+def test_a_prefix_that_was_cached_with_old_weights_is_not_used_again(
+    server, engine, trainer, answers
+):
+    long = PROMPT * 40
+    engine.update(trainer.becomes("A"))
+    before = server.tokens(prompt=long)
+    engine.update(trainer.becomes("B"))
+    after = server.tokens(prompt=long)
+    engine.update(trainer.becomes("A"))
+    assert server.tokens(prompt=long) == before != after
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "wait"])
+def test_requests_in_flight_survive_an_update_with_their_versions(
+    server, address, trainer, answers, in_flight
+):
+    engine = VllmEngine(server.address, address, in_flight=in_flight)
+    engine.update(old := trainer.becomes("A"))
+    asking = Asking(server, count=400)
+    asking.start()
+    time.sleep(1)
+    engine.update(new := trainer.becomes("B"), timeout_seconds=120)
+    answered = asking.end()
+    assert answered
+    tokens, spans = answered[0][2:]
+    assert len(tokens) == 400
+    found = [(each["version"], each["start"], each["end"]) for each in spans]
+    if in_flight == "keep":
+        (first, start, cut), (second, again, end) = found
+        assert (first, second) == (str(old), str(new))
+        assert (start, again, end) == (0, cut, 400)
+        assert 0 < cut < 400
+    else:
+        assert found == [(str(old), 0, 400)]
+    assert server.tokens() == answers["B"]
+
+
+def test_requests_in_flight_are_aborted_if_the_user_wants_that(server, address, trainer, answers):
+    engine = VllmEngine(server.address, address, in_flight="abort")
+    engine.update(trainer.becomes("A"))
+    asking = Asking(server, count=3000)
+    asking.start()
+    time.sleep(1)
+    began = time.monotonic()
+    engine.update(trainer.becomes("B"))
+    assert time.monotonic() - began < 10
+    assert len(asking.end()[0][2]) < 3000
+    assert server.tokens() == answers["B"]
+
+
+def test_a_pause_that_waits_too_long_for_requests_leaves_the_old_version(
+    server, engine, trainer, answers
+):
+    engine.update(old := trainer.becomes("A"))
+    asking = Asking(server, count=3000)
+    asking.start()
+    time.sleep(0.5)
+    with pytest.raises(TransferTimeout):
+        engine.update(trainer.becomes("B"), timeout_seconds=2)
+    assert (engine.version, engine.operations.state) == (old, State.SERVING)
+    server.call("POST", "/abort_requests", {})
+    asking.end()
+    assert server.tokens() == answers["A"]
+    assert server.version() == str(old)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda model: model.pop("model.norm.weight"), "would not be filled: 'model.norm.weight'"),
+        (
+            lambda model: model.pop("model.layers.1.self_attn.k_proj.weight"),
+            "would not be filled: 'model.layers.1.self_attn.qkv_proj.weight'",
+        ),
+        (
+            lambda model: model.update({"model.norm.weight": np.ones(64, np.float32)}),
+            "refuses 'model.norm.weight', f32 of shape (64,)",
+        ),
+        (
+            lambda model: model.update({"model.foo.weight": np.ones(64, np.float32)}),
+            "refuses 'model.foo.weight'",
+        ),
+    ],
+    ids=["missing", "missing part", "shape", "unknown"],
+)
+def test_tensors_that_do_not_fit_are_refused_before_vllm_is_touched(
+    server, engine, trainer, answers, tmp_path, change, text
+):
+    engine.update(version := trainer.becomes("A"))
+    model = dict(trainer.model)
+    change(model)
+    asking = Asking(server)
+    asking.start()
+    with fw.Publisher(model, f"unix:{tmp_path}/other") as publisher:
+        publisher.publish(9, stays=True)
+        other = VllmEngine(server.address, f"unix:{tmp_path}/other")
+        with pytest.raises(PlanError) as raised:
+            other.update(9)
+    assert text in str(raised.value)
+    assert (other.operations.state, other.failure) == (State.SERVING, None)
+    assert {tuple(each[2]) for each in asking.end()} == {tuple(answers["A"][:4])}
+    assert server.version() == str(version)
+    engine.update(trainer.becomes("B"))
+    assert server.tokens() == answers["B"]
+
+
+def test_an_engine_that_is_not_paused_is_not_updated(server, engine, trainer, answers):
+    from flyweight.ports import UpdateOptions
+
+    engine.update(version := trainer.becomes("A"))
+    for before in (None, lambda found: None):
+        with pytest.raises(LifecycleError, match="is not paused"):
+            engine.take(
+                UpdateOptions(timeout_seconds=20, version=trainer.becomes("B"), before=before)
+            )
+    assert server.tokens() == answers["A"]
+    assert (server.version(), engine.version) == (str(version), version)
+    engine.update(trainer.version)
+    assert server.tokens() == answers["B"]
+
+
+def test_a_version_that_never_comes_leaves_everything_as_it_was(server, engine, trainer, answers):
+    engine.update(version := trainer.becomes("A"))
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout):
+        engine.update(version + 100, timeout_seconds=1)
+    assert time.monotonic() - began < 10
+    trainer.close()
+    with pytest.raises((TransferTimeout, PeerLost)):
+        engine.update(timeout_seconds=1)
+    assert server.tokens() == answers["A"]
+    assert engine.operations.state is State.SERVING
+
+
+def test_a_second_controller_knows_which_version_vllm_holds(server, engine, trainer, answers):
+    engine.update(version := trainer.becomes("B"))
+    second = VllmEngine(server.address, engine._how["address"])
+    assert (second.version, second.operations.state) == (version, State.SERVING)
+    second.update(trainer.becomes("A"))
+    assert server.tokens() == answers["A"]
+
+
+def test_of_two_controllers_at_once_one_wins_and_the_other_is_told(
+    server, engine, trainer, answers, address
+):
+    second = VllmEngine(server.address, address, name="second")
+    assert engine.operations.state is second.operations.state is State.SERVING
+    for name in "BABA":
+        results = update_all([engine, second], trainer.becomes(name), timeout_seconds=10)
+        failed = [each.error for each in results if each.error is not None]
+        assert len(failed) < 2
+        assert all(isinstance(each, Busy | LifecycleError) for each in failed), failed
+        assert server.tokens() == answers[name]
+
+
+@pytest.mark.parametrize("num_buckets", [1, 7, 13, 20, NUM_BUCKETS - 1])
+def test_a_trainer_that_dies_in_mid_update_leaves_the_engine_failed_until_a_whole_update(
+    server, trainer, models, address, tmp_path, num_buckets
+):
+    good = VllmEngine(server.address, address, name="good")
+    good.update(trainer.becomes("A"))
+    before = server.tokens()
+    elsewhere = f"unix:{tmp_path}/dying"
+    process = dying_trainer(models / "B", elsewhere, num_buckets, 7)
+    bad = VllmEngine(server.address, elsewhere, name="bad", staging_bytes=0)
+    with pytest.raises(TransportError):
+        bad.update(7, timeout_seconds=30)
+    assert process.wait(20) == -signal.SIGKILL
+    assert bad.operations.state is State.FAILED
+    assert bad.version is None
+    assert server.is_paused()
+    for resume in (lambda: bad.resume(7), bad.operations.resume):
+        with pytest.raises(LifecycleError):
+            resume()
+    assert server.is_paused()
+    assert server.version() == str(trainer.version), "the version that failed has no name"
+    trainer.becomes("A")
+    again = VllmEngine(server.address, address, name="again")
+    assert again.operations.state is not State.SERVING
+    again.update(trainer.version)
+    assert not server.is_paused()
+    assert server.tokens() == before
+
+
+@pytest.mark.parametrize("num_buckets", [0, 13])
+def test_a_trainer_that_dies_while_a_version_is_staged_costs_nothing(
+    server, trainer, models, address, tmp_path, answers, num_buckets
+):
+    good = VllmEngine(server.address, address)
+    good.update(version := trainer.becomes("A"))
+    elsewhere = f"unix:{tmp_path}/dying"
+    process = dying_trainer(models / "B", elsewhere, num_buckets, 7)
+    bad = VllmEngine(server.address, elsewhere)
+    with pytest.raises(TransportError):
+        bad.update(7, timeout_seconds=10)
+    assert process.wait(20) == -signal.SIGKILL
+    assert (bad.operations.state, server.is_paused()) == (State.SERVING, False)
+    assert (server.tokens(), server.version()) == (answers["A"], str(version))
+
+
+def test_a_failed_engine_recovers_by_its_own_next_update(
+    server, trainer, models, address, tmp_path, answers
+):
+    place = f"unix:{tmp_path}/changing"
+    process = dying_trainer(models / "B", place, 10, 7)
+    engine = VllmEngine(server.address, place, staging_bytes=0)
+    with pytest.raises(TransportError):
+        engine.update(7, timeout_seconds=30)
+    process.wait(20)
+    assert engine.operations.state is State.FAILED
+    with fw.Publisher(trainer.model, place) as publisher:
+        publisher.publish(8, stays=True)
+        assert engine.update(8).version == 8
+        assert engine.operations.state is State.SERVING
+        assert server.tokens() == answers["A"]
+
+
+def test_a_server_that_is_none_is_refused(address, server):
+    with pytest.raises(PeerLost, match="cannot be reached"):
+        VllmEngine("http://127.0.0.1:9", address)
+    with pytest.raises(SpecError, match="not the address of a server"):
+        VllmEngine("unix:somewhere", address)
+    with pytest.raises(SpecError, match="in_flight"):
+        VllmEngine(server.address, address, in_flight="later")
