@@ -11,6 +11,7 @@ from flyweight.errors import (
     ChecksumMismatch,
     FlyweightError,
     LifecycleError,
+    PeerLost,
     SpecError,
     TransferTimeout,
     VersionError,
@@ -401,3 +402,53 @@ def test_an_update_that_finds_nothing_gives_the_memory_of_a_cleared_engine_back(
     operations.restore()
     serving.update(10)
     assert serving.serves(10)
+
+
+def test_an_engine_that_serves_already_goes_on_until_its_first_update(address, threads):
+    model, target = weights(1), weights(50)
+    engine = ModelEngine(target)
+    engine.resume(None)
+    with (
+        fw.Publisher(model, address) as publisher,
+        fw.Replica(target, address) as replica,
+        engine.request(0.1),
+    ):
+        operations = Operations(engine, replica, is_serving=True)
+        assert (operations.state, operations.version) == (State.SERVING, None)
+        with engine.request(0.1) as version:
+            assert version is None
+        with pytest.raises(TransferTimeout):
+            operations.update(9, timeout_seconds=0.2)
+        assert operations.state is State.SERVING
+    with fw.Publisher(model, address) as publisher, fw.Replica(target, address) as replica:
+        operations = Operations(engine, replica, is_serving=True)
+        publisher.publish(1, stays=True)
+        operations.update(1)
+        assert (operations.state, operations.version) == (State.SERVING, 1)
+        with engine.request(0.1) as version:
+            assert (version, holds(target, 1)) == (1, True)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_an_engine_that_loses_its_version_while_it_follows_has_failed(
+    serving, monkeypatch, is_lost
+):
+    """It is paused, and serves nothing until a complete update succeeds."""
+    serving.operations.pinned = None  # it follows
+
+    def take(options):
+        if is_lost:
+            serving.replica.forget("the engine was restarted")
+        raise PeerLost("the engine is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.replica, "take", take)
+        with pytest.raises(PeerLost):
+            serving.operations.follow(timeout_seconds=1, is_over=lambda: False)
+    if not is_lost:
+        assert serving.serves(1)
+        return
+    assert serving.operations.state is State.FAILED
+    assert serving.is_shut()
+    serving.update(2)
+    assert serving.serves(2)
