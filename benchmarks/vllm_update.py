@@ -39,7 +39,10 @@ SIZE = {
 class Bench:
     def __init__(self, server, address, weights, models):
         self.server, self.models, self.weights = server, models, weights
-        self.model = {name: torch.empty_like(each) for name, each in weights["A"].items()}
+        # In shared memory, as on a GPU: vLLM's workers map it, and nothing is copied here.
+        self.model = {
+            name: torch.empty_like(each).share_memory_() for name, each in weights["A"].items()
+        }
         self.publisher = fw.Publisher(self.model, address)
         self.version = 0
         self.engines = {

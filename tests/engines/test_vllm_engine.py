@@ -141,6 +141,7 @@ def test_a_restart_is_noticed_before_and_during_an_update(vllm, publisher, addre
     with pytest.raises(PeerLost, match="(?s)was restarted.*no longer holds version 1"):
         engine.update(1)
     assert engine.version is None
+    assert vllm.is_paused, "the weights of its start are not served in place of version 1"
     engine.update(1)
     assert are_at(vllm, 1)
     vllm.faults["/pause"] = lambda: vllm.restart()  # None: the route answers as ever
@@ -159,6 +160,14 @@ def update_until_it_works(engine, version):
         except PeerLost:
             pass
     raise AssertionError
+
+
+def test_a_restart_of_a_vllm_that_was_never_updated_is_not_held_against_it(vllm, address):
+    engine = VllmEngine(vllm.address, address)
+    vllm.restart()
+    with pytest.raises(PeerLost, match="was restarted"):
+        engine.update(1, timeout_seconds=1)
+    assert not vllm.is_paused
 
 
 def test_a_worker_that_ends_with_something_else_fails_the_engine(vllm, publisher, address):

@@ -27,7 +27,7 @@ OPTIONS = {
     "enforce_eager": True,
     "max_model_len": 4096,
     "max_num_seqs": 8,
-    "kv_cache_memory_bytes": 64 << 20,
+    "kv_cache_memory_bytes": 256 << 20,
 }
 
 

@@ -6,6 +6,7 @@ thread of an update asks that one (`MainThread`) to load, and waits.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from time import monotonic
@@ -17,6 +18,10 @@ from flyweight.ports import UpdateOptions, UpdateReport
 
 _LOOK_SECONDS = 1.0
 """How often a thread that waits for another looks whether that one is still there."""
+
+
+_FREE_SECONDS = 0.5
+_NICE = 10
 
 
 class MainThread:
@@ -104,6 +109,7 @@ class BackgroundUpdate:
         main: MainThread,
         *,
         last: BackgroundUpdate | None,
+        free: Callable[[], None] = lambda: None,
         version: int | None,
         may_keep: bool,
         must_verify: bool,
@@ -113,9 +119,12 @@ class BackgroundUpdate:
 
         replica: returns the replica to update, in the thread of the update.
         last: the update before, which ends first.
+        free: called some time after the end, when the engine serves again: freeing memory takes
+            time that requests should not wait for.
         timeout_seconds: the time for all of that.
         """
         self.id, self._made, self._main, self._last = id, replica, main, last
+        self._free, self._may_free = free, threading.Event()
         self._deadline = monotonic() + timeout_seconds
         self._replica: Replica | None = None
         self._options = UpdateOptions(
@@ -155,6 +164,8 @@ class BackgroundUpdate:
         }
 
     def _run(self) -> None:
+        # Of this thread only: requests that the engine answers meanwhile go first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             if self._last is not None:
                 self._last.join(max(self._deadline - monotonic(), 0))
@@ -167,6 +178,8 @@ class BackgroundUpdate:
             self._error, self._state = error, "failed"
         finally:
             self._main.wake()
+            self._may_free.wait(_FREE_SECONDS)
+            self._free()
 
     def _wait_for_pause(self, version: int) -> None:
         """Say that the version is staged, and return once the engine is paused."""
@@ -185,7 +198,7 @@ class BackgroundUpdate:
         The engine must be paused. If the version is not staged yet, wait for it until the deadline.
         """
         self._may_load.set()
-        self._main.run_until(lambda: not self._thread.is_alive() or self._state in _ENDS)
+        self._main.run_until(lambda: self._state in _ENDS or not self._thread.is_alive())
         error = self._error
         if error is None:
             return
@@ -201,6 +214,7 @@ class BackgroundUpdate:
         """End the update soon, unless it is loading; the engine keeps its version."""
         self._is_cancelled = True
         self._may_load.set()
+        self._may_free.set()
         if self._replica is not None:
             self._replica.wake()
         self._main.wake()

@@ -100,6 +100,8 @@ class VllmEngine(EngineHooks):
         self._report: UpdateReport | None = None
         self._operations: Operations | None = None
         self._is_updating = self._is_cancelled = False
+        self._has_updated = False
+        """True once vLLM serves versions, so that the weights of its start are wrong."""
         deadline = monotonic() + CALL_SECONDS
         self._control.check(deadline)
         try:
@@ -261,6 +263,7 @@ class VllmEngine(EngineHooks):
             self._failure = own_error(error)
             raise self._failure from error
         self._failure, self._version, self._session = None, version, workers.session
+        self._has_updated = True
         report = self._report = workers.report(perf_counter() - loading, waited)
         done = {"version": version, "nbytes": report.nbytes, "seconds": report.seconds}
         announce("update.done", name=self.name, **done)
@@ -278,12 +281,15 @@ class VllmEngine(EngineHooks):
 
     def _end_early(self, error: BaseException, request: dict[str, object]) -> None:
         """End an update that has touched nothing."""
-        if self._workers.are_lost:
-            if self._version is not None and isinstance(error, FlyweightError):
-                error.note(f"it no longer holds version {self._version}")
+        are_lost, lost = self._workers.are_lost, self._version
+        if are_lost:
+            if lost is not None and isinstance(error, FlyweightError):
+                error.note(f"it no longer holds version {lost}")
             self._version, self._report, self._failure = None, None, None
         try:
             self._workers.cancel(request)
+            if are_lost and self._has_updated:  # it was restarted, with the weights of its start
+                self._control.pause("abort", monotonic() + CALL_SECONDS)
         except FlyweightError as failure:  # the first error counts
             announce("update.failed", name=self.name, version=None, error=str(failure))
 

@@ -135,6 +135,7 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             lambda: self._replica_for(request),
             self._main,
             last=self._update,
+            free=self._loader.spent.clear,
             version=request.version,
             may_keep=request.may_keep,
             must_verify=request.must_verify,
@@ -245,10 +246,22 @@ class VllmLoader(Loader):
 
     def __init__(self, transfer: FlyweightTransfer) -> None:
         self._transfer = transfer
+        self.spent: list[Any] = []
+        """Tensors that were staged and are loaded, whose memory is freed after the pause."""
         super().__init__(self._load, "torch", str(transfer.device))
 
     def _load(self, weights: Iterator[tuple[str, Any]]) -> None:
-        self._transfer.in_own_thread(partial(self._transfer.load, weights), is_load=True)
+        load = partial(self._transfer.load, self._kept(weights))
+        self._transfer.in_own_thread(load, is_load=True)
+
+    def _kept(self, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Yield tensors, and keep those that were staged on the host: to free them takes long."""
+        left = 0 if self.place else self.staging_bytes
+        for name, tensor in weights:
+            left -= tensor.nbytes
+            if left >= 0:
+                self.spent.append(tensor)
+            yield name, tensor
 
     def choose(self, tensors: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         """Return the tensors of each layer together; raise PlanError if vLLM cannot load them."""
