@@ -1,8 +1,15 @@
 """A trainer in its own process that is killed in the middle of a publish."""
 
 import json
+import signal
 import subprocess
 import sys
+
+import pytest
+
+from flyweight.engines.vllm import VllmEngine
+from flyweight.errors import LifecycleError, TransportError
+from flyweight.lifecycle.states import State
 
 DYING = """
 import json, os, signal, sys
@@ -39,3 +46,30 @@ def dying_trainer(path, address, num_buckets, version):
     with process.stdout:
         assert process.stdout.readline() == "ready\n"
     return process
+
+
+def check_dying_trainer(server, trainer, models, address, tmp_path, num_buckets):
+    """Have a trainer die after some buckets: vLLM stays paused until a whole update."""
+    good = VllmEngine(server.address, address, name="good")
+    good.update(trainer.becomes("A"))
+    before = server.tokens()
+    elsewhere = f"unix:{tmp_path}/dying"
+    process = dying_trainer(models / "B", elsewhere, num_buckets, 7)
+    bad = VllmEngine(server.address, elsewhere, name="bad", staging_bytes=0)
+    with pytest.raises(TransportError):
+        bad.update(7, timeout_seconds=30)
+    assert process.wait(20) == -signal.SIGKILL
+    assert bad.operations.state is State.FAILED
+    assert bad.version is None
+    assert server.is_paused()
+    for resume in (lambda: bad.resume(7), bad.operations.resume):
+        with pytest.raises(LifecycleError):
+            resume()
+    assert server.is_paused()
+    assert server.version() == str(trainer.version), "the version that failed has no name"
+    trainer.becomes("A")
+    again = VllmEngine(server.address, address, name="again")
+    assert again.operations.state is not State.SERVING
+    again.update(trainer.version)
+    assert not server.is_paused()
+    assert server.tokens() == before

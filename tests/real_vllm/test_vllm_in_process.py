@@ -148,6 +148,17 @@ except LifecycleError as error:
     )
 
 
+def test_registering_again_changes_nothing():
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    from flyweight.engines import vllm_plugin
+
+    for _ in range(2):
+        vllm_plugin.register()
+    found = WeightTransferEngineFactory._registry["flyweight"]()
+    assert found is vllm_plugin.FlyweightTransfer
+
+
 def test_other_objects_are_refused(address):
     with pytest.raises(SpecError, match="is not an address, an LLM or an AsyncLLM"):
         VllmEngine(object(), address)

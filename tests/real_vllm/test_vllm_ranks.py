@@ -1,15 +1,14 @@
 """A real vLLM of two workers: they commit together, and hold what a fresh load holds."""
 
-import signal
 import time
 
 import numpy as np
 import pytest
-from dying_trainer import NUM_BUCKETS, dying_trainer
+from dying_trainer import NUM_BUCKETS, check_dying_trainer
 
 import flyweight as fw
 from flyweight.engines.vllm import VllmEngine, publish_to, update_all
-from flyweight.errors import LifecycleError, PeerLost, PlanError, TransferTimeout, TransportError
+from flyweight.errors import PeerLost, PlanError, TransferTimeout
 from flyweight.lifecycle.states import State
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,30 +59,7 @@ def test_both_workers_refuse_what_does_not_fit_and_none_is_touched(server_of_two
 def test_a_trainer_that_dies_in_mid_update_leaves_both_workers_failed_until_a_whole_update(
     server_of_two, trainer, models, address, tmp_path, num_buckets
 ):
-    server = server_of_two
-    good = VllmEngine(server.address, address, name="good")
-    good.update(trainer.becomes("A"))
-    before = server.tokens()
-    elsewhere = f"unix:{tmp_path}/dying"
-    process = dying_trainer(models / "B", elsewhere, num_buckets, 7)
-    bad = VllmEngine(server.address, elsewhere, name="bad", staging_bytes=0)
-    with pytest.raises(TransportError):
-        bad.update(7, timeout_seconds=30)
-    assert process.wait(20) == -signal.SIGKILL
-    assert bad.operations.state is State.FAILED
-    assert bad.version is None
-    assert server.is_paused()
-    for resume in (lambda: bad.resume(7), bad.operations.resume):
-        with pytest.raises(LifecycleError):
-            resume()
-    assert server.is_paused()
-    assert server.version() == str(trainer.version), "the version that failed has no name"
-    trainer.becomes("A")
-    again = VllmEngine(server.address, address, name="again")
-    assert again.operations.state is not State.SERVING
-    again.update(trainer.version)
-    assert not server.is_paused()
-    assert server.tokens() == before
+    check_dying_trainer(server_of_two, trainer, models, address, tmp_path, num_buckets)
 
 
 def test_several_engines_update_at_once_and_each_has_its_result(

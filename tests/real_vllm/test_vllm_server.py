@@ -5,13 +5,14 @@ import time
 
 import numpy as np
 import pytest
-from dying_trainer import NUM_BUCKETS, dying_trainer
+from dying_trainer import NUM_BUCKETS, check_dying_trainer, dying_trainer
 from vllm_processes import PROMPT, Asking
 
 import flyweight as fw
 from flyweight.engines.vllm import VllmEngine, update_all
 from flyweight.errors import (
     Busy,
+    DigestMismatch,
     LifecycleError,
     PeerLost,
     PlanError,
@@ -147,6 +148,24 @@ def test_tensors_that_do_not_fit_are_refused_before_vllm_is_touched(
     assert server.tokens() == answers["B"]
 
 
+@pytest.mark.parametrize("staging_bytes", [1 << 30, 0])
+def test_weights_that_change_after_their_digest_are_not_loaded(
+    server, engine, trainer, answers, address, staging_bytes
+):
+    engine.update(version := trainer.becomes("B"))  # from now on the digests are known
+    trainer.model["model.norm.weight"][0] += 1
+    second = VllmEngine(server.address, address, name="second", staging_bytes=staging_bytes)
+    with pytest.raises(DigestMismatch, match="'model.norm.weight' of version"):
+        second.update(version)
+    if staging_bytes:
+        assert (second.operations.state, server.is_paused()) == (State.SERVING, False)
+        assert server.tokens() == answers["B"]
+    else:
+        assert (second.operations.state, server.is_paused()) == (State.FAILED, True)
+    engine.update(trainer.becomes("A"))
+    assert server.tokens() == answers["A"]
+
+
 def test_an_engine_that_is_not_paused_is_not_updated(server, engine, trainer, answers):
     from flyweight.ports import UpdateOptions
 
@@ -200,29 +219,7 @@ def test_of_two_controllers_at_once_one_wins_and_the_other_is_told(
 def test_a_trainer_that_dies_in_mid_update_leaves_the_engine_failed_until_a_whole_update(
     server, trainer, models, address, tmp_path, num_buckets
 ):
-    good = VllmEngine(server.address, address, name="good")
-    good.update(trainer.becomes("A"))
-    before = server.tokens()
-    elsewhere = f"unix:{tmp_path}/dying"
-    process = dying_trainer(models / "B", elsewhere, num_buckets, 7)
-    bad = VllmEngine(server.address, elsewhere, name="bad", staging_bytes=0)
-    with pytest.raises(TransportError):
-        bad.update(7, timeout_seconds=30)
-    assert process.wait(20) == -signal.SIGKILL
-    assert bad.operations.state is State.FAILED
-    assert bad.version is None
-    assert server.is_paused()
-    for resume in (lambda: bad.resume(7), bad.operations.resume):
-        with pytest.raises(LifecycleError):
-            resume()
-    assert server.is_paused()
-    assert server.version() == str(trainer.version), "the version that failed has no name"
-    trainer.becomes("A")
-    again = VllmEngine(server.address, address, name="again")
-    assert again.operations.state is not State.SERVING
-    again.update(trainer.version)
-    assert not server.is_paused()
-    assert server.tokens() == before
+    check_dying_trainer(server, trainer, models, address, tmp_path, num_buckets)
 
 
 @pytest.mark.parametrize("num_buckets", [0, 13])

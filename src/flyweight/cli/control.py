@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any
 import click
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from flyweight.cli import tokens
 from flyweight.cli.app import Seconds, main, once_option, token_file_option, until_signal
 from flyweight.cli.client import DEFAULT_PORT, Client, host_and_port
-from flyweight.cli.output import err, human, show, show_changes, table
+from flyweight.cli.output import human, progress_of, show, show_changes, table
 from flyweight.cli.vllm import given_vllm_options, update_vllm, vllm_options
 from flyweight.errors import FlyweightError
 from flyweight.lifecycle.control import ANSWER_SECONDS, Control
@@ -286,32 +284,15 @@ def _result_lines(result: Mapping[str, Any]) -> str:
     )
 
 
-@contextmanager
-def _progress_of(client: Client) -> Iterator[None]:
-    """Show the progress of each replica while the block runs. On a terminal only."""
-    if not err.is_terminal:
-        yield
-        return
-    is_over, tasks = threading.Event(), dict[str, TaskID]()
+def _progress_of(client: Client) -> AbstractContextManager[None]:
+    """Show the progress of each replica while a block runs. On a terminal only."""
 
-    def poll() -> None:
-        while not is_over.wait(_POLL_SECONDS):
-            with suppress(FlyweightError):  # the operation's own call reports what goes wrong
-                for each in client.call("GET", "/status")["replicas"]:
-                    name = each["name"]
-                    if name not in tasks:
-                        tasks[name] = bars.add_task(escape(name), total=100, words="")
-                    bars.update(tasks[name], completed=each["percent"], words=each["state"])
+    def states() -> Iterator[tuple[str, float, str]]:
+        with suppress(FlyweightError):  # the operation's own call reports what goes wrong
+            for each in client.call("GET", "/status")["replicas"]:
+                yield each["name"], each["percent"] / 100, each["state"]
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
-    with Progress(*columns, console=err, transient=True) as bars:
-        thread = threading.Thread(target=poll, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join(_POLL_SECONDS)  # a status that does not come must not delay the answer
+    return progress_of(states, every_seconds=_POLL_SECONDS)
 
 
 # Tables.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,15 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -128,3 +137,34 @@ def progress() -> Iterator[None]:
 
         with listening(update):
             yield
+
+
+@contextmanager
+def progress_of(
+    states: Callable[[], Iterable[tuple[str, float, str]]], *, every_seconds: float
+) -> Iterator[None]:
+    """Show a bar for each name that `states` returns while the block runs. On a terminal only.
+
+    states: returns names, how much is done from 0 to 1, and words; called again and again.
+    """
+    if not err.is_terminal:
+        yield
+        return
+    is_over, tasks = threading.Event(), dict[str, TaskID]()
+
+    def poll() -> None:
+        while not is_over.wait(every_seconds):
+            for name, done, words in states():
+                if name not in tasks:
+                    tasks[name] = bars.add_task(escape(name), total=1.0, words="")
+                bars.update(tasks[name], completed=done, words=words)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
+    with Progress(*columns, console=err, transient=True) as bars:
+        thread = threading.Thread(target=poll, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join(every_seconds)  # a status that does not come must not delay the answer

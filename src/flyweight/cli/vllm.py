@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
 
 from flyweight.cli import tokens
 from flyweight.cli.app import exit_code, size
-from flyweight.cli.output import err, human, show
+from flyweight.cli.output import human, progress_of, show
 from flyweight.errors import FlyweightError
 from flyweight.live.publisher import Publisher
 from flyweight.live.tcp_address import TcpAddress, parse_address
@@ -109,7 +107,8 @@ def update_vllm(
                 engines.append(engine)
             except FlyweightError as error:
                 results[server] = EngineUpdate(server, error=error)
-        with _progress_of(engines):
+        states = lambda: [(each.name, each.progress, each.step) for each in engines]  # noqa: E731
+        with progress_of(states, every_seconds=_POLL_SECONDS):
             ended = update_all(engines, publisher.version, timeout_seconds=timeout_seconds)
     results.update({each.name: each for each in ended})
     shown = [results[server] for server in servers]
@@ -118,32 +117,6 @@ def update_vllm(
     errors = [each.error for each in shown if each.error is not None]
     if errors:
         raise SystemExit(exit_code(errors[0]))
-
-
-@contextmanager
-def _progress_of(engines: Sequence[Any]) -> Iterator[None]:
-    """Show the progress of each engine while the block runs. On a terminal only."""
-    if not err.is_terminal:
-        yield
-        return
-    is_over = threading.Event()
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
-    with Progress(*columns, console=err, transient=True) as bars:
-        tasks = [bars.add_task(escape(each.name), total=1.0, words="") for each in engines]
-
-        def poll() -> None:
-            while not is_over.wait(_POLL_SECONDS):
-                for engine, task in zip(engines, tasks, strict=True):
-                    words = engine.step or str(engine.operations.state)
-                    bars.update(task, completed=engine.progress, words=words)
-
-        thread = threading.Thread(target=poll, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join(_POLL_SECONDS)
 
 
 def _record(result: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, Literal, Protocol
 from urllib.parse import urlencode, urlsplit
 
+from flyweight.engines.vllm_plugin import TRIED
 from flyweight.errors import (
     MissingDependency,
     PeerFailed,
@@ -27,8 +28,6 @@ from flyweight.errors import (
 )
 
 InFlight = Literal["wait", "abort", "keep"]
-TRIED = "0.32.0"
-"""The version of vLLM that the tests run."""
 _ROUTES = (
     *("/pause", "/resume", "/is_paused", "/init_weight_transfer_engine", "/start_weight_update"),
     *("/update_weights", "/finish_weight_update", "/weight_info", "/collective_rpc"),
