@@ -194,8 +194,8 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     def _make_unusable(self) -> None:
         """Take the memory of all parameters away, unless the old version is whole on all ranks.
 
-        vLLM must not serve what a failed update has left, whoever resumes it: a forward pass now
-        ends with an error. The next update puts the parameters back.
+        vLLM must not serve what a failed update has left, even if a user resumes it by hand: now a
+        forward pass ends with an error. The next update puts the parameters back.
         """
         if self._replica is not None and self._replica.state == "failed":
             initialize_layerwise_reload(self.model)

@@ -73,6 +73,10 @@ class EngineSteps:
     def has_weights_memory(self) -> bool:
         return Tag.WEIGHTS not in self.released
 
+    def has_lost_weights(self) -> bool:
+        """True if the committed version is gone: the engine was restarted, or tensors replaced."""
+        return self.version is not None and self._weights.version is None
+
     def agree(
         self, what: str, deadline: float, error: FlyweightError | None = None, **facts: Json
     ) -> list[dict[str, Any]]:

@@ -47,8 +47,7 @@ class Operations:
             weights: the source of its weights.
             ranks: how it agrees with the other ranks; None for a replica of one rank.
             should_serve: whether the engine resumes after its first update.
-            is_serving: the engine answers requests already, with weights of its own: it is not
-                paused before its first update.
+            is_serving: the engine serves weights of its own already, until its first update.
             observe: called after each change of state, in the thread that made it.
         """
         ranks = RankAgreement() if ranks is None else ranks
@@ -59,23 +58,16 @@ class Operations:
                 f"Replica(..., name=, rank=, num_ranks={ranks.num_ranks})"
             )
         self._weights, self._observe = weights, observe
-        self._steps = EngineSteps(
-            engine,
-            weights,
-            ranks,
-            should_serve=should_serve,
-            is_serving=is_serving,
-            observe=observe,
-        )
+        wants = {"should_serve": should_serve, "is_serving": is_serving}
+        self._steps = EngineSteps(engine, weights, ranks, observe=observe, **wants)
         self.report: UpdateReport | None = None
         self.pause_seconds = 0.0
         """How long the last update paused requests."""
-        self.num_rounds = 0
+        self.num_rounds = self.num_went_back = 0
         self.last_version: int | None = None
         """The last committed version, even if it is no longer held."""
         self.went_back_from: int | None = None
         """The version before `last_version` if that was newer, else None."""
-        self.num_went_back = 0
         self._answered: tuple[int | None, str] = None, ""
         """The version and source with which the last update request was answered."""
         self.pinned: int | None = None
@@ -305,16 +297,12 @@ class Operations:
                     report = update.run()
                 except FlyweightError as error:
                     if not update.is_running:
-                        self.fail(error, if_so=self._has_lost_weights)
+                        self.fail(error, if_so=self._steps.has_lost_weights)
                     raise
                 self._count(update)
             return report is not None
         finally:
             self._source.release()
-
-    def _has_lost_weights(self) -> bool:
-        """True if the committed version is gone: the engine was restarted, or tensors replaced."""
-        return self._steps.version is not None and self._weights.version is None
 
     def _on_commit(self, update: Update, version: int, report: UpdateReport | None) -> None:
         if update.options.is_requested:

@@ -96,7 +96,7 @@ class Replica:
         self.num_ranks = ranks[1]
         """The number of ranks of the engine, which take each version together."""
         self.name = replica_name(name, self.num_ranks)
-        cut = (layout, rank if layout_rank is None else layout_rank)
+        cut = layout, rank if layout_rank is None else layout_rank
         self._sink = sink_for(target, cut, extra=extra, framework=framework, device=device)
         self._held = HeldVersion(self._sink.is_current)
         self._updating, self._thread = threading.Lock(), 0
@@ -333,7 +333,7 @@ class Replica:
         """Do everything before the first write; return False if the round was declined."""
         version = round_.begin.version
         round_.open(must_verify=options.must_verify)
-        self._sink.stage(round_)  # before the engine pauses: it may take long
+        self._sink.stage(round_)
         self._serving.withdraw()  # before the engine pauses: readers may take a while
         if options.before is not None:
             options.before(version)
