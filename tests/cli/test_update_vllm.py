@@ -9,6 +9,7 @@ import flyweight as fw
 from fake_vllm import FakeVllm, arrays, holds
 from flyweight.cli import main
 
+pytestmark = pytest.mark.check
 NOBODY = "http://127.0.0.1:9"
 
 

@@ -296,7 +296,7 @@ class Operations:
                 try:
                     report = update.run()
                 except FlyweightError as error:
-                    if not update.is_running:
+                    if not update.is_running and self._steps.has_lost_weights():
                         self.fail(error, if_so=self._steps.has_lost_weights)
                     raise
                 self._count(update)
