@@ -96,6 +96,7 @@ class FakeVllm:
     def __init__(self, num_workers=1, routes=_ROUTES):
         self.routes, self.faults, self.calls = routes, {}, []
         self.version, self.is_paused = "default", False
+        self._beginning = threading.Lock()
         self.changed, self.num_running = threading.Condition(), 0
         self.workers = [Worker(rank, num_workers) for rank in range(num_workers)]
         handler = type("Handler", (_Handler,), {"vllm": self})
@@ -106,10 +107,11 @@ class FakeVllm:
 
     def restart(self):
         """Lose everything, as a new process does."""
-        for each in self.workers:
-            each.close()
-        self.workers = [Worker(each.rank, each.num_ranks) for each in self.workers]
-        self.version, self.is_paused = "default", False
+        with self._beginning:
+            for each in self.workers:
+                each.close()
+            self.workers = [Worker(each.rank, each.num_ranks) for each in self.workers]
+            self.version, self.is_paused = "default", False
 
     @contextmanager
     def request(self, seconds):
@@ -156,8 +158,9 @@ class FakeVllm:
             case "/collective_rpc":
                 return {"results": [each.status() for each in self.workers]}
             case "/init_weight_transfer_engine":
-                for each in self.workers:
-                    each.begin(body["init_info"])
+                with self._beginning:
+                    for each in self.workers:
+                        each.begin(body["init_info"])
                 return {}
             case "/start_weight_update" | "/finish_weight_update":
                 is_start = path == "/start_weight_update"

@@ -34,6 +34,6 @@ def test_the_live_example_ends_with_every_engine_holding_what_the_trainer_holds(
 
 
 def test_no_example_is_forgotten():
-    """Those that are files are run here, and `demo` in test_demo.py."""
+    """Files are run here, `demo` in test_demo.py, and `vllm_rl.py` in tests/real_vllm."""
     names = sorted(path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__")
-    assert names == ["demo", "live.py", "recovery.py"]
+    assert names == ["demo", "live.py", "recovery.py", "vllm_rl.py"]

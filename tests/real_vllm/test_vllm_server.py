@@ -60,22 +60,22 @@ def test_requests_in_flight_survive_an_update_with_their_versions(
 ):
     engine = VllmEngine(server.address, address, in_flight=in_flight)
     engine.update(old := trainer.becomes("A"))
-    asking = Asking(server, count=400)
+    asking = Asking(server, count=1500)
     asking.start()
-    time.sleep(1)
+    time.sleep(0.5)
     engine.update(new := trainer.becomes("B"), timeout_seconds=120)
     answered = asking.end()
     assert answered
     tokens, spans = answered[0][2:]
-    assert len(tokens) == 400
+    assert len(tokens) == 1500
     found = [(each["version"], each["start"], each["end"]) for each in spans]
     if in_flight == "keep":
         (first, start, cut), (second, again, end) = found
         assert (first, second) == (str(old), str(new))
-        assert (start, again, end) == (0, cut, 400)
-        assert 0 < cut < 400
+        assert (start, again, end) == (0, cut, 1500)
+        assert 0 < cut < 1500
     else:
-        assert found == [(str(old), 0, 400)]
+        assert found == [(str(old), 0, 1500)]
     assert server.tokens() == answers["B"]
 
 

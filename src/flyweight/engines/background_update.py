@@ -220,8 +220,9 @@ class BackgroundUpdate:
         self._main.wake()
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait for the end of the update."""
-        self._thread.join(timeout_seconds)
+        """Wait for the end of the update, if it was started."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             raise TransferTimeout(f"update {self.id} did not end in {timeout_seconds:.3g} s")
 
