@@ -30,8 +30,11 @@ class Worker:
         """What its status says besides, or instead."""
 
     def begin(self, request):
-        if self.update is not None:
+        cancelled = request.get("cancel")
+        if self.update is not None and cancelled in (None, self.update.id):
             self.update.cancel()
+        if cancelled is not None:
+            return
 
         def replica():
             if self.replica is not None:

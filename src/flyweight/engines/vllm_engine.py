@@ -253,7 +253,7 @@ class VllmEngine(EngineHooks):
                 options.before(version)
             self._check_paused(options)
         except BaseException as error:
-            self._end_early(error, request)
+            self._end_early(error, update)
             raise
         loading = perf_counter()
         try:
@@ -279,7 +279,7 @@ class VllmEngine(EngineHooks):
                 f"requests that run; pause it first"
             )
 
-    def _end_early(self, error: BaseException, request: dict[str, object]) -> None:
+    def _end_early(self, error: BaseException, update: str) -> None:
         """End an update that has touched nothing."""
         are_lost, lost = self._workers.are_lost, self._version
         if are_lost:
@@ -287,7 +287,7 @@ class VllmEngine(EngineHooks):
                 error.note(f"it no longer holds version {lost}")
             self._version, self._report, self._failure = None, None, None
         try:
-            self._workers.cancel(request)
+            self._workers.cancel(update)
             if are_lost and self._has_updated:  # it was restarted, with the weights of its start
                 self._control.pause("abort", monotonic() + CALL_SECONDS)
         except FlyweightError as failure:  # the first error counts

@@ -111,14 +111,17 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         return init_dict
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Begin an update in the background; it ends the one before, if that still waits."""
-        self._refusal = None
-        if self._update is not None:
+        """Begin an update in the background, which ends the one before; or only end that."""
+        cancelled = init_info.get("cancel")
+        if self._update is not None and cancelled in (None, self._update.id):
             self._update.cancel()
+        if cancelled is not None:
+            return
+        self._refusal = None
         try:
             request = msgspec.convert(init_info, UpdateRequest)
         except msgspec.ValidationError as error:
-            update = str(init_info.get("update")) if isinstance(init_info, dict) else ""
+            update = str(init_info.get("update"))
             text = f"vLLM has another version of flyweight than VllmEngine, or of its API: {error}"
             self._refusal = {
                 "update": update,

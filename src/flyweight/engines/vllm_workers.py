@@ -27,6 +27,7 @@ CALL_SECONDS = 10.0
 _CANCEL_SECONDS = 2.0
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.005, 0.25
 """How soon workers are asked for their status, at first and then at the most."""
+_ENDS = ("done", "kept", "failed")
 _ANSWER_SECONDS = 15.0
 """How much longer than its own deadline a load may take to answer."""
 
@@ -134,13 +135,23 @@ class VllmWorkers:
             self._woken.clear()
             seconds = min(1.5 * seconds, _LOOK_SECONDS)
 
-    def cancel(self, request: Mapping[str, Any]) -> None:
-        """Have workers that still wait with the update of a request go on without it."""
-        found = self.look(_CANCEL_SECONDS)
-        if any(each.get("update") == request["update"] for each in found):
-            # A request without time for anything ends the one before.
-            nothing = {**request, "update": "", "may_keep": True, "timeout_seconds": 0.001}
-            self._control.begin(nothing, monotonic() + _CANCEL_SECONDS)
+    def cancel(self, update: str) -> None:
+        """End an update that is not loaded yet, in all workers, and wait until it has ended.
+
+        A worker that still waits for a version would not agree with one that requests the next.
+        """
+        deadline = monotonic() + _CANCEL_SECONDS
+        is_sent = False
+        while any(
+            each.get("update") == update and each["state"] not in _ENDS
+            for each in self.look(_CANCEL_SECONDS)
+        ):
+            if not is_sent:
+                self._control.begin({"cancel": update}, deadline)
+                is_sent = True
+            if monotonic() >= deadline:
+                raise TransferTimeout(f"update {update} did not end in {_CANCEL_SECONDS:g} s")
+            self._woken.wait(_FIRST_LOOK_SECONDS)
 
     def load(self, update: str, version: int, deadline: float) -> None:
         """Load what is staged, in all workers, and name its version; vLLM is paused.
