@@ -24,6 +24,7 @@ class Worker:
     def __init__(self, rank, num_ranks):
         self.rank, self.num_ranks = rank, num_ranks
         self.boot, self.is_open, self.model = f"boot {id(self)}", False, {}
+        self.is_whole = True
         self.main, self.update, self.replica = MainThread(), None, None
         self.loader = WorkerLoader(self)
         self.extra = {}
@@ -65,13 +66,17 @@ class Worker:
         self.main.run_waiting()
         update = {"state": "idle"} if self.update is None else self.update.status()
         held = None if self.replica is None else self.replica.version
-        about = {"rank": self.rank, "engine": 0, "boot": self.boot, "is_open": self.is_open}
-        return {**about, "held": held, **update, **self.extra}
+        about = {
+            "rank": self.rank, "balancing": "internal", "boot": self.boot,
+            "is_open": self.is_open, "is_whole": self.is_whole, "held": held,
+        }  # fmt: skip
+        return {**about, **update, **self.extra}
 
     def load(self, id):
         if self.update is not None and self.update.id == id:
             with suppress(FlyweightError):  # the status says so
                 self.update.complete()
+                self.is_whole = True
 
     def close(self):
         if self.update is not None:
@@ -83,25 +88,32 @@ class Worker:
 
 class WorkerLoader(Loader):
     def __init__(self, worker):
-        self._worker = worker
+        self._worker, self.error = worker, None
         super().__init__(self._load, "numpy", "cpu")
 
     def _load(self, weights):
         def load():
+            if self.error is not None:
+                raise self.error
             self._worker.model = {name: array.copy() for name, array in weights}
 
         self._worker.update.call(load, is_load=True)
 
 
 class FakeVllm:
-    """A server on loopback; `faults` has what a route answers instead, as (status, body)."""
+    """A server on loopback; `faults` has what a route answers instead, as (status, body).
 
-    def __init__(self, num_workers=1, routes=_ROUTES):
+    As vLLM does, it shows the status of its first data parallel engine only.
+    """
+
+    def __init__(self, num_workers=1, routes=_ROUTES, num_engines=1):
+        self.num_workers, self.num_engines = num_workers, num_engines
         self.routes, self.faults, self.calls = routes, {}, []
         self.version, self.is_paused = "default", False
         self._beginning = threading.Lock()
         self.changed, self.num_running = threading.Condition(), 0
-        self.workers = [Worker(rank, num_workers) for rank in range(num_workers)]
+        num_ranks = num_workers * num_engines
+        self.workers = [Worker(rank, num_ranks) for rank in range(num_ranks)]
         handler = type("Handler", (_Handler,), {"vllm": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -156,10 +168,17 @@ class FakeVllm:
                 return {}
             case "/is_paused":
                 return {"is_paused": self.is_paused}
+            case "/get_world_size":
+                return {
+                    "world_size": len(self.workers)
+                    if query["include_dp"] == ["true"]
+                    else self.num_workers
+                }
             case "/weight_info":
                 return {"weight_version": self.version}
             case "/collective_rpc":
-                return {"results": [each.status() for each in self.workers]}
+                found = [each.status() for each in self.workers]
+                return {"results": found[: self.num_workers]}
             case "/init_weight_transfer_engine":
                 with self._beginning:
                     for each in self.workers:

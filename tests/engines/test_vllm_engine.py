@@ -26,9 +26,10 @@ from flyweight.ports import UpdateOptions
 pytestmark = pytest.mark.check
 
 
-@pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
+@pytest.fixture(params=[(1, 1), (2, 1), (1, 2)], ids=["one worker", "two workers", "two engines"])
 def vllm(request):
-    with FakeVllm(request.param) as made:
+    num_workers, num_engines = request.param
+    with FakeVllm(num_workers, num_engines=num_engines) as made:
         yield made
 
 
@@ -175,7 +176,7 @@ def test_a_worker_that_ends_with_something_else_fails_the_engine(vllm, publisher
     engine.update(publish(publisher, 1))
 
     def lie():
-        vllm.workers[-1].extra = {"version": 1}
+        vllm.workers[vllm.num_workers - 1].extra = {"version": 1}
 
     vllm.faults["/start_weight_update"] = lie
     with pytest.raises(VersionError, match="ended an update to 2 with"):
@@ -230,6 +231,55 @@ def test_an_update_left_open_by_a_killed_controller_is_ended_first(vllm, publish
     engine = VllmEngine(vllm.address, address)
     engine.update(publish(publisher, 1))
     assert are_at(vllm, 1)
+
+
+@pytest.mark.parametrize("left", [{"is_open": True}, {"is_whole": False}], ids=str)
+def test_what_another_controller_has_left_is_not_resumed(vllm, publisher, address, left):
+    engine = VllmEngine(vllm.address, address)
+    engine.update(publish(publisher, 1))
+    engine.operations.pause()
+    for each in vllm.workers:
+        vars(each).update(left)
+    with pytest.raises(LifecycleError, match="an update by another VllmEngine was not completed"):
+        engine.operations.resume()
+    assert vllm.is_paused
+    engine.update(publish(publisher, 2))
+    assert (are_at(vllm, 2), engine.operations.state) == (True, State.SERVING)
+    assert not vllm.is_paused
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_data_parallel_engines_commit_together_although_one_is_seen(
+    publisher, address, num_workers
+):
+    with FakeVllm(num_workers, num_engines=2) as vllm:
+        engine = VllmEngine(vllm.address, address)
+        engine.update(publish(publisher, 1))
+        assert are_at(vllm, 1)
+        vllm.workers[-1].loader.error = ValueError("a worker of the second engine")
+        with pytest.raises(TransportError, match="a worker of the second engine"):
+            engine.update(publish(publisher, 2), timeout_seconds=10)
+        assert (engine.operations.state, vllm.version) == (State.FAILED, "1")
+        assert vllm.is_paused
+        vllm.workers[-1].loader.error = None
+        engine.update(2)
+        assert are_at(vllm, 2)
+
+
+def test_a_server_of_some_of_the_data_parallel_engines_is_refused(address):
+    with FakeVllm(num_engines=2) as vllm:
+        vllm.workers[0].extra = {"balancing": "hybrid"}
+        with pytest.raises(LifecycleError, match="one of several servers for 2 data parallel"):
+            VllmEngine(vllm.address, address)
+
+
+def test_a_server_of_one_of_the_data_parallel_engines_is_updated_alone(publisher, address):
+    with FakeVllm() as vllm:
+        vllm.workers[0].extra = {"balancing": "external"}
+        vllm.faults["/get_world_size"] = (200, {"world_size": 8})
+        engine = VllmEngine(vllm.address, address)
+        engine.update(publish(publisher, 1))
+        assert are_at(vllm, 1)
 
 
 def test_an_engine_that_is_not_paused_is_not_updated(vllm, publisher, address):

@@ -31,6 +31,7 @@ InFlight = Literal["wait", "abort", "keep"]
 _ROUTES = (
     *("/pause", "/resume", "/is_paused", "/init_weight_transfer_engine", "/start_weight_update"),
     *("/update_weights", "/finish_weight_update", "/weight_info", "/collective_rpc"),
+    "/get_world_size",
 )
 _VERBS = (
     *("init_weight_transfer_engine", "start_weight_update", "update_weights"),
@@ -60,6 +61,9 @@ class VllmControl(Protocol):
     def is_paused(self, deadline: float) -> bool: ...
 
     def num_running(self, deadline: float) -> int: ...
+
+    def num_engines(self, deadline: float) -> int:
+        """Return how many data parallel engines there are, in all servers together."""
 
     def begin(self, request: Mapping[str, Any], deadline: float) -> None:
         """Send a request for an update to all workers."""
@@ -110,6 +114,13 @@ class HttpControl:
     def num_running(self, deadline: float) -> int:
         text = self._call("GET", "/metrics", deadline, is_json=False)
         return int(sum(float(each) for each in _NUM_RUNNING.findall(text)))
+
+    def num_engines(self, deadline: float) -> int:
+        whole, one = (
+            self._call("GET", "/get_world_size", deadline, query={"include_dp": include})
+            for include in ("true", "false")
+        )
+        return int(whole["world_size"]) // int(one["world_size"])
 
     def begin(self, request: Mapping[str, Any], deadline: float) -> None:
         self._call("POST", "/init_weight_transfer_engine", deadline, {"init_info": dict(request)})
@@ -206,6 +217,9 @@ class LlmControl:
     def num_running(self, deadline: float) -> int:
         return int(self._llm.llm_engine.get_num_unfinished_requests())
 
+    def num_engines(self, deadline: float) -> int:
+        return 1  # with data parallelism, each process has an LLM of its own
+
     def begin(self, request: Mapping[str, Any], deadline: float) -> None:
         self._llm.init_weight_transfer_engine({"init_info": dict(request)})
 
@@ -250,6 +264,9 @@ class AsyncLlmControl:
 
     def num_running(self, deadline: float) -> int:
         return len(self._llm.output_processor.request_states)
+
+    def num_engines(self, deadline: float) -> int:
+        return int(self._llm.vllm_config.parallel_config.data_parallel_size)
 
     def begin(self, request: Mapping[str, Any], deadline: float) -> None:
         self._rpc("init_weight_transfer_engine", deadline, init_info=dict(request))

@@ -100,6 +100,8 @@ class VllmEngine(EngineHooks):
         self._report: UpdateReport | None = None
         self._operations: Operations | None = None
         self._is_updating = self._is_cancelled = False
+        self._has_loaded = False
+        """True if a version was loaded since the last pause; then resuming asks no worker again."""
         self._has_updated = False
         """True once vLLM serves versions, so that the weights of its start are wrong."""
         deadline = monotonic() + CALL_SECONDS
@@ -112,17 +114,12 @@ class VllmEngine(EngineHooks):
                 f"vLLM at {self._control.place} does not use the weight transfer backend "
                 f"{BACKEND!r}; start it with {option} ({error})"
             ) from error
+        self._how["num_engines"] = self._workers.num_engines
         held = self._workers.held
         if held is not None and self._control.version(deadline) == str(held):
             self._version, self._session = held, self._workers.session  # another VllmEngine's work
 
     # The engine.
-
-    @property
-    def replica_names(self) -> set[str]:
-        """The names of its replicas at the publisher: one, or one for each data parallel rank."""
-        engines = self._workers.engines
-        return {self.name} if len(engines) == 1 else {f"{self.name} dp{n}" for n in engines}
 
     @property
     def is_paused(self) -> bool:
@@ -135,6 +132,7 @@ class VllmEngine(EngineHooks):
 
     def pause(self, deadline: float) -> None:
         """Pause vLLM and clear its caches; what happens to requests, `in_flight` says."""
+        self._has_loaded = False
         left = deadline - monotonic()
         if left <= 0:
             if self._in_flight == "wait" and (running := self.num_running):
@@ -171,10 +169,15 @@ class VllmEngine(EngineHooks):
 
     def resume(self, version: int | None) -> None:
         """Let vLLM serve again; raise LifecycleError if its weights are not whole."""
-        if self._failure is not None:
+        failure: object = self._failure
+        if failure is None and not self._has_loaded:
+            self._workers.look()
+            if not self._workers.are_whole:
+                failure = "an update by another VllmEngine was not completed"
+        if failure is not None:
             raise LifecycleError(
                 f"vLLM at {self._control.place} is not resumed: its weights are not whole since an "
-                f"update failed; update it again ({self._failure})"
+                f"update failed; update it again ({failure})"
             )
         self._control.resume(monotonic() + CALL_SECONDS)
 
@@ -263,7 +266,7 @@ class VllmEngine(EngineHooks):
             self._failure = own_error(error)
             raise self._failure from error
         self._failure, self._version, self._session = None, version, workers.session
-        self._has_updated = True
+        self._has_loaded = self._has_updated = True
         report = self._report = workers.report(perf_counter() - loading, waited)
         done = {"version": version, "nbytes": report.nbytes, "seconds": report.seconds}
         announce("update.done", name=self.name, **done)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
     get_layerwise_info,
 )
-from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
@@ -35,8 +36,8 @@ def check_fit(
 
     load: calls the loader of a model with named tensors.
     """
-    shadow = _shadow_of(model)
     filled = _Filled()
+    shadow = _shadow_of(model, filled)
     last = ""
 
     def named() -> Iterator[tuple[str, Any]]:
@@ -57,6 +58,11 @@ def check_fit(
             else ("vLLM's loader does not start")
         )
         raise PlanError(f"{what}: {type(cause).__name__}: {cause}; {_REMEDY}") from cause
+    if lost := [name for name, each in shadow.named_parameters() if filled.has_lost(each)]:
+        raise PlanError(
+            f"vLLM cannot reload {type(model).__name__}: its loader writes {len(lost)} parameters "
+            f"by itself, which a reload does not see: {listed(lost)}"
+        )
     missing = {
         name: (filled.count(parameter), get_tensor_load_numel(parameter))
         for name, parameter in shadow.named_parameters()
@@ -72,11 +78,19 @@ def check_fit(
 
 
 class _Filled(TorchDispatchMode):  # type: ignore[misc]
-    """Counts the elements of each tensor that are written."""
+    """Counts the elements of each tensor that are written.
+
+    A reload gets what is written by the loader of a parameter; what a model's loader writes by
+    itself is lost.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._counts: dict[int, int] = {}
+        self._loaded: set[int] = set()
+        """The memory of parameters whose own loaders must write them."""
+        self._lost: set[int] = set()
+        self._is_in_loader = False
         self._writes = (
             torch.ops.aten.copy_.default,
             torch.ops.aten.fill_.Scalar,
@@ -88,16 +102,38 @@ class _Filled(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         if function in self._writes:
             memory = args[0].untyped_storage()._cdata
+            if memory in self._loaded and not self._is_in_loader:
+                self._lost.add(memory)
             self._counts[memory] = self._counts.get(memory, 0) + args[0].numel()
         return function(*args, **(kwargs or {}))
+
+    def count_in_loader(self, parameter: Any) -> None:
+        """Give a parameter a loader that counts, around the one that it had before any reload."""
+        load = _get_original_loader(parameter)
+
+        @wraps(load)
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self._is_in_loader = True
+            try:
+                return load(*args, **kwargs)
+            finally:
+                self._is_in_loader = False
+
+        self._loaded.add(parameter.untyped_storage()._cdata)
+        parameter.weight_loader = counting
+
+    def has_lost(self, tensor: Any) -> bool:
+        return tensor.untyped_storage()._cdata in self._lost
 
     def count(self, tensor: Any) -> int:
         return self._counts.get(tensor.untyped_storage()._cdata, 0)
 
 
-def _shadow_of(model: Any) -> Any:
+def _shadow_of(model: Any, filled: _Filled) -> Any:
     """Return the model with parameters that have no memory, as they are before they are loaded."""
     made: dict[int, Any] = {}
+    metas: dict[int, Any] = {}
+    """The parameters without memory by the real ones: layers may share one, as tied heads do."""
 
     def shadow(layer: Any) -> Any:
         if id(layer) not in made:
@@ -107,11 +143,18 @@ def _shadow_of(model: Any) -> Any:
                 for name, child in layer._modules.items()
             }
             before, _ = get_layerwise_info(layer).restore_metadata
-            # Some parameters, as biases, are never replaced and so were not recorded.
-            now = {**layer._parameters, **before}
-            found.__dict__["_parameters"] = {
-                name: None if each is None else _meta(each, layer) for name, each in now.items()
-            }
+            real = real_parameters(layer)
+            # Biases are never replaced, so they were not recorded. Others that were not recorded
+            # are made from loaded ones, as those of multi-head latent attention.
+            never = {name: real[name] for name in SKIP_TENSORS & real.keys()}
+            parameters = found.__dict__["_parameters"] = {}
+            for name, each in {**never, **before}.items():
+                key = id(real.get(name, each))
+                if each is not None and key not in metas:
+                    metas[key] = _meta(each, layer)
+                    if name in before:
+                        filled.count_in_loader(metas[key])
+                parameters[name] = None if each is None else metas[key]
             found.__dict__["_buffers"] = {
                 name: None if each is None else each.to("meta")
                 for name, each in layer._buffers.items()
@@ -119,6 +162,12 @@ def _shadow_of(model: Any) -> Any:
         return made[id(layer)]
 
     return shadow(model)
+
+
+def real_parameters(layer: Any) -> dict[str, Any]:
+    """Return the parameters of a layer that have memory, also while a reload has put them aside."""
+    aside = get_layerwise_info(layer).kernel_tensors
+    return dict(layer._parameters if aside is None else aside[0])
 
 
 def _meta(parameter: Any, layer: Any) -> Any:

@@ -85,7 +85,7 @@ def publish_to(
 
     def is_ready() -> bool:
         waiting, over = set(publisher.waiting), {each.name for each in ended}
-        return all(each.name in over or waiting >= each.replica_names for each in engines)
+        return all(each.name in over or each.name in waiting for each in engines)
 
     with ThreadPoolExecutor(1, "flyweight-publish") as thread:
         updating = thread.submit(

@@ -3,7 +3,8 @@
 An update has two parts. `init_transfer_engine` begins it: a thread joins the publisher, receives
 the first tensors of the version and checks them, while the worker serves. `update_weights`
 completes it, once `VllmEngine` has paused the engine. The worker's own thread loads all tensors in
-that one call, so no forward pass sees a half-loaded model. Ranks of one engine commit together.
+that one call, so no forward pass sees a half-loaded model. All workers of a server commit together:
+vLLM returns the status of its first data parallel engine only, which so speaks for all of them.
 
 `VllmEngine` polls the workers by vLLM's `collective_rpc("weight_transfer_engine")`. That calls this
 object, which returns its status. Work that must not run beside vLLM's own is done in these calls.
@@ -24,18 +25,11 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _place_kernel_tensors,
-    get_layerwise_info,
-)
 
 from flyweight.adapters.loader import Loader
 from flyweight.engines.background_update import BackgroundUpdate, MainThread
 from flyweight.engines.vllm_fit import check_fit
+from flyweight.engines.vllm_reload import check_can_reload, reload_weights, take_memory
 from flyweight.errors import FlyweightError, LifecycleError, PeerRefused, TransferTimeout
 from flyweight.live.curve_keys import CurveClient, CurveKeys
 from flyweight.live.replica import Replica
@@ -53,7 +47,9 @@ class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The id of the update."""
     address: str
     name: str
-    """The name of the replica, which all ranks of the engine have in common."""
+    """The name of the replica, which all workers of the server have in common."""
+    num_engines: int
+    """How many data parallel engines the server has."""
     version: int | None
     """The version to take; None: the next one that is newer than `held`."""
     held: int | None
@@ -89,6 +85,8 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         """The status of a request that could not be begun."""
         self._is_open = False
         """True between vLLM's calls that start and finish an update."""
+        self._is_whole = True
+        """False while the parameters are written, and after a load that failed."""
 
     def __call__(self) -> dict[str, Any]:
         """Return the status of the update, after doing what it needs this thread for."""
@@ -99,9 +97,10 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             update = {"state": "idle"} if self._update is None else self._update.status()
         return {
             "rank": parallel.rank,
-            "engine": parallel.data_parallel_index,
+            "balancing": _balancing(parallel),
             "boot": self._boot,
             "is_open": self._is_open,
+            "is_whole": self._is_whole,
             "held": None if self._replica is None else self._replica.version,
             **update,
         }
@@ -148,21 +147,20 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
     def _replica_for(self, request: UpdateRequest) -> Replica:
         """Return the replica of a request; a new one if it is to be connected otherwise."""
-        by = (request.address, request.name, request.token_file, request.server_key_file)
+        token_file, key_file = request.token_file, request.server_key_file
+        by = (request.address, request.name, request.num_engines, token_file, key_file)
         if self._replica is None or by != self._connected_by:
             self._close_replica()
             parallel = self.parallel_config
-            name = request.name
-            if parallel.data_parallel_size > 1:  # each of them is an engine of its own
-                name = f"{name} dp{parallel.data_parallel_index}"
+            before = parallel.data_parallel_index if request.num_engines > 1 else 0
             self._replica = Replica(
                 self._loader,
                 request.address,
-                name=name,
-                rank=parallel.rank,
-                num_ranks=parallel.world_size,
-                token=_token(request.token_file),
-                curve=_curve(request.server_key_file),
+                name=request.name,
+                rank=before * parallel.world_size + parallel.rank,
+                num_ranks=request.num_engines * parallel.world_size,
+                token=_token(token_file),
+                curve=_curve(key_file),
             )
             self._connected_by = by
         if self._replica.version != request.held:  # others may have written the weights since
@@ -185,6 +183,7 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         else:
             try:
                 self._update.complete()
+                self._is_whole = True
             except FlyweightError as failure:
                 error = failure
                 self._make_unusable()
@@ -201,7 +200,8 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         forward pass ends with an error. The next update puts the parameters back.
         """
         if self._replica is not None and self._replica.state == "failed":
-            initialize_layerwise_reload(self.model)
+            self._is_whole = False
+            take_memory(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
         """Do nothing: `update_weights` does all of it."""
@@ -217,16 +217,15 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
     def load(self, weights: Iterator[tuple[str, Any]]) -> None:
         """Load all tensors of a version into the model; called in the worker's own thread."""
-        _undo_half_load(self.model)
-        initialize_layerwise_reload(self.model)
-        self.load_into(self.model, weights)
-        finalize_layerwise_reload(self.model, self.model_config)
+        self._is_whole = False
+        load = partial(self.load_into, weights=weights)
+        reload_weights(self.model, self.model_config, load)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()  # before the version is committed
 
-    def load_into(self, model: Any, weights: Iterator[tuple[str, Any]]) -> None:
+    def load_into(self, model: Any, weights: Iterator[tuple[str, Any]]) -> Any:
         with set_current_vllm_config(self.vllm_config), disable_mtp_completeness_check():
-            model.load_weights(weights)
+            return model.load_weights(weights)
 
     def shutdown(self) -> None:
         """Leave the publisher. Safe to repeat."""
@@ -270,6 +269,7 @@ class VllmLoader(Loader):
         """Return the tensors of each layer together; raise PlanError if vLLM cannot load them."""
         ordered = {name: tensors[name] for name in by_layers(tensors)}
         transfer = self._transfer
+        check_can_reload(transfer.model)
         # vLLM itself demands all weights at its start only if they are not quantized.
         if self.should_check_fit and transfer.model_config.quantization is None:
             check = partial(check_fit, transfer.model, ordered, load=transfer.load_into)
@@ -297,17 +297,11 @@ def by_layers(names: Mapping[str, object]) -> list[str]:
     return sorted(names, key=places.__getitem__)
 
 
-def _undo_half_load(model: Any) -> None:
-    """Put back the tensors of layers that a load which failed has left without memory.
-
-    vLLM would go on with what such a layer got then: it would count those elements twice, and take
-    the layer for complete before it is.
-    """
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load() and info.kernel_tensors is not None:
-            _place_kernel_tensors(layer, info)
-            info.reset()
+def _balancing(parallel: Any) -> str:
+    """Return which data parallel engines a server has: 'internal' all of them, 'external' one."""
+    if parallel.data_parallel_external_lb:
+        return "external"
+    return "hybrid" if parallel.data_parallel_hybrid_lb else "internal"
 
 
 def _token(path: str | None) -> str | None:

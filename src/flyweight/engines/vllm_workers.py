@@ -14,6 +14,7 @@ from flyweight.engines.vllm_control import VllmControl
 from flyweight.errors import (
     Busy,
     FlyweightError,
+    LifecycleError,
     PeerFailed,
     PeerLost,
     TransferTimeout,
@@ -44,6 +45,19 @@ class VllmWorkers:
         self.look()
         self._boots = self._boots_now()
         self._woken = Event()
+        self.num_engines = self._count_engines()
+        """How many data parallel engines there are; the status is of the first one's workers."""
+
+    def _count_engines(self) -> int:
+        found = self._control.num_engines(monotonic() + CALL_SECONDS)
+        balancing = self.status[0]["balancing"]
+        if balancing == "hybrid":
+            raise LifecycleError(
+                f"vLLM at {self._control.place} is one of several servers for {found} data "
+                f"parallel engines, and which of them it has is not known; use one server for all "
+                f"of them, or one for each (--data-parallel-external-lb)"
+            )
+        return found if balancing == "internal" else 1
 
     def look(self, seconds: float = CALL_SECONDS) -> list[dict[str, Any]]:
         """Ask all workers for their status."""
@@ -78,9 +92,13 @@ class VllmWorkers:
         return sum(found) / len(found)
 
     @property
-    def engines(self) -> set[int]:
-        """The data parallel ranks; each of them is a replica of its own."""
-        return {int(each["engine"]) for each in self.status}
+    def are_whole(self) -> bool:
+        """False if an update has failed, or was never finished, and left the weights as they are.
+
+        If its controller was killed, the weights may be whole and have the name of the version
+        before.
+        """
+        return all(each["is_whole"] and not each["is_open"] for each in self.status)
 
     def wake(self) -> None:
         """Have `stage` look at once whether its wait is over."""
@@ -197,7 +215,7 @@ class VllmWorkers:
         return UpdateReport(
             found[0].version,
             found[0].parent,
-            sum(each.nbytes for each in found),
+            self.num_engines * sum(each.nbytes for each in found),
             seconds,
             waited_seconds,
             max(each.copy_seconds for each in found),
