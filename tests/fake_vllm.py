@@ -24,7 +24,7 @@ class Worker:
     def __init__(self, rank, num_ranks):
         self.rank, self.num_ranks = rank, num_ranks
         self.boot, self.is_open, self.model = f"boot {id(self)}", False, {}
-        self.is_whole = True
+        self.is_whole, self.connected_by = True, None
         self.main, self.update, self.replica = MainThread(), None, None
         self.loader = WorkerLoader(self)
         self.extra = {}
@@ -38,15 +38,15 @@ class Worker:
             return
 
         def replica():
-            if self.replica is not None:
-                self.replica.close()
-            self.replica = fw.Replica(
-                self.loader,
-                request["address"],
-                name=request["name"],
-                rank=self.rank,
-                num_ranks=self.num_ranks,
-            )
+            by = request["address"], request["name"]
+            if self.replica is None or by != self.connected_by:
+                if self.replica is not None:
+                    self.replica.close()
+                ranks = {"rank": self.rank, "num_ranks": self.num_ranks}
+                self.replica = fw.Replica(self.loader, by[0], name=by[1], **ranks)
+                self.connected_by = by
+            if self.replica.version != request["held"]:
+                self.replica.forget("others have written the weights")
             return self.replica
 
         self.loader.staging_bytes = request["staging_bytes"]

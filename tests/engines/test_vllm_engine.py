@@ -233,6 +233,37 @@ def test_an_update_left_open_by_a_killed_controller_is_ended_first(vllm, publish
     assert are_at(vllm, 1)
 
 
+def test_a_vllm_that_stops_answering_ends_the_update_soon_after_its_deadline(
+    vllm, publisher, address
+):
+    engine = VllmEngine(vllm.address, address)
+    engine.update(publish(publisher, 1))
+    vllm.faults["/collective_rpc"] = lambda: time.sleep(30)
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout, match="did not answer /collective_rpc"):
+        engine.update(publish(publisher, 2), timeout_seconds=1)
+    assert time.monotonic() - began < 7
+    assert (engine.operations.state, vllm.is_paused) == (State.SERVING, False)
+    vllm.faults.clear()
+    engine.update(2)
+    assert are_at(vllm, 2)
+
+
+def test_a_version_that_another_controller_has_brought_is_kept(vllm, publisher, address):
+    VllmEngine(vllm.address, address).update(publish(publisher, 1))
+    second = VllmEngine(vllm.address, address)
+    vllm.calls.clear()
+    for _ in range(2):
+        assert second.update(1).version == 1
+    assert "/pause" not in vllm.calls
+    assert (second.operations.state, second.version) == (State.SERVING, 1)
+    vllm.is_paused = True  # as by a controller that was killed before it resumed
+    third = VllmEngine(vllm.address, address)
+    assert third.operations.state is State.CLEARED
+    assert third.update(1).version == 1
+    assert (third.operations.state, vllm.is_paused, are_at(vllm, 1)) == (State.SERVING, False, True)
+
+
 @pytest.mark.parametrize("left", [{"is_open": True}, {"is_whole": False}], ids=str)
 def test_what_another_controller_has_left_is_not_resumed(vllm, publisher, address, left):
     engine = VllmEngine(vllm.address, address)

@@ -37,47 +37,20 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def environment(*, unpacked=False, ranks=1):
+def environment(*, unpacked=False, workers=1):
     found = {**os.environ, **ENVIRONMENT}
-    if ranks > 1:
-        found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(ranks))
+    if workers > 1:
+        found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(each) for each in range(workers))
     if unpacked:
         found["PYTHONPATH"] = str(HERE / "unpacked")
     return found
 
 
-class Server:
-    """A vLLM server in its own process group."""
+class Client:
+    """Calls of a vLLM server on this host."""
 
-    def __init__(self, model, log, *, ranks=1, unpacked=False, backend="flyweight", port=None):
-        self.model, self.log, self.port = str(model), log, port or free_port()
-        self.address = f"http://127.0.0.1:{self.port}"
-        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        for name, value in {**OPTIONS, "model": model, "port": self.port}.items():
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-        words += ["--host", "127.0.0.1", "--tensor-parallel-size", str(ranks), "--enable-scale-out"]
-        if backend:
-            words += ["--weight-transfer-config", json.dumps({"backend": backend})]
-        with open(log, "ab") as output:
-            self.process = subprocess.Popen(
-                words,
-                env=environment(unpacked=unpacked, ranks=ranks),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-
-    def wait(self):
-        """Return once it answers requests."""
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            assert self.process.poll() is None, f"vLLM ended:\n{self.log.read_text()[-5000:]}"
-            try:
-                self.call("GET", "/health", is_json=False)
-                return self
-            except (OSError, AssertionError):
-                assert time.monotonic() < deadline, self.log.read_text()[-5000:]
-                time.sleep(0.2)
+    def __init__(self, port):
+        self.port, self.address = port, f"http://127.0.0.1:{port}"
 
     def call(self, method, path, body=None, *, timeout=60, is_json=True):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
@@ -110,6 +83,43 @@ class Server:
 
     def version(self):
         return self.call("GET", "/weight_info")["weight_version"]
+
+
+class Server(Client):
+    """A vLLM server in its own process group."""
+
+    def __init__(
+        self, model, log, *, ranks=1, engines=1, unpacked=False, backend="flyweight", port=None
+    ):
+        super().__init__(port or free_port())
+        self.model, self.log = str(model), log
+        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in {**OPTIONS, "model": model, "port": self.port}.items():
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+        words += ["--host", "127.0.0.1", "--tensor-parallel-size", str(ranks), "--enable-scale-out"]
+        words += ["--data-parallel-size", str(engines)]
+        if backend:
+            words += ["--weight-transfer-config", json.dumps({"backend": backend})]
+        with open(log, "ab") as output:
+            self.process = subprocess.Popen(
+                words,
+                env=environment(unpacked=unpacked, workers=ranks * engines),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def wait(self):
+        """Return once it answers requests."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            assert self.process.poll() is None, f"vLLM ended:\n{self.log.read_text()[-5000:]}"
+            try:
+                self.call("GET", "/health", is_json=False)
+                return self
+            except (OSError, AssertionError):
+                assert time.monotonic() < deadline, self.log.read_text()[-5000:]
+                time.sleep(0.2)
 
     def kill(self):
         """End it and its workers, as the kernel does to a process that takes too much memory."""

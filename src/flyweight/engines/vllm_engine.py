@@ -18,7 +18,7 @@ from time import monotonic, perf_counter
 from flyweight.checks import check_text, check_version
 from flyweight.engines.vllm_control import InFlight, LlmControl, control_for
 from flyweight.engines.vllm_plugin import BACKEND
-from flyweight.engines.vllm_workers import CALL_SECONDS, VllmWorkers, own_error
+from flyweight.engines.vllm_workers import CALL_SECONDS, LEAST_SECONDS, VllmWorkers, own_error
 from flyweight.errors import (
     FlyweightError,
     LifecycleError,
@@ -243,18 +243,18 @@ class VllmEngine(EngineHooks):
             "update": update,
             "version": options.version,
             "held": self._version,
-            "may_keep": options.may_keep and self._report is not None,
+            "may_keep": options.may_keep,
             "must_verify": options.must_verify,
         }
         try:
             staged = workers.stage(request, deadline, options.is_over)
             waited = perf_counter() - started
-            if staged[0]["state"] == "kept" and self._report is not None:
-                return self._report
+            if staged[0]["state"] == "kept":
+                return self._report or workers.report(0.0, waited)
             version = int(staged[0]["version"])
             if options.before is not None:
                 options.before(version)
-            self._check_paused(options)
+            self._check_paused(options, max(deadline, monotonic() + LEAST_SECONDS))
         except BaseException as error:
             self._end_early(error, update)
             raise
@@ -272,11 +272,11 @@ class VllmEngine(EngineHooks):
         announce("update.done", name=self.name, **done)
         return report
 
-    def _check_paused(self, options: UpdateOptions) -> None:
+    def _check_paused(self, options: UpdateOptions, deadline: float) -> None:
         """Raise unless the staged version may be loaded now."""
         if options.is_over():
             raise TransferTimeout("the update was cancelled before vLLM's weights were touched")
-        if not self._control.is_paused(monotonic() + CALL_SECONDS):
+        if not self._control.is_paused(min(deadline, monotonic() + CALL_SECONDS)):
             raise LifecycleError(
                 f"vLLM at {self._control.place} is not paused, and an update would break the "
                 f"requests that run; pause it first"

@@ -26,6 +26,8 @@ from flyweight.ports import UpdateReport
 CALL_SECONDS = 10.0
 """The time for a call that does not wait for requests or weights."""
 _CANCEL_SECONDS = 2.0
+LEAST_SECONDS = 1.0
+"""The time for a call that begins at a deadline: a busy vLLM may take as long to answer."""
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.005, 0.25
 """How soon workers are asked for their status, at first and then at the most."""
 _ENDS = ("done", "kept", "failed")
@@ -59,8 +61,12 @@ class VllmWorkers:
             )
         return found if balancing == "internal" else 1
 
-    def look(self, seconds: float = CALL_SECONDS) -> list[dict[str, Any]]:
-        """Ask all workers for their status."""
+    def look(
+        self, seconds: float = CALL_SECONDS, *, deadline: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Ask all workers for their status, in this time, and not long after the deadline."""
+        if deadline is not None:
+            seconds = max(min(seconds, deadline - monotonic()), LEAST_SECONDS)
         self.are_lost = False
         try:
             self.status = self._control.status(monotonic() + seconds)
@@ -123,14 +129,14 @@ class VllmWorkers:
 
         They may also have kept the version that they hold.
         """
-        self.look()
+        self.look(deadline=deadline)
         self.check_same()
         update, seconds = request["update"], _FIRST_LOOK_SECONDS
         left = max(deadline - monotonic(), 0.001)
         call = min(deadline, monotonic() + CALL_SECONDS)
         self._control.begin({**request, "timeout_seconds": left}, call)
         while True:
-            found = self.look()
+            found = self.look(deadline=deadline)
             self.check_same()
             self._raise_failure(update)
             if any(each.get("update") != update for each in found):

@@ -1,0 +1,43 @@
+"""A real vLLM of two data parallel engines: one server, which shows the status of the first one."""
+
+import pytest
+from dying_trainer import NUM_BUCKETS, check_dying_trainer
+from vllm_processes import Server
+
+from flyweight.engines.vllm import VllmEngine, publish_to
+
+pytestmark = pytest.mark.timeout(600)
+NUM_REQUESTS = 6
+"""vLLM gives them to its engines in turn."""
+
+
+@pytest.fixture(scope="module")
+def two_engines(models, tmp_path_factory):
+    with Server(models / "A", tmp_path_factory.mktemp("engines") / "log", engines=2) as made:
+        yield made
+
+
+def answered(server):
+    return [server.tokens() for _ in range(NUM_REQUESTS)]
+
+
+def test_all_engines_of_a_server_take_a_version_together(two_engines, trainer, address, answers):
+    engine = VllmEngine(two_engines.address, address)
+    whole = sum(each.nbytes for each in trainer.model.values())
+    for name in "BA":
+        report = engine.update(trainer.becomes(name))
+        assert answered(two_engines) == [answers[name]] * NUM_REQUESTS
+        assert two_engines.version() == str(trainer.version)
+        assert report.nbytes == 2 * whole, "each engine reads the model"
+    assert trainer.publisher.replicas == [engine.name]
+    trainer.publisher.withdraw()
+    (result,) = publish_to([engine], trainer.publisher, 99, timeout_seconds=20)
+    assert (result.error, result.report.version) == (None, 99)
+
+
+@pytest.mark.parametrize("num_buckets", [1, NUM_BUCKETS - 1])
+def test_a_trainer_that_dies_in_mid_update_leaves_all_engines_failed_until_a_whole_update(
+    two_engines, trainer, models, address, tmp_path, num_buckets, answers
+):
+    check_dying_trainer(two_engines, trainer, models, address, tmp_path, num_buckets)
+    assert answered(two_engines) == [answers["A"]] * NUM_REQUESTS
