@@ -412,6 +412,15 @@ def test_a_status_that_is_none_of_ours_means_that_the_backend_is_not_there(statu
             VllmEngine(vllm.address, address)
 
 
+def test_workers_with_another_version_of_flyweight_are_named(address):
+    with FakeVllm() as vllm:
+        status = vllm.workers[0].status()
+        del status["is_whole"]
+        vllm.faults["/collective_rpc"] = (200, {"results": [status]})
+        with pytest.raises(LifecycleError, match="another version of flyweight.*no is_whole"):
+            VllmEngine(vllm.address, address)
+
+
 def test_a_server_that_does_not_answer_ends_the_call_at_its_deadline():
     with FakeVllm() as vllm:
         vllm.faults["/is_paused"] = lambda: time.sleep(3)

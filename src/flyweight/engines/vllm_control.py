@@ -39,6 +39,7 @@ _VERBS = (
 )
 _STATUS = "weight_transfer_engine"
 """The attribute of a worker that holds its backend; ours can be called."""
+_STATUS_KEYS = {"boot", "rank", "held", "state", "is_open", "is_whole", "balancing"}
 _MAX_ANSWER_BYTES = 16 << 20
 _CONNECT_SECONDS = 5.0
 _NUM_RUNNING = re.compile(r"^vllm:num_requests_running(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
@@ -333,4 +334,9 @@ def checked_status(found: object, place: str) -> list[dict[str, Any]]:
         raise PeerFailed(f"vLLM at {place} has no workers")
     if not all(isinstance(each, dict) and "boot" in each for each in found):
         raise PeerFailed(f"a worker of vLLM at {place} has {str(found[0])[:100]!r} for a status")
+    if any(missing := _STATUS_KEYS - each.keys() for each in found):
+        raise PeerFailed(
+            f"the workers of vLLM at {place} have another version of flyweight: their status has "
+            f"no {', '.join(sorted(missing))}"
+        )
     return found

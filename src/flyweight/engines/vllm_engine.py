@@ -114,7 +114,6 @@ class VllmEngine(EngineHooks):
                 f"vLLM at {self._control.place} does not use the weight transfer backend "
                 f"{BACKEND!r}; start it with {option} ({error})"
             ) from error
-        self._how["num_engines"] = self._workers.num_engines
         held = self._workers.held
         if held is not None and self._control.version(deadline) == str(held):
             self._version, self._session = held, self._workers.session  # another VllmEngine's work
@@ -241,6 +240,7 @@ class VllmEngine(EngineHooks):
         request = {
             **self._how,
             "update": update,
+            "num_engines": workers.num_engines,
             "version": options.version,
             "held": self._version,
             "may_keep": options.may_keep,

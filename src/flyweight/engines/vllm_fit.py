@@ -143,7 +143,7 @@ def _shadow_of(model: Any, filled: _Filled) -> Any:
                 for name, child in layer._modules.items()
             }
             before, _ = get_layerwise_info(layer).restore_metadata
-            real = real_parameters(layer)
+            real = _real_parameters(layer)
             # Biases are never replaced, so they were not recorded. Others that were not recorded
             # are made from loaded ones, as those of multi-head latent attention.
             never = {name: real[name] for name in SKIP_TENSORS & real.keys()}
@@ -164,7 +164,7 @@ def _shadow_of(model: Any, filled: _Filled) -> Any:
     return shadow(model)
 
 
-def real_parameters(layer: Any) -> dict[str, Any]:
+def _real_parameters(layer: Any) -> dict[str, Any]:
     """Return the parameters of a layer that have memory, also while a reload has put them aside."""
     aside = get_layerwise_info(layer).kernel_tensors
     return dict(layer._parameters if aside is None else aside[0])

@@ -113,7 +113,8 @@ class VllmWorkers:
     def check_same(self) -> None:
         """Raise PeerLost if vLLM was restarted since the last look."""
         if (boots := self._boots_now()) != self._boots:
-            self._boots, self.are_lost = boots, True
+            self.are_lost, self.num_engines = True, self._count_engines()
+            self._boots = boots
             raise PeerLost(
                 f"vLLM at {self._control.place} was restarted, and serves the weights that it was "
                 f"started with"
