@@ -136,9 +136,16 @@ class Actor:
         Connection.send = stopping_send
 
     def remember(self):
-        """Remember what this process uses now."""
-        time.sleep(0.05)  # a thread of the last round may end just now
-        self._before = resources(), _resident_bytes()
+        """Remember what this process uses, once that has not changed for a while.
+
+        Threads and files of the last round end soon after it; on a busy machine that takes longer.
+        """
+        deadline, since, found = time.monotonic() + 5, time.monotonic(), resources()
+        while time.monotonic() < min(since + 0.2, deadline):
+            time.sleep(0.02)
+            if (now := resources()) != found:
+                since, found = time.monotonic(), now
+        self._before = found, _resident_bytes()
 
     def left(self, num_streams):
         """Return which threads and files came since `remember`, and how many bytes of memory.
