@@ -112,6 +112,8 @@ def enumerate_faults(address, victim, how, kind, options, numbers):
 def one_fault(point, children, engines, versions, victim, kind, number, how):
     first, second = versions
     others = [each for rank, each in enumerate(children) if rank != victim]
+    call(children, "start")
+    answers(children, "start", 30)
     call(children, "make")
     assert [each[0] for each in answers(children, "make")] == [None] * 3, point
     updates = [u for each in engines for u in each.update(first, SECONDS)]
