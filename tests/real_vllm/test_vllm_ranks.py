@@ -99,8 +99,10 @@ def test_a_trainer_publishes_to_engines_and_one_that_is_gone_delays_nobody(
         gone = VllmEngine(server.address, place.replace("policy", "nobody"), name="gone")
         gone._control._port = 9
         began = time.monotonic()
-        first, second, third = publish_to([engine, pair, gone], publisher, 5, timeout_seconds=20)
-        assert time.monotonic() - began < 10
+        first, second, third = publish_to([engine, pair, gone], publisher, 5, timeout_seconds=90)
+        # To wait for the one that is gone would take all of the 90 s. Of calls to a vLLM of two
+        # workers that was idle, some take a second, because its own queue misses a wake-up.
+        assert time.monotonic() - began < 45
         assert (first.error, second.error) == (None, None)
         assert isinstance(third.error, PeerLost)
         assert server.tokens() == answers["B"]
