@@ -40,7 +40,7 @@ def test_a_server_that_fails_does_not_keep_the_others_from_the_version(path):
     with FakeVllm() as good, FakeVllm() as bad:
         bad.faults["/update_weights"] = (500, "no")
         words = ("update", good.address, NOBODY, bad.address, "--from", path, "--json")
-        done = run(*words, "--timeout", "3")
+        done = run(*words)
         assert done.exit_code == 7
         found = json.loads(done.stdout)
         assert found["version"] == 2

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from secrets import token_hex
 from time import monotonic, perf_counter
 
@@ -264,6 +266,8 @@ class VllmEngine(EngineHooks):
             workers.load(update, version, deadline)
         except Exception as error:
             self._failure = own_error(error)
+            with self._announced_errors():  # a worker that did not load keeps what it has staged
+                workers.cancel(update)
             raise self._failure from error
         self._failure, self._version, self._session = None, version, workers.session
         self._has_loaded = self._has_updated = True
@@ -289,11 +293,17 @@ class VllmEngine(EngineHooks):
             if lost is not None and isinstance(error, FlyweightError):
                 error.note(f"it no longer holds version {lost}")
             self._version, self._report, self._failure = None, None, None
-        try:
+        with self._announced_errors():
             self._workers.cancel(update)
             if are_lost and self._has_updated:  # it was restarted, with the weights of its start
                 self._control.pause("abort", monotonic() + CALL_SECONDS)
-        except FlyweightError as failure:  # the first error counts
+
+    @contextmanager
+    def _announced_errors(self) -> Iterator[None]:
+        """Announce an error and go on: the one that ended the update counts."""
+        try:
+            yield
+        except FlyweightError as failure:
             announce("update.failed", name=self.name, version=None, error=str(failure))
 
     def update(
