@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 
 import flyweight as fw
+from child_processes import LIMIT
 from flyweight.adapters.loader import Loader
 from flyweight.engines.background_update import BackgroundUpdate, MainThread
 from flyweight.engines.vllm_control import _ROUTES
@@ -81,7 +82,7 @@ class Worker:
     def close(self):
         if self.update is not None:
             self.update.cancel()
-            self.update.join(10)
+            self.update.join(LIMIT)
         if self.replica is not None:
             self.replica.close()
 
@@ -118,7 +119,9 @@ class FakeVllm:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.address = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # How often it looks whether it is to end.
+        serve = {"poll_interval": 0.01}
+        threading.Thread(target=self._server.serve_forever, kwargs=serve, daemon=True).start()
 
     def restart(self):
         """Lose everything, as a new process does."""
@@ -158,7 +161,7 @@ class FakeVllm:
                         self.num_running = 0
                     if query["mode"] == ["wait"]:
                         self.changed.wait_for(
-                            lambda: not self.num_running or not self.is_paused, 30
+                            lambda: not self.num_running or not self.is_paused, LIMIT
                         )
                 return {}
             case "/resume":

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm", reason="make test-vllm runs these, in an environment with vLLM")
 
 import tiny_models
-from vllm_processes import ENVIRONMENT, Server, fresh
+from vllm_processes import ENVIRONMENT, LONGEST, Server, fresh
 
 import flyweight as fw
 
@@ -31,9 +31,46 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def loaded(models):
+def started(request, models, tmp_path_factory):
+    """The servers that the chosen tests need, which start at the same time, by their fixtures."""
+    place = tmp_path_factory.mktemp("logs")
+    kinds = {
+        "first_server": {"model": models / "A", "unpacked": True, "max_model_len": LONGEST},
+        "server_of_two": {"model": models / "B", "unpacked": True, "ranks": 2},
+        "two_engines": {"model": models / "A", "engines": 2},
+    }
+    needed = {name for item in request.session.items for name in item.fixturenames}
+    made = {name: Server(log=place / name, **kinds[name]) for name in kinds if name in needed}
+    yield made
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def loaded_b(started, models):
+    """What model B is in a vLLM that has just loaded its files, without a backend."""
+    return fresh(models / "B", unpacked=True)
+
+
+@pytest.fixture(scope="session")
+def first_server(loaded_b, started):
+    with started["first_server"] as made:
+        made.loaded = {"tokens": made.tokens(), "checksums": made.checksums()}
+        yield made
+
+
+@pytest.fixture
+def server(first_server):
+    """A server that was started with model A, whose checksums see all weights."""
+    if first_server.process.poll() is not None:
+        first_server.start_again()
+    return first_server
+
+
+@pytest.fixture(scope="session")
+def loaded(first_server, loaded_b):
     """What each model is in a vLLM that has just loaded its files: its tokens and checksums."""
-    found = {name: fresh(models / name, unpacked=True) for name in "AB"}
+    found = {"A": first_server.loaded, "B": loaded_b}
     assert found["A"]["tokens"] != found["B"]["tokens"]
     return found
 
@@ -44,19 +81,10 @@ def answers(loaded):
     return {name: found["tokens"] for name, found in loaded.items()}
 
 
-@pytest.fixture(scope="session")
-def server(models, tmp_path_factory):
-    """A server that was started with model A, whose checksums see all weights."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    with Server(models / "A", log, unpacked=True) as made:
-        yield made
-
-
 @pytest.fixture(scope="module")
-def server_of_two(models, tmp_path_factory):
+def server_of_two(started):
     """A server of two workers, started with model B, whose checksums see all weights."""
-    log = tmp_path_factory.mktemp("server-of-two") / "log"
-    with Server(models / "B", log, ranks=2, unpacked=True) as made:
+    with started["server_of_two"] as made:
         made.loaded = made.tokens(), made.checksums()
         yield made
 

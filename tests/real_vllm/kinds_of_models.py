@@ -1,6 +1,6 @@
-"""Updates a vLLM of one kind of model, from A to B and back, and prints what it answers.
+"""Models that differ in how vLLM holds their weights, and an `LLM` of each that is updated.
 
-Called as a program, with the kind's name: each needs a process of its own.
+Called as a program, with the kind's name and what to find out: each needs a process of its own.
 """
 
 import gc
@@ -10,8 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from vllm_processes import ENVIRONMENT, OPTIONS, PROMPT
+from vllm_processes import ENVIRONMENT, LONGEST, OPTIONS, PROMPT
 
+SAMPLING = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -25,6 +26,17 @@ SIZES = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 KINDS = {
+    "tied experts": (
+        "Qwen3MoeConfig",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_experts": 4,
+            **EXPERTS,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": LONGEST,
+        },
+    ),
     "tied": ("Qwen2Config", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "experts": (
         "Qwen3MoeConfig",
@@ -68,7 +80,7 @@ def make(kind, seed, path):
 
     name, more = KINDS[kind]
     torch.manual_seed(seed)
-    config = getattr(transformers, name)(**SIZES, **more)
+    config = getattr(transformers, name)(**{**SIZES, **more})
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32)
     with torch.no_grad():
         for each in model.parameters():
@@ -90,67 +102,93 @@ def unfused(tensors):
     return tensors
 
 
-def run(kind, **how):
-    """Return the tokens of A and B as vLLM loads them, and those after updates to B, A and B.
+class Kind:
+    """Random models A and B of a kind, and an `LLM` in this process that has loaded A, after B.
 
-    Updates come from the tensors of a checkpoint and then from those of a model, whose names may
-    differ.
+    Set `ENVIRONMENT` before vLLM is imported.
     """
-    os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    from safetensors.torch import load_file
-    from vllm import LLM, SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    def __init__(self, kind, place, names="BA"):
+        from safetensors.torch import load_file
 
-    def tokens():
-        prompts = [{"prompt_token_ids": PROMPT}]
-        return list(llm.generate(prompts, sampling, use_tqdm=False)[0].outputs[0].token_ids)
-
-    with tempfile.TemporaryDirectory() as place:
-        loaded, of_files, of_models = {}, {}, {}
-        for name, seed in (("B", 2), ("A", 1)):
-            path, llm = Path(place, name), None
+        self.place = Path(place)
+        self.loaded, self.of_files, self.of_models = {}, {}, {}
+        for name in names:
+            path, self.llm = self.place / name, None
             gc.collect()  # vLLM allows one model at a time
-            of_models[name] = make(kind, seed, path).state_dict()
+            self.of_models[name] = make(kind, ord(name), path).state_dict()
             if kind == "latent attention":  # vLLM's loader of it knows no fused experts
-                of_models[name] = unfused(of_models[name])
-            of_files[name] = load_file(path / "model.safetensors")
-            llm = LLM(
-                model=str(path),
-                skip_tokenizer_init=True,
-                weight_transfer_config={"backend": "flyweight"},
-                **OPTIONS,
-            )
-            loaded[name] = tokens()
-        files = updated(llm, f"unix:{place}/files", of_files, tokens, how)
-        models = updated(llm, f"unix:{place}/models", of_models, tokens, how)
-        return {"loaded": loaded, "files": files, "models": models}
+                self.of_models[name] = unfused(self.of_models[name])
+            self.of_files[name] = load_file(path / "model.safetensors")
+            self.llm = loaded(path)
+            self.loaded[name] = tokens_of(self.llm)
+
+    def updated(self, tensors, names, **how):
+        """Return the tokens after an update to each of these models."""
+        import flyweight as fw
+        from flyweight.engines.vllm import VllmEngine
+
+        live = {name: tensor.clone() for name, tensor in tensors["A"].items()}
+        found = []
+        with (
+            tempfile.TemporaryDirectory() as place,
+            fw.Publisher(live, f"unix:{place}/policy") as publisher,
+        ):
+            self.engine = VllmEngine(self.llm, publisher.address, **how)
+            for version, name in enumerate(names, 1):
+                for each, tensor in live.items():
+                    tensor.copy_(tensors[name][each])
+                publisher.withdraw()
+                publisher.publish(version, stays=True)
+                self.engine.update(version)
+                found.append(tokens_of(self.llm))
+        return found
 
 
-def updated(llm, address, tensors, tokens, how):
-    """Return the tokens after updates to B, A and B, or the error that ended them."""
-    import flyweight as fw
-    from flyweight.engines.vllm import VllmEngine
+def loaded(path):
+    """Return an `LLM` in this process that has loaded a model from its files."""
+    from vllm import LLM
+
+    return LLM(
+        model=str(path),
+        skip_tokenizer_init=True,
+        distributed_executor_backend="uni",
+        weight_transfer_config={"backend": "flyweight"},
+        **OPTIONS,
+    )
+
+
+def tokens_of(llm):
+    """Return the greedy tokens that follow the prompt."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(**SAMPLING, max_tokens=32)
+    prompts = [{"prompt_token_ids": PROMPT}]
+    return list(llm.generate(prompts, sampling, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def run(kind, check):
+    """Do what a test of one kind asks for, and return what it found."""
     from flyweight.errors import FlyweightError
 
-    live = {name: tensor.clone() for name, tensor in tensors["A"].items()}
-    found = []
-    with fw.Publisher(live, address) as publisher:
-        engine = VllmEngine(llm, address, **how)
-        for version, name in enumerate("BAB", 1):
-            for each, tensor in live.items():
-                tensor.copy_(tensors[name][each])
-            publisher.withdraw()
-            publisher.publish(version, stays=True)
+    with tempfile.TemporaryDirectory() as place:
+        if check == "updates":
+            found = Kind(kind, place)
+            # The names of a model's tensors may differ from those in its checkpoint.
+            files, models = (
+                found.updated(each, "BAB") for each in (found.of_files, found.of_models)
+            )
+            return {"loaded": found.loaded, "files": files, "models": models}
+        found, errors = Kind(kind, place, "A"), []
+        for should_check_fit in (True, False):
             try:
-                engine.update(version)
+                found.updated(found.of_files, "A", should_check_fit=should_check_fit)
             except FlyweightError as error:
-                return f"{type(error).__name__}: {error}; {engine.state}"
-            found.append(tokens())
-    return found
+                errors.append([type(error).__name__, str(error), str(found.engine.state)])
+        return errors
 
 
 if __name__ == "__main__":
-    kind, how = json.loads(sys.argv[1])
-    print("FOUND" + json.dumps(run(kind, **how)), flush=True)
+    os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    print("FOUND" + json.dumps(run(*sys.argv[1:])), flush=True)
     os._exit(0)  # vLLM has nothing to end that the kernel does not

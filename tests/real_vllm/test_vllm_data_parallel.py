@@ -2,18 +2,17 @@
 
 import pytest
 from dying_trainer import NUM_BUCKETS, check_dying_trainer
-from vllm_processes import Server
 
+from child_processes import LIMIT
 from flyweight.engines.vllm import VllmEngine, publish_to
 
-pytestmark = pytest.mark.timeout(600)
 NUM_REQUESTS = 6
 """vLLM gives them to its engines in turn."""
 
 
 @pytest.fixture(scope="module")
-def two_engines(models, tmp_path_factory):
-    with Server(models / "A", tmp_path_factory.mktemp("engines") / "log", engines=2) as made:
+def two_engines(started):
+    with started["two_engines"] as made:
         yield made
 
 
@@ -31,11 +30,13 @@ def test_all_engines_of_a_server_take_a_version_together(two_engines, trainer, a
         assert report.nbytes == 2 * whole, "each engine reads the model"
     assert trainer.publisher.replicas == [engine.name]
     trainer.publisher.withdraw()
-    (result,) = publish_to([engine], trainer.publisher, 99, timeout_seconds=20)
+    (result,) = publish_to([engine], trainer.publisher, 99, timeout_seconds=LIMIT)
     assert (result.error, result.report.version) == (None, 99)
 
 
-@pytest.mark.parametrize("num_buckets", [1, NUM_BUCKETS - 1])
+@pytest.mark.parametrize(
+    "num_buckets", [pytest.param(1, marks=pytest.mark.campaign), NUM_BUCKETS - 1]
+)
 def test_a_trainer_that_dies_in_mid_update_leaves_all_engines_failed_until_a_whole_update(
     two_engines, trainer, models, address, tmp_path, num_buckets, answers
 ):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from vllm_processes import ENVIRONMENT, OPTIONS
+from vllm_processes import ENVIRONMENT, OPTIONS, START_SECONDS
 
-pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -53,7 +52,7 @@ def test_the_blocks_of_the_guide_run(tmp_path):
             start_new_session=True,
         )
     try:
-        code = process.wait(300)
+        code = process.wait(START_SECONDS)
     finally:
         subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
     output = log.read_text()
@@ -62,6 +61,7 @@ def test_the_blocks_of_the_guide_run(tmp_path):
     assert "State.SERVING 4" in output or "SERVING 4" in output
 
 
+@pytest.mark.campaign
 def test_the_example_learns_and_a_fresh_vllm_answers_the_same():
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "vllm_rl.py", "--steps", "4", "--checks", "2"],

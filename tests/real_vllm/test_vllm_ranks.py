@@ -1,17 +1,13 @@
 """A real vLLM of two workers: they commit together, and hold what a fresh load holds."""
 
-import time
-
 import numpy as np
 import pytest
-from dying_trainer import NUM_BUCKETS, check_dying_trainer
+from dying_trainer import NUM_BUCKETS, check_dying_trainer, each_kill
 
 import flyweight as fw
 from flyweight.engines.vllm import VllmEngine, publish_to, update_all
 from flyweight.errors import PeerLost, PlanError, TransferTimeout
 from flyweight.lifecycle.states import State
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_all_workers_hold_what_a_fresh_load_of_the_same_files_holds(
@@ -55,7 +51,7 @@ def test_both_workers_refuse_what_does_not_fit_and_none_is_touched(server_of_two
     assert server_of_two.version() == str(version)
 
 
-@pytest.mark.parametrize("num_buckets", [1, 13, NUM_BUCKETS - 1])
+@each_kill(NUM_BUCKETS - 1)
 def test_a_trainer_that_dies_in_mid_update_leaves_both_workers_failed_until_a_whole_update(
     server_of_two, trainer, models, address, tmp_path, num_buckets
 ):
@@ -63,7 +59,7 @@ def test_a_trainer_that_dies_in_mid_update_leaves_both_workers_failed_until_a_wh
 
 
 def test_several_engines_update_at_once_and_each_has_its_result(
-    server, server_of_two, trainer, answers, address
+    server, server_of_two, trainer, answers, address, monkeypatch
 ):
     engine = VllmEngine(server.address, address)
     version = trainer.becomes("B")
@@ -74,7 +70,9 @@ def test_several_engines_update_at_once_and_each_has_its_result(
     assert [each.error for each in results] == [None, None]
     assert [each.report.version for each in results] == [version, version]
     assert {each.name for each in seen} == {engine.name, "other"}
-    first, second = update_all([engine, lost], trainer.becomes("A"), timeout_seconds=3)
+    update = lost.update
+    monkeypatch.setattr(lost, "update", lambda version, **_: update(version, timeout_seconds=0.5))
+    first, second = update_all([engine, lost], trainer.becomes("A"))
     assert (first.error, first.state) == (None, State.SERVING)
     assert isinstance(second.error, TransferTimeout)
     assert (second.name, second.report, second.state) == ("lost", None, State.SERVING)
@@ -98,11 +96,8 @@ def test_a_trainer_publishes_to_engines_and_one_that_is_gone_delays_nobody(
         pair = VllmEngine(server_of_two.address, place)
         gone = VllmEngine(server.address, place.replace("policy", "nobody"), name="gone")
         gone._control._port = 9
-        began = time.monotonic()
-        first, second, third = publish_to([engine, pair, gone], publisher, 5, timeout_seconds=90)
-        # To wait for the one that is gone would take all of the 90 s. Of calls to a vLLM of two
-        # workers that was idle, some take a second, because its own queue misses a wake-up.
-        assert time.monotonic() - began < 45
+        # To wait for the one that is gone would be a hang.
+        first, second, third = publish_to([engine, pair, gone], publisher, 5, timeout_seconds=3600)
         assert (first.error, second.error) == (None, None)
         assert isinstance(third.error, PeerLost)
         assert server.tokens() == answers["B"]

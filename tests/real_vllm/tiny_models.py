@@ -48,7 +48,7 @@ def make(path, seed, **size):
         "num_attention_heads": size["heads"],
         "num_key_value_heads": size["kv_heads"],
         "vocab_size": size["vocab"],
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 65536,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "dtype": "float32",
