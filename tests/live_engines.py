@@ -3,8 +3,9 @@
 import numpy as np
 
 import flyweight as fw
+from child_processes import LIMIT
 
-SECONDS = 10
+SECONDS = LIMIT
 LAYOUT = fw.ModelLayout.from_json(
     '{"mesh": {"tp": 2}, "rules": [{"names": ["w"], "cut": {"0": "tp"}}]}'
 )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import Child, path_without, until
-from live_rounds import CONTENT, SECONDS, counting_publisher
+from child_processes import LIMIT, Child, path_without, until
+from live_rounds import CONTENT, telling_publisher
 from peers import FakeReplica, shared
 from remote_processes import TOKEN
 from versioned_models import weights
@@ -20,8 +20,10 @@ from versioned_models import weights
 @pytest.fixture
 def collected():
     """Leave no mapping behind to tests that count files."""
+    gc.freeze()  # what is there already, as of PyTorch, would take long to look through
     yield
     gc.collect()
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def engine():
 @pytest.fixture
 def bereft(address):
     """A replica whose publisher stands still, which it has noticed."""
-    with Child(counting_publisher, address) as trainer:
+    with Child(telling_publisher, address) as trainer:
         assert trainer.told() == ("up", None)
         with fw.Replica(weights(50), address) as replica:
             assert trainer.told() == ("joined", None)
@@ -45,7 +47,9 @@ def bereft(address):
 def fake(address):
     """A publisher, and a replica of ours that takes part in its rounds."""
     with (
-        fw.Publisher({"w": shared(CONTENT)}, address, timeout_seconds=3) as publisher,
+        fw.Publisher(
+            {"w": shared(CONTENT)}, address, timeout_seconds=LIMIT, silence_seconds=2 * LIMIT
+        ) as publisher,
         FakeReplica(address) as replica,
     ):
         replica.join()
@@ -74,7 +78,7 @@ def trainer(monkeypatch, tmp_path):
     with ExitStack() as stack:
 
         def make(model, **options):
-            options = {"token": TOKEN, "timeout_seconds": SECONDS, **options}
+            options = {"token": TOKEN, "timeout_seconds": LIMIT, **options}
             made = stack.enter_context(fw.Publisher(model, "tcp://127.0.0.1:0", **options))
             made.replica = lambda target, name, **options: replica(made, target, name, options)
             return made

@@ -29,11 +29,9 @@ from typing import NamedTuple
 
 import pytest
 
-from child_processes import FORK, Child, Command
+from child_processes import FORK, LIMIT, Child, Command
 
 _GUARD = Path(__file__).with_name("netns_guard.py")
-_START_SECONDS = 10.0
-_END_SECONDS = 10.0
 _LATENCY = "50ms"
 _TABLE = "bridge flyweight"
 _PROGRAMS = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # users often lack the last two
@@ -180,16 +178,16 @@ def _hosts(labels):
             yield _joined(labels, guard.pid, _reply(guard))
         finally:
             try:
-                guard.communicate(b"\n", timeout=_END_SECONDS)
+                guard.communicate(b"\n", timeout=LIMIT)
             finally:
                 guard.kill()
 
 
 def _reply(guard):
     """Return the line that the guard begins with; skip the test if there are no namespaces."""
-    assert select.select([guard.stdout], [], [], _START_SECONDS)[0], "the guard said nothing"
+    assert select.select([guard.stdout], [], [], LIMIT)[0], "the guard said nothing"
     line = guard.stdout.readline()
-    assert line, f"the guard ended with {guard.wait(_END_SECONDS)}"
+    assert line, f"the guard ended with {guard.wait(LIMIT)}"
     reply = json.loads(line)
     if "error" in reply:
         pytest.skip(f"this machine does not let us make network namespaces: {reply['error']}")
@@ -225,7 +223,7 @@ def _prefix(network, user):
 def _run(network, user, *words, text=None):
     """Run a command in a namespace and return its output; raise with its errors if it fails."""
     command = [*_prefix(network, user), _found(words[0]), *words[1:]]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
     return done.stdout
 

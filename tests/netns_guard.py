@@ -14,7 +14,7 @@ import sys
 import time
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-_KILL_SECONDS = 5.0
+_KILL_SECONDS = 60.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -8,6 +8,7 @@ from time import monotonic
 import numpy as np
 import zmq
 
+from child_processes import LIMIT
 from flyweight.digest import Digest
 from flyweight.host import birth_of
 from flyweight.live import frames, message_tables, messages
@@ -39,7 +40,7 @@ class FakeReplica:
     def send(self, *frames):
         self._socket.send_multipart(frames)
 
-    def hear(self, timeout=5):
+    def hear(self, timeout=LIMIT):
         """Return the next message, whatever it is."""
         assert self._socket.poll(1000 * timeout), "no answer"
         return frames.decode_from_publisher(self._socket.recv())
@@ -48,7 +49,7 @@ class FakeReplica:
         """True if something was said that `hear` has not returned yet."""
         return bool(self._socket.poll(100))
 
-    def hear_of(self, *kinds, timeout=10):
+    def hear_of(self, *kinds, timeout=LIMIT):
         """Return the next message of some kinds; what else is said meanwhile is left."""
         return _of_kind(self.hear, kinds, timeout)
 
@@ -71,7 +72,7 @@ class FakeReplica:
 class FakePublisher:
     """A publisher of one tensor 'w' of bytes, which lies in a file that replicas map."""
 
-    def __init__(self, address, content, *, silence_seconds=15.0):
+    def __init__(self, address, content, *, silence_seconds=2 * LIMIT):
         directory = Path(address.removeprefix("unix:"))
         directory.mkdir(mode=0o700, exist_ok=True)
         token = directory / "token.draft"
@@ -98,7 +99,7 @@ class FakePublisher:
     def say(self, message):
         self._socket.send_multipart([self._peer, frames.encode(message)])
 
-    def hear(self, timeout=5):
+    def hear(self, timeout=LIMIT):
         assert self._socket.poll(1000 * timeout), "nobody speaks"
         self._peer, frame = self._socket.recv_multipart()
         return frames.decode_from_replica(frame)
@@ -106,7 +107,7 @@ class FakePublisher:
     def has_heard(self):
         return bool(self._socket.poll(100))
 
-    def hear_of(self, *kinds, timeout=10):
+    def hear_of(self, *kinds, timeout=LIMIT):
         return _of_kind(self.hear, kinds, timeout)
 
     def welcome(self, **changes):

@@ -12,13 +12,14 @@ import gc
 import resource
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import resources
+from child_processes import LIMIT, resources
 from flyweight.live import publisher as publishers
 from flyweight.live.connection import Connection
 from flyweight.ranks.file_store import FileStore
@@ -29,7 +30,7 @@ from flyweight.transports.network_engines import NIXL_INSTALL, engines_here
 from versioned_models import assign, holding, weights
 
 TOKEN = "the token of these tests"
-SECONDS = 20
+SECONDS = LIMIT
 MIB = 1 << 20
 MARK = 0xA5
 PART_BYTES = 8 * MIB
@@ -69,8 +70,8 @@ class Remote:
         """Start a call; `end` returns its result."""
         self._child.send((name, args, options))
 
-    def end(self, timeout=SECONDS):
-        """Return what a call returned, or Raised."""
+    def end(self, timeout=2 * LIMIT):
+        """Return what a call returned, or Raised: it may end by a deadline of `LIMIT` of its own."""
         kind, value = self._child.told(timeout)
         assert kind == "done", value
         return value
@@ -138,10 +139,11 @@ class Actor:
     def remember(self):
         """Remember what this process uses, once that has not changed for a while.
 
-        Threads and files of the last round end soon after it; on a busy machine that takes longer.
+        Threads and files of the last round end soon after it. Those that end later, as on a busy
+        machine, are remembered too, so that `left` finds fewer then.
         """
-        deadline, since, found = time.monotonic() + 5, time.monotonic(), resources()
-        while time.monotonic() < min(since + 0.2, deadline):
+        deadline, since, found = time.monotonic() + LIMIT, time.monotonic(), resources()
+        while time.monotonic() < min(since + 0.5, deadline):
             time.sleep(0.02)
             if (now := resources()) != found:
                 since, found = time.monotonic(), now
@@ -150,34 +152,24 @@ class Actor:
     def left(self, num_streams):
         """Return which threads and files came since `remember`, and how many bytes of memory.
 
-        num_streams: how many more or fewer connections for data there may be: a thread that finds
-            no bucket to fetch makes none.
+        num_streams: how many more connections for data there may be: a thread that finds no bucket
+            to fetch makes none.
         """
-        (before, resident), deadline = self._before, time.monotonic() + 5
-        while (changed := _changes(before, num_streams)) and time.monotonic() < deadline:
+        (before, resident), deadline = self._before, time.monotonic() + LIMIT
+        while (came := _came_since(before, num_streams)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return changed, _resident_bytes() - resident
+        return came, _resident_bytes() - resident
 
 
-def _changes(before, num_streams):
-    now = resources()
-    if abs(_num_streams(now) - _num_streams(before)) <= num_streams:
-        before, now = _without_streams(before), _without_streams(now)
-    return {key: (before[key], now[key]) for key in before if before[key] != now[key]}
+def _came_since(before, num_streams):
+    before, now = _counted(before), _counted(resources())
+    if now["socket"] <= before["socket"] + num_streams:
+        del now["socket"], now["flyweight-data"]  # the threads that serve them
+    return dict(now - before)
 
 
-def _num_streams(found):
-    return found["files"].count("socket")
-
-
-def _without_streams(found):
-    """Return the same without sockets, and without the threads that serve them."""
-    return {
-        key: [each for each in value if each not in ("socket", "flyweight-data")]
-        if isinstance(value, list)
-        else value
-        for key, value in found.items()
-    }
+def _counted(found):
+    return Counter([*found["threads"], *found["files"], *["mapped"] * found["mapped"]])
 
 
 def _resident_bytes():
@@ -194,7 +186,7 @@ class Trainer(Actor):
         self.model = weights(0, nbytes) if model is None else model
         if callable(model):  # what cannot be made before the process is on its host
             self.model = model()
-        options = {"token": TOKEN, "timeout_seconds": SECONDS, **options}
+        options = {"token": TOKEN, "timeout_seconds": LIMIT, **options}
         self.publisher = fw.Publisher(self.model, f"tcp://{ip}:{port}", **options)
         return self.publisher.address
 
@@ -215,12 +207,15 @@ class Trainer(Actor):
         """Publish in the background, and change the weights as soon as that is allowed."""
         assign(self.model, version)
         lease = self.publisher.publish(version, background=True, **options)
-        lease.wait_copied(SECONDS)
+        lease.wait_copied(LIMIT)
         assign(self.model, 0)
-        return self._told(lease.wait(SECONDS))
+        return self._told(lease.wait(LIMIT))
 
     def replicas(self):
         return self.publisher.replicas
+
+    def num_waiting(self):
+        return len(self.publisher.waiting)
 
     def connections(self):
         """Return how many connections from other hosts are open, beside those that are closing."""
@@ -258,7 +253,7 @@ class Engine(Actor):
 
     def update(self, version=None, **options):
         """Take a version; return its number, and how it came."""
-        report = self.replica.update(version, **{"timeout_seconds": SECONDS, **options})
+        report = self.replica.update(version, **{"timeout_seconds": LIMIT, **options})
         return report.version, report.strategy
 
     def held(self, versions=range(6)):

@@ -181,7 +181,7 @@ def end_at(kind, number, signal_number):
             end()
         send(self, message, to)
         if kind == "after" and count - 1 == number:
-            time.sleep(0.02)  # let it go out
+            time.sleep(0.02)  # let it go out; where it does not, this is the end before it
             end()
         return None
 

@@ -96,8 +96,8 @@ def strided_tensors(seed):
         (strided_tensors, {}),
         (strided_tensors, {"transport": "host"}),
         pytest.param(small_tensors, {"transport": "host"}, marks=pytest.mark.check),
-        pytest.param(small_tensors, {"bucket_bytes": 4096}, marks=pytest.mark.check),
-        pytest.param(strided_tensors, {"bucket_bytes": 4096}, marks=pytest.mark.check),
+        pytest.param(small_tensors, {"bucket_bytes": 4096}, marks=pytest.mark.campaign),
+        pytest.param(strided_tensors, {"bucket_bytes": 4096}, marks=pytest.mark.campaign),
     ],
 )
 def test_tensors_of_every_kind_arrive(hosts, make, options):
@@ -155,12 +155,12 @@ def test_a_loader_gets_whole_tensors(hosts):
 
 def test_memory_of_another_host_cannot_be_mapped(hosts):
     with pair(hosts, transport="mapped") as (trainer, engine):
-        engine.start("update", timeout_seconds=5)
+        engine.start("update")
         report, raised = trainer.ask("publish", 1, num_replicas=1), engine.end()
         assert raised.kind == "PlanError"
         for text in (report["engine"], raised.text):
             assert "another host cannot map" in text
-            assert "publish with transport='auto'" in text
+            assert "transport=" in text
         assert engine.ask("held", (999,)) == ("empty", None, 999)
 
 
@@ -327,8 +327,9 @@ def publish_by_ranks(trainers_at, ranks_at, options):
     ("trainers_at", "ranks_at", "options"),
     [
         ("ab", "bb", {}),
+        pytest.param("aba", "aa", {}, marks=pytest.mark.check),
         *(
-            pytest.param(*each, marks=pytest.mark.check)
+            pytest.param(*each, marks=pytest.mark.campaign)
             for each in itertools.product(
                 ("ab", "aba"), ("bb", "aa"), ({"bucket_bytes": 4096}, {"transport": "host"})
             )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import in_time, until
+from child_processes import LIMIT, in_time, until
 from flyweight.errors import (
     ChecksumMismatch,
     DigestMismatch,
@@ -20,7 +20,7 @@ from flyweight.errors import (
 from flyweight.live import messages
 from flyweight.live.rounds import Rounds
 from flyweight.live.source import HeldCopy
-from live_rounds import CONTENT, SECONDS, asking, call_before, delayed, refuse_catch_up_threads
+from live_rounds import CONTENT, asking, call_before, refuse_catch_up_threads
 from peers import FakeReplica
 from versioned_models import assign, holds, weights
 
@@ -33,7 +33,7 @@ def test_what_is_held_is_taken_at_once_whatever_the_trainer_did_since(address):
         publisher.publish(1)
         assign(model, 33)  # the trainer steps on
         with fw.Replica(engine, address) as replica:
-            report = replica.update(timeout_seconds=10)
+            report = replica.update(timeout_seconds=LIMIT)
             assert (report.version, report.origin) == (1, "held")
             assert holds(engine, 1)
             with pytest.raises(TransferTimeout):  # it has that one
@@ -41,7 +41,7 @@ def test_what_is_held_is_taken_at_once_whatever_the_trainer_did_since(address):
             assert replica.update(1).version == 1
             assign(model, 2)
             publisher.publish(2)
-            assert replica.update(2, timeout_seconds=10).version == 2
+            assert replica.update(2, timeout_seconds=LIMIT).version == 2
             assert holds(engine, 2)
 
 
@@ -53,16 +53,16 @@ def test_a_store_gives_replicas_that_ask_late_its_newest_snapshot(address, tmp_p
         fw.Publisher(model, address, store=tmp_path / "run") as publisher,
         fw.Replica(engine, address) as replica,
     ):
-        report = replica.update(timeout_seconds=10)
+        report = replica.update(timeout_seconds=LIMIT)
         assert (report.version, report.origin, report.verified) == (9, "snapshot", "live")
         assert holds(engine, 9)
-        assert replica.update(8, timeout_seconds=10).version == 8
+        assert replica.update(8, timeout_seconds=LIMIT).version == 8
         assert holds(engine, 8)
-        future = threads.submit(replica.update, 10, timeout_seconds=10)
+        future = threads.submit(replica.update, 10, timeout_seconds=LIMIT)
         asking(publisher)
         assign(model, 10)
         publisher.publish(10)
-        assert future.result(10).version == 10
+        assert future.result(LIMIT).version == 10
         assert holds(engine, 10)
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_snapshot_is_not_served(address, tmp_path):
         fw.Replica(engine, address) as replica,
     ):
         with pytest.raises(ChecksumMismatch):
-            replica.update(timeout_seconds=10)
+            replica.update(timeout_seconds=LIMIT)
         assert replica.version is None
 
 
@@ -89,9 +89,9 @@ def test_an_opened_snapshot_is_there_for_whoever_asks(address, tmp_path, hold):
         for _ in range(2):
             engine = weights(50)
             with fw.Replica(engine, address) as replica:
-                assert replica.update(timeout_seconds=10).version == 8
+                assert replica.update(timeout_seconds=LIMIT).version == 8
                 assert holds(engine, 8)
-        with pytest.raises(SpecError, match="take without a publish"):
+        with pytest.raises(SpecError, match="publish"):
             publisher.publish(9)
 
 
@@ -103,18 +103,19 @@ def test_what_is_held_is_never_served_under_the_number_of_what_was_there_before(
     with fw.Publisher(model, address, hold=True, should_verify=should_verify) as publisher:
         publisher.publish(1)
         with fw.Replica(engine, address) as replica:
-            begun = threading.Event()
+            is_preparing, may_prepare = threading.Event(), threading.Event()
 
-            def is_first(self, version, *rest):
-                begun.set()
-                return version.version == 1
+            def wait_for_the_next():
+                is_preparing.set()
+                assert may_prepare.wait(LIMIT)
 
-            delayed(monkeypatch, Rounds, "prepare", 1.0, is_first)
-            future = threads.submit(replica.update, timeout_seconds=10)
-            assert begun.wait(10)
+            call_before(monkeypatch, Rounds, "prepare", wait_for_the_next)
+            future = threads.submit(replica.update, timeout_seconds=LIMIT)
+            assert is_preparing.wait(LIMIT)
             assign(model, 2)
             publisher.publish(2, timeout_seconds=0.5)
-            assert future.result(10).version == 2
+            may_prepare.set()
+            assert future.result(LIMIT).version == 2
             assert holds(engine, 2)
 
 
@@ -124,8 +125,8 @@ def test_several_replicas_take_what_is_held_at_once(address, threads):
         publisher.publish(1)
         engines = [weights(50 + n) for n in range(6)]
         replicas = [fw.Replica(engine, address) for engine in engines]
-        futures = [threads.submit(each.update, timeout_seconds=20) for each in replicas]
-        assert [future.result(20).version for future in futures] == [1] * 6
+        futures = [threads.submit(each.update, timeout_seconds=LIMIT) for each in replicas]
+        assert [future.result(LIMIT).version for future in futures] == [1] * 6
         assert all(holds(engine, 1) for engine in engines)
         for each in replicas:
             each.close()
@@ -140,7 +141,7 @@ def test_values_are_those_of_their_version_also_where_it_is_held(address):
         for step in (1, 2, 3):
             model["step"] = step
             publisher.publish(step)
-            replica.update(step, timeout_seconds=10)
+            replica.update(step, timeout_seconds=LIMIT)
             assert engine["step"] == step
 
 
@@ -151,9 +152,9 @@ def test_a_snapshot_that_does_not_share_what_the_model_shares_is_refused(address
     with (
         fw.Publisher({"a": one, "b": one}, address, store=tmp_path / "run"),
         fw.Replica(target, address) as replica,
-        pytest.raises(PlanError, match="differ in the snapshot"),
+        pytest.raises(PlanError, match="snapshot"),
     ):
-        replica.update(timeout_seconds=10)
+        replica.update(timeout_seconds=LIMIT)
 
 
 def test_a_publisher_that_came_back_does_not_set_a_replica_back_to_an_older_snapshot(
@@ -165,13 +166,13 @@ def test_a_publisher_that_came_back_does_not_set_a_replica_back_to_an_older_snap
     with fw.Replica(target, address) as replica:
         with fw.Publisher(weights(5), address, hold=True) as first:
             first.publish(5)
-            replica.update(timeout_seconds=10)
+            replica.update(timeout_seconds=LIMIT)
         with fw.Publisher(weights(6), address, store=store) as second:
             with pytest.raises(TransferTimeout):
                 replica.update(timeout_seconds=0.5)
             assert (replica.version, replica.state) == (5, "ready")
             assert holds(target, 5)
-            replica.update(version=3, timeout_seconds=10)  # unless it is asked for
+            replica.update(version=3, timeout_seconds=LIMIT)  # unless it is asked for
             assert holds(target, 3)
             assert second.version is None
 
@@ -186,16 +187,14 @@ def test_a_step_while_the_held_copy_is_made_is_an_error_of_the_publish(
     ):
         with monkeypatch.context() as patch:
             call_before(patch, HeldCopy, "refill", lambda: model["norm"].__setitem__(3, 7.0))
-            future = threads.submit(replica.update, timeout_seconds=10)
-            with pytest.raises(
-                DigestMismatch, match="1 tensors changed while version 1 was copied: 'norm'"
-            ):
+            future = threads.submit(replica.update, timeout_seconds=LIMIT)
+            with pytest.raises(DigestMismatch, match="'norm'"):
                 publisher.publish(1, num_replicas=1)
             assert publisher.version is None
             assert not future.done(), "nobody was given anything"
         assign(model, 1)
         publisher.publish(1)
-        assert future.result(10).version == 1
+        assert future.result(LIMIT).version == 1
         assert holds(engine, 1)
 
 
@@ -207,7 +206,7 @@ def test_who_asks_while_the_held_copy_is_made_does_not_wait_for_a_slow_one(
 
     def wait_for_the_other():
         is_copying.set()
-        asked.wait(10)
+        asked.wait(LIMIT)
 
     with (
         fw.Publisher(model, address, hold=True) as publisher,
@@ -216,19 +215,19 @@ def test_who_asks_while_the_held_copy_is_made_does_not_wait_for_a_slow_one(
     ):
         call_before(monkeypatch, HeldCopy, "refill", wait_for_the_other)
         slowed = threads.submit(
-            slow.update, timeout_seconds=20, before=lambda version: may_go_on.wait(20)
+            slow.update, timeout_seconds=LIMIT, before=lambda version: may_go_on.wait(LIMIT)
         )
         published = threads.submit(publisher.publish, 1, num_replicas=1)
-        assert is_copying.wait(10)
-        future = threads.submit(other.update, timeout_seconds=10)
+        assert is_copying.wait(LIMIT)
+        future = threads.submit(other.update, timeout_seconds=LIMIT)
         until(lambda: publisher.waiting == ["other"])
         asked.set()
-        assert future.result(10).version == 1
+        assert future.result(LIMIT).version == 1
         assert holds(engine, 1)
         assert not slowed.done()
         may_go_on.set()
-        slowed.result(10)
-        assert not published.result(10).failed
+        slowed.result(LIMIT)
+        assert not published.result(LIMIT).failed
 
 
 def test_ranks_that_wait_for_each_other_all_get_what_is_held_before_the_next_takes_its_place(
@@ -240,7 +239,7 @@ def test_ranks_that_wait_for_each_other_all_get_what_is_held_before_the_next_tak
 
     def wait(version):
         has_begun.set()
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(LIMIT)
 
     with (
         fw.Publisher(model, address, hold=True) as publisher,
@@ -248,16 +247,16 @@ def test_ranks_that_wait_for_each_other_all_get_what_is_held_before_the_next_tak
         fw.Replica(engines[1], address) as second,
     ):
         publisher.publish(1)
-        waiting = threads.submit(first.update, timeout_seconds=20, before=wait)
-        assert has_begun.wait(10)
+        waiting = threads.submit(first.update, timeout_seconds=LIMIT, before=wait)
+        assert has_begun.wait(LIMIT)
         call_before(monkeypatch, Rounds, "withdraw_available", is_publishing.set)
         publishing = threads.submit(publisher.publish, 2)
-        assert is_publishing.wait(10)
-        other = second.update(timeout_seconds=10, before=lambda version: may_go_on.set())
-        assert (other.version, waiting.result(10).version) == (1, 1)
-        assert publishing.result(10).version == 2
+        assert is_publishing.wait(LIMIT)
+        other = second.update(timeout_seconds=LIMIT, before=lambda version: may_go_on.set())
+        assert (other.version, waiting.result(LIMIT).version) == (1, 1)
+        assert publishing.result(LIMIT).version == 2
         for engine, replica in zip(engines, (first, second), strict=True):
-            assert replica.update(timeout_seconds=10).version == 2
+            assert replica.update(timeout_seconds=LIMIT).version == 2
             assert holds(engine, 1), "of the tensors nothing was changed"
 
 
@@ -270,7 +269,7 @@ def test_what_is_held_does_not_keep_tensors_that_were_replaced(address):
         model["w"] = torch.ones(1000)
         publisher.publish(2)
         gc.collect()
-        until(lambda: old() is None, 5)
+        until(lambda: old() is None)
 
 
 def test_a_catch_up_round_whose_thread_cannot_start_is_denied_and_the_next_one_served(
@@ -282,8 +281,8 @@ def test_a_catch_up_round_whose_thread_cannot_start_is_denied_and_the_next_one_s
         refuse_catch_up_threads(monkeypatch, 1)
         with fw.Replica(engine, address) as replica:
             with pytest.raises(PeerFailed, match="can't start new thread; .*ulimit -u"):
-                replica.update(timeout_seconds=10)
-            assert replica.update(timeout_seconds=10).version == 1
+                replica.update(timeout_seconds=LIMIT)
+            assert replica.update(timeout_seconds=LIMIT).version == 1
         assert holds(engine, 1)
         publisher.publish(2)
     fw.Publisher(weights(1), address).close()
@@ -291,7 +290,7 @@ def test_a_catch_up_round_whose_thread_cannot_start_is_denied_and_the_next_one_s
 
 def test_a_late_reader_is_given_up_after_half_of_what_the_next_publish_may_take(address):
     with (
-        fw.Publisher({"w": CONTENT}, address, hold=True, timeout_seconds=60) as publisher,
+        fw.Publisher({"w": CONTENT}, address, hold=True, silence_seconds=2 * LIMIT) as publisher,
         FakeReplica(address) as reader,
     ):
         publisher.publish(1)
@@ -299,7 +298,7 @@ def test_a_late_reader_is_given_up_after_half_of_what_the_next_publish_may_take(
         reader.say(messages.Ask(1, None, None))
         begin = reader.hear_of(messages.Begin)
         assert begin.origin == "held"
-        with in_time(SECONDS):
-            publisher.publish(2, timeout_seconds=2 * SECONDS)
+        with in_time(0.5):
+            publisher.publish(2, timeout_seconds=1)
         abort = reader.hear_of(messages.Abort, messages.Commit)
         assert (abort.round, abort.kind) == (begin.round, "TransferTimeout")

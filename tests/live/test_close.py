@@ -7,7 +7,7 @@ import time
 import pytest
 
 import flyweight as fw
-from child_processes import Child, in_time, resources, run_python, settled, until
+from child_processes import LIMIT, Child, in_time, resources, run_python, settled, until
 from flyweight.errors import (
     PeerFailed,
     PeerLost,
@@ -15,7 +15,7 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.events import listening
-from flyweight.live import messages
+from flyweight.live import line, messages
 from live_rounds import refuse_catch_up_threads, slow_loader, updated
 from peers import FakePublisher
 from versioned_models import weights
@@ -46,13 +46,11 @@ def test_close_ends_an_update_that_waits_in_another_thread(address, threads):
     before = resources()
     with fw.Publisher(weights(1), address) as publisher:
         replica = fw.Replica(weights(50), address)
-        future = threads.submit(replica.update, timeout_seconds=20)
+        future = threads.submit(replica.update, timeout_seconds=2 * LIMIT)
         until(lambda: publisher.waiting)
-        started = time.monotonic()
         replica.close()
-        with pytest.raises(TransportError):
-            future.result(5)
-        assert time.monotonic() - started < 3
+        with pytest.raises(TransportError, match="closed"):
+            future.result(LIMIT)
         until(lambda: publisher.replicas == [])
         assert publisher.publish(1).replicas == ()
     threads.shutdown()
@@ -61,22 +59,22 @@ def test_close_ends_an_update_that_waits_in_another_thread(address, threads):
 
 def test_close_wakes_a_publish_that_waits_for_replicas(address, threads):
     publisher = fw.Publisher(weights(1), address)
-    future = threads.submit(publisher.publish, 1, num_replicas=1, timeout_seconds=20)
-    time.sleep(0.1)
+    future = threads.submit(publisher.publish, 1, num_replicas=1, timeout_seconds=LIMIT)
+    time.sleep(0.1)  # so that it waits; if it has not begun, it is closed for it all the same
     publisher.close()
     with pytest.raises(TransportError, match="is closed"):
-        future.result(5)
+        future.result(LIMIT)
 
 
 def test_a_publisher_closed_in_mid_round_ends_it_for_the_replica(address, threads):
-    with Child(slow_loader, address, 5.0) as child:
-        publisher = fw.Publisher(weights(1), address, timeout_seconds=3)
+    with Child(slow_loader, address, 2 * LIMIT) as child:
+        publisher = fw.Publisher(weights(1), address, timeout_seconds=0.5)
         until(lambda: publisher.replicas == ["slow"])
-        lease = publisher.publish(1, num_replicas=1, background=True, timeout_seconds=60)
+        lease = publisher.publish(1, num_replicas=1, background=True, timeout_seconds=2 * LIMIT)
         child.told()
-        with in_time(3):  # the publisher's own time, and not the round's
+        with in_time(0.5):  # the publisher's own time, and not the round's
             publisher.close()
-        (failed,) = lease.wait(5).failed
+        (failed,) = lease.wait(LIMIT).failed
         assert isinstance(failed.error, (PeerLost, TransferTimeout))
         child.kill()
 
@@ -86,39 +84,37 @@ def test_a_thread_that_cannot_start_does_not_keep_a_publisher_from_closing(addre
     with fw.Publisher(weights(1), address, hold=True) as publisher:
         publisher.publish(1)
         with fw.Replica(weights(50), address) as replica, pytest.raises(PeerFailed):
-            replica.update(timeout_seconds=10)
-        started = time.monotonic()
-    assert time.monotonic() - started < 5
+            replica.update(timeout_seconds=LIMIT)
     fw.Publisher(weights(1), address).close()
 
 
-def test_close_ends_an_update_at_a_door_that_does_not_answer(bereft, threads):
+def test_close_ends_an_update_at_a_door_that_does_not_answer(bereft, threads, monkeypatch):
     is_waiting = threading.Event()
-    future = threads.submit(bereft.update, timeout_seconds=20, is_over=is_waiting.set)
-    assert is_waiting.wait(10)
-    started = time.monotonic()
+    monkeypatch.setattr(line, "ANSWER_SECONDS", 2 * LIMIT)
+    future = threads.submit(bereft.update, timeout_seconds=2 * LIMIT, is_over=is_waiting.set)
+    assert is_waiting.wait(LIMIT)
     bereft.close()
-    assert time.monotonic() - started < 2
     with pytest.raises(TransportError):
-        future.result(2)
+        future.result(LIMIT)
 
 
 def test_close_ends_an_update_that_waits_for_a_welcome(address, threads):
     replica = fw.Replica(weights(50), address)
-    future = threads.submit(replica.update, timeout_seconds=20)
+    future = threads.submit(replica.update, timeout_seconds=2 * LIMIT)
     with FakePublisher(address, b"never welcomes anybody") as publisher:
         publisher.hear_of(messages.Hello)
-        started = time.monotonic()
         replica.close()
-        assert time.monotonic() - started < 1
         with pytest.raises(TransportError):
-            future.result(1)
+            future.result(LIMIT)
 
 
 STUCK = """
-import sys, threading, time
+import sys, threading
 import numpy as np, flyweight as fw
 from flyweight.events import listening
+from flyweight.live import news
+
+news._LISTENER_SECONDS = 0.2
 
 heard = threading.Event()
 
@@ -130,16 +126,14 @@ def listener(event):
 with listening(listener):
     publisher = fw.Publisher({"w": np.ones(3)}, sys.argv[1])
     replica = fw.Replica({"w": np.zeros(3)}, sys.argv[1])
-    assert heard.wait(10)
+    heard.wait()
     replica.close()
-    started = time.monotonic()
     publisher.close()
-    assert time.monotonic() - started < 4
 """
 
 
 def test_a_listener_that_never_returns_keeps_neither_close_nor_the_process_from_its_end(address):
-    done = run_python(STUCK, address, timeout=30)
+    done = run_python(STUCK, address)
     assert done.returncode == 0, done.stderr
 
 
@@ -154,21 +148,20 @@ def test_all_that_happened_before_close_has_been_told_after_it(address):
 @pytest.mark.parametrize("side", ["publisher", "replica"])
 def test_a_signal_handler_closes_what_it_interrupts(address, side):
     before = resources()
-    publisher = fw.Publisher(weights(1), address, timeout_seconds=20)
+    publisher = fw.Publisher(weights(1), address, timeout_seconds=2 * LIMIT)
     replica = fw.Replica(weights(50), address)
     call, closed = {
         "publisher": (lambda: publisher.publish(1, num_replicas=1), publisher),
-        "replica": (lambda: replica.update(timeout_seconds=20), replica),
+        "replica": (lambda: replica.update(timeout_seconds=2 * LIMIT), replica),
     }[side]
     old = signal.signal(signal.SIGUSR1, lambda *_: closed.close())
     main = threading.main_thread().ident
+    # If the signal comes before the call, that finds it closed all the same.
     timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGUSR1))
-    started = time.monotonic()
     try:
         timer.start()
         with pytest.raises(TransportError, match="closed"):
             call()
-        assert time.monotonic() - started < 5
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, old)

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 import flyweight as fw
-from child_processes import until
+from child_processes import LIMIT, until
 from flyweight.errors import PlanError, TransferTimeout, TransportError
 from flyweight.live import frames, messages
 from flyweight.live.address import Address
@@ -32,21 +32,13 @@ from versioned_models import holds, weights
 
 def test_a_publisher_that_is_gone_before_it_answers_is_lost_and_not_unwilling(address, threads):
     with fw.Replica(weights(2), address) as replica:
-        future = threads.submit(replica.update, timeout_seconds=15)
-        stop = threading.Event()
-
-        def come_and_go():
-            while not stop.is_set():
-                fw.Publisher(weights(1), address).close()
-
-        coming = threads.submit(come_and_go)
-        time.sleep(1.0)
-        stop.set()
-        coming.result(10)
+        future = threads.submit(replica.update, timeout_seconds=4 * LIMIT)
+        for _ in range(50):
+            fw.Publisher(weights(1), address).close()
         assert not future.done()
         with fw.Publisher(weights(1), address, hold=True) as publisher:
             publisher.publish(1)
-            assert future.result(15).version == 1
+            assert future.result(LIMIT).version == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -62,18 +54,19 @@ def test_an_error_of_ours_in_the_connection_is_told_and_leaves_nobody_waiting(
         patch.setattr(Rounds, "serve", fault)  # called by the connection's thread
         publisher = fw.Publisher(model, address)
     with publisher, fw.Replica(engine, address) as replica:
-        future = threads.submit(replica.update, timeout_seconds=3)
+        future = threads.submit(replica.update, timeout_seconds=1)
         until(lambda: publisher.replicas == [])
-        with pytest.raises(TransportError, match="has ended by an error"):
+        with pytest.raises(TransportError, match="error"):
             publisher.publish(1, num_replicas=1)
-        with pytest.raises(TransferTimeout, match="no publisher came in time"):
-            future.result(10)
+        with pytest.raises(TransferTimeout):
+            future.result(LIMIT)
         publisher.close()
         with fw.Publisher(model, address, hold=True) as another:
             another.publish(1)
-            assert replica.update(timeout_seconds=10).version == 1
+            assert replica.update(timeout_seconds=LIMIT).version == 1
 
 
+@pytest.mark.campaign
 def test_a_replica_that_is_gone_before_the_publisher_is_ready_harms_nobody(address, monkeypatch):
     place = Address.parse(address)
 
@@ -88,25 +81,25 @@ def test_a_replica_that_is_gone_before_the_publisher_is_ready_harms_nobody(addre
         fw.Replica(engine, address) as replica,
         ThreadPoolExecutor(1) as pool,
     ):
-        future = pool.submit(replica.update, timeout_seconds=10)
+        future = pool.submit(replica.update, timeout_seconds=LIMIT)
         assert publisher.publish(1, num_replicas=1).failed == ()
-        assert future.result(10).version == 1
+        assert future.result(LIMIT).version == 1
 
 
 @pytest.mark.parametrize("change", [{}, {"num_ranks": 2}, {"role": "watcher"}], ids=str)
 def test_a_second_hello_in_mid_round_ends_the_first_member(address, change):
     with (
-        fw.Publisher(weights(1), address) as publisher,
+        fw.Publisher(weights(1), address, silence_seconds=2 * LIMIT) as publisher,
         FakeReplica(address) as peer,
         ThreadPoolExecutor(1) as pool,
     ):
         peer.join()
         peer.say(messages.Ask(1, None, None))
-        publish = pool.submit(publisher.publish, 1, num_replicas=1, timeout_seconds=20)
+        publish = pool.submit(publisher.publish, 1, num_replicas=1, timeout_seconds=LIMIT)
         peer.hear_of(messages.Begin)
         peer.say(messages.Hello(peer.token, "fake", os.getpid(), **change))
         assert "Hello" in peer.hear_of(messages.Refusal).text
-        (failed,) = publish.result(5).failed
+        (failed,) = publish.result(LIMIT).failed
         assert failed.name == "fake"
         assert publisher.replicas == []
 
@@ -139,7 +132,7 @@ def garbage():
 def test_garbage_is_answered_or_ignored_and_harms_nobody(address, name):
     model, engine = weights(1), weights(2)
     with (
-        fw.Publisher(model, address) as publisher,
+        fw.Publisher(model, address, silence_seconds=2 * LIMIT) as publisher,
         fw.Replica(engine, address) as replica,
         FakeReplica(address) as peer,
         ThreadPoolExecutor(1) as pool,
@@ -149,21 +142,21 @@ def test_garbage_is_answered_or_ignored_and_harms_nobody(address, name):
         peer.send(b"a", b"b", garbage()[name])
         peer.say(want((), [], may_leave=True))
         assert isinstance(peer.hear(), messages.Refusal)
-        future = pool.submit(replica.update, timeout_seconds=10)
+        future = pool.submit(replica.update, timeout_seconds=LIMIT)
         assert publisher.publish(1, num_replicas=1).failed == ()
-        future.result(10)
+        future.result(LIMIT)
         assert holds(engine, 1)
 
 
 def test_another_protocol_is_refused_with_both_numbers(address):
     frame = bytearray(frames.encode(messages.Hello("x", "y", 1)))
     frame[2] = 77
-    with fw.Publisher(weights(1), address), FakeReplica(address) as peer:
+    with fw.Publisher(weights(1), address, silence_seconds=2 * LIMIT), FakeReplica(address) as peer:
         peer.send(bytes(frame))
         answer = peer.hear()
         assert answer.kind == "PeerRefused"
-        ours = f"this one {frames.PROTOCOL}; install the"
-        assert answer.text.startswith(f"the other side speaks protocol 77, {ours}")
+        assert "protocol 77" in answer.text
+        assert f" {frames.PROTOCOL};" in answer.text
 
 
 def test_another_rank_gets_the_report_with_the_errors_in_it():
@@ -231,7 +224,10 @@ def changed_boxes(tensor, /, **changes):
 
 @pytest.mark.parametrize("kind", ABSURD_WANTS)
 def test_an_absurd_want_is_refused(address, kind):
-    with fw.Publisher({"w": np.zeros((4, 4))}, address) as publisher, FakeReplica(address) as peer:
+    with (
+        fw.Publisher({"w": np.zeros((4, 4))}, address, silence_seconds=2 * LIMIT) as publisher,
+        FakeReplica(address) as peer,
+    ):
         welcome = welcomed(peer)
         asked = ABSURD_WANTS[kind](welcome.tensors)
         peer.say(replace(asked, may_leave=True))
@@ -240,6 +236,7 @@ def test_an_absurd_want_is_refused(address, kind):
         until(lambda: publisher.replicas == [])
 
 
+@pytest.mark.campaign
 def test_a_peer_that_accepts_no_messages_is_lost_by_the_connections_thread(tmp_path):
     """The thread that sends may hold a lock which the loss of the peer needs."""
     lock, lost, is_lost = threading.Lock(), [], threading.Event()
@@ -262,7 +259,7 @@ def test_a_peer_that_accepts_no_messages_is_lost_by_the_connections_thread(tmp_p
     try:
         with lock:
             connection.send(messages.Tick(), b"nobody")
-        assert is_lost.wait(5)
+        assert is_lost.wait(LIMIT)
         assert lost == [(b"nobody", True, "flyweight-connection")]
     finally:
         connection.close()
@@ -281,13 +278,13 @@ def test_a_frame_over_the_limit_ends_its_senders_connection_before_it_is_read():
     greeting = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48)
     ready = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
     try:
-        with socket.create_connection(("127.0.0.1", connection.port), 5) as peer:
+        with socket.create_connection(("127.0.0.1", connection.port), LIMIT) as peer:
             peer.sendall(greeting + ready)
             answer = b""
             while not answer.endswith(b"Identity\0\0\0\0"):  # the end of the handshake
                 answer += peer.recv(4096)
             peer.sendall(b"\0\1x")
-            assert is_heard.wait(5)
+            assert is_heard.wait(LIMIT)
             peer.sendall(b"\2" + (frames.MAX_MESSAGE_BYTES + 1).to_bytes(8, "big"))
             while peer.recv(4096):  # until it is closed
                 pass

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -37,21 +38,25 @@ def test_ranks_of_a_replica_commit_together(address, pool):
 
 
 def test_no_rank_writes_before_all_have_drained(address, pool):
-    model, is_drained, seen = {"w": WHOLE.copy()}, threading.Event(), []
-
-    def slow(version):
-        assert is_drained.wait(SECONDS)
-
+    model, has_first_drained, may_drain = {"w": WHOLE.copy()}, threading.Event(), threading.Event()
     with fw.Publisher(model, address) as publisher, Engine(address) as engine:
-        first = pool.submit(engine.ranks[0].update, timeout_seconds=SECONDS)
-        second = pool.submit(engine.ranks[1].update, timeout_seconds=SECONDS, before=slow)
+        first = pool.submit(
+            engine.ranks[0].update,
+            timeout_seconds=SECONDS,
+            before=lambda version: has_first_drained.set(),
+        )
+        second = pool.submit(
+            engine.ranks[1].update,
+            timeout_seconds=SECONDS,
+            before=lambda version: may_drain.wait(SECONDS),
+        )
         publish = pool.submit(publisher.publish, 1, num_replicas=1)
-        threading.Event().wait(0.5)
-        seen.append(engine.weights.any())
-        is_drained.set()
+        assert has_first_drained.wait(SECONDS)
+        time.sleep(0.1)  # a rank that writes too soon does so now, unless the machine is slow
+        assert not engine.weights.any()
+        may_drain.set()
         assert publish.result(SECONDS).failed == ()
         assert first.result(SECONDS).version == second.result(SECONDS).version == 1
-    assert seen == [False]
 
 
 def test_a_rank_that_cannot_drain_leaves_all_ranks_as_they_were(address, pool):
@@ -78,6 +83,7 @@ def test_a_rank_that_cannot_drain_leaves_all_ranks_as_they_were(address, pool):
         assert engine.weights.tobytes() == WHOLE.tobytes()
 
 
+@pytest.mark.campaign
 def test_all_ranks_read_the_held_copy_if_one_of_them_cannot_map_the_model(
     address, pool, monkeypatch
 ):
@@ -101,13 +107,13 @@ def test_all_ranks_read_the_held_copy_if_one_of_them_cannot_map_the_model(
             for n, stage in enumerate(stages)
         ]
         updates = [pool.submit(rank.update, timeout_seconds=SECONDS) for rank in ranks]
-        assert publisher.publish(1, num_replicas=1, timeout_seconds=2).failed == ()
+        assert publisher.publish(1, num_replicas=1).failed == ()
         assert [each.result(SECONDS).version for each in updates] == [1, 1]
     assert all(each.all() for stage in stages for each in stage.values())
 
 
 def test_a_replica_of_several_ranks_needs_a_name(address):
-    with pytest.raises(SpecError, match="need a common name"):
+    with pytest.raises(SpecError, match="name"):
         fw.Replica({"w": np.zeros(3)}, address, rank=0, num_ranks=2)
 
 
@@ -121,16 +127,26 @@ def test_ranks_that_request_different_versions_are_denied(address, pool):
             for rank, version in zip(engine.ranks, (5, 6), strict=True)
         ]
         for each in updates:
-            with pytest.raises(VersionError, match="same version, not 5 on rank 0, 6 on rank 1"):
+            with pytest.raises(VersionError, match="5 on rank 0, 6 on rank 1"):
                 each.result(SECONDS)
 
 
 def test_a_rank_that_requests_nothing_is_named_to_the_trainer_and_to_the_others(address, pool):
     with fw.Publisher({"w": WHOLE.copy()}, address) as publisher, Engine(address) as engine:
-        update = pool.submit(engine.ranks[0].update, timeout_seconds=0.3)
-        with pytest.raises(TransferTimeout, match="requested no version: rank 1 of 'engine'"):
-            publisher.publish(1, num_replicas=1, timeout_seconds=0.2)
-        with pytest.raises(TransferTimeout, match="all 2 ranks of the engine must request"):
+        is_over = threading.Event()
+        update = pool.submit(
+            engine.ranks[0].update, timeout_seconds=SECONDS, is_over=is_over.is_set
+        )
+
+        def is_named():
+            with pytest.raises(TransferTimeout) as raised:
+                publisher.publish(1, num_replicas=1, timeout_seconds=0.1)
+            return "rank 1 of 'engine'" in str(raised.value)
+
+        until(is_named)
+        is_over.set()
+        engine.ranks[0].wake()
+        with pytest.raises(TransferTimeout, match="all 2 ranks"):
             update.result(SECONDS)
 
 
@@ -206,14 +222,16 @@ def test_a_second_engine_of_the_same_name_is_refused(address, pool):
         Engine(address) as engine,
     ):
         child.send("go")
-        text = f"'engine', rank 0 is connected already, as process {os.getpid()}"
-        assert text in child.result()
-        with pytest.raises(PeerRefused, match="has num_ranks=3, its rank 0 has 2; all"):
+        text = child.result()
+        assert "'engine', rank 0" in text
+        assert str(os.getpid()) in text
+        with pytest.raises(PeerRefused, match="num_ranks=3"):
             fw.Replica({"w": WHOLE.copy()}, address, name="engine", rank=2, num_ranks=3)
         report, _ = published(publisher, engine, pool, 1)
         assert report.failed == ()
 
 
+@pytest.mark.campaign
 def test_ranks_that_do_not_share_a_directory_for_decisions_are_refused(address, pool, monkeypatch):
     directories = iter(["1:2@x", "1:3@x"])
     with monkeypatch.context() as patch, fw.Publisher({"w": WHOLE.copy()}, address) as publisher:
@@ -306,6 +324,7 @@ def test_replicas_of_other_layouts_join_while_a_round_runs(address, pool):
             assert [each.result(SECONDS).version for each in later] == [2] * 3
 
 
+@pytest.mark.campaign
 def test_ranks_decide_on_their_host(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(line, "identity", lambda: "another host")
     monkeypatch.setenv("FLYWEIGHT_RUN_DIR", str(tmp_path))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import until
+from child_processes import LIMIT, until
 from flyweight.live import fanned_out, fetch
 from flyweight.memory import Buffer
 from flyweight.transports import tcp
@@ -24,24 +24,34 @@ KIB = 1 << 10
 NBYTES = 8 * MIB
 SENT = 6 * MIB
 """The bytes of such a model."""
-MBITS = 100
-"""Links that need half a second for it."""
+MBITS = 8
+"""Links that need six seconds for it: a test has some of them for a fault."""
 FULL_SPEED = 10_000
 BUCKETS = {"nbytes": NBYTES, "bucket_bytes": 512 * KIB}
 SMALL = {"nbytes": MIB, "bucket_bytes": 64 * KIB}
 PACKED = {"transport": "host"}
+CAMPAIGN = pytest.mark.campaign
 BOTH = pytest.mark.parametrize("options", [{}, PACKED], ids=["gathered", "packed"])
-HOLDER_SECONDS = 0.8
-"""After so long without a byte, a replica is not read from any more."""
-MARGIN_SECONDS = 2.5
-"""What a round may take beside that on a busy machine; a slow replica is noticed after three."""
+CHECKED = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="gathered", marks=pytest.mark.check),
+        pytest.param(PACKED, id="packed", marks=CAMPAIGN),
+    ],
+)
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Let links count as cut, and holders as silent, sooner in processes that are started now."""
+    """Let links count as cut sooner in processes that are started now."""
     monkeypatch.setattr(tcp, "LOST_SECONDS", 1)
-    monkeypatch.setattr(fetch, "HOLDER_SECONDS", HOLDER_SECONDS)
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """Let nobody count as slow, or as gone, in processes that are started now."""
+    monkeypatch.setattr(fetch, "HOLDER_SECONDS", LIMIT)
+    monkeypatch.setattr(fanned_out, "_SLOW_SECONDS", LIMIT)
 
 
 class Chain:
@@ -70,14 +80,15 @@ class Chain:
             each.rate(mbits)
 
     def begin(self, **options):
-        """Start a round with all engines, and wait until a third of it has left the trainer."""
+        """Start a round with all engines over slow links; wait until a fifth has left the trainer."""
+        self.rate(MBITS)
         self.version += 1
         before = self.host.sent_bytes()
         for each in self.engines:
             each.start("update", self.version)
         options = {"num_replicas": len(self.engines), **options}
         self.trainer.start("publish", self.version, **options)
-        until(lambda: self.host.sent_bytes() - before > SENT // 3)
+        until(lambda: self.host.sent_bytes() - before > SENT // 5)
 
     def end(self, *gone):
         """Wait for the round; return what the trainer says of those that failed.
@@ -110,8 +121,8 @@ def chain(num_engines, kinds=None, **options):
 
 
 @BOTH
-@pytest.mark.parametrize("num", [3, pytest.param(5, marks=pytest.mark.check)])
-def test_the_trainer_sends_each_version_once(num, options):
+@pytest.mark.parametrize("num", [3, pytest.param(5, marks=CAMPAIGN)])
+def test_the_trainer_sends_each_version_once(steady, num, options):
     with chain(num, **SMALL, **options) as made:
         nbytes = sum(each.nbytes for each in weights(0, SMALL["nbytes"]).values())
         for _ in range(4):
@@ -161,9 +172,9 @@ class Loader(Engine):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, id="gathered"), pytest.param(PACKED, id="packed", marks=pytest.mark.check)],
+    [pytest.param({}, id="gathered"), pytest.param(PACKED, id="packed", marks=CAMPAIGN)],
 )
-def test_replicas_of_every_kind_share_a_round(options):
+def test_replicas_of_every_kind_share_a_round(steady, options):
     """Two layouts, a loader, two on one host, and one that shares memory with the trainer."""
     kinds = {0: Half, 2: Loader, 3: Half}
     with chain(4, kinds, **SMALL, **options) as made, ExitStack() as stack:
@@ -200,12 +211,10 @@ def test_a_replica_that_is_killed_loses_no_bytes_of_those_below():
         made.publish()
         for each in (made.trainer, *made.engines):
             each.ask("remember")
-        made.rate(MBITS)
         made.begin()
         made.engines[1].kill()
-        until(lambda: all(each.has_ended for each in made.without(1)), MARGIN_SECONDS)
-        assert is_dead(1, made.end(1)["e1"])
         made.rate(FULL_SPEED)
+        assert is_dead(1, made.end(1)["e1"])
         made.publish(made.without(1))
         for each in (made.trainer, *made.without(1)):
             changed, nbytes = each.ask("left", 4)
@@ -213,22 +222,29 @@ def test_a_replica_that_is_killed_loses_no_bytes_of_those_below():
             assert nbytes < 2 * MIB
 
 
-@pytest.mark.check
-@BOTH
-@pytest.mark.parametrize("killed", [[0], [3], [0, 1], [1, 2]], ids=str)
+@pytest.mark.parametrize(
+    ("killed", "options"),
+    [
+        pytest.param([0], {}, marks=pytest.mark.check),
+        pytest.param([1, 2], {}, marks=pytest.mark.check),
+        pytest.param([3], {}, marks=CAMPAIGN),
+        pytest.param([0, 1], {}, marks=CAMPAIGN),
+        *(pytest.param(killed, PACKED, marks=CAMPAIGN) for killed in ([0], [3], [0, 1], [1, 2])),
+    ],
+    ids=str,
+)
 def test_replicas_may_be_killed_anywhere(killed, options):
     with chain(4, **BUCKETS, **options) as made:
-        made.rate(MBITS)
         made.begin()
         for each in killed:
             made.engines[each].kill()
+        made.rate(FULL_SPEED)
         failed = made.end(*killed)
         for each in killed:
             assert is_dead(each, failed.pop(f"e{each}"))
         # Packed buckets stay for the next two of a chain: two losses may take those below along.
         assert not failed or (options and len(killed) == 2)
         assert all("no member above can give it" in text for text in failed.values()), failed
-        made.rate(FULL_SPEED)
         made.publish(made.without(*killed))
 
 
@@ -236,58 +252,47 @@ def test_replicas_may_be_killed_anywhere(killed, options):
 def test_a_trainer_that_is_killed_takes_nobody_along():
     with chain(3, **BUCKETS, **PACKED) as made:
         made.publish()
-        made.rate(MBITS)
         made.begin()
         made.trainer.kill()
+        for each in made.hosts:
+            each.rate(FULL_SPEED)
         for each in made.engines:
             assert each.end().kind == "PeerLost"
             held = each.ask("held", [1])  # kept if no bucket came before the fault
             assert held[:2] == ("failed", None) or held == ("ready", 1, 1)
 
 
-@pytest.mark.check
-@BOTH
+@CHECKED
 def test_a_replica_that_stops_delays_the_others_for_seconds_and_may_go_on(options):
     """Packed buckets wait for it: there the others are late until it is given up."""
-    seconds = 4 if options else SECONDS
-    with chain(4, **BUCKETS, **options) as made:
+    seconds = 10 if options else 2 * SECONDS
+    with chain(4, silence_seconds=2 * LIMIT, **BUCKETS, **options) as made:
         made.publish()
-        made.rate(MBITS)
         made.begin(timeout_seconds=seconds)
         made.engines[1].stop()
-        started = time.monotonic()
-        if not options:
-            for i in (0, 2, 3):
-                until(lambda i=i: made.engines[i].has_ended, 9)
-            assert not made.trainer.has_ended
-            made.engines[1].go_on()
-            assert made.end() == {}
-        else:
-            for i in (0, 2, 3):
-                until(lambda i=i: made.engines[i].has_ended, 2 * seconds + 3)
-            made.engines[1].go_on()
-            assert made.end().keys() == {"e1"}
-        assert time.monotonic() - started < SECONDS / 2 + 3
         made.rate(FULL_SPEED)
+        until(lambda: all(each.has_ended for each in made.without(1)))
+        assert options or not made.trainer.has_ended
+        made.engines[1].go_on()
+        assert made.end().keys() == ({"e1"} if options else set())
         made.publish()
-
-
-DRAIN_SECONDS, LONG_DRAIN_SECONDS = 2.5, 6.0
 
 
 class Draining(Engine):
     """A replica that drains for a while before it writes."""
 
-    seconds = DRAIN_SECONDS
+    def update(self, version=None):
+        return super().update(version, before=lambda _: time.sleep(2.5))
+
+
+class DrainingUntilTold(Engine):
+    """A replica that drains until the test lets it write."""
 
     def update(self, version=None):
-        return super().update(version, before=lambda _: time.sleep(self.seconds))
+        return super().update(version, before=lambda _: self._pipe.recv())
 
 
-class DrainingForLonger(Draining):
-    seconds = LONG_DRAIN_SECONDS
-
-
+@CAMPAIGN
 @BOTH
 def test_replicas_that_drain_for_long_read_from_each_other(monkeypatch, options):
     """Their staging is full meanwhile: it can be read, and nobody waits for more."""
@@ -300,27 +305,25 @@ def test_replicas_that_drain_for_long_read_from_each_other(monkeypatch, options)
 
 def test_nobody_waits_for_a_replica_that_drains_for_longer_than_the_others(monkeypatch):
     monkeypatch.setattr(fanned_out, "_SLOW_SECONDS", 1.0)
-    with chain(4, {1: DrainingForLonger}, **SMALL) as made:
+    with chain(4, {1: DrainingUntilTold}, **SMALL) as made:
         made.version = 1
         for each in made.engines:
             each.start("update", 1)
         made.trainer.start("publish", 1, num_replicas=4)
-        until(lambda: all(each.has_ended for each in made.without(1)), LONG_DRAIN_SECONDS - 1)
+        until(lambda: all(each.has_ended for each in made.without(1)))
         assert not made.engines[1].has_ended
+        made.engines[1].pass_on()
         assert made.end() == {}
 
 
-@pytest.mark.check
-@BOTH
+@CHECKED
 def test_a_link_that_is_cut_fails_one_replica(quick, options):
     with chain(4, **BUCKETS, **options) as made:
-        made.rate(MBITS)
         made.begin()
         made.hosts[1].cut()
-        until(lambda: all(each.has_ended for each in made.without(1)), 8)
+        made.rate(FULL_SPEED)
         assert is_dead(1, made.end()["e1"])
         made.hosts[1].heal()
-        made.rate(FULL_SPEED)
         made.publish()
 
 
@@ -330,40 +333,34 @@ NEW_CONNECTIONS = "tcp flags & (syn|ack) == syn"
 @pytest.mark.check
 def test_two_that_cannot_reach_each_other_read_from_the_one_above(quick):
     with chain(4, **BUCKETS, **PACKED) as made:
-        made.rate(MBITS)
         before = made.host.sent_bytes()
         made.begin()
         for one, other in [(1, 2), (2, 1)]:
             made.hosts[one].drop(f"ip saddr {made.hosts[other].ip}")
-        until(lambda: all(each.has_ended for each in made.engines), 6)
+        made.rate(FULL_SPEED)
         assert made.end() == {}
         assert made.host.sent_bytes() - before < 1.3 * SENT
-        made.rate(FULL_SPEED)
         made.publish()
 
 
 @pytest.mark.parametrize(
     ("options", "closed", "times"),
     [
-        pytest.param(PACKED, [0], (2, 1), id="packed"),
+        pytest.param(PACKED, [0], (2, 1), id="packed", marks=CAMPAIGN),
         pytest.param({}, [0], (2, 1), id="gathered", marks=pytest.mark.check),
-        pytest.param({}, [1], (1, 1), id="middle", marks=pytest.mark.check),
-        pytest.param({}, [0, 1, 2, 3], (4, 4), id="all", marks=pytest.mark.check),
-        pytest.param(PACKED, [0, 1, 2, 3], (4, 4), id="all-packed", marks=pytest.mark.check),
+        pytest.param({}, [1], (1, 1), id="middle", marks=CAMPAIGN),
+        pytest.param({}, [0, 1, 2, 3], (4, 4), id="all", marks=CAMPAIGN),
+        pytest.param(PACKED, [0, 1, 2, 3], (4, 4), id="all-packed", marks=CAMPAIGN),
     ],
 )
-def test_nobody_waits_for_a_replica_that_cannot_be_reached(quick, options, closed, times):
+def test_nobody_waits_for_a_replica_that_cannot_be_reached(options, closed, times):
     """In the first round its readers notice; in the next ones they read from others at once."""
     with chain(4, **SMALL, **options) as made:
         for each in closed:
             made.hosts[each].drop(NEW_CONNECTIONS)
         nbytes = sum(each.nbytes for each in weights(0, SMALL["nbytes"]).values())
-        for most, seconds in zip(
-            times, (2 * HOLDER_SECONDS + MARGIN_SECONDS, HOLDER_SECONDS), strict=True
-        ):
-            started = time.monotonic()
+        for most in times:
             assert made.publish() < 1.1 * most * nbytes
-            assert time.monotonic() - started < seconds
 
 
 class Corrupting(Engine):
@@ -381,7 +378,7 @@ class Corrupting(Engine):
         return super().make(*args, **options)
 
 
-def test_wrong_bytes_of_a_replica_are_found_and_it_is_not_read_from_again():
+def test_wrong_bytes_of_a_replica_are_found_and_it_is_not_read_from_again(steady):
     with chain(4, {1: Corrupting}, **SMALL) as made:
         made.version = 1
         for each in made.engines:
@@ -389,19 +386,19 @@ def test_wrong_bytes_of_a_replica_are_found_and_it_is_not_read_from_again():
         made.trainer.start("publish", 1, num_replicas=4)
         failed = made.end()
         assert failed.keys() == {"e2", "e3"}
-        assert failed["e2"].endswith("; it read from 'e1'")
+        assert "'e1'" in failed["e2"]
         made.publish()
 
 
-@pytest.mark.check
+@CAMPAIGN
 def test_replicas_may_leave_as_soon_as_they_have_committed():
     """The packed buckets that others still lack are nowhere else, so `close` waits for those."""
     with chain(4, **BUCKETS, **PACKED) as made:
-        made.rate(MBITS)
-        made.hosts[2].rate(MBITS // 4)
         made.begin()
         for each in made.engines[:2]:
             each.start("close")
+        for each in (made.host, *made.hosts[:2]):
+            each.rate(FULL_SPEED)
         assert [each.end() for each in made.engines] == [(1, "network")] * 4
         assert [each.end() for each in made.engines[:2]] == [None, None]
         assert set(made.trainer.end().values()) == {"network"}
@@ -413,8 +410,8 @@ def test_replicas_may_leave_as_soon_as_they_have_committed():
 def test_a_replica_may_ask_again_as_soon_as_it_has_committed():
     with chain(2, **BUCKETS, **PACKED) as made:
         made.publish()
-        made.rate(MBITS)
         made.begin()
+        made.rate(FULL_SPEED)
         made.engines[0].start("update", 3)
         assert made.engines[0].end() == (2, "network")
         assert made.engines[1].end() == (2, "network")

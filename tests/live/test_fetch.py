@@ -6,7 +6,7 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from child_processes import until
+from child_processes import LIMIT, until
 from flyweight.errors import TransportError
 from flyweight.live.fetch import Fetch, Fetched, Fetches, FetchesFailed
 from flyweight.live.messages import Filled, Free, Has, Unread
@@ -58,7 +58,7 @@ class Fetching:
             {0: fetch, 1: fetch},
             transport,
             EngineReads("127.0.0.1"),
-            timeout_seconds=10,
+            timeout_seconds=LIMIT,
             on_progress=lambda nbytes: None,
             send=self.said.put,
             on_fetched=self.events.put,
@@ -75,21 +75,23 @@ def made():
         yield made
 
 
+@pytest.mark.campaign
 def test_a_bucket_is_read_from_the_holder_that_is_named(made, holder):
     made.take(Filled(1, 0, holder))
-    assert made.events.get(timeout=5) == Fetched(1, 0)
-    assert made.said.get(timeout=5) == Has(1, 0, None)
+    assert made.events.get(timeout=LIMIT) == Fetched(1, 0)
+    assert made.said.get(timeout=LIMIT) == Has(1, 0, None)
     assert (made.staging == 7).all()
     assert made.close()  # the staging can be used in the next round
 
 
+@pytest.mark.check
 def test_a_slot_that_may_still_be_written_is_not_used_again(made, holder, monkeypatch):
     """The bucket can be had elsewhere, but late bytes could mix with those."""
     monkeypatch.setattr(engine_reads, "NixlReader", StuckReader)
     made.take(Filled(1, 0))
     until(lambda: made.fetches._running)
     made.take(Filled(1, 0, holder))
-    assert made.events.get(timeout=5) == FetchesFailed(1, "the agent does not end")
+    assert made.events.get(timeout=LIMIT) == FetchesFailed(1, "the agent does not end")
     made.take(Free(1, 0))
     made.take(Filled(1, 1, holder))
     assert not made.close()  # so the next round has other staging
@@ -98,22 +100,23 @@ def test_a_slot_that_may_still_be_written_is_not_used_again(made, holder, monkey
     assert not made.staging.any()
 
 
+@pytest.mark.campaign
 def test_a_lack_of_files_is_no_read_that_cannot_be_ended(made, holder, monkeypatch):
     with monkeypatch.context() as scarce:
         scarce.setattr(fd_passing, "has_room", lambda count: False)
         made.take(Filled(1, 0, holder))
-        unread = made.said.get(timeout=5)
+        unread = made.said.get(timeout=LIMIT)
     assert isinstance(unread, Unread)
     assert "files are left" in unread.text
     made.take(Filled(1, 0, holder))
-    assert made.events.get(timeout=5) == Fetched(1, 0)
+    assert made.events.get(timeout=LIMIT) == Fetched(1, 0)
     assert made.close()
 
 
 def test_a_replica_whose_read_cannot_be_ended_fails_alone(trainer, threads, monkeypatch):
     """Nothing is verified here: only the error keeps it from serving what it reads next."""
     model, targets = weights(1), [weights(5), weights(6)]
-    publisher = trainer(model, should_verify=False)
+    publisher = trainer(model, should_verify=False, timeout_seconds=LIMIT)
     replicas = [publisher.replica(each, f"{n}") for n, each in enumerate(targets)]
     fetch, stuck = NetworkTransport.fetch, []
 
@@ -125,19 +128,19 @@ def test_a_replica_whose_read_cannot_be_ended_fails_alone(trainer, threads, monk
         fetch(transport, handle, into, **options)
 
     monkeypatch.setattr(NetworkTransport, "fetch", stuck_once)
-    updates = [threads.submit(each.update, timeout_seconds=10) for each in replicas]
+    updates = [threads.submit(each.update, timeout_seconds=LIMIT) for each in replicas]
     until(lambda: len(publisher.waiting) == 2)
     report = publisher.publish(1, num_replicas=2)
     (failed,) = report.failed
     assert "the read does not end" in str(failed.error)
     kept, lost = (0, 1) if failed.name == "1" else (1, 0)
     with pytest.raises(TransportError, match="the read does not end"):
-        updates[lost].result(10)
+        updates[lost].result(LIMIT)
     assert replicas[lost].version is None
-    assert updates[kept].result(10).version == 1
+    assert updates[kept].result(LIMIT).version == 1
     assert holds(targets[kept], 1)
     assign(model, 2)
-    updates = [threads.submit(each.update, timeout_seconds=10) for each in replicas]
+    updates = [threads.submit(each.update, timeout_seconds=LIMIT) for each in replicas]
     assert publisher.publish(2, num_replicas=2).failed == ()
-    assert [each.result(10).version for each in updates] == [2, 2]
+    assert [each.result(LIMIT).version for each in updates] == [2, 2]
     assert all(holds(each, 2) for each in targets)

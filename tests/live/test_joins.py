@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import Child
+from child_processes import LIMIT, Child, in_time
 from flyweight.errors import TransferTimeout
 from flyweight.events import listening
 from flyweight.live import messages
+from flyweight.live.planner import Planner
 from flyweight.live.sources import Sources
 from flyweight.plans.copy_table import BoxTable, plan_copies
 from flyweight.spec.box import Box
@@ -81,7 +82,7 @@ def has_arrived(engine, model):
     return True
 
 
-def trainer(address, count, pipe):
+def trainer(address, count, silence_seconds, pipe):
     """Publish version n to as many replicas as it is told; return who was lost meanwhile."""
     lost, version = [], 0
 
@@ -93,7 +94,7 @@ def trainer(address, count, pipe):
     with (
         listening(listener),
         fw.Publisher(
-            model, address, silence_seconds=SILENCE_SECONDS, timeout_seconds=30
+            model, address, silence_seconds=silence_seconds, timeout_seconds=LIMIT
         ) as publisher,
     ):
         pipe.send(("up", None))
@@ -115,7 +116,7 @@ def engine_in_round(address, pipe):
         pipe.recv()
 
     with fw.Replica({"w0": np.zeros(SIZE, np.uint8)}, address, name="first", extra="report") as one:
-        return one.update(timeout_seconds=30, before=wait).version
+        return one.update(timeout_seconds=LIMIT, before=wait).version
 
 
 def joining_engine(address, name, layout, count, version, pipe):
@@ -124,15 +125,15 @@ def joining_engine(address, name, layout, count, version, pipe):
     engine = layout(model)
     with fw.Replica(engine, address, name=name) as replica:
         pipe.send(("joined", None))
-        replica.update(version, timeout_seconds=60)
+        replica.update(version, timeout_seconds=LIMIT)
         return has_arrived(engine, model)
 
 
-@pytest.mark.check
+@pytest.mark.campaign
 def test_a_join_that_is_planned_for_long_disturbs_no_round(address):
     """Heartbeats go on: both sides give up a peer that is silent for too long."""
     with (
-        Child(trainer, address, NUM_TENSORS) as publisher,
+        Child(trainer, address, NUM_TENSORS, SILENCE_SECONDS) as publisher,
         Child(engine_in_round, address) as first,
     ):
         assert publisher.told() == ("up", None)
@@ -168,38 +169,35 @@ def plan_seconds(peer, boxes):
         peer.say(messages.Tick())
 
 
-def publisher_of(address, pipe):
-    """Publish when told, to nobody and then in vain; return how long both took."""
-    with fw.Publisher(many_weights(NUM_TENSORS, 0), address) as publisher:
-        pipe.send(("up", None))
-        pipe.recv()
-        started = time.monotonic()
-        publisher.publish(1, timeout_seconds=0.2)
-        to_nobody = time.monotonic()
-        with pytest.raises(TransferTimeout, match="0 of 1 replicas"):
+def test_a_publish_returns_in_time_while_a_join_is_planned(address, threads, monkeypatch):
+    is_planning, may_plan = threading.Event(), threading.Event()
+
+    def wait():
+        is_planning.set()
+        assert may_plan.wait(LIMIT)
+
+    call_before(monkeypatch, Planner, "_agreed", wait)
+    model = many_weights(4, 1)
+    engine = wholes(model)
+    with fw.Publisher(model, address) as publisher:
+        joining = threads.submit(fw.Replica, engine, address)
+        assert is_planning.wait(LIMIT)
+        with in_time(0):
+            assert publisher.publish(1).replicas == ()
+        with in_time(0.2), pytest.raises(TransferTimeout, match="0 of 1 replicas"):
             publisher.publish(2, num_replicas=1, timeout_seconds=0.2)
-        return to_nobody - started, time.monotonic() - to_nobody
-
-
-@pytest.mark.check
-def test_a_publish_returns_in_time_while_a_join_is_planned(address):
-    boxes = slow_boxes()
-    with Child(publisher_of, address) as publisher:
-        assert publisher.told() == ("up", None)
-        with FakeReplica(address) as peer:
-            ask_for(peer, boxes)
-            publisher.send("publish")
-            to_nobody, in_vain = publisher.result()
-            assert max(to_nobody, in_vain) < 0.2 + 0.5
-            while peer.has_heard():
-                heard = peer.hear()
-                assert not isinstance(heard, messages.Agreed), "the plan was made before"
+        may_plan.set()
+        with joining.result(LIMIT) as replica:
+            update = threads.submit(replica.update, timeout_seconds=LIMIT)
+            assert publisher.publish(3, num_replicas=1).failed == ()
+            assert update.result(LIMIT).version == 3
+        assert has_arrived(engine, model)
 
 
 def test_two_layouts_that_join_while_a_round_runs_are_served_by_the_next(address):
     count = 100
     with (
-        Child(trainer, address, count) as publisher,
+        Child(trainer, address, count, LIMIT) as publisher,
         Child(engine_in_round, address) as first,
     ):
         assert publisher.told() == ("up", None)
@@ -224,7 +222,7 @@ def test_two_layouts_that_join_while_a_round_runs_are_served_by_the_next(address
 @pytest.mark.parametrize("is_in_round", [False, True])
 def test_a_replica_that_is_restarted_with_another_layout_is_served(address, is_in_round):
     count = 100
-    with Child(trainer, address, count) as publisher:
+    with Child(trainer, address, count, LIMIT) as publisher:
         assert publisher.told() == ("up", None)
         if is_in_round:
             with Child(engine_in_round, address) as first:
@@ -252,7 +250,7 @@ def test_a_replica_that_is_restarted_with_another_layout_is_served(address, is_i
 def test_a_replica_that_wants_something_else_in_mid_round_fails_alone(address, monkeypatch):
     model, engine = many_weights(4, 1), many_weights(4, 2)
     with (
-        fw.Publisher(model, address) as publisher,
+        fw.Publisher(model, address, silence_seconds=2 * LIMIT) as publisher,
         fw.Replica(engine, address) as replica,
         FakeReplica(address) as peer,
         ThreadPoolExecutor(2) as pool,
@@ -269,11 +267,11 @@ def test_a_replica_that_wants_something_else_in_mid_round_fails_alone(address, m
 
         call_before(monkeypatch, Sources, "offer", want_less)
         peer.say(messages.Ask(1, None, None))
-        update = pool.submit(replica.update, timeout_seconds=10)
-        publish = pool.submit(publisher.publish, 1, num_replicas=2, timeout_seconds=10)
-        assert has_agreed.wait(10)
+        update = pool.submit(replica.update, timeout_seconds=LIMIT)
+        publish = pool.submit(publisher.publish, 1, num_replicas=2, timeout_seconds=LIMIT)
+        assert has_agreed.wait(LIMIT)
         begin = peer.hear_of(messages.Begin)
         peer.say(messages.Fault(begin.round, "PlanError", "another plan", False))
-        assert [each.name for each in publish.result(20).failed] == ["fake"]
-        assert update.result(20).version == 1
+        assert [each.name for each in publish.result(LIMIT).failed] == ["fake"]
+        assert update.result(LIMIT).version == 1
         assert has_arrived(engine, model)

@@ -16,16 +16,17 @@ from contextlib import ExitStack
 import pytest
 
 import flyweight as fw
-from child_processes import Child, until
+from child_processes import LIMIT, Child, until
 from flyweight.errors import FlyweightError
 from flyweight.live import frames, messages
 from flyweight.live.connection import Connection
 from versioned_models import assign, holding, weights
 
-pytestmark = pytest.mark.check
-
-SECONDS = 15
-SILENCE_SECONDS = 3  # a busy disk can keep a process from its heartbeats for a second
+CHECK, CAMPAIGN = pytest.mark.check, pytest.mark.campaign
+SECONDS = LIMIT
+SILENCE_SECONDS = {signal.SIGKILL: 2 * LIMIT, signal.SIGSTOP: 3.0}
+LATE_SECONDS = 12
+"""The time of a publish in which a rank is stopped; the others may pause for 3 s then."""
 UNCOUNTED = (messages.Tick, messages.Going, messages.Welcome, messages.Agreed)
 WHEN = ("before", "after")
 AT_ONCE = 4
@@ -118,13 +119,20 @@ def run_trials(trial, victims):
         return list(pool.map(lambda victim: trial(*victim), victims))
 
 
+def check_ends(points, found, expected):
+    """Check the version that an engine held after an end at each point, where that is known."""
+    for point, (version, _) in zip(points, found, strict=True):
+        assert version in expected.get(point, {1, 2, None}), point
+
+
 # The publisher.
 
 
 def publisher_that_ends(address, point, signal_number, options, pipe):
     pipe.recv()
     model = weights(1)
-    with fw.Publisher(model, address, silence_seconds=SILENCE_SECONDS, **options) as publisher:
+    silence_seconds = SILENCE_SECONDS[signal_number]
+    with fw.Publisher(model, address, silence_seconds=silence_seconds, **options) as publisher:
         publisher.publish(1, num_replicas=2, timeout_seconds=SECONDS)
         pipe.send(("first", None))
         pipe.recv()
@@ -158,13 +166,11 @@ def end_a_publisher(address, child, signal_number):
         if how == "second":
             assert [each.held(2) for each in everyone] == [2, 2, 2]
             return 2, reached
-        started = time.monotonic()
         if signal_number == signal.SIGKILL:
             child.join()
         else:  # wait until its silence is noticed
             until(lambda: not any(each.replica.is_connected for each in everyone))
         versions = [each.held(1, 2, should_end=True) for each in everyone]
-        assert time.monotonic() - started < SILENCE_SECONDS + 4.5
         assert versions[0] == versions[1], reached
         if signal_number == signal.SIGSTOP:
             for each in everyone:
@@ -189,28 +195,54 @@ def numbered(reached):
     return [f"{kind} {number}" for kind in counts for number in range(counts[kind])]
 
 
-@pytest.mark.parametrize("options", [{}, {"hold": True}], ids=str)
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-def test_a_publisher_that_ends_at_any_message_leaves_one_version(tmp_path, signal_number, options):
+# Nobody writes or commits unless a rank was told so, and what one was told holds for all. A message
+# that was sent may still be lost with the process. All replicas commit in any order, but those of
+# the engine one after the other. The other one writes at once, and may be told to commit before the
+# engine is told to write.
+PUBLISHER_ENDS = {
+    **{f"{when} Begin {number}": {1} for when in WHEN for number in range(3)},
+    "before Write 0": {1},
+    "before Write 1": {1, None},
+    "after Write 1": {1, None},
+    "before Commit 0": {1, None},
+    "before Commit 2": {2, None},
+    "after Commit 2": {2, None},
+}
+"""Which versions an engine may hold after the end of its publisher at a point."""
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "options", "points"),
+    [
+        pytest.param(
+            signal.SIGKILL, {}, ["before Begin 0", "after Write 1", "after Commit 2"],
+            id="kill", marks=CHECK,
+        ),
+        pytest.param(signal.SIGSTOP, {}, ["after Write 1"], id="stop", marks=CHECK),
+        *(
+            pytest.param(number, options, None, marks=CAMPAIGN)
+            for number in (signal.SIGKILL, signal.SIGSTOP)
+            for options in ({}, {"hold": True})
+        ),
+    ],
+)  # fmt: skip
+def test_a_publisher_that_ends_at_a_message_leaves_one_version(
+    tmp_path, signal_number, options, points
+):
+    """points: where it ends; None for all."""
+
     def start(point):
         address = f"unix:{tmp_path}/{point.replace(' ', '-')}"
         child = Child(publisher_that_ends, address, point, signal_number, options)
         return address, stack.enter_context(child), signal_number
 
     with ExitStack() as stack:
-        _, reached = end_a_publisher(*start("none"))
-        points = numbered(reached)
+        if points is None:
+            _, reached = end_a_publisher(*start("none"))
+            points = numbered(reached)
+            assert PUBLISHER_ENDS.keys() <= {*points}
         found = run_trials(end_a_publisher, [start(point) for point in points])
-    ends = {point: version for point, (version, _) in zip(points, found, strict=True)}
-    assert {ends[f"{when} Begin {number}"] for when in WHEN for number in range(3)} == {1}
-    # Nobody writes or commits unless a rank was told so, and what one was told holds for all. A
-    # message that was sent may still be lost with the process.
-    assert ends["before Write 0"] == 1
-    assert {ends["before Write 1"], ends["after Write 1"]} <= {1, None}
-    # All replicas commit in any order, but those of the engine one after the other. The other one
-    # writes at once, and may be told to commit before the engine is told to write.
-    assert ends["before Commit 0"] in (1, None)
-    assert {ends["before Commit 2"], ends["after Commit 2"]} <= {2, None}
+    check_ends(points, found, PUBLISHER_ENDS)
 
 
 # A rank of the engine.
@@ -223,7 +255,9 @@ def rank_that_ends(address, rank, point, signal_number, pipe):
     replica.update(timeout_seconds=SECONDS)
     pipe.recv()
     reached = end_at(point, signal_number, pipe)
-    for version, seconds in ((2, 3), (3, SECONDS)):
+    # One that was stopped before it asked waits for a version that has been published.
+    first_seconds = SECONDS if signal_number == signal.SIGKILL else 1.5 * LATE_SECONDS
+    for version, seconds in ((2, first_seconds), (3, SECONDS)):
         try:
             replica.update(version, timeout_seconds=seconds)
         except FlyweightError as error:
@@ -237,7 +271,7 @@ def end_a_rank(address, rank, child, restarted, signal_number):
     """Return the version that the engine holds then, and the points if it did not end."""
     model, is_killed = weights(1), signal_number == signal.SIGKILL
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
-        publisher = stack.enter_context(fw.Publisher(model, address))
+        publisher = stack.enter_context(fw.Publisher(model, address, silence_seconds=2 * LIMIT))
         sibling, other = (
             stack.enter_context(Rank(address, pool, **options))
             for options in ({"name": "engine", "rank": 1 - rank, "num_ranks": 2}, {"name": "other"})
@@ -253,13 +287,11 @@ def end_a_rank(address, rank, child, restarted, signal_number):
         until(lambda: "other" in publisher.waiting)
         until(lambda: "engine" in publisher.waiting or child.has_told)
         assign(model, 2)
-        started = time.monotonic()
-        report = publisher.publish(2, timeout_seconds=1)
-        assert time.monotonic() - started < 2
+        report = publisher.publish(2, timeout_seconds=SECONDS if is_killed else LATE_SECONDS)
         assert other.held(2) == 2
         for failed in report.failed:
             assert failed.name == "engine"
-            assert f"'engine', rank {rank}" in str(failed.error)
+            assert f"rank {rank}" in str(failed.error)
         how, ended = child.told()
         version = sibling.held(1, 2, should_end=True)
         if how == "updated":
@@ -287,9 +319,32 @@ def end_a_rank(address, rank, child, restarted, signal_number):
         return version, []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-def test_a_rank_that_ends_at_any_message_leaves_one_version(tmp_path, signal_number, rank):
+RANK_ENDS = {
+    "before Ask 0": {1},
+    "before Drained 0": {1},
+    "received Write 0": {None},
+    "before Done 0": {None},
+    "received Commit 0": {2},
+}
+"""Which version an engine holds after the end of one of its ranks at a point."""
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "rank", "points"),
+    [
+        pytest.param(signal.SIGKILL, 0, [*RANK_ENDS], id="kill-0", marks=CHECK),
+        pytest.param(signal.SIGKILL, 1, ["before Done 0"], id="kill-1", marks=CHECK),
+        pytest.param(signal.SIGSTOP, 1, ["received Write 0"], id="stop-1", marks=CHECK),
+        *(
+            pytest.param(number, rank, None, marks=CAMPAIGN)
+            for number in (signal.SIGKILL, signal.SIGSTOP)
+            for rank in (0, 1)
+        ),
+    ],
+)
+def test_a_rank_that_ends_at_a_message_leaves_one_version(tmp_path, signal_number, rank, points):
+    """points: where it ends; None for all."""
+
     def start(point):
         address = f"unix:{tmp_path}/{point.replace(' ', '-')}"
         children = [
@@ -299,11 +354,10 @@ def test_a_rank_that_ends_at_any_message_leaves_one_version(tmp_path, signal_num
         return address, rank, *children, signal_number
 
     with ExitStack() as stack:
-        version, reached = end_a_rank(*start("none"))
-        assert version == 2
-        points = numbered(reached)
+        if points is None:
+            version, reached = end_a_rank(*start("none"))
+            assert version == 2
+            points = numbered(reached)
+            assert RANK_ENDS.keys() <= {*points}
         found = run_trials(end_a_rank, [start(point) for point in points])
-    ends = {point: version for point, (version, _) in zip(points, found, strict=True)}
-    assert ends["before Ask 0"] == ends["before Drained 0"] == 1
-    assert ends["received Write 0"] is ends["before Done 0"] is None
-    assert ends["received Commit 0"] == 2
+    check_ends(points, found, RANK_ENDS)

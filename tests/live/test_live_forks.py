@@ -4,7 +4,7 @@ import os
 import threading
 
 import flyweight as fw
-from child_processes import Child
+from child_processes import LIMIT, Child
 from flyweight.errors import (
     TransportError,
 )
@@ -31,14 +31,14 @@ def test_what_a_child_inherits_by_fork_is_not_its_own(address, threads):
         fw.Replica(engine, address) as replica,
     ):
         publisher.publish(1)
-        replica.update(timeout_seconds=10)
+        replica.update(timeout_seconds=LIMIT)
         with Child(use_inherited, publisher, replica) as child:
-            told = child.result(10)
+            told = child.result(LIMIT)
         assert len(told) == 2
         assert all(f"belongs to process {os.getpid()}" in each for each in told)
         assign(model, 2)
         publisher.publish(2)
-        assert replica.update(timeout_seconds=10).version == 2
+        assert replica.update(timeout_seconds=LIMIT).version == 2
 
 
 def use(publisher, replica, pipe):
@@ -62,14 +62,14 @@ def test_a_child_that_was_forked_while_replicas_are_heard_can_look_at_them(
         """Run while an update holds the lock of its connection."""
         with made[0].changed:
             is_held.set()
-            assert is_forked.wait(10)
+            assert is_forked.wait(LIMIT)
         return False
 
     with fw.Publisher(weights(1), address) as publisher, fw.Replica(weights(2), address) as replica:
-        update = threads.submit(replica.update, timeout_seconds=10, is_over=hold)
-        assert is_held.wait(10)
+        update = threads.submit(replica.update, timeout_seconds=LIMIT, is_over=hold)
+        assert is_held.wait(LIMIT)
         with Child(use, publisher, replica) as child:
             is_forked.set()
-            assert child.result(5) == [replica.name]
+            assert child.result(LIMIT) == [replica.name]
         assert publisher.publish(1, num_replicas=1).failed == ()
-        assert update.result(10).version == 1
+        assert update.result(LIMIT).version == 1

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flyweight as fw
+from child_processes import LIMIT
 from flyweight.errors import (
     DTypeMismatch,
     PlanError,
@@ -44,10 +45,10 @@ def test_replicas_of_different_layouts_take_one_publish(address, threads, option
     wanted.append(whole)
     with fw.Publisher({"w": whole}, address, **options) as publisher:
         replicas = [fw.Replica(engine, address) for engine in engines]
-        futures = [threads.submit(r.update, timeout_seconds=10) for r in replicas]
+        futures = [threads.submit(r.update, timeout_seconds=LIMIT) for r in replicas]
         report = publisher.publish(1, num_replicas=5)
         for future in futures:
-            future.result(10)
+            future.result(LIMIT)
         assert len(report.replicas) == 5
         assert report.failed == ()
         for engine, want in zip(engines, wanted, strict=True):
@@ -60,7 +61,7 @@ def test_replicas_of_different_layouts_take_one_publish(address, threads, option
 
 def test_a_publisher_alone_that_has_a_part_of_a_tensor_is_refused_with_the_recipe(address):
     source = {"a": fw.Sharded(np.zeros((8, 2)), (8, 6), (0, 0)), "b": np.zeros(3)}
-    with pytest.raises(PlanError, match=r"1 tensors are only in part .* 'a'; .*process_group="):
+    with pytest.raises(PlanError, match="'a'; .*process_group="):
         fw.Publisher(source, address)
 
 
@@ -74,10 +75,10 @@ def test_a_layout_says_what_a_rank_wants(address, threads):
         replicas = [
             fw.Replica(half, address, layout=layout, rank=rank) for rank, half in enumerate(halves)
         ]
-        futures = [threads.submit(r.update, timeout_seconds=10) for r in replicas]
+        futures = [threads.submit(r.update, timeout_seconds=LIMIT) for r in replicas]
         publisher.publish(1, num_replicas=2)
         for future, replica in zip(futures, replicas, strict=True):
-            future.result(10)
+            future.result(LIMIT)
             replica.close()
     assert np.concatenate([half["w"] for half in halves]).tobytes() == whole.tobytes()
 
@@ -117,11 +118,11 @@ def test_what_does_not_fit_is_refused_before_anything_moves(address):
             (
                 {**have, "x": np.zeros(1)},
                 PlanError,
-                "wants 1 tensors that the publisher lacks: 'x'",
+                "lacks: 'x'",
             ),
-            ({**have, "b": np.zeros(3)}, DTypeMismatch, "'b' is f32 at the publisher and f64 at"),
+            ({**have, "b": np.zeros(3)}, DTypeMismatch, "'b' is f32.* f64"),
             ({**have, "w": np.zeros((3, 2), np.float32)}, ShapeMismatch, r"\(2, 3\).*\(3, 2\)"),
-            ({"w": have["w"]}, PlanError, "has 1 tensors that the replica lacks: 'b'"),
+            ({"w": have["w"]}, PlanError, "lacks: 'b'"),
         ]
         for target, kind, text in cases:
             with pytest.raises(kind, match=text):
@@ -152,6 +153,6 @@ def test_one_memory_for_two_parts_of_what_is_whole_is_refused(address, tmp_path,
         lambda: fw.load(tmp_path / "run", into=target),
         lambda: fw.Replica(target, address),
     ):
-        with pytest.raises(SpecError, match="'a' and 'b' share some of their memory"):
+        with pytest.raises(SpecError, match="'a' and 'b' share"):
             take()
     assert not memory.any()

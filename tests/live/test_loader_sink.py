@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import LIMIT
 from flyweight.errors import (
     PeerFailed,
     TransportError,
@@ -64,10 +65,10 @@ def test_a_loader_that_fails_or_leaves_tensors_fails_the_replica_by_name(address
     with fw.Publisher(weights(1), address) as publisher:
         for version, (load, told, text) in enumerate(cases):
             with fw.Replica(load, address, framework="numpy") as replica:
-                future = threads.submit(replica.update, timeout_seconds=10)
+                future = threads.submit(replica.update, timeout_seconds=LIMIT)
                 report = publisher.publish(version, num_replicas=1)
                 with pytest.raises((ValueError, OSError, TransportError), match=text):
-                    future.result(10)
+                    future.result(LIMIT)
                 assert isinstance(report.replicas[0].error, told)
                 assert text in str(report.replicas[0].error)
                 assert replica.state == "failed"
@@ -86,9 +87,9 @@ def test_an_iterator_that_a_loader_keeps_is_over(address, threads):
         fw.Publisher(weights(1), address, bucket_bytes=4096) as publisher,
         fw.Replica(load, address, framework="numpy") as replica,
     ):
-        future = threads.submit(replica.update, timeout_seconds=10)
+        future = threads.submit(replica.update, timeout_seconds=LIMIT)
         publisher.publish(1, num_replicas=1)
         with pytest.raises(ValueError, match="no"):
-            future.result(10)
+            future.result(LIMIT)
         assert list(kept[0]) == []
         updated(threads, publisher, replica, 2)

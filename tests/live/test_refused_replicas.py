@@ -11,10 +11,10 @@ from flyweight.errors import DTypeMismatch, PlanError, SpecError, TransferTimeou
 
 MODEL = {"w": np.zeros(4, np.float32), "b": np.ones(2, np.float32)}
 REFUSED = {
-    "a dtype": ({"w": np.zeros(4, np.float16), "b": np.ones(2, np.float32)}, "is f32 at the"),
-    "a shape": ({"w": np.zeros(5, np.float32), "b": np.ones(2, np.float32)}, "is (4,) at the"),
-    "a missing name": ({**MODEL, "c": np.zeros(1)}, "the publisher lacks: 'c'"),
-    "an extra name": ({"w": np.zeros(4, np.float32)}, "the replica lacks: 'b'"),
+    "a dtype": ({"w": np.zeros(4, np.float16), "b": np.ones(2, np.float32)}, "f32"),
+    "a shape": ({"w": np.zeros(5, np.float32), "b": np.ones(2, np.float32)}, "(4,)"),
+    "a missing name": ({**MODEL, "c": np.zeros(1)}, "'c'"),
+    "an extra name": ({"w": np.zeros(4, np.float32)}, "'b'"),
 }
 
 
@@ -28,7 +28,7 @@ def test_a_refused_replica_is_in_the_next_report_with_the_reason(address, kind):
         (failed,) = report.failed
         assert (failed.name, failed.nbytes, failed.is_touched) == ("engine 7", 0, False)
         assert reason in str(failed.error)
-        assert "1 failed in" in str(report)
+        assert "1 failed" in str(report)
         assert reason in str(report)
         assert publisher.publish(2).replicas == ()
 
@@ -37,7 +37,7 @@ def test_a_publish_that_waits_in_vain_names_the_refused(address):
     with fw.Publisher(MODEL, address) as publisher:
         with pytest.raises(DTypeMismatch):
             fw.Replica(REFUSED["a dtype"][0], address, name="engine 7")
-        with pytest.raises(TransferTimeout, match="1 were refused: .engine 7: 'w' is f32"):
+        with pytest.raises(TransferTimeout, match="engine 7.*'w'.*f32"):
             publisher.publish(1, num_replicas=1, timeout_seconds=0.2)
 
 
@@ -58,6 +58,6 @@ def test_a_model_that_cannot_be_written_is_refused_at_once(address, has_publishe
     engine["b"].setflags(write=False)
     with (
         fw.Publisher(MODEL, address) if has_publisher else nullcontext(),
-        pytest.raises(SpecError, match="1 tensors are read-only memory: 'b'"),
+        pytest.raises(SpecError, match="read-only.*'b'"),
     ):
         fw.Replica(engine, address)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import LIMIT
 from flyweight.errors import (
     PlanError,
     TransferTimeout,
@@ -28,7 +29,7 @@ def test_a_model_whose_tensors_were_replaced_is_published_as_it_is_now(address, 
         updated(threads, publisher, replica, 3)
         assert holds(engine, 3)
         model["more"] = np.zeros(3)
-        with pytest.raises(PlanError, match="when its publisher was made: 'more'; make"):
+        with pytest.raises(PlanError, match="'more'"):
             publisher.publish(4)
 
 
@@ -49,7 +50,7 @@ def test_an_array_that_was_reshaped_in_place_is_another(address):
     model = {"w": np.arange(6.0)}
     with fw.Publisher(model, address) as publisher:
         model["w"].shape = (2, 3)
-        with pytest.raises(PlanError, match="other tensors than when"):
+        with pytest.raises(PlanError, match="other tensors"):
             publisher.publish(1)
 
 
@@ -60,11 +61,11 @@ def test_a_replica_whose_tensors_were_replaced_holds_nothing(address):
         fw.Replica(engine, address) as replica,
     ):
         publisher.publish(1)
-        replica.update(1, timeout_seconds=10)
+        replica.update(1, timeout_seconds=LIMIT)
         engine.update(weights(60))
-        with pytest.raises(fw.FlyweightError, match="holds no whole version"):
+        with pytest.raises(fw.FlyweightError, match="no whole version"):
             replica.check_servable()
-        assert replica.update(1, timeout_seconds=10).version == 1
+        assert replica.update(1, timeout_seconds=LIMIT).version == 1
         assert holds(engine, 1)
 
 
@@ -87,7 +88,7 @@ def test_tensors_replaced_while_an_update_waits_are_asked_for_anew(address, thre
         fw.Publisher(model, address, hold=hold) as publisher,
         fw.Replica(engine, address) as replica,
     ):
-        future = threads.submit(replica.update, timeout_seconds=20)
+        future = threads.submit(replica.update, timeout_seconds=LIMIT)
         asking(publisher)
         was = engine.weight.detach()
         before = was.clone()
@@ -97,7 +98,7 @@ def test_tensors_replaced_while_an_update_waits_are_asked_for_anew(address, thre
         if not hold:
             asking(publisher)
             assert publisher.publish(2, num_replicas=1).failed == ()
-        assert future.result(20).version == (1 if hold else 2)
+        assert future.result(LIMIT).version == (1 if hold else 2)
         assert torch.equal(engine.weight, model.weight)
         replica.check_servable()
 
@@ -112,13 +113,13 @@ def test_tensors_replaced_under_who_stands_still_are_not_written_and_the_next_up
         fw.Replica(engine, address) as replica,
     ):
         publisher.publish(1)
-        replica.update(1, timeout_seconds=10)
+        replica.update(1, timeout_seconds=LIMIT)
         publisher.publish(2)
-        with pytest.raises(VersionError, match="were replaced, or have moved, before version 2"):
-            replica.update(before=lambda version: replaced(engine, "data"), timeout_seconds=10)
+        with pytest.raises(VersionError, match="replaced.* before version 2"):
+            replica.update(before=lambda version: replaced(engine, "data"), timeout_seconds=LIMIT)
         assert (engine.weight == -7).all()
         assert (replica.state, replica.version) == ("empty", None)
-        assert replica.update(before=lambda version: None, timeout_seconds=10).version == 2
+        assert replica.update(before=lambda version: None, timeout_seconds=LIMIT).version == 2
         assert torch.equal(engine.weight, model.weight)
 
 
@@ -133,10 +134,10 @@ def test_tensors_replaced_while_a_round_runs_fail_it(address, monkeypatch):
         with monkeypatch.context() as patch:
             delayed(patch, ReplicaRound, "commit", 0.1)
             delayed(patch, ReplicaRound, "commit", 0, lambda *args: replaced(engine, "data"))
-            with pytest.raises(VersionError, match="were replaced, or have moved, while version 1"):
-                replica.update(timeout_seconds=10)
+            with pytest.raises(VersionError, match="replaced.* while version 1"):
+                replica.update(timeout_seconds=LIMIT)
         assert (replica.state, replica.version) == ("failed", None)
-        assert replica.update(timeout_seconds=10).version == 1
+        assert replica.update(timeout_seconds=LIMIT).version == 1
         assert torch.equal(engine.weight, model.weight)
 
 
@@ -148,14 +149,14 @@ def test_a_version_is_not_claimed_for_tensors_that_were_replaced(address):
         fw.Replica(engine, address) as replica,
     ):
         publisher.publish(1)
-        replica.update(timeout_seconds=10)
+        replica.update(timeout_seconds=LIMIT)
         replaced(engine, "data")
         assert (replica.state, replica.version) == ("empty", None)
-        with pytest.raises(VersionError, match="is empty .*: tensors of the model were replaced"):
+        with pytest.raises(VersionError, match="replaced"):
             replica.check_servable()
         for update in range(2):  # in a second one nothing has to be agreed anew
             with pytest.raises(TransferTimeout) if update else nullcontext():
-                replica.update(timeout_seconds=0.5)
+                replica.update(timeout_seconds=0.3 if update else LIMIT)
             assert (replica.state, replica.version) == ("ready", 1)
 
 
@@ -173,7 +174,7 @@ def test_a_version_is_held_whatever_a_request_does_to_buffers_that_are_not_saved
         fw.Replica(engine, address) as replica,
     ):
         publisher.publish(1)
-        replica.update(timeout_seconds=10)
+        replica.update(timeout_seconds=LIMIT)
         for length in (2, 3):
             engine(torch.ones(length, 4))
             replica.check_servable()
@@ -191,10 +192,10 @@ def test_tensors_replaced_in_a_short_round_are_not_claimed_either(address, monke
         with monkeypatch.context() as patch:
             delayed(patch, ReplicaRound, "commit", 0, lambda *args: replaced(engine, "data"))
             with suppress(VersionError):  # if the round was not so short
-                replica.update(timeout_seconds=10)
+                replica.update(timeout_seconds=LIMIT)
         assert replica.version is None
-        with pytest.raises(VersionError, match="were replaced, or have moved"):
+        with pytest.raises(VersionError, match="replaced"):
             replica.check_servable()
-        assert replica.update(timeout_seconds=10).version == 1
+        assert replica.update(timeout_seconds=LIMIT).version == 1
         assert torch.equal(engine.weight, model.weight)
         replica.check_servable()

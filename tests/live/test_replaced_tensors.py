@@ -9,7 +9,7 @@ from collections import OrderedDict
 import pytest
 
 import flyweight as fw
-from child_processes import until
+from child_processes import LIMIT, until
 from flyweight.errors import TransferTimeout, VersionError
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.weights import StoredWeights
@@ -94,9 +94,9 @@ def test_a_publish_gives_the_tensors_that_the_model_has_by_now(
             if version == 2:
                 replace(trained, make(9))
                 fill(trained, 2)
-            update = threads.submit(got.update, version, timeout_seconds=20)
-            publisher.publish(version, num_replicas=1, timeout_seconds=20)
-            update.result(30)
+            update = threads.submit(got.update, version, timeout_seconds=LIMIT)
+            publisher.publish(version, num_replicas=1, timeout_seconds=LIMIT)
+            update.result(LIMIT)
             assert holds(target, min(version, 2))
 
 
@@ -115,13 +115,13 @@ def is_publishing(publisher):
 def test_tensors_replaced_while_a_publish_waits_for_replicas_are_published(make, address, threads):
     trained, target = make(1), make(0)
     with fw.Publisher(trained, address) as publisher:
-        publish = threads.submit(publisher.publish, 1, num_replicas=1, timeout_seconds=20)
+        publish = threads.submit(publisher.publish, 1, num_replicas=1, timeout_seconds=LIMIT)
         until(lambda: is_publishing(publisher))
         other_dict_of_parameters(trained, make(9))
         fill(trained, 2)
         with fw.Replica(target, address) as replica:
-            replica.update(1, timeout_seconds=20)
-        publish.result(30)
+            replica.update(1, timeout_seconds=LIMIT)
+        publish.result(LIMIT)
     assert holds(target, 2)
 
 
@@ -137,14 +137,14 @@ def test_an_engine_is_updated_in_the_tensors_that_it_has_by_now(make, replace, a
         engine = fw.ModelEngine(target)
         machine = Operations(engine, replica)
         publisher.publish(1)
-        machine.update(timeout_seconds=20)
+        machine.update(timeout_seconds=LIMIT)
         replace(target, make(9))
         with pytest.raises(VersionError):
             replica.check_servable()
         fill(trained, 2)
         publisher.publish(2)
-        machine.update(timeout_seconds=20)
-        with engine.request(20) as version:
+        machine.update(timeout_seconds=LIMIT)
+        with engine.request(LIMIT) as version:
             assert version == 2
             assert holds(target, 2)
         replica.check_servable()
@@ -157,11 +157,11 @@ def test_stored_weights_hold_no_version_once_tensors_were_replaced(make, replace
     target = make(0)
     weights = StoredWeights(target, tmp_path)
     machine = Operations(fw.ModelEngine(target), weights)
-    machine.update(timeout_seconds=20)
+    machine.update(timeout_seconds=LIMIT)
     assert weights.version == 1
     replace(target, make(9))
     assert weights.version is None
-    machine.update(timeout_seconds=20)
+    machine.update(timeout_seconds=LIMIT)
     assert weights.version == 1
     assert holds(target, 1)
 
@@ -176,13 +176,13 @@ def test_modules_of_a_list_or_a_dict_are_watched_too(make, kind, address):
         fw.Replica(kind(*target), address) as replica,
     ):
         publisher.publish(1)
-        replica.update(timeout_seconds=20)
+        replica.update(timeout_seconds=LIMIT)
         for models in (parts, target):
             other_dict_of_parameters(models[1], make(9))
         for each in parts:
             fill(each, 2)
         publisher.publish(2)
-        replica.update(timeout_seconds=20)
+        replica.update(timeout_seconds=LIMIT)
         assert all(holds(each, 2) for each in target)
 
 
@@ -198,7 +198,7 @@ def test_a_buffer_that_is_saved_from_now_on_is_seen(make, address):
     with fw.Publisher(model, address) as publisher:
         publisher.publish(1)
         setattr(model[1], name, set())
-        with pytest.raises(fw.FlyweightError, match="publisher was made: '1.cache'; make"):
+        with pytest.raises(fw.FlyweightError, match="'1.cache'"):
             publisher.publish(2)
 
 
@@ -211,12 +211,12 @@ def test_a_dict_that_holds_the_same_tensors_changes_nothing(make, address):
         fw.Replica(target, address) as replica,
     ):
         publisher.publish(1)
-        replica.update(timeout_seconds=20)
+        replica.update(timeout_seconds=LIMIT)
         for model in (trained, target):
             model[0]._parameters = OrderedDict(model[0]._parameters)
         fill(trained, 2)
         publisher.publish(2)
-        replica.update(timeout_seconds=20)
+        replica.update(timeout_seconds=LIMIT)
         assert holds(target, 2)
 
 
@@ -240,12 +240,12 @@ def test_scripted_modules_are_published_filled_and_watched(wrap, address):
         fw.Replica(wrap(target), address) as replica,
     ):
         publisher.publish(1)
-        replica.update(timeout_seconds=20)
+        replica.update(timeout_seconds=LIMIT)
         assert replica.version == 1
         for model in (trained, target):
             model.layer.weight = torch.nn.Parameter(torch.full((3, 4), 9.0))
         assert replica.version is None
         fill(trained, 2)
         publisher.publish(2)
-        replica.update(timeout_seconds=20)
+        replica.update(timeout_seconds=LIMIT)
         assert holds(target, 2)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import Child, resources
+from child_processes import LIMIT, Child, resources, until
 from conftest import in_own_mounts
 from flyweight.errors import (
     TransferTimeout,
     TransportError,
 )
+from live_rounds import SECONDS
 from versioned_models import holds, weights
 
 
@@ -44,17 +45,24 @@ def crowded_trainer(address, left, more, pipe):
         pipe.recv()
 
 
+def timed_out(replica):
+    """Return why no version came within a short time."""
+    with pytest.raises(TransferTimeout) as raised:
+        replica.update(timeout_seconds=SECONDS)
+    return str(raised.value)
+
+
 @pytest.mark.parametrize("left", [1, 2, 3, 20])
 def test_a_trainer_without_files_turns_engines_away_and_lives(address, left):
     engine = weights(50)
     with Child(crowded_trainer, address, left, 0) as child:
         assert child.told() == ("full", None)
         with fw.Replica(engine, address) as replica:
-            with pytest.raises(TransferTimeout, match="raise its limit, ulimit -n"):
-                replica.update(timeout_seconds=0.5)
+            # An error tells of the last attempt, which may have been too short for an answer.
+            until(lambda: "ulimit -n" in timed_out(replica))
             child.send("go on")
             assert child.told() == ("free", None)
-            assert replica.update(timeout_seconds=10).version == 1
+            assert replica.update(timeout_seconds=LIMIT).version == 1
             assert holds(engine, 1)
         child.send("go on")
         child.result()
@@ -66,7 +74,7 @@ def test_a_trainer_that_may_have_more_files_takes_them(address, left):
     with Child(crowded_trainer, address, left, 500) as child:
         assert child.told() == ("full", None)
         with fw.Replica(engine, address) as replica:
-            assert replica.update(timeout_seconds=10).version == 1
+            assert replica.update(timeout_seconds=LIMIT).version == 1
         assert holds(engine, 1)
 
 
@@ -80,7 +88,7 @@ def crowded_engine(address, left, more, pipe):
     for each in files:
         os.close(each)
     with fw.Replica(engine, address) as replica:
-        replica.update(timeout_seconds=10)
+        replica.update(timeout_seconds=LIMIT)
     return told, holds(engine, 1)
 
 
@@ -90,7 +98,6 @@ def test_an_engine_without_files_is_told_so_and_lives(address, left):
         publisher.publish(1)
         with Child(crowded_engine, address, left, 0) as child:
             told, is_whole = child.result()
-        assert "files are left to this process" in told
         assert "ulimit -n" in told
         assert is_whole
         with Child(crowded_engine, address, left, 500) as child:
@@ -126,18 +133,19 @@ def many_shared(address, more, pipe):
 def test_more_shared_tensors_than_files_are_refused_with_the_remedy(address, threads, more):
     engine = {f"w{number}": np.zeros(4096, np.uint8) for number in range(200)}
     with Child(many_shared, address, more) as child, fw.Replica(engine, address) as replica:
-        future = threads.submit(replica.update, timeout_seconds=20)
+        future = threads.submit(replica.update, timeout_seconds=LIMIT)
         told = child.result()
         if more:
             assert told == ""
-            assert future.result(10).strategy == "mapped"
+            assert future.result(LIMIT).strategy == "mapped"
             assert all((engine[f"w{number}"] == number).all() for number in range(200))
         else:
-            assert "200 segments of shared memory need a file each" in told
-            assert "ulimit -n, or publish with transport='host'" in told
+            assert "200 segments" in told
+            assert "ulimit -n" in told
+            assert "transport='host'" in told
             replica.close()
             with pytest.raises(fw.FlyweightError):
-                future.result(10)
+                future.result(LIMIT)
 
 
 def test_memory_that_runs_out_is_an_error_of_the_publish_by_name(address, monkeypatch):
@@ -148,12 +156,12 @@ def test_memory_that_runs_out_is_an_error_of_the_publish_by_name(address, monkey
         fw.Replica(engine, address) as replica,
         ThreadPoolExecutor(1) as pool,
     ):
-        future = pool.submit(replica.update, timeout_seconds=3)
-        with pytest.raises(TransportError, match="bytes of shared memory: 1000 bytes of memory"):
+        future = pool.submit(replica.update, timeout_seconds=LIMIT)
+        with pytest.raises(TransportError, match="1000 bytes"):
             publisher.publish(1, num_replicas=1)
         monkeypatch.undo()
         assert publisher.publish(1, num_replicas=1).failed == ()
-        future.result(10)
+        future.result(LIMIT)
         assert holds(engine, 1)
 
 
@@ -173,8 +181,8 @@ model, engine = {"w": np.arange(1 << 20)}, {"w": np.zeros(1 << 20, np.int64)}
 with fw.Publisher(model, sys.argv[1]) as publisher, fw.Replica(engine, sys.argv[1]) as replica:
     waiting = threading.Thread(target=replica.update)
     waiting.start()
-    assert publisher.publish(1, num_replicas=1, timeout_seconds=20).failed == ()
-    waiting.join(20)
+    assert publisher.publish(1, num_replicas=1, timeout_seconds=60).failed == ()
+    waiting.join(60)
     assert replica.version == 1
 assert (model["w"] == engine["w"]).all()
 print("arrived")

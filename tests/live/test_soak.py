@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import flyweight as fw
-from child_processes import Child, resources, settled, shared_files, until
+from campaign import SEED
+from child_processes import LIMIT, Child, resources, settled, shared_files, until
 from versioned_models import assign, holds, weights
-
-pytestmark = pytest.mark.check
 
 NUM_ROUNDS = 1000
 
@@ -23,7 +22,7 @@ def engine(address, number, pipe):
         last = -1
         while last < NUM_ROUNDS:
             try:
-                report = replica.update(timeout_seconds=20)
+                report = replica.update(timeout_seconds=LIMIT)
             except fw.FlyweightError:
                 if replica.version is not None and not holds(model, replica.version):
                     return f"holds something else than version {replica.version}"
@@ -37,6 +36,7 @@ def engine(address, number, pipe):
 def trainer(address, options, first, pipe):
     """Publish from a version on; tell of each, so that whoever kills us knows how far we came."""
     model = weights(1)
+    # An engine may be stopped in a round: it goes on when that is over.
     with fw.Publisher(model, address, timeout_seconds=5, **options) as publisher:
         for version in range(first, NUM_ROUNDS + 1):
             assign(model, version)
@@ -47,15 +47,15 @@ def trainer(address, options, first, pipe):
             if version < first + 3:
                 time.sleep(0.02)
         pipe.recv()  # the last version stays until everybody has it, and has gone
-        until(lambda: not publisher.replicas, 30)
-        until(lambda: len(resources()["files"]) <= len(before["files"]), 5)
+        until(lambda: not publisher.replicas)
+        until(lambda: len(resources()["files"]) <= len(before["files"]))
         return before, resources()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
 def test_a_thousand_rounds_with_faults_leave_everybody_whole_and_nothing_behind(tmp_path):
-    chance = random.Random(7)
+    chance = random.Random(SEED)
     address = f"unix:{tmp_path}/policy"
     before = resources()
     shm = shared_files()
@@ -66,7 +66,7 @@ def test_a_thousand_rounds_with_faults_leave_everybody_whole_and_nothing_behind(
     version, stopped = 0, None
     try:
         while version < NUM_ROUNDS:
-            kind, value = running.told(30)
+            kind, value = running.told()
             if kind != "published":
                 assert kind == "result", value
                 break
@@ -90,10 +90,10 @@ def test_a_thousand_rounds_with_faults_leave_everybody_whole_and_nothing_behind(
                 running.kill()
                 running.__exit__()
                 running = Child(trainer, address, options, version + 1)
-        results = {number: each.result(60) for number, each in engines.items()}
+        results = {number: each.result(LIMIT) for number, each in engines.items()}
         assert results == dict.fromkeys(range(3), "whole")
         running.send("all have it")
-        early, late = running.result(60)
+        early, late = running.result(LIMIT)
         assert len(late["threads"]) <= len(early["threads"])
         assert len(late["files"]) <= len(early["files"])
         assert late["mapped"] <= early["mapped"]
@@ -105,6 +105,16 @@ def test_a_thousand_rounds_with_faults_leave_everybody_whole_and_nothing_behind(
     assert settled(before) == before
 
 
+def quiet_resources():
+    """Return what this process uses, once that does not change any more."""
+    before, found = None, resources()
+    while before != found:
+        time.sleep(0.2)
+        before, found = found, resources()
+    return found
+
+
+@pytest.mark.check
 def test_two_hundred_rounds_in_one_process_grow_nothing(tmp_path):
     model, target = weights(1), weights(2)
     address = f"unix:{tmp_path}/policy"
@@ -113,11 +123,10 @@ def test_two_hundred_rounds_in_one_process_grow_nothing(tmp_path):
         fw.Replica(target, address) as replica,
         ThreadPoolExecutor(1) as pool,
     ):
-        seen = []
         for version in range(200):
-            future = pool.submit(replica.update, timeout_seconds=10)
+            future = pool.submit(replica.update, timeout_seconds=LIMIT)
             publisher.publish(version, num_replicas=1)
-            future.result(10)
-            if version in (10, 199):
-                seen.append(resources())
-        assert seen[0] == seen[1]
+            future.result(LIMIT)
+            if version == 10:
+                before = quiet_resources()
+        assert settled(before) == before
