@@ -1,15 +1,15 @@
 """Every example in the README and in docs/ runs, in order, in an empty directory."""
 
-import os
+import pickle
 import re
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from child_processes import run_python
+import forked_commands
+from campaign import HANG_SECONDS
 from netns import two_hosts
+from rank_processes import run_ranks
 
 pytestmark = pytest.mark.check
 
@@ -29,36 +29,25 @@ LINK = re.compile(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)")
 def test_the_examples_of_a_page_run(page, tmp_path):
     """Python blocks of a page are one program; the shell blocks stand where they stand in it.
 
-    `torchrun` is tests/torchrun.py; test_save_and_load_by_ranks.py starts the real one.
+    What they start in turn are forks of a process that has imported the frameworks.
     """
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    torchrun = commands / "torchrun"
-    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/torchrun.py "$@"\n')
-    torchrun.chmod(0o700)
-    place = tmp_path / "empty"
+    place, program = tmp_path / "empty", tmp_path / "program.py"
     place.mkdir()
-    program = ["import os, subprocess"]
+    blocks = ["import os, subprocess"]
     for language, text in BLOCK.findall(page.read_text()):
         if language == "python":
-            program.append(text)
+            blocks.append(text)
         else:
-            program.append(f"subprocess.run(['bash', '-e', '-c', {text!r}], check=True)")
-    path = [str(commands), os.path.dirname(sys.executable), os.environ["PATH"]]
-    env = {**os.environ, "PATH": os.pathsep.join(path)}
-    with network_for(program) as prefix:
-        done = run_python("\n".join(program), prefix=prefix, cwd=place, env=env, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@contextmanager
-def network_for(program):
-    """Yield the words that start a program in a network of its own, if it listens at a port."""
-    if any("tcp://127.0.0.1:" in each for each in program):
+            blocks.append(f"subprocess.run(['bash', '-e', '-c', {text!r}], check=True)")
+    program.write_text("\n".join(blocks))
+    found = [each for each in ("paddle", "torch") if f"import {each}" in program.read_text()]
+    words = (0, forked_commands.__file__, "run_document", program, place)
+    options = {"framework": [*found, "numpy"][0], "timeout": HANG_SECONDS}
+    if "tcp://127.0.0.1:" in program.read_text():  # it listens at a port: in a network of its own
         with two_hosts() as hosts:
-            yield hosts.a.prefix
+            run_ranks(*words, pickle.dumps(hosts.a).hex(), **options)
     else:
-        yield ()
+        run_ranks(*words, "", **options)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
