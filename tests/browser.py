@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from child_processes import LIMIT
+
 
 @contextmanager
 def chromium(width=1100, height=1000):
@@ -22,7 +24,7 @@ def chromium(width=1100, height=1000):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     chrome = webdriver.Chrome(options, webdriver.ChromeService(driver))
     try:
-        chrome.set_page_load_timeout(20)
+        chrome.set_page_load_timeout(LIMIT)
         yield chrome
     finally:
         chrome.quit()

@@ -6,7 +6,7 @@ import sys
 
 from click.testing import CliRunner
 
-from child_processes import Command
+from child_processes import LIMIT, Command
 from flyweight.cli import main
 
 COMMAND = [sys.executable, "-m", "flyweight.cli"]
@@ -20,7 +20,7 @@ def start(*words, **options):
 def run(*words):
     """Run a command in its own process; return the completed process."""
     return subprocess.run(
-        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=LIMIT, check=False
     )
 
 

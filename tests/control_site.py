@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import flyweight as fw
-from child_processes import Child, until
+from child_processes import LIMIT, Child, until
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.worker import Worker
 from flyweight.server.fleet import Fleet
@@ -49,9 +49,9 @@ def engine(address, cell, options, pipe):
     running = []
 
     def answer(began):
-        with machine.request(timeout_seconds=20):
+        with machine.request(LIMIT):
             began.set()
-            assert machine.finish.wait(30)
+            assert machine.finish.wait(LIMIT)
 
     with (
         fw.Replica(model, address, name="engine") as replica,
@@ -64,11 +64,11 @@ def engine(address, cell, options, pipe):
                 began = threading.Event()
                 running.append(threading.Thread(target=answer, args=(began,)))
                 running[-1].start()
-                assert began.wait(20)
+                assert began.wait(LIMIT)
             elif word == "finish":
                 machine.finish.set()
                 while running:
-                    running.pop().join(20)
+                    running.pop().join(LIMIT)
             pipe.send(("did", word))
 
 
@@ -91,7 +91,7 @@ def trainer(address, store, nbytes, pipe):
         pipe.send(("ready", None))
         while (version := pipe.recv()) is not None:
             assign(model, version)
-            publisher.publish(version, timeout_seconds=20)
+            publisher.publish(version, timeout_seconds=LIMIT)
             pipe.send(("did", version))
 
 
@@ -118,12 +118,12 @@ class Site:
         self.address, self.token = address, token
         self.netloc = address.removeprefix("http://")
 
-    def ask(self, method, path, body=None, *, headers=None, token=None, timeout=20):
+    def ask(self, method, path, body=None, *, headers=None, token=None, timeout=LIMIT):
         """Return code and decoded body of an answer."""
         code, text, _ = self.raw(method, path, body, headers=headers, token=token, timeout=timeout)
         return code, json.loads(text) if text else None
 
-    def raw(self, method, path, body=None, *, headers=None, token=None, timeout=20):
+    def raw(self, method, path, body=None, *, headers=None, token=None, timeout=LIMIT):
         connection = http.client.HTTPConnection(self.netloc, timeout=timeout)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         sent = {"Authorization": f"Bearer {self.token if token is None else token}"}
@@ -156,7 +156,7 @@ class Site:
     @contextmanager
     def events(self):
         """Yield a function that returns the next status of the stream."""
-        connection = http.client.HTTPConnection(self.netloc, timeout=20)
+        connection = http.client.HTTPConnection(self.netloc, timeout=LIMIT)
         try:
             connection.request("GET", "/events", headers={"Authorization": f"Bearer {self.token}"})
             response = connection.getresponse()
@@ -181,7 +181,7 @@ def frozen(site):
         yield
     finally:
         site.engine.kill(signal.SIGCONT)
-        until(lambda: site.ask("POST", "/v1/resume")[0] == 200, 20)
+        until(lambda: site.ask("POST", "/v1/resume")[0] == 200)
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def serving(controls, store=None, port=0):
         finally:
             is_over.set()
             try:
-                ended.result(20)
+                ended.result(LIMIT)
             finally:
                 fleet.close()
 
@@ -242,7 +242,7 @@ class Stranger:
 
     def __exit__(self, *raised):
         self._listener.shutdown(socket.SHUT_RDWR)  # the thread would keep the port otherwise
-        self._thread.join(20)
+        self._thread.join(LIMIT)
         self._listener.close()
 
 

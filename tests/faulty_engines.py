@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 import flyweight as fw
+from child_processes import LIMIT
 from flyweight.errors import LifecycleError
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.operations import Operations
@@ -64,11 +65,11 @@ class Room:
 
     def update(self, version, **options):
         self.publish(version)
-        return self.operations.update(version, timeout_seconds=20, **options)
+        return self.operations.update(version, timeout_seconds=LIMIT, **options)
 
     def serves(self, version):
         """True if a request is answered, with all of a version."""
-        with self.engine.request(5) as answered:
+        with self.engine.request(LIMIT) as answered:
             return answered == version and holds(self.model, version)
 
     def is_shut(self):
@@ -91,13 +92,13 @@ class Room:
         began, may_end = threading.Event(), threading.Event()
 
         def answer():
-            with self.engine.request(5) as version:
+            with self.engine.request(LIMIT) as version:
                 began.set()
-                assert may_end.wait(30)
+                assert may_end.wait(LIMIT)
                 return version, holds(self.model, version)
 
         future = threads.submit(answer)
-        assert began.wait(10)
+        assert began.wait(LIMIT)
         try:
             yield future, may_end
         finally:

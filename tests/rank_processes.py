@@ -16,6 +16,7 @@ import atexit
 import importlib.util
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -27,6 +28,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from child_processes import LIMIT
+
 PRELOADED = {
     "torch": (
         "numpy", "pytest", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
@@ -37,7 +40,9 @@ PRELOADED = {
 }  # fmt: skip
 
 
-def run_ranks(num_ranks, file, function, *arguments, framework="torch", timeout=90, check=True):
+def run_ranks(
+    num_ranks, file, function, *arguments, framework="torch", timeout=4 * LIMIT, check=True
+):
     """Run a function of a test file on ranks; return the finished process with its output."""
     words = [str(num_ranks), framework, str(file), function, *map(str, arguments)]
     nursery = _nurseries.get(framework) or Nursery(framework)
@@ -178,11 +183,14 @@ def end_with(run):
 
 
 def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Return ports that hardly anybody takes meanwhile: the kernel gives out none below 32768."""
+    found, port = [], 10_000 + secrets.randbelow(20_000)
+    while len(found) < count:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        port = 10_000 + (port - 10_000 + 1) % 20_000
+    return found
 
 
 def join_torch(rank, num_ranks, ports):

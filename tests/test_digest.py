@@ -7,6 +7,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from campaign import budget
+from child_processes import LIMIT
 from conftest import random_bytes
 from flyweight.digest import (
     ROW_BYTES,
@@ -83,7 +85,7 @@ def test_the_digest_of_known_bytes_never_changes():
 
 
 @given(st.integers(0, 70_000), st.randoms(use_true_random=False), st.sampled_from(KINDS))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=budget(40, 2000))
 def test_pieces_in_any_order_make_the_same_digest(nbytes, rng, kind):
     if kind == "xxh3":
         nbytes *= 10  # whose rows are longer
@@ -111,7 +113,7 @@ def test_threads_make_the_same_digest(kind):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(LIMIT)
     assert running.value() == digest(data, kind)
 
 

@@ -4,6 +4,7 @@ import threading
 import numpy as np
 import pytest
 
+from child_processes import LIMIT
 from flyweight.memory import (
     Buffer,
     Staging,
@@ -133,7 +134,7 @@ def test_staging_never_lends_one_block_to_two():
                     assert block.ctypes.data not in seen
                     seen.append(block.ctypes.data)
                 block[:] = threading.get_ident() % 251
-                gate.wait(timeout=30)
+                gate.wait(LIMIT)
                 assert (block == threading.get_ident() % 251).all()
                 with lock:
                     seen.remove(block.ctypes.data)
@@ -142,7 +143,8 @@ def test_staging_never_lends_one_block_to_two():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads)
     assert not seen
 
 
@@ -194,7 +196,7 @@ def test_threads_that_pause_at_once_leave_it_on():
 
     def pause():
         for _ in range(200):
-            gate.wait(timeout=30)
+            gate.wait(LIMIT)
             with collector_paused():
                 assert not gc.isenabled()
 
@@ -202,5 +204,6 @@ def test_threads_that_pause_at_once_leave_it_on():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads)
     assert gc.isenabled()

@@ -239,7 +239,7 @@ def meshes(rank, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_fsdp2_over_replicas_and_tensor_parallel_is_read_by_boxes(num_ranks):
-    run_ranks(num_ranks, __file__, "meshes", timeout=180)
+    run_ranks(num_ranks, __file__, "meshes")
 
 
 def dtensors(rank, num_ranks):

@@ -5,7 +5,7 @@ import platform
 
 import pytest
 
-from child_processes import path_without, run_python
+from child_processes import LIMIT, path_without, run_python
 from conftest import in_own_mounts
 
 # Both outputs by one process: each would import torch again, to ask it for GPUs.
@@ -99,7 +99,7 @@ def test_a_kernel_that_refuses_to_map_files_is_told_of_and_works(tmp_path):
     """What is in the page cache is read like everything else."""
     number = {"x86_64": 9, "aarch64": 222}[platform.machine()]
     script = FILTER.replace("NUMBER", str(number)) + RUN + MOVE
-    done = run_python(script, tmp_path, timeout=200)
+    done = run_python(script, tmp_path, timeout=3 * LIMIT)
     if "takes no filter" in done.stderr:
         pytest.skip(done.stderr.strip())
     text, data, is_whole = told(done)
@@ -123,7 +123,7 @@ print(json.dumps(sorted(sys.modules)))
 
 def test_without_network_engines_doctor_says_how_to_install_them_and_imports_none(tmp_path):
     bare = path_without(("nixl", "mooncake"), tmp_path)
-    text, data, modules = told(run_python(NETWORK, *bare))
+    text, data, modules = told(run_python(NETWORK, *bare, timeout=3 * LIMIT))
     assert (text[0], text[2], data[0], data[2]) == (0, "", 0, "")
     assert "sockets: there is no RDMA device" in " ".join(text[1].split())
     assert "not nixl" in text[1]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import Child
-from commands import flyweight, run, start
+from child_processes import LIMIT, Child
+from commands import flyweight, start
 from flyweight.errors import FlyweightError, PlanError
 from flyweight.live.curve_keys import CurveKeys, CurveServer
 from flyweight.live.relay import Relay
@@ -40,7 +40,7 @@ def trainer(address, options, pipe):
         pipe.send(("up", publisher.address))
         while (version := pipe.recv()) is not None:
             assign(model, version)
-            report = publisher.publish(version, num_replicas=1, timeout_seconds=20)
+            report = publisher.publish(version, num_replicas=1, timeout_seconds=LIMIT)
             pipe.send(("published", [each.error for each in report.failed]))
 
 
@@ -58,9 +58,9 @@ def engine(address, seconds, pipe):
             pipe.send(("took", told))
 
 
-def event(relay, kind, timeout=20):
+def event(relay, kind):
     """Return the next event of a kind that a relay prints."""
-    while (told := json.loads(relay.line(timeout)))["event"] != kind:
+    while (told := json.loads(relay.line()))["event"] != kind:
         pass
     return told
 
@@ -83,7 +83,7 @@ def test_a_relay_serves_engines_by_shared_memory_and_outlives_its_trainer(addres
             with Child(trainer, address, {}) as source:  # restarted, with lower numbers
                 source.send(1)
                 assert source.told()[0] == "up"
-                assert source.told(30) == ("published", [])
+                assert source.told() == ("published", [])
                 assert first.told() == late.told() == ("took", (1, "mapped", True))
                 source.send(None)
         _, errors = relay.end()
@@ -111,7 +111,7 @@ def test_engines_whose_relay_is_killed_hold_one_whole_version_and_follow_the_nex
         with start("relay", address, "--on", served, "--json") as relay:
             event(relay, "relay.serving")
             source.send(3)
-            assert source.told(30) == ("published", [])
+            assert source.told() == ("published", [])
             told = [follower.told()]
             while told[-1] != ("took", (3, "mapped", True)):
                 assert told[-1] in [("took", (2, "mapped", True)), ("error", "PeerLost")]
@@ -131,12 +131,12 @@ def test_a_relay_starts_anew_for_a_model_of_other_tensors(address, served):
             assert event(relay, "update.done")["version"] == 5
         with fw.Publisher(model, address) as publisher:
             assert event(relay, "relay.serving")["num_tensors"] == 3
-            publisher.publish(2, num_replicas=1, timeout_seconds=20)
+            publisher.publish(2, num_replicas=1, timeout_seconds=LIMIT)
             assert event(relay, "update.done")["version"] == 2
         target = {name: np.zeros_like(model[name]) for name in ("a", "b", "scale", "none")}
         target["step"] = 0
         with fw.Replica(target, served) as replica:
-            report = replica.update(timeout_seconds=10)
+            report = replica.update(timeout_seconds=LIMIT)
             assert (report.version, report.strategy) == (2, "mapped")
         for name in ("a", "b", "scale"):
             assert target[name].tobytes() == model[name].tobytes()
@@ -158,7 +158,7 @@ def test_a_relay_of_another_host_reads_over_the_network_once(served, secret):
             engines = [weights(50 + n, 1 << 22) for n in range(2)]
             for each in engines:
                 with fw.Replica(each, served, token="secret") as replica:
-                    assert replica.update(timeout_seconds=10).strategy == "mapped"
+                    assert replica.update(timeout_seconds=LIMIT).strategy == "mapped"
             assert [holding(each, [6]) for each in engines] == [6, 6]
 
 
@@ -171,13 +171,13 @@ def test_a_relay_follows_a_publisher_that_encrypts(tmp_path, served, secret):
         words = ("relay", publisher.address, "--on", served, "--token-file", secret, "--json")
         with start(*words, "--server-key", public, FLYWEIGHT_HOST="host-b") as relay:
             event(relay, "relay.serving")
-            publisher.publish(3, num_replicas=1, timeout_seconds=20)
+            publisher.publish(3, num_replicas=1, timeout_seconds=LIMIT)
             assert event(relay, "update.done")["version"] == 3
             with fw.Replica(engine, served, token="secret") as replica:
-                assert replica.update(timeout_seconds=10).version == 3
+                assert replica.update(timeout_seconds=LIMIT).version == 3
             assert holds(engine, 3)
         with start(*words, "--server-key", other, FLYWEIGHT_HOST="host-b") as relay:
-            assert relay.join(20) == 7
+            assert relay.join(LIMIT) == 7
             assert str(other) in relay.errors
 
 
@@ -189,9 +189,7 @@ def test_a_relay_needs_a_token_at_tcp_addresses_and_keys_only_there(address, ser
         ((address, "--on", served, "--server-key", secret), "is for tcp addresses"),
         ((far, "--on", far, "--token-file", secret, "--server-key", secret), "--on unix:DIRECTORY"),
     ]:
-        done = run("relay", *words)  # it would run on, so it has a deadline
-        assert done.returncode == 2
-        assert remedy in done.stderr
+        assert remedy in " ".join(flyweight("relay", *words, code=2).split())
 
 
 def test_a_relay_says_what_is_wrong_by_exit_code(address, served, tmp_path):
@@ -212,6 +210,6 @@ def test_a_relay_without_a_publisher_ends_when_it_is_told_to(address, served, th
     relay = Relay(address, served)
     running = threads.submit(relay.run)
     with pytest.raises(FutureTimeout):
-        running.result(0.2)
+        running.result(0.2)  # on a slow machine it may not look yet: not seen, never red
     relay.stop()
-    running.result(5)
+    running.result(LIMIT)

@@ -8,6 +8,7 @@ from threading import Barrier
 
 import pytest
 
+from child_processes import LIMIT
 from flyweight.cli import tokens
 from flyweight.errors import PeerRefused, StoreError
 
@@ -24,11 +25,11 @@ def test_servers_that_start_at_once_agree_on_one_token(tmp_path, threads):
         path, barrier = tmp_path / f"{number}" / "token", Barrier(4)
 
         def start(path=path, barrier=barrier):
-            barrier.wait(timeout=20)
+            barrier.wait(LIMIT)
             return tokens.read_or_create(path)
 
         starts = [threads.submit(start) for _ in range(4)]
-        assert {each.result(timeout=20) for each in starts} == {path.read_text()}
+        assert {each.result(LIMIT) for each in starts} == {path.read_text()}
         assert os.listdir(path.parent) == ["token"]  # no drafts
         assert path.stat().st_mode & 0o777 == 0o600
 

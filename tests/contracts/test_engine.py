@@ -11,6 +11,7 @@ import paddle
 import pytest
 import torch
 
+from child_processes import LIMIT, in_time, until
 from fake_vllm import FakeVllm
 from fakes import FakeEngine
 from flyweight.engines.fastdeploy_engine import FastDeployEngine, FastDeployHooks
@@ -19,7 +20,7 @@ from flyweight.errors import LifecycleError, TransferTimeout
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.ports import Engine
 
-SOON, LATE = 0.05, 20.0
+SOON, LATE = 0.05, 2 * LIMIT
 
 
 @dataclass(frozen=True)
@@ -120,27 +121,36 @@ def test_no_request_is_taken_before_it_is_told_to(driven):
     with pytest.raises(LifecycleError), driven.request(SOON):
         pass
     driven.engine.resume(3)
-    with driven.request(SOON) as version:
+    with driven.request(LATE) as version:
         assert driven.knows(version, 3)
         assert driven.engine.num_running == 1
     assert driven.engine.num_running == 0
 
 
-def test_a_pause_returns_once_nothing_runs_and_then_nothing_starts(driven, running):
-    threading.Timer(SOON, running.set).start()
-    driven.engine.pause(time.monotonic() + LATE)
+def refuses(driven):
+    """True if an engine takes no request."""
+    try:
+        with driven.request(SOON):
+            return False
+    except LifecycleError:
+        return True
+
+
+def test_a_pause_returns_once_nothing_runs_and_then_nothing_starts(driven, running, threads):
+    pausing = threads.submit(driven.engine.pause, time.monotonic() + LATE)
+    until(lambda: refuses(driven))
+    assert not pausing.done()
+    running.set()
+    pausing.result(LIMIT)
     assert driven.engine.num_running == 0
-    with pytest.raises(LifecycleError), driven.request(SOON):
-        pass
+    assert refuses(driven)
 
 
 def test_a_pause_that_cannot_be_is_told_at_its_deadline_and_resume_undoes_it(driven, running):
-    began = time.monotonic()
-    with pytest.raises(TransferTimeout, match="1 requests were still running|did not answer"):
-        driven.engine.pause(began + SOON)
-    assert time.monotonic() - began < LATE / 2
+    with in_time(SOON), pytest.raises(TransferTimeout, match="running|answer"):
+        driven.engine.pause(time.monotonic() + SOON)
     driven.engine.resume(1)
-    with driven.request(SOON) as version:
+    with driven.request(LATE) as version:
         assert driven.knows(version, 1)
 
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from child_processes import FORK, SPAWN, Child, resources, settled
+from child_processes import FORK, LIMIT, SPAWN, Child, resources, settled
 from fakes import FileHandle, FileTransport
 from flyweight.cuda import driver
 from flyweight.cuda.copies import Copier
@@ -21,6 +21,7 @@ from flyweight.transports.data_sockets import DataConnection, DataServer, Welcom
 from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.network import NetworkHandle, NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryHandle, SharedMemoryTransport
+from patience import patient  # noqa: F401
 
 BUCKET = np.frombuffer(bytes(range(256)) * 4096, np.uint8)
 TOKEN = "secret"
@@ -34,7 +35,7 @@ def on_device(data):
     buffer = driver.allocate(0, len(data))
     copier = Copier(0)
     copier.copy(buffer, Buffer.of(np.array(data)))
-    copier.wait(10)
+    copier.wait(LIMIT)
     copier.close()
     return buffer
 
@@ -45,7 +46,7 @@ def bytes_at(buffer):
     found = np.empty(buffer.nbytes, np.uint8)
     copier = Copier(buffer.device)
     copier.copy(Buffer.of(found), buffer)
-    copier.wait(10)
+    copier.wait(LIMIT)
     copier.close()
     return found.tobytes()
 

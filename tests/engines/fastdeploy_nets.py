@@ -1,10 +1,12 @@
 """Small Paddle models, configs, hooks and runners for the tests of the FastDeploy drop-in."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import paddle
 import pytest
 
+from child_processes import LIMIT
 from flyweight.adapters.model import adapt
 from flyweight.engines.fastdeploy import ModelWeightsStatus
 from flyweight.engines.fastdeploy_engine import FastDeployHooks
@@ -44,7 +46,7 @@ def shape_of(layer):
 
 
 def config(directory, strategy="ipc_snapshot", **flyweight):
-    flyweight.setdefault("timeout_seconds", 20)
+    flyweight.setdefault("timeout_seconds", LIMIT)
     return SimpleNamespace(
         load_config=SimpleNamespace(load_strategy=strategy, rsync_config=None),
         model_config=SimpleNamespace(model=str(directory)),
@@ -79,6 +81,14 @@ class Hooks(FastDeployHooks):
 
     def drop_cache(self):
         self.note("drop_cache")
+
+
+@contextmanager
+def little_time(manager):
+    """Give a manager little time for what must fail; what came before had enough."""
+    before, manager._seconds = manager._seconds, 0.5
+    yield
+    manager._seconds = before
 
 
 def still_hooks():
@@ -120,7 +130,7 @@ def save_state(state, directory):
 
 
 def asked(control, signal, **options):
-    return control.wait(control.start(signal, timeout_seconds=20, **options), 20)
+    return control.wait(control.start(signal, timeout_seconds=LIMIT, **options), LIMIT)
 
 
 FROM_BOTH = pytest.mark.parametrize("strategy", ["ipc_snapshot", "ipc"])

@@ -14,10 +14,11 @@ from fastdeploy_nets import (
     asked,
     config,
     holds,
+    little_time,
 )
 
 import flyweight as fw
-from child_processes import until
+from child_processes import LIMIT, until
 from flyweight.engines.fastdeploy import DynamicWeightManager
 from flyweight.engines.legacy_cells import KV_CACHE, LegacyCell
 from flyweight.errors import (
@@ -70,15 +71,14 @@ def test_an_update_that_brings_nothing_is_not_normal(address, tmp_path, open_man
     trainer, target = Net(1), Net()
     with fw.Publisher(trainer, address, hold=True) as publisher:
         publisher.publish(1)
-        told = config(tmp_path, "ipc", address=address, timeout_seconds=1.5)
-        manager = open_manager(told, target)
+        manager = open_manager(config(tmp_path, "ipc", address=address), target)
         runner = Runner(manager)
 
         def asked():
             cell.ask(UPDATING)
             DynamicWeightManager.check_model_weights_status(cell, None, runner, pid, False)
 
-        with pytest.raises(TransferTimeout, match="a version after 1"):
+        with little_time(manager), pytest.raises(TransferTimeout, match="version"):
             asked()
         assert (cell.status, manager.version, manager.health) == (CLEARED, 1, "paused")
         trainer.set_state_dict(Net(2).state_dict())
@@ -86,7 +86,7 @@ def test_an_update_that_brings_nothing_is_not_normal(address, tmp_path, open_man
         asked()
         assert (cell.status, manager.version, manager.health) == (NORMAL, 2, "serving")
         assert holds(target, 2)
-    with pytest.raises(TransferTimeout, match="no publisher came in time"):
+    with little_time(manager), pytest.raises(TransferTimeout, match="publisher"):
         asked()
     assert (cell.status, manager.version, manager.health) == (CLEARED, 2, "paused")
 
@@ -105,7 +105,7 @@ def test_an_update_that_waits_is_normal_once_the_version_is_there(
         assert cell.status is UPDATING
         trainer.set_state_dict(Net(2).state_dict())
         publisher.publish(2)
-        updating.result(20)
+        updating.result(LIMIT)
         assert (cell.status, manager.version, holds(target, 2)) == (NORMAL, 2, True)
 
 
@@ -121,10 +121,10 @@ def test_the_worker_loop_does_what_a_cell_of_ours_asks(tmp_path, open_manager, p
         given = word if passes == "word" else cell
 
         def done(signal, **options):
-            operation = control.start(signal, timeout_seconds=20, **options)
-            until(lambda: word.value[0] in (UPDATING, CLEARING), 20)
+            operation = control.start(signal, timeout_seconds=LIMIT, **options)
+            until(lambda: word.value[0] in (UPDATING, CLEARING))
             DynamicWeightManager.check_model_weights_status(given, cache, runner, pid, False)
-            return control.wait(operation, 20)
+            return control.wait(operation, LIMIT)
 
         assert word.value[0] == NORMAL
         assert done(Signal.CLEAR).ending == "done"
@@ -140,26 +140,26 @@ def test_the_worker_loop_does_what_a_cell_of_ours_asks(tmp_path, open_manager, p
 
         # What fails is told to both: to the loop, and to whoever asked.
         fw.save(Net(4, size=9), tmp_path, version=4)
-        operation = control.start(Signal.UPDATE, timeout_seconds=20)
-        until(lambda: word.value[0] == UPDATING, 20)
+        operation = control.start(Signal.UPDATE, timeout_seconds=LIMIT)
+        until(lambda: word.value[0] == UPDATING)
         with pytest.raises(ShapeMismatch):
             DynamicWeightManager.check_model_weights_status(given, cache, runner, pid, False)
-        ended = control.wait(operation, 20)
+        ended = control.wait(operation, LIMIT)
         assert (ended.ending, ended.error) == ("failed", "ShapeMismatch")
         assert (word.value[0], manager.version) == (NORMAL, 3)
 
         runner.clear_requests = lambda: 1 / 0
-        operation = control.start(Signal.UPDATE, version=2, timeout_seconds=20)
-        until(lambda: word.value[0] == UPDATING, 20)
+        operation = control.start(Signal.UPDATE, version=2, timeout_seconds=LIMIT)
+        until(lambda: word.value[0] == UPDATING)
         with pytest.raises(ZeroDivisionError):
             DynamicWeightManager.check_model_weights_status(given, cache, runner, pid, False)
-        ended = control.wait(operation, 20)
+        ended = control.wait(operation, LIMIT)
         assert (ended.ending, "ZeroDivisionError" in ended.reason) == ("failed", True)
         assert (word.value[0], manager.version, holds(target, 3)) == (NORMAL, 3, True)
 
-        ended = control.wait(control.start(Signal.UPDATE, timeout_seconds=0.2), 20)
+        ended = control.wait(control.start(Signal.UPDATE, timeout_seconds=0.2), LIMIT)
         assert ended.error == "TransferTimeout"  # no loop came
-        assert "the worker loop did not answer UPDATE" in ended.reason
+        assert "UPDATE" in ended.reason
         assert word.value[0] == NORMAL
 
 
@@ -171,15 +171,15 @@ def test_a_blocked_worker_loop_stays_until_our_cell_has_brought_weights(
     manager = open_manager(config(tmp_path, cell=tmp_path / "cell"), Net())
     word, runner = manager.model_weights_status, Runner(manager)
     with Control(tmp_path / "cell") as control:
-        operation = control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=20)
-        until(lambda: word.value[0] == CLEARING, 20)
+        operation = control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=LIMIT)
+        until(lambda: word.value[0] == CLEARING)
         loop = threads.submit(
             DynamicWeightManager.check_model_weights_status, word, None, runner, pid, True
         )
-        assert control.wait(operation, 20).ending == "done"
+        assert control.wait(operation, LIMIT).ending == "done"
         assert not loop.done()
         assert asked(control, Signal.UPDATE).ending == "done"
-        loop.result(20)
+        loop.result(LIMIT)
     assert (manager.health, runner.num_cleared) == ("serving", 2)
 
 
@@ -192,18 +192,20 @@ def test_the_same_request_again_right_after_the_first_is_carried_out(
     word, runner = manager.model_weights_status, Runner(manager)
     runner.dynamic_weight_manager.clear_parameters = lambda *options: (
         DynamicWeightManager.clear_parameters(manager, *options),
-        time.sleep(0.1),  # what the runner does after its manager has cleared
+        # What the runner does after its manager has cleared. An operation that ends too early ends
+        # meanwhile; a machine on which it needs longer does not show it.
+        time.sleep(0.1),
     )
     with Control(tmp_path / "cell") as control:
-        operation = control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=20)
-        until(lambda: word.value[0] == CLEARING, 20)
+        operation = control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=LIMIT)
+        until(lambda: word.value[0] == CLEARING)
         loop = threads.submit(
             DynamicWeightManager.check_model_weights_status, word, None, runner, pid, True
         )
-        assert control.wait(operation, 20).ending == "done"
+        assert control.wait(operation, LIMIT).ending == "done"
         assert asked(control, Signal.CLEAR, tags=(Tag.WEIGHTS,)).ending == "done"
         assert asked(control, Signal.UPDATE).ending == "done"
-        loop.result(20)
+        loop.result(LIMIT)
     assert (manager.health, runner.num_cleared) == ("serving", 3)
 
 
@@ -214,22 +216,22 @@ def test_a_runner_that_returns_without_an_update_has_failed(tmp_path, open_manag
     word, runner = manager.model_weights_status, Runner(manager)
     runner.clear_parameters = lambda pid: None
     with Control(tmp_path / "cell") as control:
-        operation = control.start(Signal.CLEAR, timeout_seconds=20)
-        until(lambda: word.value[0] == CLEARING, 20)
-        with pytest.raises(LifecycleError, match="returned from CLEARING, engine is SERVING"):
+        operation = control.start(Signal.CLEAR, timeout_seconds=LIMIT)
+        until(lambda: word.value[0] == CLEARING)
+        with pytest.raises(LifecycleError, match="CLEARING"):
             DynamicWeightManager.check_model_weights_status(word, None, runner, pid, False)
-        ended = control.wait(operation, 20)
+        ended = control.wait(operation, LIMIT)
     assert (ended.ending, ended.error, word.value[0]) == ("failed", "LifecycleError", NORMAL)
 
 
 def test_a_manager_without_a_cell_of_ours_has_no_word_of_it(tmp_path, open_manager):
     fw.save(Net(1), tmp_path, version=1)
     manager = open_manager(config(tmp_path), Net())
-    with pytest.raises(SpecError, match="there is no status cell; set config.flyweight"):
+    with pytest.raises(SpecError, match="cell"):
         manager.model_weights_status
     with (
         Cell(tmp_path / "cell") as cell,
-        pytest.raises(SpecError, match="pass the manager's model_weights_status"),
+        pytest.raises(SpecError, match="model_weights_status"),
     ):
         DynamicWeightManager.check_model_weights_status(cell, None, object(), 1, False)
 
@@ -264,15 +266,15 @@ def test_a_cell_of_ours_shows_the_engine_and_may_ask_where_hooks_can_pause(
     with Control(tmp_path / "cell") as control:
         assert (control.status().state, control.status().version) == (State.SERVING, 1)
         ended = control.wait(
-            control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=20), 20
+            control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=LIMIT), LIMIT
         )
         assert ended.ending == "failed"
-        assert "FastDeploy's worker loop stops requests" in ended.reason
+        assert "worker loop" in ended.reason
         assert control.status().state == State.SERVING
         hooks.pause = lambda deadline: None
         assert (
             control.wait(
-                control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=20), 20
+                control.start(Signal.CLEAR, tags=(Tag.WEIGHTS,), timeout_seconds=LIMIT), LIMIT
             ).ending
             == "done"
         )
@@ -281,7 +283,7 @@ def test_a_cell_of_ours_shows_the_engine_and_may_ask_where_hooks_can_pause(
         with pytest.raises(ShapeMismatch):
             manager.update_parameters()
         assert control.status().state == State.FAILED
-        assert "is (4, 9)" in control.status().reason
+        assert "(4, 9)" in control.status().reason
         fw.save(Net(3), tmp_path, version=3)
         manager.update_parameters()
         manager.finalize_update()

@@ -11,7 +11,8 @@ import pytest
 from fastdeploy_nets import CLEARED, CLEARING, NORMAL, UPDATING, Hooks, Net, config, holds
 
 import flyweight as fw
-from child_processes import until
+from child_processes import LIMIT, until
+from flyweight.engines import fastdeploy_engine
 from flyweight.engines.fastdeploy_engine import FastDeployHooks
 from flyweight.errors import (
     LifecycleError,
@@ -143,11 +144,11 @@ def test_a_hook_that_fails_is_named_and_can_be_tried_again(
     told.parallel_config.enable_expert_parallel = True
     manager = open_manager(told, Net(), hooks=hooks)
     hooks.faults["clear_expert_buffer"] = RuntimeError("deep_ep is busy")
-    with pytest.raises(LifecycleError, match="clear_expert_buffer failed: RuntimeError: deep_ep"):
+    with pytest.raises(LifecycleError, match="clear_expert_buffer.*deep_ep"):
         manager.clear_deepep_buffer()
     hooks.faults["clear_expert_buffer"] = RuntimeError("deep_ep is busy")
     cell.ask(CLEARING)
-    with pytest.raises(LifecycleError, match="release_experts failed: RuntimeError: deep_ep"):
+    with pytest.raises(LifecycleError, match="release_experts.*deep_ep"):
         manager.clear_parameters(pid)
     assert (cell.status, manager.health) == (CLEARED, "failed")
     assert "deep_ep" in str(manager.failure)
@@ -162,12 +163,12 @@ def test_a_clear_that_fails_leaves_no_wish_to_shut_groups_behind(tmp_path, open_
     hooks = Hooks()
     manager = open_manager(config(tmp_path), Net(), hooks=hooks)
     hooks.faults["drop_cache"] = RuntimeError("on purpose")
-    with pytest.raises(LifecycleError, match="drop_cache failed"):
+    with pytest.raises(LifecycleError, match="drop_cache"):
         manager.clear_parameters(0, True)
     manager.clear_model_weight()
     assert "shut_groups_down" not in hooks.did
     hooks.faults["shut_groups_down"] = RuntimeError("on purpose")
-    with pytest.raises(LifecycleError, match="shut_groups_down failed: RuntimeError: on purpose"):
+    with pytest.raises(LifecycleError, match="shut_groups_down"):
         manager.clear_communication_group()
     hooks.did.clear()
     manager.update_parameters()
@@ -175,13 +176,20 @@ def test_a_clear_that_fails_leaves_no_wish_to_shut_groups_behind(tmp_path, open_
     assert "shut_groups_down" not in hooks.did
 
 
+@pytest.fixture
+def quick_beats(monkeypatch):
+    assert fastdeploy_engine._BEAT_SECONDS <= 10  # a word that is 30 s old counts as dead
+    monkeypatch.setattr(fastdeploy_engine, "_BEAT_SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("quick_beats")
 def test_health_is_told_throughout_an_update(tmp_path, open_manager):  # C26
     fw.save(Net(1), tmp_path, version=1)
     beaten, said = threading.Event(), []
 
     class Beating(Hooks):
         def drop_cache(self):
-            assert self.did or beaten.wait(20)  # as long as a large model takes
+            assert self.did or beaten.wait(LIMIT)  # as long as a large model takes
             self.did.append("drop_cache")
 
         def beat(self, percent):
@@ -196,6 +204,7 @@ def test_health_is_told_throughout_an_update(tmp_path, open_manager):  # C26
     assert any(each.startswith("updating, 100") for each in said)
 
 
+@pytest.mark.usefixtures("quick_beats")
 @pytest.mark.parametrize("name", ["local_engine_worker_queue_port", "engine_pid"])
 def test_the_live_signal_of_fastdeploy_goes_on_during_an_update(tmp_path, open_manager, pid, name):
     """C26: a health check counts a worker as dead whose word is 30 s old; this is the default."""
@@ -208,19 +217,20 @@ def test_the_live_signal_of_fastdeploy_goes_on_during_an_update(tmp_path, open_m
 
         class Slow(FastDeployHooks):
             def drop_cache(self):
-                until(lambda: words[1] != old, 20)  # as long as a large model takes
+                until(lambda: words[1] != old)  # as long as a large model takes
 
         told = config(tmp_path)
         told.parallel_config.tensor_parallel_rank = 1
         setattr(told.parallel_config, name, pid)
         open_manager(told, Net(), hooks=Slow(told.parallel_config))
-        assert (words[0], abs(words[1] - time.time()) < 30) == (old, True)
+        assert (words[0], words[1] > old + 500) == (old, True)
         words.release()
     finally:
         signal.close()
         signal.unlink()
 
 
+@pytest.mark.usefixtures("quick_beats")
 def test_a_beat_that_fails_does_not_end_the_beats(tmp_path, open_manager):
     """C26"""
     fw.save(Net(1), tmp_path, version=1)
@@ -232,7 +242,7 @@ def test_a_beat_that_fails_does_not_end_the_beats(tmp_path, open_manager):
             raise RuntimeError("on purpose")
 
         def drop_cache(self):
-            until(lambda: len(beats) > 1, 20)
+            until(lambda: len(beats) > 1)
 
     told = config(tmp_path)
     manager = open_manager(told, Net(), hooks=Failing(told.parallel_config))

@@ -16,7 +16,7 @@ from fastdeploy_nets import (
 )
 
 import flyweight as fw
-from child_processes import SPAWN, Child
+from child_processes import LIMIT, SPAWN, Child
 from flyweight.engines.fastdeploy import DynamicWeightManager
 from flyweight.engines.fastdeploy_models import Models
 from flyweight.errors import (
@@ -229,7 +229,7 @@ def clear_and_fill(directory, pipe):
 def test_a_clear_gives_memory_back_and_an_update_fills_the_same_tensors(tmp_path):  # C15
     fw.save(Net(1, size=1 << 19), tmp_path, version=1)
     with Child(clear_and_fill, tmp_path, context=SPAWN) as child:
-        found = child.result(60)
+        found = child.result(3 * LIMIT)
     assert found["given"] > 0.9
     assert abs(found["given_again"]) < 0.1
     assert found["is_same"]

@@ -6,6 +6,7 @@ import pytest
 from fastdeploy_nets import FROM_BOTH, Net, asked, config, holds, still_hooks
 
 import flyweight as fw
+from child_processes import LIMIT
 from flyweight.errors import (
     LifecycleError,
     SnapshotNotFound,
@@ -136,12 +137,12 @@ def test_an_old_call_in_a_round_of_a_cell_does_not_fail_it(tmp_path, open_manage
     def wait(event):
         if event.kind == "progress" and not is_reading.is_set():
             is_reading.set()
-            assert may_end.wait(20)
+            assert may_end.wait(LIMIT)
 
     with Control(tmp_path / "cell") as control, listening(wait):
-        operation = control.start(Signal.UPDATE, timeout_seconds=20)
-        assert is_reading.wait(20)
+        operation = control.start(Signal.UPDATE, timeout_seconds=LIMIT)
+        assert is_reading.wait(LIMIT)
         threading.Timer(0.3, may_end.set).start()  # when the old call has looked, and waits
         manager.finalize_update()
-        assert control.wait(operation, 20).ending == "done"
+        assert control.wait(operation, LIMIT).ending == "done"
     assert (manager.version, manager.health, holds(target, 2)) == (2, "serving", True)

@@ -7,9 +7,11 @@ from fastdeploy_nets import (
     Net,
     config,
     holds,
+    little_time,
 )
 
 import flyweight as fw
+from child_processes import LIMIT
 from flyweight.engines.fastdeploy import DynamicWeightManager
 from flyweight.errors import (
     MissingDependency,
@@ -45,9 +47,9 @@ def test_a_version_is_taken_from_the_store_or_from_its_publisher(
     manager.update_weights_by_rdma(8)
     manager.reload_model_weights()  # the version asked for last, not the one it began with
     assert (manager.version, holds(target, 8)) == (8, True)
-    told.flyweight["address"], told.load_config.rsync_config = None, {"timeout_seconds": 5}
+    told.flyweight["address"], told.load_config.rsync_config = None, {"timeout_seconds": LIMIT}
     manager = open_manager(told, target)
-    with pytest.raises(VersionError, match="version 5 is not one of the 3 versions"):
+    with pytest.raises(VersionError, match="version 5"):
         manager.update_weights_by_rdma(5)
     assert (manager.version, manager.health) == (7, "serving")
 
@@ -57,7 +59,7 @@ def test_old_files_are_not_asked_for_by_a_number(tmp_path, open_manager):  # C18
     target = Net()
     manager = open_manager(config(tmp_path), target)
     fw.save_legacy(Net(2), tmp_path, rank=0, legacy_id=0)
-    with pytest.raises(VersionError, match="version 0 is not one of the 0 versions"):
+    with pytest.raises(VersionError, match="version 0"):
         manager.update_weights_by_rdma("0")  # else it would be told that it has the new ones
     assert (manager.version, manager.health, holds(target, 1)) == (0, "serving", True)
     manager.update_parameters()
@@ -68,23 +70,22 @@ def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path, open_
     trainer, target = Net(1), Net()
     with fw.Publisher(trainer, address, hold=True, should_verify=False) as publisher:
         publisher.publish(1)
-        told = config(tmp_path, "ipc", address=address, timeout_seconds=3)
-        manager = open_manager(told, target)
+        manager = open_manager(config(tmp_path, "ipc", address=address), target)
         assert manager.update_weights_by_rdma(1)["version"] == "1"
-        with pytest.raises(VersionError, match="without checksums, and must_verify is set"):
+        with pytest.raises(VersionError, match="checksums"):
             manager.update_weights_by_rdma(1, verify_checksum=True)
         assert (manager.version, manager.health) == (1, "serving")  # it was held, and stays so
         publisher.publish(2)
-        with pytest.raises(VersionError, match="without checksums, and must_verify is set"):
+        with pytest.raises(VersionError, match="checksums"):
             manager.update_weights_by_rdma(2, verify_checksum=True)
         assert (manager.version, manager.health) == (1, "serving")  # nothing was written
         publisher.publish(3)
         manager.update_weights_by_rdma(3)
         assert (manager.version, manager.health) == (3, "serving")
-        with pytest.raises(VersionError, match="without checksums"):
+        with pytest.raises(VersionError, match="checksums"):
             manager.update_weights_by_rdma(3, verify_checksum=True)
         assert (manager.version, manager.health) == (3, "serving")
-        with pytest.raises(TransferTimeout):  # whatever fails next, it is still held
+        with little_time(manager), pytest.raises(TransferTimeout):  # it is still held
             manager.update_weights_by_rdma(4)
         assert (manager.version, manager.health, holds(target, 1)) == (3, "serving", True)
     with pytest.raises(TypeError, match="transfer_mode"):  # an option that is unknown
@@ -134,8 +135,8 @@ def test_a_version_file_that_says_nothing_says_how_to_set_it(tmp_path, text, wor
         (tmp_path / "version.yaml").write_bytes(data)
     with pytest.raises(VersionError, match=words) as caught:
         DynamicWeightManager(config(tmp_path, "rsync"), Net(), 0)
-    assert "write 'step: NUMBER' to" in str(caught.value)
-    assert "or pass version=" in str(caught.value)
+    assert "step: NUMBER" in str(caught.value)
+    assert "version=" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_a_version_file_is_read(tmp_path, open_manager, text, told):  # C18
     (tmp_path / "version.yaml").write_text(text)
     manager = open_manager(config(tmp_path, "rsync"), Net())
     assert (manager.version, manager.read_model_version_from_file()) == (7, told)
-    with pytest.raises(VersionError, match="version is 'v1.0', expected a whole number"):
+    with pytest.raises(VersionError, match="v1.0"):
         manager.update_weights_by_rdma("v1.0")
 
 
@@ -171,7 +172,7 @@ def test_a_version_may_be_text_and_results_repeat_it(tmp_path, open_manager):
         assert (answer["version"], manager.version) == (given, number)
         assert holds(target, number)
     for given in ("latest", "6.0", "-6", -6, "step-6b", "9" * 19, "step-٦"):
-        with pytest.raises(VersionError, match="expected a whole number, or text that ends with"):
+        with pytest.raises(VersionError, match="whole number"):
             manager.update_weights_by_rdma(given)
     assert (manager.version, manager.health) == (6, "serving")
 

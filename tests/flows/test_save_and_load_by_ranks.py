@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flyweight as fw
+from child_processes import LIMIT
 from rank_processes import run_ranks
 
 SHAPES = {
@@ -218,7 +219,7 @@ def test_the_state_of_model_and_optimizer_comes_back(tmp_path):
 
 def plain_shards(rank, num_ranks, root):
     state = {"w": torch.arange(8.0) + rank}
-    with pytest.raises(fw.FlyweightError, match="different bytes"):
+    with pytest.raises(fw.FlyweightError, match="different"):
         fw.save_state_dict(state, Path(root) / "run")
     assert fw.versions(Path(root) / "run") == []
     whole = fw.Sharded(state["w"], shape=(8 * num_ranks,), offset=(8 * rank,))
@@ -286,8 +287,8 @@ def strided_twice(rank, num_ranks, root):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     places = [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2)]
     odd = DTensor.from_local(torch.arange(6.0) + 6 * rank, mesh, places, run_check=False)
-    with pytest.raises(fw.FlyweightError, match="strided shard after another cut|rank . failed"):
-        fw.save_state_dict({"w": odd}, Path(root) / "run", timeout_seconds=5)
+    with pytest.raises(fw.FlyweightError, match="strided|rank ."):
+        fw.save_state_dict({"w": odd}, Path(root) / "run", timeout_seconds=LIMIT)
 
 
 def test_a_cut_that_torch_itself_cannot_tell_is_refused(tmp_path):
@@ -319,7 +320,9 @@ def test_torchrun_starts_it_too(tmp_path):
         "--standalone",
         script,
     ]
-    done = subprocess.run([*command, tmp_path / "run"], capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        [*command, tmp_path / "run"], capture_output=True, text=True, timeout=4 * LIMIT
+    )
     assert done.returncode == 0, done.stderr
     target = {"w": torch.zeros(10)}
     fw.load(tmp_path / "run", into=target)

@@ -11,7 +11,7 @@ from child_processes import run_python
 from conftest import drop_cache, random_bytes
 from flyweight.errors import FormatError, StoreError
 
-PART_BYTES, NUM_PARTS, MEMORY_BYTES = 24 << 20, 12, 8 << 20
+PART_BYTES, NUM_PARTS, MEMORY_BYTES = 24 << 20, 6, 8 << 20
 SLACK_BYTES = 8 << 20
 """What Python, its threads and the allocator take; a third of one part."""
 
@@ -50,7 +50,7 @@ def test_parts_load_within_the_memory_that_is_set_whatever_their_number(
     assert len(files) == NUM_PARTS
     for file in files if is_cold else ():
         drop_cache(file)
-    done = run_python(LOADER, tmp_path, PART_BYTES, NUM_PARTS, MEMORY_BYTES, timeout=120)
+    done = run_python(LOADER, tmp_path, PART_BYTES, NUM_PARTS, MEMORY_BYTES)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["first"] == list(range(NUM_PARTS))

@@ -526,13 +526,12 @@ def folded_item(shape, strides, count, *flags):
     return head + bytes(4 * count) + tail
 
 
-@pytest.mark.timeout(30)
 def test_a_mark_of_a_tensor_that_is_endless_to_print_is_not_printed(broken):
     from flyweight.formats import pickle_code as code
 
     mark = code.called(code.named("collections", "OrderedDict"), bomb(60))
     item = folded_item((), (), 1, b"}" + mark + b"\x88s")
-    refused(rewritten(broken, lambda _: item), FormatError, "marked '': not a plain tensor")
+    refused(rewritten(broken, lambda _: item), FormatError, "not a plain tensor")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 def used_bytes(pid=None):
     """Return what a process takes on all devices, to the MiB; its kernels must be done."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    told = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
     wanted = os.getpid() if pid is None else pid
     rows = [line.split(",") for line in told.splitlines()]
     found = [int(used) for number, used in rows if int(number) == wanted]

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from device_memory import used_bytes  # noqa: E402
 
-from child_processes import Command  # noqa: E402
+from child_processes import LIMIT, Command  # noqa: E402
 from flyweight.cuda import driver  # noqa: E402
 from flyweight.cuda.copies import Copier  # noqa: E402
 from flyweight.errors import HandleGone, SpecError, TransferTimeout, TransportError  # noqa: E402
@@ -50,7 +50,7 @@ def content(buffer):
     data = np.empty(buffer.nbytes, np.uint8)
     copier = Copier(buffer.device)
     copier.copy(Buffer.of(data), buffer)
-    copier.wait(30)
+    copier.wait(LIMIT)
     copier.close()
     return data
 
@@ -164,11 +164,11 @@ def test_without_a_server_plain_memory_is_read_all_the_same(start):
     transport.close_handle(handle)
     other.ask("close")
     other.ask("free")
-    with pytest.raises(HandleGone, match="no memory of another process"):
+    with pytest.raises(HandleGone, match="no memory"):
         transport.open(handle)
     (handle,) = other.offer(100_000)
     other.kill()
-    with pytest.raises(HandleGone, match="no memory of another process"):
+    with pytest.raises(HandleGone, match="no memory"):
         transport.open(handle)
 
 
@@ -191,7 +191,7 @@ def test_a_released_handle_is_gone_and_its_neighbour_is_not(start, kind):
     transport.open(second)
     other.ask("release", 0)
     other.ask("release", 0)
-    with pytest.raises(HandleGone, match="was released"):
+    with pytest.raises(HandleGone, match="released"):
         transport.open(first)
     assert content(transport.open(second)).tobytes() == expected(1000).tobytes()
     other.ask("close")
@@ -206,7 +206,7 @@ def test_handles_are_gone_with_a_killed_exporter_and_what_is_open_can_be_shut(st
     buffer = transport.open(opened)
     other.kill()
     for handle in (opened, other_one):
-        with pytest.raises(HandleGone, match="gone with"):
+        with pytest.raises(HandleGone, match="gone"):
             transport.open(handle)
     assert content(buffer).tobytes() == expected(30 << 20).tobytes()
     transport.close_handle(opened)
@@ -249,7 +249,7 @@ def test_mapped_memory_without_a_server_is_refused_with_a_remedy(start):
 
 
 def test_memory_of_the_host_is_refused():
-    with pytest.raises(TransportError, match="the host's memory"):
+    with pytest.raises(TransportError, match="host"):
         CudaIpcTransport().offer(Buffer.of(np.zeros(8, np.uint8)))
 
 
@@ -266,7 +266,7 @@ def test_a_handle_of_ones_own_process_is_the_memory_itself():
     mine.open(handle)
     mine.release(handle)
     mine.release(handle)
-    with pytest.raises(HandleGone, match="was released"):
+    with pytest.raises(HandleGone, match="released"):
         other.open(handle)
     for transport in (mine, other):
         transport.close()
@@ -318,7 +318,7 @@ def test_a_handle_of_a_device_that_is_not_here_is_refused():
 def copied(sink, source):
     copier = Copier(0)
     copier.copy(buffer_of(sink), buffer_of(source))
-    copier.wait(30)
+    copier.wait(LIMIT)
     copier.close()
     copier.close()
 
@@ -386,7 +386,7 @@ def test_a_table_of_copies_is_made_as_often_as_asked():
             for tensor in (*sources, big):
                 tensor.add_(1)
             copier.run(table)
-            copier.wait(30)
+            copier.wait(LIMIT)
             for sink, source in pairs:
                 assert torch.equal(sink.cpu(), source.cpu())
         copier.close()
@@ -405,7 +405,7 @@ def test_a_table_writes_no_byte_beyond_its_sinks():
     table = copier.table(*(table_of(each[a:b] for a, b in cuts) for each in (room, source)))
     assert not table.rest
     copier.run(table)
-    copier.wait(30)
+    copier.wait(LIMIT)
     copier.close()
     for a, b in cuts:
         wanted[a:b] = source[a:b]
@@ -418,12 +418,12 @@ def test_a_copy_waits_for_the_default_stream_and_keeps_its_deadline():
     torch.cuda._sleep(1_000_000_000)  # about half a second
     source.fill_(5)
     copier.copy(buffer_of(sink), buffer_of(source))
-    with pytest.raises(TransferTimeout, match="1 copies of device 0 did not all arrive in 0.01 s"):
+    with pytest.raises(TransferTimeout, match="device 0"):
         copier.wait(0.01)
-    with pytest.raises(TransferTimeout, match="device 0 was not done in 0.01 s"):
+    with pytest.raises(TransferTimeout, match="device 0"):
         driver.synchronize(0, 0.01)
-    copier.wait(30)
-    driver.synchronize(0, 30)
+    copier.wait(LIMIT)
+    driver.synchronize(0, LIMIT)
     assert sink.cpu().eq(5).all()
     copier.close()
 
@@ -431,16 +431,16 @@ def test_a_copy_waits_for_the_default_stream_and_keeps_its_deadline():
 def test_copies_that_make_no_sense_are_refused():
     copier = Copier(0)
     a, b = buffer_of(numbers(4, 6)), buffer_of(numbers(6, 4))
-    with pytest.raises(SpecError, match=r"source is \(6, 4\) items of 2 bytes, sink is \(4, 6\)"):
+    with pytest.raises(SpecError, match=r"\(6, 4\)"):
         copier.copy(a, b)
     with pytest.raises(SpecError, match="read-only"):
         copier.copy(msgspec.structs.replace(a, is_writable=False), a)
     with pytest.raises(SpecError, match="share bytes"):
         copier.copy(buffer_of(numbers(1, 6).expand(4, 6)), a)
     sink, source = numbers(300, 300, 8, 8), numbers(8, 8, 300, 300).permute(3, 2, 1, 0)
-    with pytest.raises(SpecError, match="more than 65536 calls"):
+    with pytest.raises(SpecError, match="65536"):
         copier.copy(buffer_of(sink), buffer_of(source))
-    with pytest.raises(SpecError, match="more than 65536 calls"):
+    with pytest.raises(SpecError, match="65536"):
         copier.table(table_of([sink]), table_of([source]))
     copier.close()
 
@@ -450,7 +450,7 @@ def test_a_table_without_copies_takes_no_memory():
     table = copier.table(table_of([]), table_of([]))
     assert (table.rest, table.tasks, table.num_tasks) == ((), None, 0)
     copier.run(table)
-    copier.wait(30)
+    copier.wait(LIMIT)
     copier.free_table(table)
     copier.close()
 
@@ -486,7 +486,7 @@ def test_memory_of_its_own_is_taken_and_given_back():
 
 
 def test_a_driver_error_has_its_name():
-    with pytest.raises(TransportError, match="cuMemAlloc_v2 answered 2, CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(TransportError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         driver.allocate(0, 1 << 45)
 
 

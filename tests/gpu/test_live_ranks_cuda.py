@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flyweight as fw  # noqa: E402
-from child_processes import SPAWN, Child  # noqa: E402
+from child_processes import LIMIT, SPAWN, Child  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +42,9 @@ def part(version, rank):
 
 def trainer(address, rank, options, pipe):
     model = part(1, rank)
-    with fw.Publisher(model, address, rank=rank, num_ranks=2, timeout_seconds=30, **options) as it:
+    with fw.Publisher(
+        model, address, rank=rank, num_ranks=2, timeout_seconds=LIMIT, **options
+    ) as it:
         pipe.send("up")
         while (version := pipe.recv()) is not None:
             for name, leaf in part(version, rank).items():
@@ -69,7 +71,7 @@ def engine(address, rank, pipe):
     with fw.Replica(model, address, name="engine", rank=rank, num_ranks=2) as replica:
         while pipe.recv() is not None:
             try:
-                report = replica.update(timeout_seconds=30)
+                report = replica.update(timeout_seconds=LIMIT)
             except fw.FlyweightError as error:
                 pipe.send((replica.state, replica.version, str(error)))
                 continue
@@ -88,7 +90,7 @@ def started(stack, address, options):
         for rank in range(2)
     ]
     for each in children:
-        assert each.told(120) == "up"
+        assert each.told(2 * LIMIT) == "up"
     return children
 
 
@@ -103,11 +105,11 @@ def test_two_trainer_ranks_fill_two_engine_ranks(address, options):
             for each in (*engines, *trainers):
                 each.send(version)
             for each in trainers:
-                report = each.told(120)
+                report = each.told(2 * LIMIT)
                 assert not isinstance(report, Exception), report
                 assert report.failed == ()
             for each in engines:
-                assert each.told(60) == ("ready", version, [True] * 4)
+                assert each.told() == ("ready", version, [True] * 4)
         for each in (*engines, *trainers):
             each.send(None)
 
@@ -120,18 +122,18 @@ def test_a_killed_trainer_rank_is_named_and_new_ones_serve_the_engine(address):
         ]
         for each in (*engines, first, second):
             each.send(1)
-        assert first.told(120).failed == ()
-        assert [each.told(60)[:2] for each in engines] == [("ready", 1)] * 2
+        assert first.told(2 * LIMIT).failed == ()
+        assert [each.told()[:2] for each in engines] == [("ready", 1)] * 2
         second.kill(signal.SIGKILL)
         first.send(2)
-        assert "source rank 1" in str(first.told(60))
+        assert "source rank 1" in str(first.told())
         first.send(None)
-        assert first.join(60) == 0
+        assert first.join() == 0
         trainers = started(stack, address, {})
         for each in (*engines, *trainers):
             each.send(3)
         for each in trainers:
-            assert each.told(120).failed == ()
-        assert [each.told(60) for each in engines] == [("ready", 3, [True] * 4)] * 2
+            assert each.told(2 * LIMIT).failed == ()
+        assert [each.told() for each in engines] == [("ready", 3, [True] * 4)] * 2
         for each in (*engines, *trainers):
             each.send(None)

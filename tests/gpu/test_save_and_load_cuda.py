@@ -127,7 +127,7 @@ def test_damage_is_seen_before_it_reaches_the_device(tmp_path):
     data[-1] ^= 1
     part.write_bytes(data)
     target = {"w": torch.zeros(1000, device="cuda")}
-    with pytest.raises(ChecksumMismatch, match="the target was not touched"):
+    with pytest.raises(ChecksumMismatch, match="not touched"):
         fw.load(tmp_path, into=target)
     assert not target["w"].any()
 
@@ -172,7 +172,7 @@ def test_a_load_waits_for_what_its_own_stream_still_reads(tmp_path):
 def test_freed_memory_is_refused():
     weight = torch.ones(1000, device="cuda")
     weight.untyped_storage().resize_(0)
-    with pytest.raises(fw.FlyweightError, match="memory was freed"):
+    with pytest.raises(fw.FlyweightError, match="freed"):
         adapt({"w": weight})
 
 

@@ -492,15 +492,18 @@ def is_over(rules):
     return is_good
 
 
-FAULTLESS = [Rules(1, 3), Rules(2, 2), Rules(3, 1)]
+FAULTLESS = [Rules(1, 3), Rules(2, 2)]
 FAULTY = [
     Rules(1, 3, controller_kills=1, rank_kills=1, has_timeouts=True),
     Rules(2, 2, controller_kills=1, has_timeouts=True),
-    Rules(2, 2, rank_kills=1, killable=(0,), has_timeouts=True),
     Rules(2, 1, controller_kills=1, rank_kills=1, has_timeouts=True),
-    Rules(3, 1, rank_kills=1, killable=(1,), rings_twice=False, has_timeouts=True),
     Rules(1, 3, may_give_up=True, has_timeouts=True),
     Rules(2, 2, may_give_up=True, has_timeouts=True),
+]
+LARGE = [
+    Rules(3, 1),
+    Rules(2, 2, rank_kills=1, killable=(0,), has_timeouts=True),
+    Rules(3, 1, rank_kills=1, killable=(1,), rings_twice=False, has_timeouts=True),
 ]
 
 
@@ -514,8 +517,14 @@ def named(rules):
     )
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("rules", [*FAULTLESS, *FAULTY], ids=named)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        *(pytest.param(rules, marks=pytest.mark.check) for rules in FAULTLESS + FAULTY),
+        *(pytest.param(rules, marks=pytest.mark.campaign) for rules in LARGE),
+    ],
+    ids=named,
+)
 def test_no_request_is_lost_and_no_wakeup_is_slept_through(rules):
     """C21, C23, C24: from every state that can be, ways lead to where all was asked and done.
 

@@ -12,7 +12,8 @@ import time
 import msgspec
 import pytest
 
-from child_processes import Child
+from campaign import SEED
+from child_processes import LIMIT, Child, until
 from flyweight.errors import LifecycleError
 from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.control import Control
@@ -176,14 +177,17 @@ def write_for_ever(path, rank, pipe):
                 cell.write_record(rank, record_of(number))
 
 
-@pytest.mark.check
-def test_writers_killed_two_hundred_times_leave_whole_records_and_successors_go_on(tmp_path):
+@pytest.mark.parametrize(
+    "num_rounds",
+    [pytest.param(5, marks=pytest.mark.check), pytest.param(100, marks=pytest.mark.campaign)],
+)
+def test_writers_that_are_killed_leave_whole_records_and_successors_go_on(tmp_path, num_rounds):
     """C23, C25: real processes, SIGKILL at random moments; no record is torn and none goes back."""
-    run_ranks(0, __file__, "kill_writers", tmp_path / "cell", framework="numpy")
+    run_ranks(0, __file__, "kill_writers", tmp_path / "cell", num_rounds, framework="numpy")
 
 
-def kill_writers(path):
-    rng = random.Random(3)
+def kill_writers(path, num_rounds):
+    rng = random.Random(SEED)
     with Cell(path, 2) as cell:
         numbers = {None: 0, 0: 0, 1: 0}
 
@@ -200,31 +204,30 @@ def kill_writers(path):
             numbers[who] = number
             return number
 
-        for _ in range(100):
+        for _ in range(int(num_rounds)):
             some = rng.sample([None, 0, 1], 2)
             before = {who: check(who) for who in some}
             first, second = (Child(write_for_ever, path, who) for who in some)
             with first, second:  # killed at its end
-                deadline = time.monotonic() + 20
-                while any(check(who) <= before[who] for who in some):
-                    assert time.monotonic() < deadline, "a successor wrote nothing"
+                until(lambda: all(check(who) > before[who] for who in some))  # noqa: B023
                 assert all(cell.record(who).is_alive for who in some if who is not None)
                 for _ in range(rng.randrange(40)):
                     check(rng.choice(some))
             for who in numbers:
                 check(who)
             assert not any(record is not None and record.is_alive for record in cell.records())
-        assert min(numbers.values()) > 60
+        assert min(numbers.values()) > 0
 
 
-def tell_for(path, rank, seconds, pipe):
+NUM_RECORDS = 3000
+
+
+def tell_many(path, rank, pipe):
     """Write a rank's record at full speed, and read all others' meanwhile."""
     with Cell(path, 3) as cell:
         cell.claim(rank)
-        number = seen = 0
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            number += 1
+        seen = 0
+        for number in range(1, NUM_RECORDS + 1):
             cell.write_record(rank, record_of(number))
             other = cell.record((rank + 1) % 3)
             assert other is None or words_of(other) == record_of(other.taken)
@@ -233,18 +236,18 @@ def tell_for(path, rank, seconds, pipe):
                 assert request == request_of(request.number)
                 assert request.number >= seen
                 seen = request.number
-        return number, seen
+        return seen
 
 
 def test_many_processes_at_full_speed_never_read_a_mix(tmp_path):
-    """C21, C23: one writer for each word, everybody reads; two seconds of it."""
+    """C21, C23: one writer for each word, everybody reads."""
     path = tmp_path / "cell"
     with Cell(path, 3) as cell:
         cell.claim(None)
-        children = [Child(tell_for, path, rank, 2.0) for rank in range(3)]
-        number, last = 0, [0, 0, 0]
-        deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline:
+        number, last = 1, [0, 0, 0]
+        cell.write_request(request_of(number))
+        children = [Child(tell_many, path, rank) for rank in range(3)]
+        while not all(child.has_told for child in children):
             number += 1
             cell.write_request(request_of(number))
             for rank, record in enumerate(cell.records()):
@@ -254,10 +257,11 @@ def test_many_processes_at_full_speed_never_read_a_mix(tmp_path):
                     last[rank] = record.taken
         for rank, child in enumerate(children):
             with child:
-                told, seen = child.result()
-                assert told > 500
-                assert 0 < seen <= number
-                assert words_of(cell.record(rank)) == record_of(told)
+                assert 0 < child.result() <= number
+                assert words_of(cell.record(rank)) == record_of(NUM_RECORDS)
+
+
+NUM_REQUESTS = 1000
 
 
 def answer_all(path, last, pipe):
@@ -266,7 +270,7 @@ def answer_all(path, last, pipe):
         pipe.send("there")
         number = 0
         while number < last:
-            request = cell.next_request(number, 20)
+            request = cell.next_request(number, LIMIT)
             assert request is not None, f"request {number + 1} was slept through"
             assert request.number == number + 1, "a request was lost"
             number = request.number
@@ -275,19 +279,19 @@ def answer_all(path, last, pipe):
 
 
 def test_no_wakeup_of_the_real_cell_is_slept_through(tmp_path):
-    """C21: there and back three thousand times; who missed one would sleep for twenty seconds."""
+    """C21: there and back a thousand times; who missed one would sleep as long as a hang."""
     path = tmp_path / "cell"
-    with Cell(path) as cell, Child(answer_all, path, 3000) as child:
+    with Cell(path) as cell, Child(answer_all, path, NUM_REQUESTS) as child:
         cell.claim(None)
         assert child.told() == "there"
         bell = cell.wait_change(0, 0)
-        for number in range(1, 3001):
+        for number in range(1, NUM_REQUESTS + 1):
             cell.write_request(Request(number=number, signal=Signal.PAUSE))
-            began = time.monotonic()
+            deadline = time.monotonic() + LIMIT
             while (record := cell.record(0)) is None or record.done != number:
-                bell = cell.wait_change(bell, 20)
-                assert time.monotonic() - began < 15, f"answer {number} was slept through"
-        assert child.result() == 3000
+                bell = cell.wait_change(bell, LIMIT)
+                assert time.monotonic() < deadline, f"answer {number} was slept through"
+        assert child.result() == NUM_REQUESTS
 
 
 # The real controller.
@@ -302,12 +306,12 @@ def test_a_controller_that_comes_anew_waits_for_a_request_that_nobody_has_taken_
         rank.write_record(0, me)
         with Cell(path) as first:
             first.claim(None)
-            first.write_request(Request(number=1, signal=Signal.PAUSE, timeout_seconds=20))
+            first.write_request(Request(number=1, signal=Signal.PAUSE, timeout_seconds=LIMIT))
         with Control(path) as control:
             operation = control.status().operation
             assert operation is not None
             assert operation.id == "pause-1"
             assert operation.ending == "running"
             rank.write_record(0, RankRecord(pid=PID, taken=1, done=1))
-            assert control.wait(operation, 20).ending == "done"
+            assert control.wait(operation, LIMIT).ending == "done"
             assert control.start(Signal.RESUME).id == "resume-2"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import until
+from child_processes import LIMIT, until
 from conftest import flip
 from flyweight.errors import FlyweightError
 from flyweight.lifecycle.control import Control
@@ -22,7 +22,6 @@ from flyweight.lifecycle.worker import Worker
 from flyweight.live.replica_round import ReplicaRound
 from rank_processes import run_ranks
 
-SECONDS = 20
 NAMES = ("first", "w", "norm")
 LAYOUT = """{"mesh": {"tp": 2}, "rules": [
     {"names": ["first"], "cut": {"1": "tp"}}, {"names": ["w"], "cut": {"0": "tp"}}, {"names": ["**"]}
@@ -64,7 +63,7 @@ class Faults:
         if kind == "raise":
             raise RuntimeError(f"{step} went wrong")
         open(f"{self._directory}/reached", "w").close()
-        threading.Event().wait(60)  # until this process is killed
+        threading.Event().wait(3 * LIMIT)  # until this process is killed
 
 
 class FaultyEngine(ModelEngine):
@@ -206,7 +205,7 @@ def manage(rank, num_ranks, framework, directory, strategy="ipc_snapshot"):
     faults = self.faults
     options = FastDeployOptions(
         layout=fw.ModelLayout.from_json(LAYOUT),
-        timeout_seconds=SECONDS,
+        timeout_seconds=LIMIT,
         address=None if strategy == "ipc_snapshot" else f"unix:{directory}/policy",
     )
     manager = DynamicWeightManager(
@@ -248,7 +247,7 @@ def ask(directory, word, ranks=(0, 1)):
     lines = []
     for rank in ranks:
         line = socket.socket(socket.AF_UNIX)
-        line.settimeout(2 * SECONDS)
+        line.settimeout(2 * LIMIT)
         line.connect(f"{directory}/ask.{rank}")
         line.sendall(word.encode())
         lines.append(line)
@@ -275,12 +274,12 @@ def running(function, framework, directory, threads, *more):
     finally:
         if not done.done():
             ask(directory, "end", alive)
-        ended = done.result(60)
+        ended = done.result(LIMIT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def asked(control, signal_, **options):
-    return control.wait(control.start(signal_, timeout_seconds=SECONDS, **options), 2 * SECONDS)
+    return control.wait(control.start(signal_, timeout_seconds=LIMIT, **options), 2 * LIMIT)
 
 
 @contextmanager
@@ -291,7 +290,7 @@ def trained(framework, directory, threads):
     def publish(version):
         for name, array in weights(version).items():
             trainer[name][...] = array
-        publisher.publish(version, timeout_seconds=SECONDS)
+        publisher.publish(version, timeout_seconds=LIMIT)
 
     with (
         fw.Publisher(trainer, f"unix:{directory}/policy", hold=True) as publisher,
@@ -307,14 +306,14 @@ def killed(directory, control, alive, step, gone):
     """Kill a rank inside a step of an update; return the state of the other one after it."""
     (left,) = {0, 1} - {gone}
     (directory / f"{step}.{gone}").write_text("hang")
-    operation = control.start(Signal.UPDATE, timeout_seconds=SECONDS)
-    until((directory / "reached").exists, SECONDS)
+    operation = control.start(Signal.UPDATE, timeout_seconds=3 * LIMIT)
+    until((directory / "reached").exists)
     alive.remove(gone)
     os.kill(control.status().ranks[gone].pid, signal.SIGKILL)
-    ended = control.wait(operation, 5)
+    ended = control.wait(operation, LIMIT)
     assert ended.ending == "failed"
     assert f"rank {gone}" in ended.reason
-    until(lambda: control.status().ranks[left].step == "", 5)
+    until(lambda: control.status().ranks[left].step == "")
     assert (control.status().state, control.status().version) == (State.FAILED, None)
     return control.status().ranks[left]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import SPAWN, Child
+from child_processes import LIMIT, SPAWN, Child
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
@@ -78,12 +78,12 @@ def cleared_and_back(make, num, address, pipe):
         publisher.publish(1)
         with fw.Replica(model, address) as replica:
             operations = Operations(ModelEngine(model), replica)
-            operations.update(1, timeout_seconds=30)
+            operations.update(1, timeout_seconds=LIMIT)
             full = anonymous_bytes()
             operations.clear()
             empty = anonymous_bytes()
             operations.restore()
-            operations.update(1, timeout_seconds=30)
+            operations.update(1, timeout_seconds=LIMIT)
             again = anonymous_bytes()
             return {
                 "nbytes": nbytes,
@@ -101,9 +101,9 @@ def test_a_clear_gives_resident_memory_back_and_tensors_stay_who_they_are(make, 
     """C15, C16: by the process's own pages; then the same objects, addresses, strides and bytes."""
     if find_spec(make.__name__.removesuffix("_model")) is None:
         pytest.skip(f"{make.__name__} needs its framework")
-    with Child(cleared_and_back, make, 24, address, context=SPAWN) as child:
-        found = child.result(60)
-    assert found["nbytes"] > 190e6
+    with Child(cleared_and_back, make, 12, address, context=SPAWN) as child:
+        found = child.result(3 * LIMIT)
+    assert found["nbytes"] > 95e6
     assert found["given"] > 0.97 * found["nbytes"]
     assert found["taken"] > 0.97 * found["nbytes"]
     assert found["state"] is State.SERVING

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import flyweight as fw
-from child_processes import until
+from child_processes import LIMIT, until
 from control_site import serving
 from flyweight.events import listening
 from flyweight.lifecycle.control import Control
@@ -21,7 +21,7 @@ def train(address):
         with fw.Publisher(model, address) as publisher:
             for version in versions:
                 assign(model, version)
-                publisher.publish(version, num_replicas=num_replicas, timeout_seconds=20)
+                publisher.publish(version, num_replicas=num_replicas, timeout_seconds=LIMIT)
 
     return train
 
@@ -30,11 +30,11 @@ def test_a_replica_says_that_it_went_back(address, train, threads, caplog):
     events = []
     model = weights(0)
     with fw.Replica(model, address, name="engine") as replica, listening(events.append):
-        reports = replica.follow(timeout_seconds=20)
+        reports = replica.follow(timeout_seconds=LIMIT)
         for life in ((72, 73), (1, 2)):
             training = threads.submit(train, *life)
             assert [next(reports).version for _ in life] == list(life)
-            training.result(20)
+            training.result(LIMIT)
     assert holds(model, 2)
     (back,) = (each.fields for each in events if each.kind == "update.went_back")
     assert (back["name"], back["before"], back["version"]) == ("engine", 73, 1)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from child_processes import until
+from child_processes import LIMIT, until
 from faulty_engines import KV_CACHE
 from flyweight.errors import Busy, LifecycleError
 from flyweight.lifecycle.states import State
@@ -15,27 +15,28 @@ from versioned_models import holds
 def test_every_request_is_answered_with_one_whole_version(room):
     """C34: also those that run while versions come; compared byte by byte, at begin and end."""
     room.update(1)
-    is_over = threading.Event()
+    is_over, seen = threading.Event(), set()
 
     def ask():
         answered = []
         while not is_over.is_set():
-            with room.engine.request(20) as version:
+            with room.engine.request(LIMIT) as version:
                 assert holds(room.model, version)
                 assert holds(room.model, version)
                 answered.append(version)
+            seen.add(version)
         assert answered == sorted(answered)  # never an older one after a newer
-        return set(answered)
 
     with ThreadPoolExecutor(3) as pool:
         asking = [pool.submit(ask) for _ in range(3)]
         try:
             for version in range(2, 12):
                 room.update(version)
+                until(lambda version=version: version in seen)
         finally:
             is_over.set()
-        seen = set().union(*(each.result(20) for each in asking))
-    assert len(seen) > 5
+        for each in asking:
+            each.result(LIMIT)
     assert room.operations.num_rounds == 11
 
 
@@ -44,37 +45,31 @@ def test_a_request_that_runs_is_finished_with_the_old_version_and_the_next_sees_
 ):
     with serving.request(threads) as (answered, may_end):
         serving.publish(2)
-        update = threads.submit(serving.operations.update, 2, timeout_seconds=20)
+        update = threads.submit(serving.operations.update, 2, timeout_seconds=LIMIT)
         until(lambda: serving.operations.state is State.PAUSING)
         after = threads.submit(serving.serves, 2)  # waits at the gate
         assert not answered.done()
         may_end.set()
-        assert answered.result(10) == (1, True)
-        assert update.result(20).version == 2
-        assert after.result(10)
+        assert answered.result(LIMIT) == (1, True)
+        assert update.result(LIMIT).version == 2
+        assert after.result(LIMIT)
 
 
 def test_an_update_that_may_not_drain_is_refused_while_requests_run(serving, threads):
     with serving.request(threads) as (answered, may_end):
-        with pytest.raises(
-            LifecycleError,
-            match="1 requests are running and the caller does not allow to drain them",
-        ):
+        with pytest.raises(LifecycleError, match="running"):
             serving.update(2, may_drain=False)
         assert serving.operations.state is State.SERVING
         assert serving.serves(1)
         may_end.set()
-        assert answered.result(10) == (1, True)
+        assert answered.result(LIMIT) == (1, True)
     serving.operations.update(2, may_drain=False)
     assert serving.serves(2)
 
 
 def test_a_clear_that_may_not_drain_is_refused_while_requests_run(serving, threads):
     with serving.request(threads):
-        with pytest.raises(
-            LifecycleError,
-            match="1 requests are running and the caller does not allow to drain them",
-        ):
+        with pytest.raises(LifecycleError, match="running"):
             serving.operations.clear(may_drain=False)
         assert serving.serves(1)
 
@@ -103,15 +98,15 @@ def test_pausing_is_not_paused_and_a_second_pause_meanwhile_is_busy(serving, thr
     """C32: the old way said 'already paused' while requests ran on."""
     operations = serving.operations
     with serving.request(threads) as (_, may_end):
-        pause = threads.submit(operations.pause, timeout_seconds=20)
+        pause = threads.submit(operations.pause, timeout_seconds=LIMIT)
         until(lambda: operations.state is State.PAUSING)
-        with pytest.raises(Busy, match="pause is running, pause was not begun; wait until it ends"):
+        with pytest.raises(Busy, match="pause is running"):
             operations.pause(timeout_seconds=0.05)
-        with pytest.raises(Busy, match="pause is running, clear was not begun"):
+        with pytest.raises(Busy, match="pause is running"):
             operations.clear(timeout_seconds=0.05)
         assert operations.state is State.PAUSING
         may_end.set()
-        pause.result(10)
+        pause.result(LIMIT)
     assert operations.state is State.PAUSED
     operations.pause()
     assert operations.state is State.PAUSED

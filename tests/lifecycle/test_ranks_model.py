@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import LIMIT
 from flyweight.errors import FlyweightError, LifecycleError, PeerLost, TransferTimeout
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.operations import Operations
@@ -22,7 +23,6 @@ from flyweight.ports import UpdateReport
 from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
 
-SECONDS = 20
 QUESTION = {"write": "write", "keep": "write", "commit": "commit", "fail": "commit"}
 
 
@@ -57,7 +57,7 @@ class Hub:
                 self._heard[number] = [self._said[each] for each in range(self.num_ranks)]
                 self._said, self.num_done = {}, number + 1
                 self._changed.notify_all()
-            done = self._changed.wait_for(lambda: number in self._heard or self.gone, SECONDS)
+            done = self._changed.wait_for(lambda: number in self._heard or self.gone, LIMIT)
             assert done, f"rank {rank} waits for ever for {mine}"
             if number not in self._heard:
                 self._said.pop(rank, None)
@@ -180,7 +180,7 @@ class Engine:
                 hub.leave(rank)  # whoever still waits for its answer waits in vain
 
         futures = [self._threads.submit(update, rank) for rank in self.ranks]
-        return [future.result(SECONDS) for future in futures]
+        return [future.result(LIMIT) for future in futures]
 
     def publish(self, version, ends):
         for replica, end in zip(self.replicas, ends, strict=True):

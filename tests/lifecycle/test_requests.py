@@ -19,11 +19,9 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import Child, until
+from child_processes import LIMIT, Child, until
 from flyweight.errors import LifecycleError, SpecError, TransferTimeout
 from versioned_models import assign, holds, weights
-
-LATE = 30.0
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ class Pause:
 
     def _pause(self, engine):
         try:
-            engine.pause(time.monotonic() + LATE)
+            engine.pause(time.monotonic() + LIMIT)
         except TransferTimeout as error:
             self.error = error
 
@@ -67,7 +65,7 @@ class Pause:
         return not self._thread.is_alive()
 
     def join(self):
-        self._thread.join(2 * LATE)
+        self._thread.join(LIMIT)
         assert self.has_returned
         assert self.error is None
 
@@ -85,7 +83,7 @@ def check_waits(engine, end):
 def in_thread(function):
     """Call a function in a thread of its own, which ends afterwards."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result(LATE)
+        return pool.submit(function).result(LIMIT)
 
 
 # Counted, wherever they run.
@@ -119,7 +117,7 @@ def test_two_tasks_on_one_thread_are_two_requests(engine):
 
 
 def stream(engine, steps=3):
-    with engine.request(5) as version:
+    with engine.request(LIMIT) as version:
         for _ in range(steps):
             yield version
 
@@ -128,15 +126,15 @@ def test_a_generator_that_moved_to_another_thread_leaves_nothing_in_the_first(en
     """The first thread was taken to be inside it for ever, and passed a closed gate."""
     with ThreadPoolExecutor(1) as first:
         generator = stream(engine)
-        first.submit(next, generator).result(LATE)
+        first.submit(next, generator).result(LIMIT)
         assert in_thread(lambda: list(generator)) == [1, 1]
         assert engine.num_running == 0
         engine.pause(time.monotonic())
         late = first.submit(lambda: list(stream(engine)))
         with pytest.raises(FutureTimeout):
-            late.result(0.05)
+            late.result(0.05)  # on a slow machine it may not wait yet: not seen, never red
         engine.resume(2)
-        assert late.result(LATE) == [2, 2, 2]
+        assert late.result(LIMIT) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("close", [lambda each: each.close(), lambda each: list(each)])
@@ -252,18 +250,19 @@ def test_a_child_task_is_inside_only_while_the_outer_request_is_open(engine):
             with pytest.raises(LifecycleError, match="accepted no requests"):
                 async with engine.request(0):
                     pass
-            async with engine.request(LATE) as version:
+            async with engine.request(LIMIT) as version:
                 return version
 
         async with engine.request():
             task = asyncio.create_task(child())
             pause = await asyncio.to_thread(Pause, engine)
             is_closed.set()
-            await asyncio.wait_for(has_passed.wait(), LATE)
+            await asyncio.wait_for(has_passed.wait(), LIMIT)
         await asyncio.to_thread(pause.join)
         has_ended.set()
-        done, _ = await asyncio.wait([task], timeout=0.05)
-        assert not done
+        for _ in range(10):  # turns of the loop: it has come to the gate
+            await asyncio.sleep(0)
+        assert not task.done()
         engine.resume(2)
         assert await task == 2
 
@@ -313,7 +312,7 @@ def test_async_with_waits_without_blocking_the_loop_and_a_resume_of_another_thre
 
         async def answer():
             began.set()
-            async with engine.request(LATE) as version:
+            async with engine.request(3 * LIMIT) as version:
                 return version
 
         tasks = [asyncio.create_task(answer()) for _ in range(20)]
@@ -322,7 +321,7 @@ def test_async_with_waits_without_blocking_the_loop_and_a_resume_of_another_thre
             await asyncio.sleep(0)
         assert not any(task.done() for task in tasks)
         await asyncio.to_thread(engine.resume, 2)
-        assert await asyncio.wait_for(asyncio.gather(*tasks), LATE / 2) == [2] * 20
+        assert await asyncio.wait_for(asyncio.gather(*tasks), LIMIT) == [2] * 20
 
     asyncio.run(main())
     assert engine.num_running == 0
@@ -332,7 +331,7 @@ def test_async_with_ends_at_its_deadline(engine):
     engine.pause(time.monotonic())
 
     async def main():
-        with pytest.raises(LifecycleError, match="the engine accepted no requests for 0.05 s"):
+        with pytest.raises(LifecycleError, match="accepted no requests"):
             async with engine.request(0.05):
                 pass
 
@@ -349,7 +348,7 @@ def test_a_gate_that_closes_again_before_a_task_ran_keeps_it_waiting(engine):
         asyncio.get_running_loop().set_exception_handler(lambda loop, error: errors.append(error))
 
         async def answer():
-            async with engine.request(LATE) as version:
+            async with engine.request(LIMIT) as version:
                 return version
 
         task = asyncio.create_task(answer())
@@ -357,10 +356,11 @@ def test_a_gate_that_closes_again_before_a_task_ran_keeps_it_waiting(engine):
         for version in (2, 3):
             engine.resume(version)
             engine.pause(time.monotonic())
-        done, _ = await asyncio.wait([task], timeout=0.05)
-        assert not done
+        for _ in range(10):  # turns of the loop: it has come to the gate
+            await asyncio.sleep(0)
+        assert not task.done()
         engine.resume(4)
-        assert await asyncio.wait_for(task, LATE) == 4
+        assert await asyncio.wait_for(task, LIMIT) == 4
 
     asyncio.run(main())
     assert errors == []
@@ -371,13 +371,10 @@ def test_a_plain_with_on_an_event_loop_is_refused_at_a_closed_gate(engine):
         with engine.request() as version:
             assert version == 1
         engine.pause(time.monotonic())
-        told = pytest.raises(LifecycleError, match="use `async with engine.request\\(\\)`")
-        with told, engine.request(LATE):
+        with pytest.raises(LifecycleError, match="async with"), engine.request(LIMIT):
             pass
 
-    began = time.monotonic()
     asyncio.run(main())
-    assert time.monotonic() - began < LATE / 2
 
 
 def check_free(engine):
@@ -394,14 +391,14 @@ def test_a_task_that_is_cancelled_at_the_gate_leaves_nothing_behind(engine):
 
     async def main():
         async def answer():
-            async with engine.request(LATE):
+            async with engine.request(LIMIT):
                 pytest.fail("it was cancelled")
 
         async def cancelled():
             task = asyncio.create_task(answer())
             await asyncio.sleep(0)
             task.cancel()
-            await asyncio.wait([task], timeout=LATE)
+            await asyncio.wait([task], timeout=LIMIT)
             assert task.cancelled()
 
         def num_futures():
@@ -430,7 +427,7 @@ def test_a_task_that_waits_when_its_loop_ends_leaves_nothing_behind(engine):
 
     async def main():
         async def answer():
-            async with engine.request(LATE):
+            async with engine.request(LIMIT):
                 pytest.fail("its loop is gone")
 
         main.task = asyncio.create_task(answer())  # asyncio.run cancels it
@@ -517,19 +514,19 @@ def test_a_forked_child_finds_the_engine_usable_whatever_other_threads_did(engin
                 pass
 
     def ask(pipe):
-        with engine.request(5) as version:
+        with engine.request(LIMIT) as version:
             return version
 
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(ask_on) for _ in range(4)]
         try:
-            for _ in range(40):
+            for _ in range(15):
                 with Child(ask) as child:
                     assert child.result() == 1
         finally:
             is_over.set()
     for each in asking:
-        each.result(LATE)
+        each.result(LIMIT)
 
 
 # With a trainer that publishes meanwhile.
@@ -547,9 +544,9 @@ def served(address, tmp_path, *, must_publish=NUM_VERSIONS):
         try:
             for version in range(1, must_publish + 1):
                 assign(trained, version)
-                publisher.publish(version, num_replicas=1, timeout_seconds=LATE)
+                publisher.publish(version, num_replicas=1, timeout_seconds=LIMIT)
                 # What answers has to be asked with it before the next one comes.
-                until(lambda version=version: version in asked or is_over.is_set(), LATE)
+                until(lambda version=version: version in asked or is_over.is_set())
         finally:
             is_over.set()
 
@@ -566,7 +563,7 @@ def served(address, tmp_path, *, must_publish=NUM_VERSIONS):
         finally:
             was_over = is_over.is_set()
             is_over.set()
-        training.result(LATE)
+        training.result(LIMIT)
         assert was_over
         assert worker.operations.failure is None
     assert engine.num_running == 0
@@ -578,16 +575,16 @@ def test_each_asyncio_request_sees_one_version_while_a_trainer_publishes(address
         async def ask_on(number):
             is_first = True
             while is_first or not is_over.is_set():
-                async with engine.request(LATE) as version:
+                async with engine.request(LIMIT) as version:
                     is_first = False
                     for step in range(3 + number):
                         assert holds(model, version), f"step {step} of {version}"
-                        await asyncio.sleep(0.001)
+                        await asyncio.sleep(0)
                     assert await asyncio.to_thread(nested, version)
                 asked.add(version)
 
         def nested(version):
-            with engine.request(LATE) as inner:
+            with engine.request(LIMIT) as inner:
                 return inner == version and holds(model, version)
 
         async def main():
@@ -601,7 +598,7 @@ def test_each_generator_sees_one_version_though_every_step_is_on_another_thread(
     with served(address, tmp_path) as (engine, model, asked, is_over):
 
         def answer():
-            with engine.request(LATE) as version:
+            with engine.request(LIMIT) as version:
                 for _ in range(4):
                     yield version, holds(model, version)
 
@@ -611,7 +608,7 @@ def test_each_generator_sees_one_version_though_every_step_is_on_another_thread(
                 with suppress(StopIteration):
                     while True:
                         number += 1
-                        told.append(pools[number % 2].submit(next, generator).result(LATE))
+                        told.append(pools[number % 2].submit(next, generator).result(LIMIT))
                 assert told == [(told[0][0], True)] * 4
                 asked.add(told[0][0])
                 if is_over.is_set():
@@ -622,7 +619,7 @@ def test_each_generator_sees_one_version_though_every_step_is_on_another_thread(
             pools = one, two
             with ThreadPoolExecutor(3) as askers:
                 for each in [askers.submit(ask_on, number) for number in range(3)]:
-                    each.result(4 * LATE)
+                    each.result(LIMIT)
         assert asked == set(range(1, NUM_VERSIONS + 1))
 
 
@@ -638,15 +635,15 @@ def test_a_streaming_response_is_of_one_version_from_its_first_byte_to_its_last(
     with served(address, tmp_path) as (engine, model, asked, is_over):
 
         def plain():
-            with engine.request(LATE) as version:
+            with engine.request(LIMIT) as version:
                 for _ in range(4):
                     yield f"{version} {holds(model, version)} {os.getpid()}\n"
 
         async def awaiting():
-            async with engine.request(LATE) as version:
+            async with engine.request(LIMIT) as version:
                 for _ in range(4):
                     yield f"{version} {holds(model, version)} {os.getpid()}\n"
-                    await asyncio.sleep(0.001)
+                    await asyncio.sleep(0)
 
         async def answer(request):
             return StreamingResponse(plain() if kind == "def" else awaiting())
@@ -664,7 +661,7 @@ def test_a_streaming_response_is_of_one_version_from_its_first_byte_to_its_last(
                     asked.add(int(version))
 
             for each in [clients.submit(ask_on) for _ in range(4)]:
-                each.result(4 * LATE)
+                each.result(LIMIT)
         assert asked == set(range(1, NUM_VERSIONS + 1))
 
 
@@ -672,7 +669,7 @@ def got(port):
     """Return the body of an answer."""
     import http.client
 
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2 * LATE)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)
     try:
         connection.request("GET", "/")
         response = connection.getresponse()
@@ -695,9 +692,9 @@ def web_server(app):
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            until(lambda: server.started, LATE)
+            until(lambda: server.started)
             yield listener.getsockname()[1]
         finally:
             server.should_exit = True
-            thread.join(LATE)
+            thread.join(LIMIT)
             assert not thread.is_alive()

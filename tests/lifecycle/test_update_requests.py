@@ -3,7 +3,6 @@
 import shutil
 import signal
 import threading
-import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 import flyweight as fw
-from child_processes import Child, until
+from child_processes import LIMIT, Child, in_time, until
 from control_site import serving
 from fakes import FakeRendezvousStore
 from flyweight.errors import TransferTimeout, VersionError
@@ -38,9 +37,9 @@ class Fleet:
         assign(self.trainer, version)
         self.publisher.publish(version)
 
-    def ask(self, version=None, seconds=20.0, signal=Signal.UPDATE):
+    def ask(self, version=None, seconds=LIMIT, signal=Signal.UPDATE):
         operation = self.control.start(signal, version=version, timeout_seconds=seconds)
-        return self.control.wait(operation, seconds + 10)
+        return self.control.wait(operation, seconds + LIMIT)
 
     @property
     def rank(self):
@@ -51,6 +50,13 @@ class Fleet:
 
     def took(self, version):
         until(lambda: self.serves(version))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Let controllers and ranks hear each other after a deadline, however slow the machine is."""
+    monkeypatch.setattr("flyweight.lifecycle.control.ANSWER_SECONDS", LIMIT)
+    monkeypatch.setattr("flyweight.ranks.agreement._LATE_SECONDS", LIMIT)
 
 
 @pytest.fixture
@@ -83,11 +89,9 @@ def test_a_version_that_came_by_following_answers_one_request_and_not_the_next(m
     rounds = fleet.rank.num_rounds
     assert fleet.ask().ending == "done"
     assert fleet.rank.num_rounds == rounds  # nothing was transferred
-    started = time.monotonic()
-    ended = fleet.ask(seconds=1.5)
-    assert ended.ending == "failed"
-    assert "a version after 1" in ended.reason
-    assert time.monotonic() - started >= 1.4  # it waited for one
+    with in_time(1.0):  # it waits for one
+        ended = fleet.ask(seconds=1.0)
+    assert (ended.ending, ended.error) == ("failed", "TransferTimeout")
     assert fleet.serves(1)
     fleet.publish(2)
     fleet.took(2)
@@ -103,7 +107,7 @@ def test_a_request_that_waits_is_answered_by_the_version_that_comes(make, thread
     assert not waiting.done()
     assert fleet.serves(1)  # meanwhile the engine serves
     fleet.publish(2)
-    assert waiting.result(20).ending == "done"
+    assert waiting.result(LIMIT).ending == "done"
     assert fleet.serves(2)
     assert holds(fleet.model, 2)
 
@@ -138,8 +142,7 @@ def test_a_publisher_that_has_gone_confirms_nothing(make, version):
     fleet.took(1)
     fleet.publisher.close()
     ended = fleet.ask(version, seconds=1.5)
-    assert ended.ending == "failed"
-    assert "no publisher came in time" in ended.reason
+    assert (ended.ending, ended.error) == ("failed", "TransferTimeout")
     assert fleet.serves(1)
 
 
@@ -163,10 +166,9 @@ def test_a_publisher_that_is_silent_confirms_nothing(address, tmp_path, version)
         assert trainer.told() == "published"
         until(lambda: control.status().version == 1)
         trainer.stop()
-        operation = control.start(Signal.UPDATE, version=version, timeout_seconds=2)
-        ended = control.wait(operation, 10)
-        assert ended.ending == "failed"
-        assert "did not come in time" in ended.reason
+        operation = control.start(Signal.UPDATE, version=version, timeout_seconds=0.5)
+        ended = control.wait(operation, LIMIT)
+        assert (ended.ending, ended.error) == ("failed", "TransferTimeout")
         assert control.status().version == 1
 
 
@@ -191,7 +193,7 @@ def test_what_another_publisher_wrote_under_the_same_number_is_not_what_is_serve
     fleet.publisher.close()
     with fw.Publisher(weights(7), fleet.address, hold=True) as publisher:
         publisher.publish(1)
-        fleet.source.update(1, timeout_seconds=10)
+        fleet.source.update(1, timeout_seconds=LIMIT)
         rounds = fleet.rank.num_rounds
         assert fleet.ask(1).ending == "done"
         assert fleet.rank.num_rounds == rounds + 1  # what was cached of the other is dropped
@@ -207,27 +209,37 @@ def test_the_store_confirms_what_came_from_it(make, tmp_path):
     rounds = fleet.rank.num_rounds
     assert fleet.ask().ending == "done"
     assert fleet.rank.num_rounds == rounds
-    assert fleet.ask(seconds=1.5).ending == "failed"
+    assert fleet.ask(seconds=0.5).ending == "failed"
     assert fleet.ask(4).ending == "done"
     shutil.rmtree(store / "v0000000004")
-    assert fleet.ask(4, seconds=1.5).ending == "failed"
+    assert fleet.ask(4, seconds=0.5).ending == "failed"
     assert fleet.serves(4)
 
 
-def test_a_store_that_was_pruned_does_not_hide_a_publisher_that_comes(make, tmp_path, threads):
+def test_a_store_that_was_pruned_does_not_hide_a_publisher_that_comes(
+    make, tmp_path, threads, monkeypatch
+):
     """The version that is held is no longer there to be confirmed: a newer one is waited for."""
+    take, has_looked = StoredWeights.take, threading.Event()
+
+    def noted(self, options):
+        try:
+            return take(self, options)
+        finally:
+            has_looked.set()
+
     store = tmp_path / "store"
     fw.save(weights(4), store, version=4)
     fleet = make(should_follow=True, store=store)
     fleet.publisher.close()
     fleet.took(4)
     shutil.rmtree(store / "v0000000004")
+    monkeypatch.setattr(StoredWeights, "take", noted)
     asked = threads.submit(fleet.ask)
-    until(lambda: fleet.control.cell.record(0).taken > fleet.control.cell.record(0).done)
-    time.sleep(1.5)  # by then it has looked for a publisher, and in the store
+    assert has_looked.wait(LIMIT)  # first for a publisher, and then in the store
     with fw.Publisher(weights(5), fleet.address, hold=True) as publisher:
         publisher.publish(5)
-        assert asked.result(30).ending == "done"
+        assert asked.result(LIMIT).ending == "done"
         assert fleet.serves(5)
 
 
@@ -246,25 +258,23 @@ def test_closing_a_worker_ends_a_request_that_waits(make):
     fleet = make(should_follow=False)
     fleet.publish(1)
     assert fleet.ask().ending == "done"
-    fleet.control.start(Signal.UPDATE, timeout_seconds=60)
+    fleet.control.start(Signal.UPDATE, timeout_seconds=3 * LIMIT)
     until(lambda: fleet.control.cell.record(0).taken > fleet.control.cell.record(0).done)
-    started = time.monotonic()
     fleet.worker.close()
-    assert time.monotonic() - started < 5
-    assert not [t for t in threading.enumerate() if t.name == "flyweight-worker"]
+    until(lambda: not [t for t in threading.enumerate() if t.name == "flyweight-worker"])
 
 
 def test_a_replica_keeps_its_version_only_if_told_so(address):
     trainer, model = weights(1), weights(0)
     with fw.Publisher(trainer, address, hold=True) as publisher, fw.Replica(model, address) as it:
         publisher.publish(1)
-        report = it.update(timeout_seconds=10)
-        assert it.update(may_keep=True, timeout_seconds=10) is report
-        with pytest.raises(TransferTimeout, match="a version after 1"):
+        report = it.update(timeout_seconds=LIMIT)
+        assert it.update(may_keep=True, timeout_seconds=LIMIT) is report
+        with pytest.raises(TransferTimeout):
             it.update(timeout_seconds=0.3)
         assign(trainer, 2)
         publisher.publish(2)
-        assert it.update(may_keep=True, timeout_seconds=10).version == 2
+        assert it.update(may_keep=True, timeout_seconds=LIMIT).version == 2
         assert holds(model, 2)
 
 
@@ -272,14 +282,14 @@ def test_tensors_replaced_while_the_publisher_confirms_are_filled_again(address,
     model = weights(0)
     with Child(silent_trainer, address) as trainer, fw.Replica(model, address) as replica:
         assert trainer.told() == "published"
-        replica.update(timeout_seconds=10)
+        replica.update(timeout_seconds=LIMIT)
         trainer.stop()
         is_waiting = threading.Event()
-        updating = threads.submit(replica.update, 1, timeout_seconds=20, is_over=is_waiting.set)
-        assert is_waiting.wait(10)
+        updating = threads.submit(replica.update, 1, timeout_seconds=LIMIT, is_over=is_waiting.set)
+        assert is_waiting.wait(LIMIT)
         model.update(weights(5))
         trainer.kill(signal.SIGCONT)
-        assert updating.result(20).version == 1
+        assert updating.result(LIMIT).version == 1
         assert holds(model, 1)
 
 
@@ -287,14 +297,14 @@ def test_a_publisher_with_a_store_confirms_the_newest_of_both(address, tmp_path)
     store, trainer, model = tmp_path / "store", weights(0), weights(0)
     fw.save(weights(3), store, version=3)
     with fw.Publisher(trainer, address, store=store) as publisher, fw.Replica(model, address) as it:
-        assert it.update(timeout_seconds=10).version == 3
-        assert it.update(may_keep=True, timeout_seconds=10).version == 3
+        assert it.update(timeout_seconds=LIMIT).version == 3
+        assert it.update(may_keep=True, timeout_seconds=LIMIT).version == 3
         assign(trainer, 4)
         publisher.publish(4)  # nobody waits for it, and it is not held
         with pytest.raises(TransferTimeout):
             it.update(may_keep=True, timeout_seconds=0.5)
         fw.save(weights(5), store, version=5)
-        assert it.update(may_keep=True, timeout_seconds=10).version == 5
+        assert it.update(may_keep=True, timeout_seconds=LIMIT).version == 5
 
 
 def test_a_publisher_confirms_nothing_that_its_store_has_a_newer_version_of(
@@ -302,12 +312,12 @@ def test_a_publisher_confirms_nothing_that_its_store_has_a_newer_version_of(
 ):
     store, trainer, model = tmp_path / "store", weights(1), weights(0)
     with fw.Publisher(trainer, address, store=store) as publisher, fw.Replica(model, address) as it:
-        updating = threads.submit(it.update, timeout_seconds=20)
-        publisher.publish(1, num_replicas=1, timeout_seconds=20)
-        assert updating.result(20).version == 1
-        assert it.update(may_keep=True, timeout_seconds=10).version == 1  # the store is empty
+        updating = threads.submit(it.update, timeout_seconds=LIMIT)
+        publisher.publish(1, num_replicas=1, timeout_seconds=LIMIT)
+        assert updating.result(LIMIT).version == 1
+        assert it.update(may_keep=True, timeout_seconds=LIMIT).version == 1  # the store is empty
         fw.save(weights(2), store, version=2)
-        assert it.update(may_keep=True, timeout_seconds=10).version == 2
+        assert it.update(may_keep=True, timeout_seconds=LIMIT).version == 2
         assert holds(model, 2)
 
 
@@ -328,7 +338,7 @@ def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path):
             body = {"version": version, "verify_checksum": True}
             code, told = site.ask("POST", "/v1/update_weights", body)
             assert code != 200
-            assert "without checksums, and must_verify is set" in str(told["result"])
+            assert "checksums" in str(told["result"])
             assert (site.state, site.replica()["version"]) == ("SERVING", 1)
             assert holds(model, 1)
         site.good("POST", "/v1/update_weights", {"version": 2})
@@ -340,16 +350,17 @@ def test_a_checkpoint_without_checksums_is_refused_where_they_are_to_be_compared
     safetensors.numpy.save_file({"w": np.ones(8, np.float32)}, path)
     model = {"w": np.zeros(8, np.float32)}
     stored = StoredWeights(model, path)
-    way = {"timeout_seconds": 5, "before": lambda version: None, "is_over": lambda: False}
-    with pytest.raises(VersionError, match="without checksums, and must_verify is set"):
+    way = {"timeout_seconds": LIMIT, "before": lambda version: None, "is_over": lambda: False}
+    with pytest.raises(VersionError, match="checksums"):
         stored.take(UpdateOptions(must_verify=True, **way))
     assert not model["w"].any()
     stored.take(UpdateOptions(**way))
     assert model["w"].all()
 
 
-def test_a_rank_that_was_started_again_takes_what_the_others_serve(address, threads):
+def test_a_rank_that_was_started_again_takes_what_the_others_serve(address, threads, monkeypatch):
     """No newer version is needed: of the replica as a whole, none is served."""
+    monkeypatch.setattr("flyweight.ranks.group._LINGER_SECONDS", 0.1)  # as if it was killed
     store, trainer = FakeRendezvousStore(), weights(1)
     with ExitStack() as stack:
         publisher = stack.enter_context(fw.Publisher(trainer, address, hold=True))
@@ -368,20 +379,20 @@ def test_a_rank_that_was_started_again_takes_what_the_others_serve(address, thre
                 threads.submit(operations.update, timeout_seconds=seconds)
                 for *_, operations in ranks
             ]
-            return [each.exception(seconds + 30) for each in asked]
+            return [each.exception(seconds + LIMIT) for each in asked]
 
         ranks = [started(0), started(1)]
         try:
-            assert update(20) == [None, None]
-            assert "a version after 1" in str(update(1.5)[0])  # it was answered with that one
+            assert update(LIMIT) == [None, None]
+            assert isinstance(update(0.5)[0], TransferTimeout)  # it was answered with that one
             assert [operations.state for *_, operations in ranks] == [State.SERVING] * 2
             for number in range(2):
                 ranks[number][1].close()
                 ranks[number] = started(number)
-                assert update(20) == [None, None]
+                assert update(LIMIT) == [None, None]
                 assert [operations.state for *_, operations in ranks] == [State.SERVING] * 2
                 assert all(holds(model, 1) for model, *_ in ranks)
-            assert "a version after 1" in str(update(1.5)[0])
+            assert isinstance(update(0.5)[0], TransferTimeout)
         finally:
             for closing in [threads.submit(each[1].close) for each in ranks]:
-                closing.result(10)
+                closing.result(LIMIT)

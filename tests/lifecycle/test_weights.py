@@ -9,7 +9,7 @@ import safetensors.numpy
 import torch
 
 import flyweight as fw
-from child_processes import until
+from child_processes import LIMIT, until
 from conftest import flip
 from fakes import FakeRendezvousStore
 from flyweight.engines.strategies import FileWeights
@@ -29,7 +29,9 @@ from flyweight.ports import UpdateOptions
 from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
 
-WAY = {"timeout_seconds": 0.6, "before": lambda version: None, "is_over": lambda: False}
+WAY = {"timeout_seconds": LIMIT, "before": lambda version: None, "is_over": lambda: False}
+SOON = {"timeout_seconds": 0.6}
+"""For what is waited for in vain."""
 
 
 def take(weights, version=None, **how):
@@ -76,13 +78,13 @@ def test_ranks_do_not_keep_different_files_that_have_no_version(tmp_path, thread
         for rank in range(2):
             put(tmp_path / str(rank), 1)
             ranks = RankAgreement(Rendezvous(rank, 2, store, "pair"))
-            stack.callback(ranks.close)
+            stack.callback(threads.submit, ranks.close)  # at once: each waits for the other
             weights = FileWeights(models[rank], tmp_path / str(rank))
             machines.append(Operations(ModelEngine(models[rank]), weights, ranks))
 
         def update():
-            futures = [threads.submit(m.update, timeout_seconds=10) for m in machines]
-            return [future.exception(30) for future in futures]
+            futures = [threads.submit(m.update, timeout_seconds=LIMIT) for m in machines]
+            return [future.exception(LIMIT) for future in futures]
 
         assert update() == [None, None]
         assert [operations.state for operations in machines] == [State.SERVING] * 2
@@ -148,14 +150,14 @@ def test_a_version_that_is_held_is_not_read_again_unless_it_is_another(tmp_path,
     weights, way = make(target, tmp_path / "run"), {**WAY, "before": begun.append}
     report = take(weights, 1, **way)
     assert take(weights, 1, **way) is report
-    with pytest.raises(TransferTimeout, match="has nothing newer than version 1"):
-        take(weights, **way)
+    with pytest.raises(TransferTimeout, match="newer"):
+        take(weights, **way | SOON)
     assert take(weights, may_keep=True, **way) is report
     shutil.rmtree(tmp_path / "run")
     with pytest.raises((VersionError, FileNotFoundError)):  # nothing confirms it
         take(weights, 1, **way)
     with pytest.raises((TransferTimeout, FileNotFoundError)):
-        take(weights, may_keep=True, **way)
+        take(weights, may_keep=True, **way | SOON)
     assert weights.version == 1
     fw.save(model(5), tmp_path / "run", version=1)  # another run, of the same numbers
     take(weights, 1, **way)
@@ -171,7 +173,7 @@ def test_a_tensor_replaced_while_it_is_read_is_not_held(tmp_path):
         if event.kind == "load.done":
             target.update(model(7))
 
-    with listening(swap), pytest.raises(VersionError, match="were replaced, or have moved, while"):
+    with listening(swap), pytest.raises(VersionError, match="replaced"):
         take(weights, **WAY)
     assert weights.version is None
     take(weights, **WAY)
@@ -194,15 +196,15 @@ def test_a_tensor_replaced_while_a_machine_follows_is_not_served(address, thread
     ):
         publisher.publish(1)
         operations = Operations(ModelEngine(target), replica)
-        operations.update(timeout_seconds=10)
+        operations.update(timeout_seconds=LIMIT)
         way = {"timeout_seconds": 20, "is_over": lambda: False}
         future = threads.submit(operations.follow, **way)
         until(lambda: publisher.waiting)
         target.update(model(7))
         source["w"][...] = 2
         publisher.publish(2)
-        with pytest.raises(VersionError, match="were replaced, or have moved, before version 2"):
-            future.result(20)
+        with pytest.raises(VersionError, match="replaced"):
+            future.result(LIMIT)
         assert (operations.state, operations.version) == (State.FAILED, None)
         assert operations.follow(**way)
         assert (operations.state, operations.version) == (State.SERVING, 2)
@@ -215,7 +217,7 @@ def test_a_machine_does_not_serve_what_its_update_found_replaced(tmp_path):
     operations = Operations(ModelEngine(target), StoredWeights(target, tmp_path))
     operations.update()
     target.update(model(7))
-    with pytest.raises(VersionError, match="version 9 is not one of"):
+    with pytest.raises(VersionError, match="version 9"):
         operations.update(9)
     assert (operations.state, operations.version) == (State.FAILED, None)
     operations.update()
@@ -244,7 +246,7 @@ def test_tensors_that_a_load_tore_are_not_vouched_for(tmp_path):
     with pytest.raises(ChecksumMismatch):
         take(weights, **WAY)
     fw.save(part("b", 3), tmp_path, version=3)
-    with pytest.raises(PlanError, match="target wants 1 tensors .* lacks: 'a'"):
+    with pytest.raises(PlanError, match="'a'"):
         take(weights, **WAY)
     assert weights.version is None
     take(weights, 1, **WAY)  # all of it is what is vouched for
@@ -258,7 +260,7 @@ def test_a_part_is_not_laid_over_another_version_than_the_one_vouched_for(tmp_pa
     target = pair(1)
     weights = StoredWeights(target, tmp_path, partial_over=1)
     take(weights, 2, **WAY)
-    with pytest.raises(PlanError, match="target wants 1 tensors .* lacks: 'a'"):
+    with pytest.raises(PlanError, match="'a'"):
         take(weights, 3, **WAY)
     assert (weights.version, target["b"][0]) == (2, 2)
 
@@ -270,7 +272,7 @@ def test_parts_follow_each_other_unless_one_would_keep_what_another_filled(tmp_p
     weights = StoredWeights(target, tmp_path, partial_over=1)
     take(weights, 2, **WAY)
     take(weights, 3, **WAY)
-    with pytest.raises(PlanError, match="lacks 1 tensors that no longer hold version 1.*'b'"):
+    with pytest.raises(PlanError, match="'b'"):
         take(weights, 4, **WAY)
     assert (weights.version, target["a"][0], target["b"][0]) == (3, 1, 3)
 
@@ -295,7 +297,10 @@ def near(address, tmp_path):
         yield target, NearestWeights(replica, StoredWeights(target, tmp_path / "store"))
 
 
-def test_a_newer_snapshot_is_taken_while_no_publisher_is_there(near, address, tmp_path):
+def test_a_newer_snapshot_is_taken_while_no_publisher_is_there(
+    near, address, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("flyweight.lifecycle.weights._PATIENCE_SECONDS", 0.1)
     target, weights = near
     fw.save(model(1), tmp_path / "store", version=1)
     operations = Operations(ModelEngine(target), weights)
@@ -304,18 +309,17 @@ def test_a_newer_snapshot_is_taken_while_no_publisher_is_there(near, address, tm
     operations.update()  # asked for
     assert (operations.version, target["w"][0, 0]) == (2, 2)
     fw.save(model(3), tmp_path / "store", version=3)
-    assert operations.follow(timeout_seconds=5, is_over=lambda: False)  # or not
+    assert operations.follow(timeout_seconds=LIMIT, is_over=lambda: False)  # or not
     assert (operations.version, target["w"][0, 0]) == (3, 3)
-    assert not operations.follow(timeout_seconds=1, is_over=lambda: False)
+    assert not operations.follow(timeout_seconds=0.4, is_over=lambda: False)
     with fw.Publisher(model(6), address, hold=True) as publisher:
         publisher.publish(6)
         operations.update()
         assert (operations.version, target["w"][0, 0]) == (6, 6)
         fw.save(model(7), tmp_path / "store", version=7)
-        assert not operations.follow(
-            timeout_seconds=1, is_over=lambda: False
-        )  # who is there decides
-    assert operations.follow(timeout_seconds=5, is_over=lambda: False)
+        # Who is there decides.
+        assert not operations.follow(timeout_seconds=0.4, is_over=lambda: False)
+    assert operations.follow(timeout_seconds=LIMIT, is_over=lambda: False)
     assert (operations.version, target["w"][0, 0]) == (7, 7)
 
 
@@ -325,8 +329,8 @@ def test_an_older_snapshot_is_not_taken_over_a_publishers_version(near, address,
         publisher.publish(6)
         take(weights, **WAY)
     fw.save(model(5), tmp_path / "store", version=5)
-    with pytest.raises(TransferTimeout, match="no publisher came in time"):
-        take(weights, **WAY)
+    with pytest.raises(TransferTimeout):
+        take(weights, **WAY | SOON)
     assert (weights.version, target["w"][0, 0]) == (6, 6)
 
 
@@ -339,8 +343,8 @@ def test_the_session_is_that_of_what_was_written_last(near, address, tmp_path):
     assert weights.session == plain.session
     with fw.Publisher(model(2), address, hold=True) as publisher, fw.Replica(model(), address) as other:  # fmt: skip
         publisher.publish(2)
-        other.update(timeout_seconds=5)
-        take(weights, timeout_seconds=5, before=lambda version: None, is_over=lambda: False)
+        other.update(timeout_seconds=LIMIT)
+        take(weights, **WAY)
         assert weights.session == other.session != ""
     fw.save(model(3), tmp_path / "store", version=3)
     take(plain, **WAY)

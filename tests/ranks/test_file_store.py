@@ -6,18 +6,16 @@ import stat
 
 import pytest
 
-from child_processes import Child, exit_code
+from child_processes import LIMIT, Child, exit_code
 from flyweight.errors import SpecError, TransferTimeout
 from flyweight.ranks.file_store import FileStore
 from flyweight.ranks.rendezvous import Rendezvous, join_group
-
-SECONDS = 5
 
 
 def joined(directory, rank, pipe):
     """Join the other rank, then be killed."""
     place = Rendezvous(rank, 2, FileStore(directory), "group")
-    group = join_group(place, timeout_seconds=SECONDS)
+    group = join_group(place, timeout_seconds=LIMIT)
     pipe.send(("gathered", group.gather("a", rank)))
     pipe.recv()
 
@@ -30,9 +28,9 @@ def test_jobs_that_are_killed_again_and_again_leave_the_files_of_one(tmp_path):
             assert first.told() == ("gathered", [0, 1])
             assert other.told() == ("gathered", [])
             other.kill()
-        with pytest.raises(TransferTimeout, match="1 ranks did not join"):
+        with pytest.raises(TransferTimeout, match="join"):
             join_group(Rendezvous(0, 2, FileStore(tmp_path), "group"), timeout_seconds=0.1)
-        with pytest.raises(TransferTimeout, match="did not answer"):
+        with pytest.raises(TransferTimeout, match="answer"):
             join_group(Rendezvous(1, 2, FileStore(tmp_path), "group"), timeout_seconds=0.1)
         sizes.append(len(os.listdir(tmp_path)))
     assert sizes == [sizes[0]] * 3

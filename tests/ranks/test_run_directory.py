@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from child_processes import LIMIT
 from flyweight.errors import SpecError, StoreError
 from flyweight.ranks import run_directory as module
 from flyweight.ranks.run_directory import directory_id, run_directory
@@ -41,16 +42,16 @@ def test_a_directory_of_the_session_that_does_not_exist_is_not_used(environment,
 def test_a_directory_that_others_can_enter_is_refused(environment, tmp_path):
     environment(FLYWEIGHT_RUN_DIR=tmp_path)
     tmp_path.chmod(0o755)
-    with pytest.raises(SpecError, match="with mode 755; .* mode 700: chmod 700 it, or set FLYWEI"):
+    with pytest.raises(SpecError, match="mode 755"):
         run_directory()
     environment(XDG_RUNTIME_DIR=tmp_path)
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "flyweight").symlink_to("mine")  # as another user could in /tmp
-    with pytest.raises(SpecError, match="is not a directory"):
+    with pytest.raises(SpecError, match="directory"):
         run_directory()
     (tmp_path / "file").touch()
     environment(FLYWEIGHT_RUN_DIR=tmp_path / "file" / "below")
-    with pytest.raises(StoreError, match="cannot make directory .*; set FLYWEIGHT_RUN_DIR"):
+    with pytest.raises(StoreError, match="FLYWEIGHT_RUN_DIR"):
         run_directory()
 
 
@@ -63,7 +64,7 @@ def test_a_directory_has_one_id_under_all_its_names_and_no_other_has_it(tmp_path
     here = directory_id(one)
     monkeypatch.setattr(module, "boot_id", lambda: "another host")
     assert directory_id(one) != here
-    with pytest.raises(StoreError, match="cannot look at directory"):
+    with pytest.raises(StoreError, match="missing"):
         directory_id(tmp_path / "missing")
 
 
@@ -89,7 +90,7 @@ def test_containers_have_the_same_id_only_if_they_have_the_same_directory(tmp_pa
     script.write_text(SHOW)
     command = ["unshare", "--mount", "sh", "-c", IN_CONTAINER, sys.executable, own, script, shared]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     except FileNotFoundError:
         pytest.skip("there is no unshare")
     if (done.returncode and "not permitted" in done.stderr) or "denied" in done.stderr:

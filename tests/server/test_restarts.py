@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from child_processes import Child, Command, until
+from child_processes import LIMIT, Child, Command, until
 from commands import COMMAND
 from control_site import TOKEN, Engine, Site, Trainer, serving
 from flyweight.lifecycle.control import Control
@@ -58,7 +58,7 @@ def test_killing_an_engine_ends_its_operation(trained, threads):
         pausing = threads.submit(site.ask, "POST", "/v1/pause")
         until(lambda: site.state == "PAUSING")
         engine.kill(signal.SIGKILL)
-        code, told = pausing.result(10)
+        code, told = pausing.result(LIMIT)
         assert (code, told["error"]) == (503, "PeerLost")
         assert site.replica()["operation"] is None
 
@@ -86,7 +86,7 @@ def test_a_server_that_replaces_a_killed_one_reports_the_same_state(trained, thr
             port = served.site.address.rpartition(":")[2]
             served.kill()
             with pytest.raises((OSError, http.client.HTTPException)):
-                asked.result(20)
+                asked.result(LIMIT)
         with Served(trained.place, cell, port) as served:
             told = served.site.replica()
             assert (told["state"], told["operation"]["id"]) == ("PAUSING", "pause-2")
@@ -152,7 +152,7 @@ def test_a_closing_server_answers_its_callers_and_the_engine_goes_on(trained, th
                 site.fleet.end_waits()
                 while told() is not None:
                     pass
-            code, answer = asked.result(10)
+            code, answer = asked.result(LIMIT)
             assert (code, answer["error"]) == (503, "PeerLost")
             assert "goes on" in answer["result"]
         engine.tell("finish")
@@ -186,7 +186,7 @@ def test_several_replicas_are_controlled_in_parallel(trained, threads):
         assert pair.replica("pair-1")["state"] == "PAUSED"  # no request was sent to it
         assert pair.ask("POST", "/v1/resume?replica=pair-1")[0] == 200
         one.tell("finish")
-        assert pausing.result(20)[0] == 200
+        assert pausing.result(LIMIT)[0] == 200
 
 
 def test_an_absent_replica_does_not_hold_up_the_others(trained):
@@ -204,7 +204,7 @@ def test_an_absent_replica_does_not_hold_up_the_others(trained):
 
 
 def test_rounds_without_a_request_are_in_the_journal(trained, tmp_path):
-    address = f"unix:{tmp_path}/policy"
+    address, began = f"unix:{tmp_path}/policy", time.time()
     with (
         Trainer(address, tmp_path / "run") as trainer,
         Engine(address, tmp_path / "following.cell"),
@@ -219,4 +219,4 @@ def test_rounds_without_a_request_are_in_the_journal(trained, tmp_path):
             return site.good("GET", "/status")["rounds"][-1]
 
         until(lambda: last()["version"] == 5 and last()["pause_seconds"] > 0)
-        assert last()["time"] == pytest.approx(time.time(), abs=20)
+        assert began <= last()["time"] <= time.time()

@@ -50,14 +50,14 @@ def test_the_stream_reports_each_change(site, change):
 
 
 def test_the_stream_sends_at_most_twenty_events_a_second(site, change):
+    began = time.monotonic()
     with site.events() as next_event:
         next_event()
-        began = time.monotonic()
         for number in range(10):
             change(num_running=number + 1)
             while next_event()["replicas"][0]["ranks"][0]["num_running"] != number + 1:
                 pass
-        assert time.monotonic() - began > 0.4
+    assert time.monotonic() - began > 0.4
 
 
 def test_the_number_of_listeners_is_limited(site, monkeypatch):

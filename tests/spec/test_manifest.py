@@ -204,18 +204,15 @@ def test_six_bit_floats_pack_four_to_three_bytes():
     assert spec.stored(Box.whole((2, 8))) == Box.whole((2, 6))
 
 
-def test_thousands_of_shards_are_checked_quickly():
-    import time
-
+def test_thousands_of_shards_are_checked_by_few_comparisons(monkeypatch):
     count = 4000
+    monkeypatch.setattr("flyweight.spec.box.MAX_COMPARED", 10 * count)
     spec = TensorSpec(F32, (count, 4))
     boxes = [Box((row, 0), (1, 4)) for row in range(count)]
     extents = [Extent("w", box, "a.safetensors", 64 + 16 * i, (1,)) for i, box in enumerate(boxes)]
     parts = [SnapshotFile("a.safetensors", 64 + 16 * count, 64, Hash(1))]
     manifest = Manifest({"w": spec}, version=1, files=parts, extents=extents, chunk_bytes=4096)
-    started = time.monotonic()
     assert len(decode_manifest(encode_manifest(manifest)).extents) == count
-    assert time.monotonic() - started < 5
 
 
 def test_six_bit_floats_longer_than_a_chunk_are_cut_between_elements():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from campaign import budget
 from flyweight.errors import PlanError, SpecError
 from flyweight.plans.reshard import reshard
 from flyweight.spec.dtype import DTYPES
@@ -237,7 +238,7 @@ def test_every_layout_fills_every_other_exactly_once(source, sink):
     assert found == wanted
 
 
-@settings(deadline=None)
+@settings(max_examples=budget(40, 1000))
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
 def test_random_layouts_leave_no_hole_in_any_rank(tp, ep, pp, data):
     cut = data.draw(

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from child_processes import Child
+from child_processes import LIMIT, Child
 from conftest import dead_draft, random_bytes
 from flyweight.errors import StoreError
 from flyweight.memory import page_memory
@@ -228,7 +228,8 @@ def test_a_file_system_that_refuses_unbuffered_writes_is_written_through_the_cac
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(LIMIT)
+            assert not thread.is_alive()
         assert not draft.can_go_direct("file")
         draft.commit()
     assert (tmp_path / "place" / "file").read_bytes() == data.tobytes()

@@ -15,11 +15,12 @@ from contextlib import closing, contextmanager, suppress
 import numpy as np
 import pytest
 
-from child_processes import Child, resources, settled, until
+from child_processes import LIMIT, Child, in_time, resources, settled, until
 from conftest import random_bytes
 from flyweight.errors import HandleGone, PeerLost, PeerRefused, TransferTimeout, TransportError
-from flyweight.transports import data_sockets
+from flyweight.transports import data_sockets, tcp
 from flyweight.transports.data_sockets import DataConnection, DataServer, Welcome
+from patience import patient  # noqa: F401
 
 WELCOME = Welcome(4711, "session", "host", "unix:/somewhere")
 BIG = 64 << 20
@@ -30,13 +31,6 @@ PAUSED = 16 << 20
 
 def serving(host="127.0.0.1", **options):
     return DataServer(host, token="secret", welcome=WELCOME, **options)
-
-
-@contextmanager
-def within(seconds):
-    started = time.monotonic()
-    yield
-    assert time.monotonic() - started < seconds
 
 
 def connection_to(server, host="127.0.0.1", **options):
@@ -60,7 +54,7 @@ def connection(server):
         yield connection
 
 
-def read(connection, key, offset, nbytes, *, timeout_seconds=10, **options):
+def read(connection, key, offset, nbytes, *, timeout_seconds=LIMIT, **options):
     into = np.zeros(nbytes, np.uint8)
     connection.read(key, offset, into, timeout_seconds=timeout_seconds, **options)
     return into.tobytes()
@@ -105,7 +99,7 @@ def test_many_bytes_arrive_with_their_progress(server, connection):
 )
 def test_a_range_beyond_the_offer_is_refused(server, connection, offset, nbytes):
     key = server.offer([random_bytes(10)])
-    with pytest.raises(HandleGone, match=f"bytes {offset}..{offset + nbytes} of"):
+    with pytest.raises(HandleGone, match=f"bytes {offset}"):
         read(connection, key, offset, nbytes)
     assert not connection.is_open
 
@@ -114,7 +108,7 @@ def test_a_released_or_unknown_key_is_gone(server, connection):
     key = server.offer([random_bytes(10)])
     server.release(key)
     server.release(key)
-    with pytest.raises(HandleGone, match=f"no longer offered at 127.0.0.1:{server.port}"):
+    with pytest.raises(HandleGone, match="no longer"):
         read(connection, key, 0, 10)
     for unknown in ("", "0" * 16, "0" * 17, "é" * 16, "é" * 8):
         with closing(connection_to(server)) as other, pytest.raises(HandleGone):
@@ -162,7 +156,7 @@ def test_both_sides_know_a_first_connection_and_its_end(server, hung_up):
     connection.close()
     connection.close()
     assert not connection.is_open
-    until(lambda: hung_up == [connection.name], 2)
+    until(lambda: hung_up == [connection.name])
     assert not server.knows(connection.name)
 
 
@@ -175,33 +169,33 @@ def test_the_end_of_a_further_connection_is_not_reported(server, hung_up):
 
 
 def test_a_wrong_token_is_refused(server):
-    with pytest.raises(PeerRefused, match=f"127.0.0.1:{server.port} does not know our token"):
+    with pytest.raises(PeerRefused, match="token"):
         connection_to(server, token="guess")
 
 
 def test_nobody_there_is_a_lost_peer():
     with closing(socket.create_server(("127.0.0.1", 0))) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(PeerLost, match=f"no process listens at 127.0.0.1:{port}: Connection ref"):
+    with pytest.raises(PeerLost, match=f"127.0.0.1:{port}"):
         DataConnection("127.0.0.1", port, token="secret")
-    with pytest.raises(PeerLost, match=r"'\.\.' is not found as a host"):
+    with pytest.raises(PeerLost, match="host"):
         DataConnection("..", port, token="secret")
 
 
 def test_a_port_in_use_and_an_address_of_another_host_are_refused(server):
-    with pytest.raises(TransportError, match=f"cannot listen at 127.0.0.1:{server.port}: Address"):
+    with pytest.raises(TransportError, match=f"127.0.0.1:{server.port}"):
         DataServer("127.0.0.1", server.port, token="secret", welcome=WELCOME)
-    with pytest.raises(TransportError, match="cannot listen at 192.0.2.1:0: Cannot assign"):
+    with pytest.raises(TransportError, match="192.0.2.1"):
         serving("192.0.2.1")
 
 
 def test_a_welcome_that_does_not_fit_is_refused_before_anybody_is_greeted():
-    with pytest.raises(TransportError, match="is too long, 1024 fit"):
+    with pytest.raises(TransportError, match="1024"):
         DataServer("127.0.0.1", token="t", welcome=Welcome(0, "s" * 1000, "host"))
 
 
 def raw(server):
-    return socket.create_connection(("127.0.0.1", server.port), timeout=8)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT)
 
 
 def framed(data):
@@ -295,10 +289,11 @@ def conversation(server):
         ]
         for each in pumps:
             each.start()
-        thread.join(5)
+        thread.join(LIMIT)
         made[0].close()
         for each in pumps:
-            each.join(5)
+            each.join(LIMIT)
+            assert not each.is_alive()
         near.close()
         far.close()
     return said["client"], said["server"]
@@ -308,7 +303,7 @@ def test_a_proof_cannot_be_used_again_by_an_impostor_of_either_side(server, hung
     client, answers = conversation(server)
     assert len(client) == len(answers) == 2
     assert b"secret" not in b"".join(client + answers)
-    until(lambda: hung_up, 5)
+    until(lambda: hung_up)
     hung_up.clear()
     with closing(raw(server)) as replayed:
         replayed.sendall(client[0])
@@ -317,7 +312,7 @@ def test_a_proof_cannot_be_used_again_by_an_impostor_of_either_side(server, hung
         assert heard(replayed) == {"type": "refusal", "why": "token"}
         assert replayed.recv(1) == b""
     assert hung_up == []
-    with impostor(answers) as port, pytest.raises(PeerRefused, match="does not know our token"):
+    with impostor(answers) as port, pytest.raises(PeerRefused, match="token"):
         DataConnection("127.0.0.1", port, token="secret")
 
 
@@ -334,7 +329,7 @@ def impostor(answers, *, is_open=False):
                     client.recv(1 << 16)
                     client.sendall(each)
                 if is_open:
-                    is_over.wait(10)
+                    is_over.wait(2 * LIMIT)
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -342,7 +337,8 @@ def impostor(answers, *, is_open=False):
             yield listener.getsockname()[1]
         finally:
             is_over.set()
-            thread.join(10)
+            thread.join(LIMIT)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -350,15 +346,16 @@ def impostor(answers, *, is_open=False):
 def test_a_server_of_another_kind_is_refused(server, number, garbage):
     """Garbage as the first answer, or after a challenge."""
     challenge = framed(json.dumps({"type": "challenge", "nonce": "0" * 32}).encode())
-    said = pytest.raises((PeerRefused, PeerLost), match=r"1:[0-9]+ (does not greet as|closed the)")
+    said = pytest.raises((PeerRefused, PeerLost), match="greet|closed")
     with impostor([*[challenge][:number], garbage]) as port, said:
         DataConnection("127.0.0.1", port, token="secret")
 
 
 def test_a_server_that_does_not_answer_is_given_up_in_time():
-    for options in ({"timeout_seconds": 0.2}, {"is_over": lambda: True}):
-        given_up = pytest.raises(TransferTimeout, match="did not answer in 0")
-        with impostor([], is_open=True) as port, within(1), given_up:
+    over = {"timeout_seconds": 2 * LIMIT, "is_over": lambda: True}
+    for options in ({"timeout_seconds": 0.2}, over):
+        given_up = pytest.raises(TransferTimeout, match="answer")
+        with impostor([], is_open=True) as port, in_time(0), given_up:
             DataConnection("127.0.0.1", port, token="secret", **options)
 
 
@@ -367,8 +364,7 @@ def test_silent_strangers_are_closed_in_time(server, monkeypatch):
     before = resources()
     silent, half = raw(server), raw(server)
     half.sendall(greeting()[:-1])
-    with within(2):
-        assert silent.recv(1) == half.recv(1) == b""
+    assert silent.recv(1) == half.recv(1) == b""
     silent.close()
     half.close()
     assert settled(before) == before
@@ -378,14 +374,13 @@ def test_many_silent_strangers_keep_nobody_out(server, monkeypatch):
     monkeypatch.setattr(data_sockets, "MAX_GREETING", 4)
     silent = [raw(server) for _ in range(8)]
     connection_to(server).close()
-    with within(data_sockets.GREETING_SECONDS / 2):
-        assert [each.recv(1) for each in silent[:4]] == [b""] * 4  # the oldest made room
+    assert [each.recv(1) for each in silent[:4]] == [b""] * 4  # the oldest made room
     for each in silent:
         each.close()
 
 
 def test_a_greeting_that_is_too_long_is_not_waited_for(server):
-    with closing(raw(server)) as client, within(data_sockets.GREETING_SECONDS / 2):
+    with closing(raw(server)) as client:
         client.sendall((1025).to_bytes(2, "big"))
         assert client.recv(1) == b""
 
@@ -393,10 +388,10 @@ def test_a_greeting_that_is_too_long_is_not_waited_for(server):
 def test_there_is_a_limit_to_connections(server, monkeypatch):
     monkeypatch.setattr(data_sockets, "MAX_CONNECTIONS", 2)
     first, second = connection_to(server), connection_to(server)
-    with pytest.raises(PeerLost, match="has too many connections already"):
+    with pytest.raises(PeerLost, match="too many"):
         connection_to(server)
     first.close()
-    until(lambda: not server.knows(first.name), 2)
+    until(lambda: not server.knows(first.name))
     connection_to(server).close()
     second.close()
 
@@ -427,7 +422,7 @@ def test_newcomers_are_turned_away_before_no_file_is_left():
     with Child(full_server) as child:
         _, port = child.told()
         made = []
-        with pytest.raises(PeerLost, match="no files left for us; raise its limit, ulimit -n"):
+        with pytest.raises(PeerLost, match="ulimit"):
             while True:
                 made.append(DataConnection("127.0.0.1", port, token="secret"))
         assert 5 <= len(made) <= 12  # each takes one of 50, and might take another
@@ -467,7 +462,8 @@ def read_slowly(port, key, pipe):
     read(connection, key, 0, BIG, on_progress=wait)
 
 
-def test_the_server_survives_a_reader_that_is_killed_while_it_reads(server, hung_up):
+def test_the_server_survives_a_reader_that_is_killed_while_it_reads(server, hung_up, monkeypatch):
+    monkeypatch.setattr(tcp, "LOST_SECONDS", 60)  # or it gives up one that is killed late
     key = server.offer([page_memory()])
     before = resources()
     with Child(read_slowly, server.port, key) as child:
@@ -475,7 +471,7 @@ def test_the_server_survives_a_reader_that_is_killed_while_it_reads(server, hung
         child.told()
         assert server.knows(name)
         child.kill()
-        until(lambda: hung_up == [name], 2)
+        until(lambda: hung_up == [name])
     assert settled(before) == before
     with closing(connection_to(server)) as connection:
         assert read(connection, key, 5, 10) == bytes(10)
@@ -492,32 +488,35 @@ def test_a_reader_sees_at_once_that_its_source_was_killed():
         _, (port, key) = child.told()
         connection = DataConnection("127.0.0.1", port, token="secret")
         idle = DataConnection("127.0.0.1", port, token="secret")
-        with within(2), pytest.raises(PeerLost, match=r"ended after [0-9]+ of 67108864 bytes"):
+        with pytest.raises(PeerLost, match=str(BIG)):
             read(connection, key, 0, BIG, on_progress=lambda nbytes: child.kill())
-        until(lambda: not idle.is_open, 2)
-        with pytest.raises(PeerLost, match="ended after 0 of 1 bytes"):
+        until(lambda: not idle.is_open)
+        with pytest.raises(PeerLost, match="ended"):
             read(idle, key, 0, 1)
 
 
-def test_a_stopped_source_is_given_up_at_the_deadline_and_no_byte_arrives_later():
+def test_a_stopped_source_is_given_up_at_the_deadline_and_no_byte_arrives_later(monkeypatch):
     with Child(serve) as child:
         _, (port, key) = child.told()
         connection = DataConnection("127.0.0.1", port, token="secret")
         arrived, into = [], np.full(BIG, 7, np.uint8)
+        # Its deadline begins to run once the source has stopped.
+        monkeypatch.setattr(tcp, "monotonic", lambda: time.monotonic() if arrived else 0.0)
 
         def stop(nbytes):
             arrived.append(nbytes)
             if len(arrived) == 1:
                 child.stop()
 
-        with pytest.raises(TransferTimeout, match=r"then none for 0.3 s"):
+        with pytest.raises(TransferTimeout, match=str(BIG)):
             connection.read(key, 0, into, timeout_seconds=0.3, on_progress=stop)
         assert not connection.is_open
         count = sum(arrived)
         assert 0 < count < BIG
         assert connection.fileno() < 0
         child.go_on()
-        time.sleep(0.2)
+        with closing(DataConnection("127.0.0.1", port, token="secret")) as other:
+            assert read(other, key, 0, 1) == b"\0"  # it runs again
         assert (into[:count] == 0).all()
         assert (into[count:] == 7).all()
 
@@ -527,36 +526,29 @@ def test_a_wait_ends_early_when_it_is_over():
         _, (port, key) = child.told()
         connection = DataConnection("127.0.0.1", port, token="secret")
         child.stop()
-        with within(1), pytest.raises(TransferTimeout):
-            read(connection, key, 0, 1, timeout_seconds=30, is_over=lambda: True)
+        with in_time(0), pytest.raises(TransferTimeout):
+            read(connection, key, 0, 1, timeout_seconds=2 * LIMIT, is_over=lambda: True)
 
 
-def test_a_slow_trickle_renews_the_deadline():
-    """1 KiB each 0.1 s, and a deadline of 0.3 s."""
-    data = random_bytes(6 << 10).tobytes()
-    with Child(trickle, data) as child:
-        _, port = child.told()
-        connection = DataConnection("127.0.0.1", port, token="secret")
-        started = time.monotonic()
-        with closing(connection):
-            assert read(connection, "0" * 16, 0, len(data), timeout_seconds=0.3) == data
-        assert time.monotonic() - started > 0.4
+def test_a_slow_trickle_renews_the_deadline(server, connection, monkeypatch):
+    """By a clock that moves on between one KiB and the next, for most of the deadline."""
+    data, now, has_arrived = random_bytes(6 << 10).tobytes(), [0.0], threading.Semaphore()
 
+    def send_late(rows, peer, head, offset, nbytes):
+        peer.sendall(head)
+        for start in range(0, nbytes, 1 << 10):
+            assert has_arrived.acquire(timeout=LIMIT)
+            now[0] += 0.9
+            peer.sendall(data[start : start + (1 << 10)])
 
-def trickle(data, pipe):
-    """Be a server that sends each KiB late."""
-    data_sockets.Rows.send = send_late
-    server = serving()
-    server._offers["0" * 16] = data_sockets._Offer(data_sockets.Rows([data]), data)
-    pipe.send(("port", server.port))
-    signal.pause()
-
-
-def send_late(rows, peer, head, offset, nbytes):
-    peer.sendall(head)
-    for start in range(0, nbytes, 1 << 10):
-        peer.sendall(rows._rows[0][start : start + (1 << 10)])
-        time.sleep(0.1)
+    key = server.offer([data])
+    monkeypatch.setattr(data_sockets.Rows, "send", send_late)
+    monkeypatch.setattr(tcp, "monotonic", lambda: now[0])
+    found = read(
+        connection, key, 0, len(data), timeout_seconds=1.0,
+        on_progress=lambda nbytes: has_arrived.release(),
+    )  # fmt: skip
+    assert found == data
 
 
 # The release.
@@ -578,12 +570,12 @@ class PausedRead:
         self._key, self.error = key, None
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
-        assert self.has_some.wait(5)
+        assert self.has_some.wait(LIMIT)
 
     def _read(self):
         try:
             self.connection.read(
-                self._key, 0, self.into, timeout_seconds=10, on_progress=self._pause
+                self._key, 0, self.into, timeout_seconds=LIMIT, on_progress=self._pause
             )
         except BaseException as error:
             self.error = error
@@ -591,12 +583,12 @@ class PausedRead:
     def _pause(self, nbytes):
         self.arrived += nbytes
         self.has_some.set()
-        self._goes_on.wait(10)
+        self._goes_on.wait(LIMIT)
 
     def go_on(self):
         """Read to the end; return the error."""
         self._goes_on.set()
-        self._thread.join(10)
+        self._thread.join(LIMIT)
         assert not self._thread.is_alive()
         self.connection.close()
         return self.error
@@ -608,8 +600,7 @@ def test_a_release_during_a_read_shows_none_of_the_next_content(server):
         data[:] = content
         key = server.offer([data])
         paused = PausedRead(server, key)
-        with within(1):
-            server.release(key)
+        server.release(key)  # it does not wait for the reader, which goes on only now
         data[:] = 99
         assert isinstance(paused.go_on(), PeerLost)
         assert 0 < paused.arrived < PAUSED
@@ -633,13 +624,13 @@ def unmap_after_release(num_times, pipe):
     key = server.offer([b"alive"])
     assert read(connection_to(server), key, 0, 5) == b"alive"
     server.close()
-    return threading.active_count()
+    until(lambda: threading.active_count() == 1)
 
 
-@pytest.mark.parametrize("num_times", [20, pytest.param(100, marks=pytest.mark.check)])
+@pytest.mark.parametrize("num_times", [20, pytest.param(100, marks=pytest.mark.campaign)])
 def test_memory_may_be_unmapped_right_after_its_release(num_times):
     with Child(unmap_after_release, num_times) as child:
-        assert child.result() == 1
+        child.result()
 
 
 def test_memory_that_is_gone_while_it_is_offered_ends_the_reader_and_not_the_server(
@@ -665,11 +656,9 @@ def test_a_reader_that_stops_reading_blocks_neither_release_nor_close(hung_up):
     server = serving(on_hangup=hung_up.append)
     keys = [server.offer([page_memory(PAUSED)]) for _ in range(2)]
     first, second = (PausedRead(server, key) for key in keys)
-    with within(1):
-        server.release(keys[0])
-    with within(1):
-        server.close()
-        server.close()
+    server.release(keys[0])
+    server.close()
+    server.close()
     assert isinstance(first.go_on(), PeerLost)
     assert isinstance(second.go_on(), PeerLost)
     assert settled(before) == before
@@ -681,9 +670,10 @@ def test_a_finished_read_is_not_disturbed_by_the_release(server, connection, mon
 
     def send_and_dawdle(*args):
         send(*args)
-        time.sleep(0.02)  # the reader is faster than this thread
+        until(lambda: not server._offers)  # the reader is faster than this thread
 
     monkeypatch.setattr(data_sockets.Rows, "send", send_and_dawdle)
+    monkeypatch.setattr(data_sockets, "_FINISH_SECONDS", LIMIT)
     for _ in range(2):
         key = server.offer([b"hello"])
         assert read(connection, key, 0, 5) == b"hello"
@@ -712,9 +702,16 @@ def test_a_close_by_another_thread_ends_a_read_at_once():
         _, (port, key) = child.told()
         connection = DataConnection("127.0.0.1", port, token="secret")
         child.stop()
-        threading.Timer(0.1, connection.close).start()
-        with within(1), pytest.raises(PeerLost):
-            read(connection, key, 0, BIG, timeout_seconds=30)
+
+        def close():
+            until(lambda: connection._is_reading)
+            connection.close()
+
+        closing_thread = threading.Thread(target=close)
+        closing_thread.start()
+        with pytest.raises(PeerLost):
+            read(connection, key, 0, BIG)
+        closing_thread.join(LIMIT)
         assert connection.fileno() < 0
 
 
@@ -736,7 +733,7 @@ def test_a_forked_child_does_not_keep_a_connection_open(server, hung_up):
     with Child(sleep_on):
         assert connection.is_open  # the child's close is its own
         connection.close()
-        until(lambda: hung_up == [connection.name], 2)
+        until(lambda: hung_up == [connection.name])
 
 
 def in_child(server, connection, key, pipe):
@@ -758,10 +755,11 @@ def test_children_forked_while_bytes_are_sent_have_no_lock_and_no_connection(ser
     try:
         for _ in range(5):
             with Child(in_child, server, connection, key) as child:
-                assert child.result(5) == (False, False)
+                assert child.result() == (False, False)
     finally:
         is_over.set()
-        thread.join(10)
+        thread.join(LIMIT)
+    assert not thread.is_alive()
     assert connection.is_open
 
 
@@ -772,7 +770,7 @@ def test_a_closed_server_leaves_no_file_thread_or_socket(hung_up):
     connections = [connection_to(server) for _ in range(5)]
     stranger = raw(server)
     server.close()
-    until(lambda: not any(each.is_open for each in connections), 2)
+    until(lambda: not any(each.is_open for each in connections))
     server.close()
     for each in (*connections, stranger):
         each.close()

@@ -7,14 +7,14 @@ import signal
 import socket
 import stat
 import threading
-import time
 from contextlib import suppress
 
 import pytest
 
-from child_processes import Child, in_time, resources, settled, until
+from child_processes import LIMIT, Child, in_time, resources, settled, until
 from flyweight.errors import HandleGone, PeerLost, PeerRefused, TransferTimeout, TransportError
 from flyweight.transports.fd_passing import FdConnection, FdServer
+from patience import patient  # noqa: F401
 
 
 @pytest.fixture
@@ -43,18 +43,18 @@ def test_a_file_is_fetched_by_its_key_and_gone_once_released(server, tmp_path):
     os.close(fd)
     server.release(key)
     server.release(key)
-    with pytest.raises(HandleGone, match="no longer offered"):
+    with pytest.raises(HandleGone, match="no longer"):
         connection.fetch(key)
     connection.close()
 
 
 def test_a_wrong_token_is_refused(server, tmp_path):
-    with pytest.raises(PeerRefused, match="does not know our token"):
+    with pytest.raises(PeerRefused, match="token"):
         FdConnection(tmp_path / "fds", token="guess")
 
 
 def test_a_path_without_a_server_is_a_lost_peer(tmp_path):
-    with pytest.raises(PeerLost, match="no process listens at"):
+    with pytest.raises(PeerLost, match="listens"):
         FdConnection(tmp_path / "fds", token="secret")
 
 
@@ -64,13 +64,13 @@ def test_the_socket_is_for_its_owner_only(server, tmp_path):
 
 def test_a_path_longer_than_an_address_is_refused_with_its_length(tmp_path):
     path = tmp_path / ("x" * 120)
-    with pytest.raises(TransportError, match=f"has {len(os.fsencode(path))} bytes, at most 107"):
+    with pytest.raises(TransportError, match=f"{len(os.fsencode(path))} bytes"):
         FdServer(path, token="secret")
 
 
 def raw(path):
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    client.settimeout(5)
+    client.settimeout(LIMIT)
     client.connect(str(path))
     return client
 
@@ -114,7 +114,7 @@ def test_the_server_hears_of_a_killed_process_at_once(server, tmp_path, hung_up)
         _, name = child.told()
         assert hung_up == []
         child.kill()
-        until(lambda: hung_up == [name], 2)
+        until(lambda: hung_up == [name])
 
 
 def serve(path, pipe):
@@ -129,8 +129,8 @@ def test_a_connection_sees_that_its_server_was_killed(tmp_path):
         connection = FdConnection(tmp_path / "fds", token="secret")
         assert connection.is_open
         child.kill()
-        until(lambda: not connection.is_open, 2)
-        with pytest.raises(HandleGone, match="gone with the process"):
+        until(lambda: not connection.is_open)
+        with pytest.raises(HandleGone, match="gone"):
             connection.fetch(key)
         connection.close()
 
@@ -140,8 +140,8 @@ def test_a_stopped_server_is_given_up_in_time(tmp_path):
         _, key = child.told()
         connection = FdConnection(tmp_path / "fds", token="secret")
         child.stop()
-        with in_time(3), pytest.raises(TransferTimeout, match="did not answer in 3 s"):
-            connection.fetch(key, timeout_seconds=3)
+        with in_time(0.3), pytest.raises(TransferTimeout, match="answer"):
+            connection.fetch(key, timeout_seconds=0.3)
         assert not connection.is_open
         connection.close()
 
@@ -150,12 +150,10 @@ def test_a_connection_to_a_stopped_server_is_given_up_in_time(tmp_path):
     with Child(serve, tmp_path / "fds") as child:
         child.told()
         child.stop()
-        with in_time(3), pytest.raises(TransferTimeout, match="did not answer in 3"):
-            FdConnection(tmp_path / "fds", token="secret", timeout_seconds=3)
-        started = time.monotonic()
-        with pytest.raises(TransferTimeout, match="did not answer in 0"):
-            FdConnection(tmp_path / "fds", token="secret", timeout_seconds=5, is_over=lambda: True)
-        assert time.monotonic() - started < 2
+        late = {"timeout_seconds": 2 * LIMIT, "is_over": lambda: True}
+        for seconds, options in ((0.3, {"timeout_seconds": 0.3}), (0, late)):
+            with in_time(seconds), pytest.raises(TransferTimeout, match="answer"):
+                FdConnection(tmp_path / "fds", token="secret", **options)
 
 
 def sleep_on(pipe):
@@ -166,7 +164,7 @@ def test_a_forked_child_does_not_keep_a_connection_open(server, tmp_path, hung_u
     connection = FdConnection(tmp_path / "fds", token="secret")
     with Child(sleep_on):
         connection.close()
-        until(lambda: hung_up == [connection.name], 2)
+        until(lambda: hung_up == [connection.name])
 
 
 def fetch_in_child(connection, key, pipe):
@@ -190,10 +188,11 @@ def test_children_forked_while_files_are_fetched_have_no_lock_and_no_connection(
     try:
         for _ in range(10):
             with Child(fetch_in_child, connection, key) as child:
-                assert child.result(5) is False
+                assert child.result() is False
     finally:
         is_over.set()
-        thread.join(10)
+        thread.join(LIMIT)
+    assert not thread.is_alive()
     assert connection.is_open
     connection.close()
 
@@ -221,7 +220,7 @@ def test_newcomers_who_may_all_need_another_file_are_turned_away_before_there_ar
     with Child(full_server, tmp_path / "fds") as child:
         child.told()
         connections = []
-        with pytest.raises(PeerLost, match="no files left for us; raise its limit, ulimit -n"):
+        with pytest.raises(PeerLost, match="ulimit"):
             while True:
                 connections.append(FdConnection(tmp_path / "fds", token="secret"))
         assert 5 <= len(connections) <= 12  # each takes one of 50, and might take another
@@ -249,7 +248,8 @@ def test_many_threads_fetch_at_once(server, tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(LIMIT)
+        assert not thread.is_alive()
     assert wrong == []
     connection.close()
 

@@ -4,20 +4,20 @@ import itertools
 import signal
 import socket
 import threading
-import time
 from contextlib import closing, contextmanager
 
 import msgspec
 import numpy as np
 import pytest
 
-from child_processes import Child, resources, settled, until
+from child_processes import LIMIT, Child, in_time, resources, settled, until
 from conftest import random_bytes
 from flyweight.errors import HandleGone, PeerLost, PeerRefused, TransferTimeout, TransportError
 from flyweight.memory import Buffer
 from flyweight.transports import network
 from flyweight.transports.data_sockets import DataConnection, DataServer, Welcome
 from flyweight.transports.network import NetworkHandle, NetworkTransport
+from patience import patient  # noqa: F401
 
 DATA = random_bytes(1 << 20)
 
@@ -46,7 +46,7 @@ def reading(connection=None, **options):
     return NetworkTransport(connection=connection, **{"token": "secret", **options})
 
 
-def fetched(transport, handle, *, timeout_seconds=5, **options):
+def fetched(transport, handle, *, timeout_seconds=LIMIT, **options):
     into = np.zeros(handle.nbytes, np.uint8)
     transport.fetch(handle, Buffer.of(into), timeout_seconds=timeout_seconds, **options)
     return into.tobytes()
@@ -101,7 +101,7 @@ def test_a_handle_may_name_its_host_and_then_needs_no_first_connection():
 
 def test_a_handle_without_a_host_needs_a_connection(offering):
     handle = offering[1].offer(Buffer.of(np.array(DATA)))
-    with closing(reading()) as other, pytest.raises(TransportError, match="has no host"):
+    with closing(reading()) as other, pytest.raises(TransportError, match="host"):
         fetched(other, handle)
 
 
@@ -123,7 +123,7 @@ def test_a_place_is_a_host_and_a_port(place):
 @pytest.mark.parametrize("place", BAD)
 def test_another_text_is_no_place(place):
     said = {"type": "network", "session": "s", "key": "0" * 16, "offset": 0, "nbytes": 0}
-    with pytest.raises((TransportError, msgspec.ValidationError), match="expected HOST:PORT"):
+    with pytest.raises((TransportError, msgspec.ValidationError), match="HOST:PORT"):
         msgspec.convert({**said, "place": place}, NetworkHandle)
 
 
@@ -137,16 +137,16 @@ def test_another_text_is_no_key(key):
 def test_more_bytes_than_there_is_memory_are_refused_before_they_are_read(offering, reader):
     handle = offering[1].offer(Buffer.of(np.array(DATA)))
     for nbytes in (1 << 50, 2**63 - 1):
-        with pytest.raises(TransportError, match=f"no {nbytes} bytes for what is read from"):
+        with pytest.raises(TransportError, match=str(nbytes)):
             reader.open(msgspec.structs.replace(handle, nbytes=nbytes))
 
 
 def test_memory_of_a_device_and_memory_of_another_size_are_refused(offering, reader):
     handle = offering[1].offer(Buffer.of(np.array(DATA)))
-    with pytest.raises(TransportError, match="memory of device 3"):
+    with pytest.raises(TransportError, match="device 3"):
         offering[1].offer(Buffer.flat_at(0, 5, None, device=3))
-    with pytest.raises(TransportError, match="1048576 bytes are read, there are 5"):
-        reader.fetch(handle, Buffer.of(np.zeros(5, np.uint8)), timeout_seconds=1)
+    with pytest.raises(TransportError, match="1048576"):
+        reader.fetch(handle, Buffer.of(np.zeros(5, np.uint8)), timeout_seconds=LIMIT)
 
 
 def test_a_server_that_does_not_know_the_token_is_not_read_from(offering, reader):
@@ -176,11 +176,11 @@ class Fetch(threading.Thread):
 
     def _pause(self, nbytes):
         self.has_some.set()
-        self.goes_on.wait(10)
+        self.goes_on.wait(LIMIT)
 
     def end(self):
         self.goes_on.set()
-        self.join(10)
+        self.join(LIMIT)
         assert not self.is_alive()
         return self.error
 
@@ -190,7 +190,7 @@ def test_threads_fetch_at_once_and_reuse_connections(offering, reader):
     handles = [offering[1].offer(Buffer.of(DATA[n:])) for n in range(5)]
     for _ in range(3):
         threads = [Fetch(reader, handle) for handle in handles]
-        assert all(each.has_some.wait(5) for each in threads)
+        assert all(each.has_some.wait(LIMIT) for each in threads)
         for number, each in enumerate(threads):
             assert each.end() is None
             assert each.data == DATA[number:].tobytes()
@@ -205,14 +205,15 @@ def test_the_number_of_connections_has_a_limit_and_waiting_for_one_a_deadline(
     monkeypatch.setattr(network, "MAX_STREAMS", 2)
     handle = offering[1].offer(Buffer.of(DATA))
     first, second = Fetch(reader, handle), Fetch(reader, handle)
-    assert first.has_some.wait(5)
-    assert second.has_some.wait(5)
-    with pytest.raises(TransferTimeout, match=r"2 connections are in use, .* in 0.1 s"):
+    assert first.has_some.wait(LIMIT)
+    assert second.has_some.wait(LIMIT)
+    with pytest.raises(TransferTimeout, match="in use"):
         fetched(reader, handle, timeout_seconds=0.1)
     third = Fetch(reader, handle)
-    assert not third.has_some.wait(0.1)
+    until(lambda: reader._changed._waiters)  # it waits for a connection
+    assert not third.has_some.is_set()
     assert first.end() is None
-    assert third.has_some.wait(5)
+    assert third.has_some.wait(LIMIT)
     assert third.end() is second.end() is None
 
 
@@ -237,7 +238,7 @@ def test_an_idle_connection_that_was_closed_is_replaced(offering, reader, monkey
         for peer in list(server._threads):
             if peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) != 3000:
                 peer.shutdown(socket.SHUT_RDWR)
-        until(lambda: len(server._threads) == 1, 2)
+        until(lambda: len(server._threads) == 1)
         assert fetched(reader, handle) == DATA.tobytes()
 
 
@@ -282,13 +283,10 @@ def stopped_source():
 
 def test_an_interrupt_ends_every_fetch_at_once():
     with stopped_source() as (child, reader, handle):
-        threads = [Fetch(reader, handle, timeout_seconds=30) for _ in range(3)]
+        threads = [Fetch(reader, handle, timeout_seconds=2 * LIMIT) for _ in range(3)]
         until(lambda: len(reader._used) + reader._num_connecting == 3)
-        time.sleep(0.1)
-        started = time.monotonic()
         reader.interrupt()
         assert [type(each.end()) for each in threads] == [PeerLost] * 3
-        assert time.monotonic() - started < 1
         child.go_on()
         assert fetched(reader, handle) == DATA.tobytes()
 
@@ -296,15 +294,13 @@ def test_an_interrupt_ends_every_fetch_at_once():
 def test_a_silent_source_is_given_up_at_the_deadline_and_a_killed_one_at_once():
     with stopped_source() as (child, reader, handle):
         for _ in range(2):  # the second one needs a new connection
-            started = time.monotonic()
-            with pytest.raises(TransferTimeout):
+            with in_time(0.2), pytest.raises(TransferTimeout):
                 fetched(reader, handle, timeout_seconds=0.2)
-            assert 0.15 < time.monotonic() - started < 1
-        with pytest.raises(TransferTimeout):
-            fetched(reader, handle, timeout_seconds=30, is_over=lambda: True)
+        with in_time(0), pytest.raises(TransferTimeout):
+            fetched(reader, handle, timeout_seconds=2 * LIMIT, is_over=lambda: True)
         child.kill()
         with pytest.raises(PeerLost):
-            fetched(reader, handle, timeout_seconds=30)
+            fetched(reader, handle)
 
 
 def fetch_in_child(reader, handle, pipe):
@@ -319,16 +315,16 @@ def held(lock):
     def hold():
         with lock:
             is_held.set()
-            is_over.wait(20)
+            is_over.wait(LIMIT)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert is_held.wait(5)
+    assert is_held.wait(LIMIT)
     try:
         yield
     finally:
         is_over.set()
-        thread.join(20)
+        thread.join(LIMIT)
 
 
 def test_a_forked_child_has_connections_of_its_own(offering, reader, monkeypatch):
@@ -336,9 +332,9 @@ def test_a_forked_child_has_connections_of_its_own(offering, reader, monkeypatch
     handle = offering[1].offer(Buffer.of(DATA))
     fetched(reader, handle)
     busy = [Fetch(reader, handle) for _ in range(2)]
-    assert all(each.has_some.wait(5) for each in busy)
+    assert all(each.has_some.wait(LIMIT) for each in busy)
     with held(reader._changed), Child(fetch_in_child, reader, handle) as child:
-        assert child.result(10)
+        assert child.result()
     assert [each.end() for each in busy] == [None, None]
     assert fetched(reader, handle) == DATA.tobytes()
 
@@ -351,11 +347,11 @@ def test_a_closed_transport_reads_no_more_and_leaves_nothing(offering):
     reader = reading(connection)
     reader.open(handle)
     busy = Fetch(reader, handle)
-    assert busy.has_some.wait(5)
+    assert busy.has_some.wait(LIMIT)
     for _ in range(2):
         reader.close()
     assert busy.end() is None  # all bytes were here
-    with pytest.raises(TransportError, match="is closed"):
+    with pytest.raises(TransportError, match="closed"):
         fetched(reader, handle)
     connection.close()
     assert settled(before) == before

@@ -49,12 +49,12 @@ def test_a_place_that_contradicts_itself_is_refused(fields):
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 101), (100, 1), (-1, 5), (2**63, 1)])
 def test_bytes_outside_of_a_place_are_refused(offset, nbytes):
-    with pytest.raises(TransportError, match="are wanted of a place of 100 bytes"):
+    with pytest.raises(TransportError, match="100 bytes"):
         checked_place(changed(), "s", offset, nbytes)
 
 
 def test_a_place_of_a_process_that_ended_is_a_lost_peer():
-    with pytest.raises(PeerLost, match="has ended"):
+    with pytest.raises(PeerLost, match="ended"):
         checked_place(changed(), "another", 0, 100)
 
 
@@ -72,7 +72,7 @@ def test_an_engine_that_is_not_installed_is_named_with_the_remedy(no_network_eng
     before = resources()
     server = ReadServer(engine, address="127.0.0.1")
     for _ in range(2):
-        with pytest.raises(MissingDependency, match=f"{engine}.*pip install --no-deps"):
+        with pytest.raises(MissingDependency, match=f"{engine}.*pip install"):
             server.describe()
         assert server.pid is None
     server.close()
@@ -82,7 +82,7 @@ def test_an_engine_that_is_not_installed_is_named_with_the_remedy(no_network_eng
 def test_a_process_that_cannot_start_says_so(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     server = ReadServer("nixl")
-    with pytest.raises(PeerLost, match="did not start: No such file"):
+    with pytest.raises(PeerLost, match="No such file"):
         server.describe()
     server.close()
 
@@ -90,7 +90,7 @@ def test_a_process_that_cannot_start_says_so(monkeypatch):
 def test_a_process_that_ends_at_once_is_named_by_its_exit_code(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     server = ReadServer("nixl")
-    with pytest.raises(PeerLost, match="ended with exit code 1"):
+    with pytest.raises(PeerLost, match="exit code 1"):
         server.describe()
     server.close()
 
@@ -101,7 +101,7 @@ def test_a_closed_server_serves_nothing_and_closes_twice():
     buffer.items()[:] = 7
     server.close()
     server.close()
-    with pytest.raises(TransportError, match="was closed"):
+    with pytest.raises(TransportError, match="closed"):
         server.place(buffer)
     assert buffer.items().tolist() == [7] * 100  # the memory lives as long as its buffer
 
@@ -110,7 +110,7 @@ def test_device_memory_and_gaps_are_refused():
     server = ReadServer("nixl")
     gaps = Buffer.of(np.zeros(10, np.uint8)[::2])
     for buffer in (gaps, Buffer.flat_at(4096, 10, None, device=0)):
-        with pytest.raises(TransportError, match="only contiguous memory of the host"):
+        with pytest.raises(TransportError, match="contiguous"):
             server.place(buffer)
     server.close()
 
@@ -138,7 +138,7 @@ def test_shared_memory_is_found_by_its_file_and_other_memory_refused(tmp_path):
     region = server._found(buffer)
     assert (region.start, region.nbytes, region.offset) == (buffer.address, 5000, 0)
     private = Buffer.of(np.zeros(5000, np.uint8))
-    with pytest.raises(TransportError, match="are no shared memory"):
+    with pytest.raises(TransportError, match="shared memory"):
         server._found(private)
     server.close()
     transport.close()

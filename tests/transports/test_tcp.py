@@ -7,6 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from child_processes import LIMIT
 from flyweight.transports import tcp
 from flyweight.transports.tcp import PACK_BYTES, Rows
 
@@ -44,11 +45,12 @@ def sent(rows, offset, nbytes, *, timeout=None):
         thread.start()
         rows.send(a, HEAD, offset, nbytes)
         a.shutdown(socket.SHUT_WR)
-        thread.join(10)
+        thread.join(LIMIT)
+        assert not thread.is_alive()
         return bytes(arrived)
 
 
-@pytest.mark.parametrize("timeout", [None, 5], ids=["all at once", "in parts"])
+@pytest.mark.parametrize("timeout", [None, LIMIT], ids=["all at once", "in parts"])
 def test_any_range_of_rows_with_gaps_is_sent(timeout):
     """A socket with a timeout takes what fits, so that the rest is sent by further calls."""
     made = rows_with_gaps()

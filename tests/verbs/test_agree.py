@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
+from child_processes import LIMIT
 from flyweight.adapters.model import adapt
 from flyweight.errors import FormatError, PlanError, SpecError
 from flyweight.ranks.group import Group
@@ -37,7 +38,7 @@ def save_as_two(root, liar, lies, source=half, **options):
     sockets = socket.socketpair()
     kinds = [Liar if rank == liar else Group for rank in range(2)]
     groups = [
-        kind(rank, 2, 0, connections={1 - rank: sockets[rank]}, timeout_seconds=20)
+        kind(rank, 2, 0, connections={1 - rank: sockets[rank]}, timeout_seconds=LIMIT)
         for rank, kind in enumerate(kinds)
     ]
     groups[liar].lies = lies
@@ -55,7 +56,8 @@ def save_as_two(root, liar, lies, source=half, **options):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT)
+        assert not thread.is_alive()
     return errors[1 - liar]
 
 

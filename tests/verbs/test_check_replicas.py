@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import flyweight as fw
+from child_processes import LIMIT
 from flyweight.errors import PeerFailed, PlanError, SpecError
 from rank_processes import run_ranks
 
-TIMEOUT = 20.0
 ROWS, COLUMNS = 768, 4096
 FAR = (ROWS // 16, COLUMNS // 2)
 """An element of a tensor of 12 MiB that no sample comes near: eight of 4 KiB are spread evenly."""
@@ -34,10 +34,8 @@ def loaded(run):
 
 
 def save(state, run, background=False, **options):
-    handle = fw.save_state_dict(
-        state, run, background=background, timeout_seconds=TIMEOUT, **options
-    )
-    return handle.wait(TIMEOUT) if background else handle
+    handle = fw.save_state_dict(state, run, background=background, timeout_seconds=LIMIT, **options)
+    return handle.wait(LIMIT) if background else handle
 
 
 def check_refusal(text, name, odd):
@@ -56,21 +54,20 @@ def one_element(rank, num_ranks, root, background):
     group = torch.distributed.group.WORLD
     run = Path(root) / "run"
     save(replicas(1), run, background, version=1)
-    for name in ("rows", "columns"):
-        for odd in range(num_ranks):
-            state = replicas(2)
-            if rank == odd:
-                state[name][FAR] += 1
-            with pytest.raises(fw.FlyweightError) as caught:
-                save(state, run, background, version=2)
-            assert isinstance(caught.value, PlanError if rank == 0 else PeerFailed)
-            check_refusal(str(caught.value), name, odd)
-            torch.distributed.barrier()
-            assert fw.versions(run) == [1]
-            assert loaded(run) == 1
-            torch.distributed.barrier()
+    for odd, name in enumerate(("rows", "rows", "columns")):
+        state = replicas(2)
+        if rank == odd:
+            state[name][FAR] += 1
+        with pytest.raises(fw.FlyweightError) as caught:
+            save(state, run, background, version=2)
+        assert isinstance(caught.value, PlanError if rank == 0 else PeerFailed)
+        check_refusal(str(caught.value), name, odd)
+        torch.distributed.barrier()
+        assert fw.versions(run) == [1]
+        assert loaded(run) == 1
+        torch.distributed.barrier()
     with pytest.raises(fw.FlyweightError, match="'columns' .* has digest"):
-        fw.save(state, run, process_group=group, version=2, timeout_seconds=TIMEOUT)
+        fw.save(state, run, process_group=group, version=2, timeout_seconds=LIMIT)
     save(state, run, background, version=2, check_replicas="sampled")
     assert fw.versions(run) == [1, 2]
     save(replicas(3), run, background, version=3)
@@ -87,16 +84,16 @@ def test_a_difference_of_one_element_is_refused_on_every_rank(tmp_path, backgrou
 def changed_meanwhile(rank, num_ranks, root):
     run = Path(root) / "run"
     state = replicas(1)
-    handle = fw.save_state_dict(state, run, background=True, timeout_seconds=TIMEOUT)
+    handle = fw.save_state_dict(state, run, background=True, timeout_seconds=LIMIT)
     for each in state.values():
         each.add_(1 + rank)  # training goes on, and the ranks are out of step with each other
-    handle.wait(TIMEOUT)
+    handle.wait(LIMIT)
     state = replicas(2)
     state["rows"][FAR] += rank
-    handle = fw.save_state_dict(state, run, background=True, timeout_seconds=TIMEOUT)
+    handle = fw.save_state_dict(state, run, background=True, timeout_seconds=LIMIT)
     state["rows"][FAR] -= rank
     with pytest.raises(fw.FlyweightError, match="'rows' .* has digest"):
-        handle.wait(TIMEOUT)
+        handle.wait(LIMIT)
 
 
 def test_a_save_in_the_background_compares_what_it_saves(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import run_python
+from child_processes import LIMIT, run_python
 from conftest import drop_cache, flip, odd_arrays, random_bytes, same, zeros_like
 from flyweight.errors import (
     ChecksumMismatch,
@@ -273,7 +273,7 @@ def watch():
         peak = max(peak, anonymous())
 watcher = threading.Thread(target=watch); watcher.start()
 fw.load(sys.argv[1], into=target, memory_bytes=16 << 20)
-done.set(); watcher.join(30)
+done.set(); watcher.join()
 print(peak - before)
 """
     fw.save({"w": random_bytes(4)}, tmp_path / "small")
@@ -381,6 +381,7 @@ def test_two_loads_at_once_do_not_disturb_each_other(run):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(LIMIT)
+        assert not thread.is_alive()
     for target, version in zip(targets, [1, 2, 5] * 2, strict=True):
         assert same(target, odd_arrays(version))

@@ -36,7 +36,7 @@ def peak_of(work):
     watcher.start()
     work()
     done.set()
-    watcher.join(60)
+    watcher.join()
     return peak[0] - before
 """
 

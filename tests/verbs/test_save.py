@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flyweight as fw
-from child_processes import Command
+from child_processes import LIMIT, Command
 from conftest import dead_draft, odd_arrays, random_bytes, same, zeros_like
 from flyweight.errors import SpecError, StoreError, VersionError
 from flyweight.events import listening
@@ -64,7 +64,7 @@ def test_two_writers_of_one_version_one_wins_and_nothing_is_mixed(tmp_path):
     sources = [{f"w{i}": np.full(200_000, k, np.uint8) for i in range(20)} for k in (1, 2)]
 
     def save(source):
-        gate.wait(timeout=30)
+        gate.wait(LIMIT)
         try:
             fw.save(source, tmp_path, version=7)
             outcomes.append(source["w0"][0])
@@ -75,7 +75,8 @@ def test_two_writers_of_one_version_one_wins_and_nothing_is_mixed(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(LIMIT)
+        assert not thread.is_alive()
     winners = [each for each in outcomes if not isinstance(each, str)]
     assert len(winners) == 1
     target = zeros_like(sources[0])
@@ -237,7 +238,7 @@ def test_savers_pruners_and_loaders_at_once_never_disturb_each_other(tmp_path):
         return {f"w{i}": np.full(5000, version % 251, np.uint8) for i in range(4)}
 
     def save():
-        for version in range(1, 60):
+        for version in range(1, 30):
             fw.save(weights(version), tmp_path, version=version)
         done.set()
 
@@ -263,6 +264,7 @@ def test_savers_pruners_and_loaders_at_once_never_disturb_each_other(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=100)
+        thread.join(LIMIT)
+        assert not thread.is_alive()
     assert errors == []
-    assert fw.versions(tmp_path)[-1] == 59
+    assert fw.versions(tmp_path)[-1] == 29
