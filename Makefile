@@ -26,7 +26,7 @@ check: .venv/.test
 
 # With a real vLLM, which has an environment of its own: its pins are not those of the other tests.
 test-vllm: .venv-vllm/.test
-	PYTHONPATH=tests $(VLLM_BIN)/python -m pytest -p second_try --timeout 2400 -m "not campaign" --confcutdir=tests/real_vllm tests/real_vllm
+	PYTHONPATH=tests $(VLLM_BIN)/python -m pytest -p second_try -m "not campaign" --confcutdir=tests/real_vllm tests/real_vllm
 
 gpu-test: .venv/.test
 	$(BIN)/python -m pytest -m gpu

@@ -78,10 +78,14 @@ def test_a_source_that_dies_is_a_lost_peer_and_starts_again(program):
     program("""
 read()
 os.kill(server.pid, signal.SIGKILL)
-fails((PeerLost, TransferTimeout), timeout_seconds=10)
-place, reader = server.place(source), new_reader()
+fails((PeerLost, TransferTimeout), timeout_seconds=60)
 into.items()[:] = 0
-read()
+for attempt in range(3):  # Mooncake may abort the new process once, of which the reader is told
+    place, reader = server.place(source), new_reader()
+    try:
+        read()
+        break
+    except PeerLost: pass
 assert (into.items() == source.items()).all()
 """)
 
