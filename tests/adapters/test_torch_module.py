@@ -148,8 +148,9 @@ def test_autograd_notices_a_load_under_its_feet(tmp_path):
         (torch.zeros(2, 2).to_sparse(), "layout torch.sparse_coo"),
         (torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "torch.qint8"),
         (torch.zeros(2, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch.zeros(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
     ],
-    ids=["meta", "sparse", "quantised", "conjugated"],
+    ids=["meta", "sparse", "quantised", "conjugated", "negated"],
 )
 def test_tensors_without_plain_memory_are_refused_by_name(tensor, message):
     with pytest.raises(SpecError, match=message) as refusal:

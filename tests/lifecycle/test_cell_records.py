@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import struct
+import sys
 import time
 
 import msgspec
@@ -145,6 +146,31 @@ def test_a_record_that_is_shown_before_it_is_whole_is_damage_and_never_taken(tmp
         for at, byte in data:
             image.memory[at] = byte
         assert read(cell) == record_of(40)
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_before_every_line_of_a_write_readers_see_a_whole_record(tmp_path, kind):
+    """C23, C25: wherever a writer is killed between two lines of its code."""
+    write, read, record_of = WRITES[kind]
+    with Cell(tmp_path / "cell") as cell, Cell(tmp_path / "cell") as reader:
+        write(cell, 39)
+        seen = []
+
+        def look(frame, event, argument):
+            if event == "line":
+                seen.append(read(reader))
+            return look
+
+        traced = sys.gettrace()
+        sys.settrace(look)
+        try:
+            write(cell, 40)
+        finally:
+            sys.settrace(traced)
+        first_new = seen.index(record_of(40))
+        assert first_new > 0
+        assert all(each == record_of(39) for each in seen[:first_new])
+        assert all(each == record_of(40) for each in seen[first_new:])
 
 
 def test_a_counter_that_begins_anew_goes_on(tmp_path):
