@@ -11,7 +11,8 @@ import zmq
 from child_processes import LIMIT
 from flyweight.digest import Digest
 from flyweight.host import birth_of
-from flyweight.live import frames, message_tables, messages
+from flyweight.live import frames, messages
+from flyweight.plans import tables as message_tables
 from flyweight.plans.copy_table import BoxTable
 from flyweight.spec.box import Box
 from flyweight.transports.fd_passing import FdServer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 LEVELS = (
-    "errors|checks events forks host proofs|spec|memory plans|digest memory_table ports worker_threads|cuda"
+    "errors|checks events forks host proofs|spec|memory plans|digest memory_table ports worker_threads|cuda|copies"
     "|stores formats adapters transports ranks|verbs|live|lifecycle|engines|server|cli"
 )
 LEVEL = {room: n for n, rooms in enumerate(LEVELS.split("|")) for room in rooms.split()}

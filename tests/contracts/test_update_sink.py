@@ -8,11 +8,11 @@ from flyweight.adapters.loader import Loader
 from flyweight.errors import DigestMismatch, TransportError
 from flyweight.live.loader_sink import LoaderSink
 from flyweight.live.memory_sink import MemorySink
-from flyweight.live.message_tables import Boxes, Pieces, Places, packed
 from flyweight.live.messages import Agreed, Begin, Memory
 from flyweight.live.remote_source import RemoteSource
 from flyweight.memory import Buffer
 from flyweight.plans.copy_table import BoxTable
+from flyweight.plans.tables import Boxes, Pieces, Places, packed
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.manifest import TensorSpec
 from flyweight.transports.shared_memory import SharedMemoryHandle

@@ -17,12 +17,12 @@ from flyweight.errors import PlanError, TransferTimeout, TransportError
 from flyweight.live import frames, messages
 from flyweight.live.address import Address
 from flyweight.live.connection import Connection
-from flyweight.live.message_tables import packed
 from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import Ended
 from flyweight.live.report import PublishReport, ReplicaReport
 from flyweight.live.rounds import Rounds
 from flyweight.plans.copy_table import MAX_PAIRS
+from flyweight.plans.tables import packed
 from flyweight.spec.box import Box
 from flyweight.transports.fd_passing import FdConnection
 from live_rounds import call_before, welcomed

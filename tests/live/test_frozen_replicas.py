@@ -9,10 +9,10 @@ import pytest
 
 import flyweight as fw
 from child_processes import LIMIT, Child, until
+from flyweight.copies import PreparedCopies
 from flyweight.errors import FlyweightError, TransferTimeout
 from flyweight.live import messages
 from flyweight.live.connection import Connection
-from flyweight.live.copies import PreparedCopies
 from flyweight.live.member import MemberRound
 from live_rounds import moved_clock, said_by
 from versioned_models import holds, weights

@@ -13,6 +13,7 @@ import pytest
 
 import flyweight as fw
 from child_processes import LIMIT, Child, resources, settled, until
+from flyweight.copies import PreparedCopies
 from flyweight.errors import (
     HandleGone,
     PeerLost,
@@ -21,7 +22,6 @@ from flyweight.errors import (
 )
 from flyweight.live import messages
 from flyweight.live.connection import Connection
-from flyweight.live.copies import PreparedCopies
 from live_rounds import moved_clock, said_by
 from versioned_models import assign, holding, holds, weights
 

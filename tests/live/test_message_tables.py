@@ -11,12 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flyweight.adapters.model import adapt
+from flyweight.copies import Copiers
 from flyweight.errors import FlyweightError, PlanError, SpecError, TransportError
 from flyweight.live import frames, messages
-from flyweight.live.copies import Copiers
 from flyweight.live.meeting import blocks_alone
 from flyweight.live.memory_sink import MemorySink
-from flyweight.live.message_tables import Boxes, Pieces, Places, Tensors, numbers, packed
 from flyweight.live.messages import Begin, Memory
 from flyweight.live.rank_messages import Ended
 from flyweight.live.remote_source import RemoteSource
@@ -25,6 +24,7 @@ from flyweight.live.source import PublishedSource
 from flyweight.memory import Buffer
 from flyweight.plans import copy_table
 from flyweight.plans.copy_table import BoxTable, plan_copies
+from flyweight.plans.tables import Boxes, Pieces, Places, Tensors, numbers, packed
 from flyweight.spec.box import Box
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.manifest import TensorSpec

@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flyweight.live import frames, message_tables, messages, rank_messages, report, running_round
+from flyweight.live import frames, messages, rank_messages, report, running_round
 from flyweight.live.connection import HEARTBEATS
 from flyweight.live.source_rank import REMEMBERED_SHARES
+from flyweight.plans import tables as message_tables
 from flyweight.plans.copy_table import MAX_COPIES, MAX_PAIRS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()

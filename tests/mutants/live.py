@@ -99,7 +99,7 @@ MUTANTS = [
         "live/remote_source.py",
         "        is_outside = (low < bases[index]) | (high > bases[index] + sizes[index])\n",
         "        is_outside = low < bases[index]\n",
-        "tests/live/test_message_tables.py tests/live/test_hostile_peers.py",
+        "tests/plans/test_tables.py tests/live/test_hostile_peers.py",
     ),
     Mutant(
         "a stranger on the publisher's host joins with any token",

@@ -31,14 +31,19 @@ from flyweight.cli.app import (
 from flyweight.cli.output import human, out, print_json, show, show_changes, table, wants_json
 from flyweight.errors import PeerRefused
 from flyweight.events import Event, listening
-from flyweight.live.curve_keys import CurveClient, CurveKeys, CurveServer
-from flyweight.live.lanes import TRANSPORTS
-from flyweight.live.messages import News
-from flyweight.live.publisher import Publisher
-from flyweight.live.relay import Relay
-from flyweight.live.tcp_address import TcpAddress, parse_address
-from flyweight.live.watch import record
-from flyweight.live.watch import watch as watch_publisher
+from flyweight.live import (
+    TRANSPORTS,
+    CurveClient,
+    CurveKeys,
+    CurveServer,
+    News,
+    Publisher,
+    Relay,
+    TcpAddress,
+    parse_address,
+    record,
+)
+from flyweight.live import watch as watch_publisher
 from flyweight.verbs.find import open_source
 
 _server_key_option = click.option(

@@ -15,8 +15,7 @@ from flyweight.cli import tokens
 from flyweight.cli.app import exit_code, size
 from flyweight.cli.output import human, progress_of, show
 from flyweight.errors import FlyweightError
-from flyweight.live.publisher import Publisher
-from flyweight.live.tcp_address import TcpAddress, parse_address
+from flyweight.live import Publisher, TcpAddress, parse_address
 from flyweight.verbs.find import open_source
 
 _POLL_SECONDS = 0.1

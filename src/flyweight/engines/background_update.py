@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from flyweight.errors import FlyweightError, LifecycleError, TransferTimeout
-from flyweight.live.replica import Replica
+from flyweight.live import Replica
 from flyweight.ports import UpdateOptions, UpdateReport
 
 _LOOK_SECONDS = 1.0

@@ -21,8 +21,7 @@ from flyweight.errors import MissingDependency, PeerRefused, SpecError, VersionE
 from flyweight.events import emit
 from flyweight.formats.legacy import SHARED_DIRECTORY
 from flyweight.formats.snapshot import number_in
-from flyweight.live.curve_keys import CurveClient, CurveKeys
-from flyweight.live.tcp_address import TcpAddress, parse_address
+from flyweight.live import CurveClient, CurveKeys, TcpAddress, parse_address
 from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.spec.model_layout import ModelLayout

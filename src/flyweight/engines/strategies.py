@@ -17,7 +17,7 @@ from flyweight.events import emit
 from flyweight.formats.stored import Stored
 from flyweight.lifecycle.engine_steps import named
 from flyweight.lifecycle.weights import NearestWeights, StoredWeights
-from flyweight.live.replica import Replica
+from flyweight.live import Replica
 from flyweight.ports import UpdateOptions, UpdateReport, Weights
 from flyweight.ranks.agreement import RankAgreement
 from flyweight.verbs.find import PathLike, open_source

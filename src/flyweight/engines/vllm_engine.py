@@ -31,7 +31,7 @@ from flyweight.errors import (
 from flyweight.events import announce
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
-from flyweight.live.tcp_address import parse_address
+from flyweight.live import parse_address
 from flyweight.ports import Engine, EngineHooks, UpdateOptions, UpdateReport, Weights
 
 STAGING_BYTES = 1 << 30

@@ -11,7 +11,7 @@ from flyweight.checks import check_seconds
 from flyweight.engines.vllm_engine import VllmEngine
 from flyweight.errors import FlyweightError
 from flyweight.lifecycle.states import State
-from flyweight.live.publisher import Publisher
+from flyweight.live import Publisher
 from flyweight.ports import UpdateReport
 
 _LOOK_SECONDS = 0.005

@@ -31,8 +31,7 @@ from flyweight.engines.background_update import BackgroundUpdate, MainThread
 from flyweight.engines.vllm_fit import check_fit
 from flyweight.engines.vllm_reload import check_can_reload, reload_weights, take_memory
 from flyweight.errors import FlyweightError, LifecycleError, PeerRefused, TransferTimeout
-from flyweight.live.curve_keys import CurveClient, CurveKeys
-from flyweight.live.replica import Replica
+from flyweight.live import CurveClient, CurveKeys, Replica
 from flyweight.spec.manifest import TensorSpec
 from flyweight.stores.private_file import read_token
 

@@ -26,8 +26,7 @@ from flyweight.errors import (
 from flyweight.events import Event, listening
 from flyweight.formats.stored import Stored
 from flyweight.lifecycle.load_together import load_together
-from flyweight.live.replica import Replica
-from flyweight.live.report import check_verified, unverified
+from flyweight.live import Replica, check_verified, unverified
 from flyweight.ports import UpdateOptions, UpdateReport
 from flyweight.ranks.agreement import raise_first
 from flyweight.spec.manifest import Json

@@ -16,12 +16,12 @@ from flyweight.cuda.pinned_memory import pinned
 from flyweight.errors import FlyweightError
 from flyweight.live.gathers import GatheredBucket, gathered_bucket, share_pieces
 from flyweight.live.lanes import ENGINES, HOST, MAPPED, NETWORK, Lanes, Offers, Transports
-from flyweight.live.message_tables import Pieces, Places, packed_columns
 from flyweight.live.messages import Handle, Memory
 from flyweight.live.source import ALIGN_BYTES, BucketFill, PublishedSource, Share
 from flyweight.memory import Buffer
 from flyweight.memory_table import Integers
 from flyweight.plans.buckets import PieceTable, pack
+from flyweight.plans.tables import Pieces, Places, packed_columns
 from flyweight.transports.engine_reads import EngineHandle
 from flyweight.transports.network import NetworkHandle
 

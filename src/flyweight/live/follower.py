@@ -19,7 +19,6 @@ from flyweight.live.fetch import Fetched, FetchesFailed
 from flyweight.live.frames import FromPublisher
 from flyweight.live.lanes import Transports
 from flyweight.live.line import Line, LocalLine, opened_line
-from flyweight.live.message_tables import numbers
 from flyweight.live.options import PublisherOptions
 from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import (
@@ -39,6 +38,7 @@ from flyweight.live.source import Regions, Share
 from flyweight.live.source_part import WantedShare, fill_in_turn, offer_shares
 from flyweight.live.source_rank import remember
 from flyweight.live.tcp_address import TcpAddress, parse_address
+from flyweight.plans.tables import numbers
 from flyweight.transports.cuda_ipc import CudaIpcTransport
 from flyweight.transports.data_sockets import DataServer, Welcome
 from flyweight.transports.engine_reads import EngineReads

@@ -15,11 +15,11 @@ import numpy as np
 from flyweight.digest import DigestKind
 from flyweight.errors import FlyweightError, PeerFailed, PlanError
 from flyweight.live.bucket_slots import new_memory_number
-from flyweight.live.message_tables import Pieces, Places, numbers, packed_columns
 from flyweight.live.messages import Handle, Memory
 from flyweight.live.rank_messages import ShareOffer
 from flyweight.live.source_blocks import Agreement
 from flyweight.memory_table import Integers
+from flyweight.plans.tables import Pieces, Places, numbers, packed_columns
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 from flyweight.cuda import driver
 from flyweight.errors import PlanError, TransportError, listed
-from flyweight.live.message_tables import Places, packed
 from flyweight.live.messages import Handle
 from flyweight.live.source import PublishedSource, Share
 from flyweight.memory import Buffer
 from flyweight.memory_table import HOST as HOST_MEMORY
 from flyweight.memory_table import Integers
+from flyweight.plans.tables import Places, packed
 from flyweight.ports import Transport
-from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
+from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport, allocations_of
 from flyweight.transports.engine_reads import EngineReads
 from flyweight.transports.network import NetworkHandle, NetworkTransport
 from flyweight.transports.shared_memory import SharedMemoryTransport
@@ -220,26 +220,6 @@ class _Range:
     def check(self, transport: CudaIpcTransport) -> None:
         if not self.is_tried:
             self.refusal, self.is_tried = transport.refusal(self.buffer), True
-
-
-def allocations_of(device: int, low: Integers, high: Integers) -> Integers:
-    """Return the number of the allocation that each block lies in.
-
-    Where a framework maps memory in parts, allocations that share a block count as one.
-    """
-    order = np.argsort(low, kind="stable")
-    starts, ends = low[order], np.maximum.accumulate(high[order])
-    found = np.empty(len(low), np.int64)
-    number = first = 0
-    while first < len(order):
-        end, last = int(starts[first]), first
-        while last == first or ends[last - 1] > end:
-            allocation = driver.allocation_at(device, end)
-            end = allocation.start + allocation.nbytes
-            last = int(np.searchsorted(starts, end))
-        found[order[first:last]] = number
-        number, first = number + 1, last
-    return found
 
 
 def visible_devices() -> tuple[str, ...]:

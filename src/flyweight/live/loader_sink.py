@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from flyweight.adapters.loader import Loader
+from flyweight.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.digest import Words
 from flyweight.errors import DigestMismatch, TransportError, listed
-from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST, visible_devices
-from flyweight.live.message_tables import Tensors, packed
 from flyweight.live.messages import Want
 from flyweight.live.remote_source import Arrivals
 from flyweight.live.replica_round import ReplicaRound, SinkResult
 from flyweight.memory import Buffer
 from flyweight.memory_table import BufferTable, Integers
+from flyweight.plans.tables import Tensors, packed
 from flyweight.spec.manifest import Leaf, TensorSpec
 
 

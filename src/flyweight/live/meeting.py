@@ -14,7 +14,6 @@ from flyweight.adapters.parts import emptied_names, partial_names, undeclared_sh
 from flyweight.checks import check_ranks
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.live.address import Address
-from flyweight.live.message_tables import Boxes, Tensors, numbers, packed
 from flyweight.live.published_model import PublishedModel
 from flyweight.live.rank_messages import Holding
 from flyweight.live.source import PublishedSource
@@ -22,6 +21,7 @@ from flyweight.live.source_blocks import Places, SourceBlocks, held_table
 from flyweight.live.tcp_address import TcpAddress
 from flyweight.plans.copy_table import BoxTable
 from flyweight.plans.merged_source import HeldTable
+from flyweight.plans.tables import Boxes, Tensors, numbers, packed
 from flyweight.ranks.file_store import FileStore
 from flyweight.ranks.process_group import default_group, rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous

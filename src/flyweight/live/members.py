@@ -20,12 +20,12 @@ from flyweight.live.address import Claim
 from flyweight.live.admission import Admission
 from flyweight.live.connection import HEARTBEATS, Connection
 from flyweight.live.member import Member, MemberRound, refusal_of, whole_replicas
-from flyweight.live.message_tables import Tensors
 from flyweight.live.news import EventThread, Watchers
 from flyweight.live.planner import Planner
 from flyweight.live.report import RefusedReplicas, ReplicaReport
 from flyweight.live.source_blocks import Agreement
 from flyweight.live.sources import Sources
+from flyweight.plans.tables import Tensors
 from flyweight.transports.fd_passing import FdServer
 
 

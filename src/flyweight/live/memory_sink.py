@@ -14,12 +14,11 @@ import numpy as np
 
 from flyweight.adapters.identity import Identity
 from flyweight.adapters.model import Model, adapt
+from flyweight.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.cuda import driver
 from flyweight.digest import SMALL_BYTES, Digest, DigestKind, short_digests
 from flyweight.errors import PlanError, SpecError
-from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.live.lanes import HOST, visible_devices
-from flyweight.live.message_tables import Boxes, Tensors, packed
 from flyweight.live.messages import Want
 from flyweight.live.remote_source import Arrivals, RemoteSource
 from flyweight.live.replica_round import ReplicaRound, SinkResult
@@ -27,6 +26,7 @@ from flyweight.memory import collector_paused
 from flyweight.memory_table import HOST as HOST_MEMORY
 from flyweight.memory_table import NOWHERE, BufferTable
 from flyweight.plans.copy_table import BoxTable
+from flyweight.plans.tables import Boxes, Tensors, packed
 from flyweight.spec.manifest import Leaf, Manifest, TensorSpec
 from flyweight.spec.model_layout import ModelLayout
 

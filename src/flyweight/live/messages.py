@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from flyweight.digest import DigestKind
-from flyweight.live.message_tables import Boxes, Pieces, Places, Table, Tensors
+from flyweight.plans.tables import Boxes, Pieces, Places, Table, Tensors
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.engine_reads import EngineHandle

@@ -16,11 +16,11 @@ import numpy as np
 from flyweight.adapters.identity import Identity
 from flyweight.adapters.model import Model, adapt
 from flyweight.adapters.tree import reshard
+from flyweight.copies import Copiers
 from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
 from flyweight.errors import DigestMismatch, PlanError, TransferTimeout, listed
 from flyweight.formats.stored import Stored
-from flyweight.live.copies import Copiers
 from flyweight.live.lanes import Offers, Transports
 from flyweight.live.source import HeldCopy, PublishedSource, Regions, Share
 from flyweight.memory import Buffer, collector_paused

@@ -12,9 +12,9 @@ import msgspec
 
 from flyweight.digest import DigestKind
 from flyweight.errors import FlyweightError
-from flyweight.live.message_tables import Boxes, Table, Tensors
 from flyweight.live.messages import Emptied, Filled, Memory, Message
 from flyweight.live.report import PublishReport
+from flyweight.plans.tables import Boxes, Table, Tensors
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.shared_memory import SharedMemoryHandle
 

@@ -21,12 +21,12 @@ from flyweight.cuda.pinned_memory import pinned
 from flyweight.errors import SpecError, TransportError
 from flyweight.live.fetch import STAGING_SLOTS, Fetch
 from flyweight.live.lanes import Transports
-from flyweight.live.message_tables import Pieces, Places, numbers, received_boxes
 from flyweight.live.messages import Agreed, Begin, Handle, Memory, RemoteHandle, Want
 from flyweight.live.source import row_major
 from flyweight.memory import Buffer, available_bytes, collector_paused, page_memory
 from flyweight.memory_table import HOST, BufferTable, Integers, row_major_strides
 from flyweight.plans.copy_table import BoxTable, item_bytes, numbers_of, plan_copies
+from flyweight.plans.tables import Pieces, Places, numbers, received_boxes
 from flyweight.spec.manifest import TensorSpec
 from flyweight.transports.network import NetworkHandle
 

@@ -10,7 +10,7 @@ from logging import getLogger
 
 from flyweight.errors import FlyweightError, TransferTimeout, VersionError
 from flyweight.events import announce
-from flyweight.live.message_tables import Table
+from flyweight.plans.tables import Table
 from flyweight.ports import UpdateReport
 
 TIMEOUT_SECONDS = 30.0

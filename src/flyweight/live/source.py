@@ -16,10 +16,10 @@ from time import monotonic
 import numpy as np
 
 from flyweight.adapters.model import Model
+from flyweight.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.digest import Digest, DigestKind, Words
 from flyweight.errors import TransferTimeout
 from flyweight.formats.stored import Stored, whole_digest
-from flyweight.live.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
 from flyweight.memory import Buffer
 from flyweight.memory_table import HOST, NOWHERE, BufferTable, Integers, row_major_strides
 from flyweight.plans.buckets import PieceTable

@@ -17,7 +17,6 @@ from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.formats.stored import Stored, same_bytes
-from flyweight.live.message_tables import Boxes, Tensors, numbers, packed, received_boxes
 from flyweight.live.messages import Agreed, Want
 from flyweight.live.source import PublishedSource, Regions, Share, aligned_starts, row_major
 from flyweight.memory import Buffer, collector_paused
@@ -32,6 +31,7 @@ from flyweight.plans.copy_table import (
 )
 from flyweight.plans.fit import check_fit
 from flyweight.plans.merged_source import HeldTable, MergedSource, merge_held
+from flyweight.plans.tables import Boxes, Tensors, numbers, packed, received_boxes
 from flyweight.spec.manifest import Leaf, TensorSpec
 
 _share_numbers = count(1)

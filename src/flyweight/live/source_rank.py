@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from flyweight.digest import DigestKind
 from flyweight.errors import FlyweightError, PeerFailed
-from flyweight.live.message_tables import packed
 from flyweight.live.messages import Memory
 from flyweight.live.rank_messages import (
     Ended,
@@ -20,6 +19,7 @@ from flyweight.live.rank_messages import (
 from flyweight.live.report import PublishReport
 from flyweight.live.source import Share
 from flyweight.live.source_blocks import Agreement
+from flyweight.plans.tables import packed
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.cuda_ipc import CudaIpcHandle
 from flyweight.transports.fd_passing import FdConnection, FdServer

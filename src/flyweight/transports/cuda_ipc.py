@@ -19,12 +19,14 @@ from typing import Annotated
 from weakref import WeakValueDictionary
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from flyweight.cuda import driver
 from flyweight.digest import Words
 from flyweight.errors import HandleGone, TransportError
 from flyweight.memory import Buffer
+from flyweight.memory_table import Integers
 from flyweight.spec.strict_json import MAX_NUMBER, Number
 from flyweight.transports.fd_passing import FdConnection, FdServer
 from flyweight.transports.offer_register import MAX_OFFERS, OfferRegister, read_register
@@ -335,6 +337,26 @@ def _allocations(buffer: Buffer) -> Iterator[driver.Allocation]:
             if found.can_ipc:
                 return  # it was allocated as one
             at = found.start + found.nbytes
+
+
+def allocations_of(device: int, low: Integers, high: Integers) -> Integers:
+    """Return the number of the allocation that each block lies in.
+
+    Where a framework maps memory in parts, allocations that share a block count as one.
+    """
+    order = np.argsort(low, kind="stable")
+    starts, ends = low[order], np.maximum.accumulate(high[order])
+    found = np.empty(len(low), np.int64)
+    number = first = 0
+    while first < len(order):
+        end, last = int(starts[first]), first
+        while last == first or ends[last - 1] > end:
+            allocation = driver.allocation_at(device, end)
+            end = allocation.start + allocation.nbytes
+            last = int(np.searchsorted(starts, end))
+        found[order[first:last]] = number
+        number, first = number + 1, last
+    return found
 
 
 _transports: WeakValueDictionary[str, CudaIpcTransport] = WeakValueDictionary()

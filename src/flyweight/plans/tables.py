@@ -1,4 +1,4 @@
-"""The tables that messages carry: many thousand rows, packed as columns of numbers."""
+"""Tables of a plan as messages carry them: many thousand rows, packed as columns of numbers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 
 from flyweight.errors import SpecError
-from flyweight.memory_table import Integers
-from flyweight.plans.copy_table import BoxTable, kinds_of
+from flyweight.plans.copy_table import BoxTable, Integers, kinds_of
 from flyweight.spec.dtype import dtype_named
 from flyweight.spec.manifest import MAX_DIMS, MAX_NAME_CHARS, TensorSpec
 

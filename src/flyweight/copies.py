@@ -7,7 +7,9 @@ over a few streams, then digested by one kernel.
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +17,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from flyweight.cuda import driver
@@ -22,15 +25,71 @@ from flyweight.cuda.copies import LAUNCH_BYTES, Copier, tensor_at
 from flyweight.cuda.copy_tasks import run_bytes
 from flyweight.cuda.digest_kernel import DeviceDigests
 from flyweight.digest import SMALL_BYTES, Digest, DigestKind, Words, short_digests, small_digests
-from flyweight.live.small_blocks import SmallBlocks, check_time
+from flyweight.errors import TransferTimeout
 from flyweight.memory import Buffer, Bytes, Items
 from flyweight.memory_table import HOST, BufferTable, Integers
 from flyweight.spec.box import blocks, strides_of
 from flyweight.worker_threads import run_on_threads
 
+_BATCH_BYTES = 1 << 20  # copied, then digested in a core's own cache
 _CHUNK_BYTES = 4 << 20  # several of them fit in the cache that cores share
 _RUN_BYTES = 512
 _INLINE_BYTES = 8 << 20  # below this, starting threads costs more than they save
+
+
+def check_time(deadline: float, num_chunks: int) -> None:
+    if monotonic() > deadline:
+        raise TransferTimeout(f"{num_chunks} chunks of memory were not done in time")
+
+
+class SmallBlocks:
+    """Blocks that are copied and hashed by C, batch after batch."""
+
+    def __init__(self, sink: BufferTable, source: BufferTable | None = None) -> None:
+        self._address, self._nbytes = sink.address, sink.nbytes
+        self._source = None if source is None else source.address
+        self._owners = sink.owner, None if source is None else source.owner
+        batch = np.cumsum(sink.nbytes) // _BATCH_BYTES
+        cuts = (np.flatnonzero(np.diff(batch)) + 1).tolist() if len(sink) else []
+        self._batches = list(pairwise([0, *cuts, len(sink)])) if len(sink) else []
+        self._view_at = {
+            size: (ctypes.c_char * size).from_address for size in np.unique(self._nbytes).tolist()
+        }
+
+    def __len__(self) -> int:
+        return len(self._address)
+
+    def run(
+        self, deadline: float, on_progress: Callable[[int], None], *, should_hash: bool
+    ) -> tuple[Words, float]:
+        """Copy the blocks; return the hash of each if it should, and the seconds that took.
+
+        Blocks without a source are only hashed.
+        """
+        hashes: Words = np.zeros(len(self), np.uint64)
+        spent = 0.0
+        for first, end in self._batches:
+            check_time(deadline, len(self))
+            # Objects for one batch, not for all blocks: those would take megabytes all the time.
+            sinks, sizes = self._address[first:end].tolist(), self._nbytes[first:end].tolist()
+            if self._source is not None:
+                deque(map(ctypes.memmove, sinks, self._source[first:end].tolist(), sizes), maxlen=0)
+                on_progress(sum(sizes))
+            if should_hash:
+                started = perf_counter()
+                found = map(xxhash.xxh3_64_intdigest, self._views(sinks, sizes))
+                hashes[first:end] = np.fromiter(found, np.uint64, end - first)
+                spent += perf_counter() - started
+        return hashes, spent
+
+    def _views(self, addresses: list[int], sizes: list[int]) -> list[Any]:
+        view_at = self._view_at
+        return [view_at[size](at) for at, size in zip(addresses, sizes, strict=True)]
+
+    def bytes(self) -> list[Bytes]:
+        """Return each block's bytes, in place."""
+        views = self._views(self._address.tolist(), self._nbytes.tolist())
+        return [np.frombuffer(view, np.uint8) for view in views]
 
 
 @dataclass(frozen=True, eq=False)
