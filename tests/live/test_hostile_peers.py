@@ -10,8 +10,9 @@ import pytest
 import flyweight as fw
 from child_processes import LIMIT, Child
 from flyweight.errors import DigestMismatch, TransportError
-from flyweight.live import frames, message_tables, messages
+from flyweight.live import frames, messages
 from flyweight.live.member import MemberRound
+from flyweight.plans import tables as message_tables
 from flyweight.spec.box import Box
 from flyweight.transports.engine_reads import EngineHandle
 from flyweight.transports.network import NetworkHandle
