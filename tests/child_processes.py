@@ -20,6 +20,10 @@ from pathlib import Path
 
 FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what runs in the background so, and what tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 LIMIT = 60.0
 """Seconds after which a wait for something that must happen counts as a hang."""
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,10 +28,6 @@ hypothesis.settings.load_profile("flyweight")
 
 RNG_SEED = 7
 pytest_plugins = ["faulty_engines", "live_fixtures"]
-
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts what runs in the background so, and what tests interrupt would inherit it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Hundreds of processes import flyweight: each would compile it anew.
 sys.dont_write_bytecode = False

@@ -10,8 +10,10 @@ import errno
 import fcntl
 import os
 import resource
+import socket
 import stat
 import struct
+from contextlib import suppress
 
 from flyweight.errors import StoreError
 
@@ -36,6 +38,14 @@ def identity() -> str:
     FLYWEIGHT_HOST overrides it, for containers that share a kernel but no memory.
     """
     return os.environ.get("FLYWEIGHT_HOST") or boot_id()
+
+
+def location() -> str:
+    """Return an id of this network namespace, and the host's name, which containers may share."""
+    network, boot = "unknown", boot_id()
+    with suppress(OSError):
+        network = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}" if boot else network
+    return f"{network} {socket.gethostname()}"
 
 
 def birth_of(pid: int | None = None) -> tuple[int, int] | None:

@@ -11,7 +11,6 @@ keys in every call, so the store does not grow.
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 import selectors
 import socket
@@ -25,7 +24,7 @@ from time import monotonic, sleep
 from typing import Protocol
 
 from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError
-from flyweight.host import boot_id
+from flyweight.host import location
 from flyweight.ranks.connection import fault_frame
 from flyweight.ranks.group import NOTICE_SECONDS, PATIENCE, TIMEOUT_SECONDS, Group
 
@@ -268,14 +267,6 @@ class _Coordinator:
                     if monotonic() > self._deadline:
                         return
                     sleep(_POLL_SECONDS)
-
-
-def location() -> str:
-    """Return an id of this network namespace, and the host's name, which containers may share."""
-    network, boot = "unknown", boot_id()
-    with suppress(OSError):
-        network = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}" if boot else network
-    return f"{network} {socket.gethostname()}"
 
 
 def _own_address(locations: Iterable[str]) -> str:

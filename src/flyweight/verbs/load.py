@@ -20,12 +20,13 @@ from flyweight.events import emit
 from flyweight.formats import legacy
 from flyweight.formats.reader import Reader, Target
 from flyweight.formats.stored import Stored
+from flyweight.host import location
 from flyweight.memory import MEMORY_BYTES, collector_paused
 from flyweight.plans.reshard import reshard
 from flyweight.ports import Block, Sink
 from flyweight.ranks.group import TIMEOUT_SECONDS, Group
 from flyweight.ranks.process_group import default_group, rendezvous_of
-from flyweight.ranks.rendezvous import Rendezvous, join_group, location
+from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Json, Leaf
 from flyweight.spec.model_layout import ModelLayout
