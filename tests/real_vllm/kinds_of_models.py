@@ -120,7 +120,7 @@ class Kind:
             if kind == "latent attention":  # vLLM's loader of it knows no fused experts
                 self.of_models[name] = unfused(self.of_models[name])
             self.of_files[name] = load_file(path / "model.safetensors")
-            self.llm = loaded(path)
+            self.llm = loaded(path, kind)
             self.loaded[name] = tokens_of(self.llm)
 
     def updated(self, tensors, names, **how):
@@ -145,15 +145,18 @@ class Kind:
         return found
 
 
-def loaded(path):
+def loaded(path, kind):
     """Return an `LLM` in this process that has loaded a model from its files."""
     from vllm import LLM
 
+    # On CPUs with AMX, vLLM takes kernels for latent attention that refuse float32.
+    latent = {"attention_backend": "CPU_MLA"} if kind == "latent attention" else {}
     return LLM(
         model=str(path),
         skip_tokenizer_init=True,
         distributed_executor_backend="uni",
         weight_transfer_config={"backend": "flyweight"},
+        **latent,
         **OPTIONS,
     )
 
