@@ -333,7 +333,8 @@ def test_a_rank_never_obeys_a_commit_of_other_digests(address, pool, monkeypatch
         assert failed.name == "engine"
         assert failed.is_touched
         assert isinstance(failed.error, DigestMismatch)
-        assert isinstance(updates[0].exception(SECONDS), DigestMismatch)
+        errors = [each.exception(SECONDS) for each in updates]
+        assert isinstance(errors[0], DigestMismatch)
         expected = ("failed", None) if num_altered == 2 else ("ready", 1)
         assert states(engine) == [("failed", None), expected]
 
