@@ -131,8 +131,8 @@ def test_pause_and_resume(site):
 def test_a_draining_engine_is_not_paused_and_names_the_operation_that_drains_it(site, draining):
     """C32, and C31's immediate 409 with the id of the running operation."""
     pausing = draining("POST", "/v1/pause")
+    until(lambda: site.state == "PAUSING")
     told = site.replica()
-    assert told["state"] == "PAUSING"
     assert site.good("GET", "/v1/is_paused")["is_paused"] is False
     assert site.ask("GET", "/health")[0] == 200
     for method, path in CONTROL_ROUTES:
