@@ -25,7 +25,6 @@ import syscalls
 from campaign import HANG_SECONDS
 from child_processes import LIMIT, Hang, until
 from flyweight.errors import TransferTimeout
-from flyweight.ranks.connection import TICK
 from flyweight.verbs import save as save_verb
 from rank_processes import launch, run_ranks
 
@@ -68,8 +67,8 @@ def check_newest(run):
 def kill_at(number=None, sig=signal.SIGKILL):
     """Die at the call of that number, of those that change the disk or send to another rank.
 
-    Returns the list of the calls, which grows. Ticks come by the clock: with them a number would
-    be another call in every round.
+    Returns the list of the calls, which grows. Ticks come by the clock, and ranks join in any order:
+    with those a number would be another call in every round.
     """
     lock, names = threading.RLock(), []
 
@@ -82,12 +81,14 @@ def kill_at(number=None, sig=signal.SIGKILL):
         return original(*args, **kwargs)
 
     syscalls.wrap(act)
-    send = socket.socket.send
+    send = socket.socket.sendmsg
 
     def counted_send(*args):
-        return send(*args) if args[1] == TICK else act("send", send, args, {})
+        frame = bytes(args[1][0])
+        is_said = any(kind in frame for kind in (b"Step", b"Refused", b"Ended"))
+        return act("send", send, args, {}) if is_said else send(*args)
 
-    socket.socket.send = counted_send
+    socket.socket.sendmsg = counted_send
     return names
 
 

@@ -247,9 +247,8 @@ def test_a_time_that_ran_out_is_no_fault_of_what_the_ranks_decide_next(threads, 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_hears_nobody_does_not_wait_for_the_others_to_leave(pair, monkeypatch, rank):
+def test_a_rank_that_hears_nobody_does_not_wait_for_the_others_to_leave(pair, rank):
     """They know nothing of it, and its controller does not wait for that."""
-    monkeypatch.setattr(agreement, "_PARTING_SECONDS", 3 * LIMIT)
     with in_time(0.1), pytest.raises(PeerLost):
         pair.ranks[rank].agree("pause", time.monotonic() + 0.1)
 

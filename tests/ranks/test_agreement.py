@@ -1,32 +1,28 @@
 """What the ranks of one engine tell each other: all hear the same, or know that they did not."""
 
+import time
+
 import pytest
 
-from child_processes import LIMIT
+from child_processes import LIMIT, until
 from fakes import FakeRendezvousStore
 from flyweight.errors import LifecycleError, TransferTimeout
-from flyweight.ranks import agreement, group
+from flyweight.ranks import agreement
 from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
-from moved_clock import Clock
 
 
 @pytest.fixture
-def ranks(threads):
+def ranks():
     store = FakeRendezvousStore()
     made = [RankAgreement(Rendezvous(rank, 2, store, "pair")) for rank in range(2)]
     yield made
-    for parting in [threads.submit(each.close) for each in made]:
-        parting.result(LIMIT)
+    for each in made:
+        each.close()
 
 
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """The time that ranks which have met go by."""
-    clock = Clock()
-    for module in (agreement, group):
-        monkeypatch.setattr(module, "monotonic", clock)
-    return clock
+def soon(seconds=LIMIT):
+    return time.monotonic() + seconds
 
 
 def answers(futures):
@@ -34,18 +30,15 @@ def answers(futures):
     return [future.exception(LIMIT) or future.result() for future in list(futures)]
 
 
-def test_all_ranks_hear_the_facts_of_all(ranks, threads, clock):
-    deadline = clock.now + LIMIT
-    heard = answers(
-        threads.submit(r.agree, "pause", deadline, number=n) for n, r in enumerate(ranks)
-    )
+def test_all_ranks_hear_the_facts_of_all(ranks, threads):
+    heard = answers(threads.submit(r.agree, "pause", soon(), number=n) for n, r in enumerate(ranks))
     assert [[each["number"] for each in said] for said in heard] == [[0, 1], [0, 1]]
 
 
-def test_an_error_of_one_rank_is_raised_on_all(ranks, threads, clock):
-    deadline, error = clock.now + LIMIT, TransferTimeout("a request never ends")
+def test_an_error_of_one_rank_is_raised_on_all(ranks, threads):
+    error = TransferTimeout("a request never ends")
     own, other = answers(
-        threads.submit(each.agree, "pause", deadline, failure)
+        threads.submit(each.agree, "pause", soon(), failure)
         for each, failure in zip(ranks, (error, None), strict=True)
     )
     assert own is error
@@ -53,33 +46,55 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks, threads, clock):
     assert "rank 0: TransferTimeout: a request never ends" in str(other)
 
 
-def test_ranks_that_are_at_different_things_name_both(ranks, threads, clock):
-    deadline = clock.now + LIMIT
+def test_ranks_that_are_at_different_things_name_both(ranks, threads):
     heard = answers(
-        threads.submit(each.exchange, what, deadline)
+        threads.submit(each.exchange, what, soon())
         for each, what in zip(ranks, ("pause", "clear"), strict=True)
     )
     assert [type(each) for each in heard] == [LifecycleError, LifecycleError]
     assert all("rank 0 'pause', rank 1 'clear'" in str(each) for each in heard)
 
 
-def test_a_rank_waits_for_one_that_gives_way(ranks, threads, clock):
-    deadline = clock.now + LIMIT
-    pausing = threads.submit(ranks[0].agree, "pause", deadline)
+def test_a_rank_waits_for_one_that_gives_way(ranks, threads):
+    pausing = threads.submit(ranks[0].agree, "pause", soon())
     with pytest.raises(LifecycleError, match="different things"):
-        ranks[1].exchange("follow", deadline)
-    assert len(ranks[1].agree("pause", deadline)) == len(pausing.result(LIMIT)) == 2
+        ranks[1].exchange("follow", soon())
+    assert len(ranks[1].agree("pause", soon())) == len(pausing.result(LIMIT)) == 2
 
 
-def test_a_rank_that_reports_its_failure_just_after_the_deadline_is_heard(ranks, threads, clock):
+def test_a_rank_that_reports_its_failure_just_after_the_deadline_is_heard(
+    ranks, threads, monkeypatch
+):
     """Else rank 0 would take it for dead, and every rank would fail instead of going on."""
-    first, second = ranks
-    answers(threads.submit(each.agree, "update", clock.now + LIMIT) for each in ranks)
-    deadline, nothing = clock.now + 1, TransferTimeout("no version came")
-    early = threads.submit(first.agree, "update", deadline)
-    clock.is_looked_at()  # by the first, which waits
-    clock.now = deadline + 0.3
-    clock.is_looked_at()
-    heard = answers([threads.submit(second.agree, "update", deadline, nothing), early])
+    monkeypatch.setattr(agreement, "_LATE_SECONDS", LIMIT)
+    answers(threads.submit(each.agree, "update", soon()) for each in ranks)
+    deadline, nothing = soon(0), TransferTimeout("no version came")
+    early = threads.submit(ranks[0].agree, "update", deadline)
+    heard = answers([threads.submit(ranks[1].agree, "update", deadline, nothing), early])
     assert [type(each) for each in heard] == [TransferTimeout, TransferTimeout]
     assert "rank 1: TransferTimeout: no version came" in str(heard[1])
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_rank_that_was_lost_between_two_agreements_can_come_back(threads, lost):
+    """Also if another one has answered already when the coordinator hears of it."""
+    store = FakeRendezvousStore()
+
+    def started(rank):
+        return RankAgreement(Rendezvous(rank, 3, store, "three"))
+
+    ranks = [started(rank) for rank in range(3)]
+    for _ in range(3):
+        futures = [threads.submit(each.agree, "update", soon()) for each in ranks]
+        assert [len(each) for each in answers(futures)] == [3, 3, 3]
+        for connection in ranks[lost]._group._connections.values():
+            connection.channel.close()  # as a process that dies does
+        ranks[lost] = started(lost)
+        early, *others = [each for rank, each in enumerate(ranks) if rank] + [ranks[0]]
+        futures = [threads.submit(early.agree, "update", soon())]
+        if early is not ranks[lost] and lost:
+            until(lambda: ranks[0]._group._ready(1, 0))  # its answer has come to rank 0
+        futures += [threads.submit(each.agree, "update", soon()) for each in others]
+        assert [len(each) for each in answers(futures)] == [3, 3, 3]
+    for each in ranks:
+        each.close()

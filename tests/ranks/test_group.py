@@ -1,25 +1,38 @@
 """Ranks that join a group and learn of each other's end: threads with real sockets between them."""
 
+import hmac
 import socket
-import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from queue import SimpleQueue
 
 import pytest
 
-from child_processes import LIMIT, in_time, resources, settled, until
-from flyweight.errors import PeerFailed, PeerLost, SpecError, TransferTimeout, TransportError
+from child_processes import LIMIT, Child, in_time, resources, settled, until
+from flyweight.errors import (
+    PeerFailed,
+    PeerLost,
+    PeerRefused,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+)
 from flyweight.ranks import group as groups
 from flyweight.ranks import rendezvous
+from flyweight.ranks.connection import MESSAGES, Arrived, Step
 from flyweight.ranks.group import PATIENCE, WORKING_TIMES, Group
 from flyweight.ranks.rendezvous import Rendezvous, join_group
+from flyweight.transports.address import TcpAddress, connected_tcp, listening_tcp
+from flyweight.transports.channel import Channel, Refused, frame_of, introduce
+from flyweight.transports.door import PLACES, Door
+from flyweight.transports.wire import Wire
 from moved_clock import Clock
 
 
 class FakeRendezvousStore:
-    """A store store in memory."""
+    """A store in memory."""
 
     def __init__(self):
         self._texts, self._changed = {}, threading.Condition()
@@ -34,13 +47,13 @@ class FakeRendezvousStore:
             return self._texts.get(key)
 
     def answer(self, timeout_seconds):
-        """Wait for the first answer to anybody; return it without the number of the question."""
+        """Wait for the first answer to anybody; return its address and its secret."""
         with self._changed:
             self._changed.wait_for(
                 lambda: any("/answer/" in key for key in self._texts), timeout_seconds
             )
             answer = next(text for key, text in self._texts.items() if "/answer/" in key)
-            return answer.partition(" ")[2]
+            return answer.split(" ")[1:]
 
 
 class LateStore(FakeRendezvousStore):
@@ -71,13 +84,23 @@ def no_linger(monkeypatch):
     monkeypatch.setattr(groups, "_LINGER_SECONDS", 0.05)
 
 
-def play(num_ranks, part, *, coordinator=0, timeout_seconds=LIMIT, ranks=None):
+def channels(rank=0, peer=1):
+    """Return both ends of a connection between two ranks."""
+    ends = [Channel(Wire(each), "", MESSAGES) for each in socket.socketpair()]
+    for each, other in zip(ends, (peer, rank), strict=True):
+        each.peer = f"rank {other}"
+        each.authenticate(b"key", is_reader=each is ends[1])
+    return ends
+
+
+def play(num_ranks, part, *, coordinator=0, timeout_seconds=LIMIT, ranks=None, tokens=None):
     """Run `part(group)` on every rank, and return what each returned or raised."""
     store = FakeRendezvousStore()
 
     def rank_part(rank):
         try:
-            place = Rendezvous(rank, num_ranks, store, "group")
+            token = tokens[rank] if tokens else ""
+            place = Rendezvous(rank, num_ranks, store, "group", token=token)
             with join_group(place, coordinator, timeout_seconds=timeout_seconds) as group:
                 return part(group)
         except TransportError as error:
@@ -117,13 +140,27 @@ def test_no_thread_and_no_socket_is_left_behind():
     assert settled(before) == before
 
 
-def test_a_rank_that_never_closes_keeps_no_thread(no_linger):
-    ours, theirs = socket.socketpair()
-    before = resources()["threads"]
-    with theirs:
-        Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT).close()
-        until(lambda: resources()["threads"] == before)
-    assert ours.fileno() == -1
+def test_a_rank_that_never_closes_holds_nobody_up(no_linger):
+    ours, theirs = channels()
+    Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT).leave()
+    assert ours.wire.fileno() == -1
+    theirs.close()
+
+
+def in_a_child(group, pipe):
+    with pytest.raises(PeerLost), group:
+        group.gather("work", None)
+
+
+def test_a_forked_child_has_none_of_the_connections_and_ends_none():
+    def part(group):
+        if group.rank == 0:
+            with group._lock, Child(in_a_child, group) as child:  # as another thread may hold it
+                child.result()
+        group.gather("work", group.rank)
+        return group.broadcast("done", "well")
+
+    assert play(2, part) == ["well", "well"]
 
 
 def test_a_rank_that_fails_says_why_to_all():
@@ -142,7 +179,11 @@ def test_a_rank_that_fails_says_why_to_all():
 
 
 def test_a_connection_that_closes_names_its_rank():
-    ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+    ends = [channels(0, peer) for peer in (1, 2)]
+    groups = [
+        Group(0, 3, connections={1: ends[0][0], 2: ends[1][0]}, timeout_seconds=LIMIT),
+        Group(1, 3, connections={0: ends[0][1]}, timeout_seconds=LIMIT),
+    ]
 
     def part(group):
         try:
@@ -152,11 +193,7 @@ def test_a_connection_that_closes_names_its_rank():
         except TransportError as error:
             return error
 
-    groups = [
-        Group(0, 3, connections={1: ours[0], 2: ours[1]}, timeout_seconds=LIMIT),
-        Group(1, 3, connections={0: theirs[0]}, timeout_seconds=LIMIT),
-    ]
-    theirs[1].close()
+    ends[1][1].close()
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(part, groups))
     for error in found:
@@ -170,7 +207,7 @@ def test_silence_is_given_up_in_time_and_the_silent_one_is_named():
     def part(group):
         try:
             if group.rank == 0:
-                until(lambda: group._connections[2].inbox)
+                until(lambda: group.is_over or group._connections[2].inbox)
                 group.set_timeout(0.4 / PATIENCE)
             if group.rank != 1:
                 with in_time(0.4 if group.rank == 0 else 0):
@@ -195,14 +232,18 @@ class Working:
         group.set_timeout(1.0)
         self._groups[group.rank] = group
 
-    def goes_on(self, seconds, tick=lambda: None):
-        """Each third of a second, wait until rank 0 has heard of this rank, and all of rank 0."""
-        of_rank_0, *others = (self._groups[rank] for rank in sorted(self._groups))
-        heard = [of_rank_0._connections[1], *(each._connections[0] for each in others)]
+    def goes_on(self, seconds, tick=lambda: None, *, others=None):
+        """Each third of a second, wait until rank 0 has heard of this rank, and others of rank 0."""
+        others = [each for rank, each in self._groups.items() if rank in (others or self._groups)]
+        connections = [each._connections[0 if each.rank else 1] for each in others]
+
+        def all_have_heard():
+            tick()
+            return all(each.heard == self._clock.now for each in connections)
+
         for _ in range(round(3 * seconds)):
             self._clock.now += 1 / 3
-            tick()
-            until(lambda: all(each.heard == self._clock.now for each in heard))
+            until(all_have_heard)
 
 
 def test_work_that_goes_on_is_no_silence(clock):
@@ -250,19 +291,18 @@ def test_ranks_that_do_not_come_are_named_in_time(rank, seconds, text):
     assert text in str(error)
 
 
-@pytest.mark.parametrize(
-    "words", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, b"0" * 64 + b"00000001", b"\xff" * 72]
-)
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 72])
 def test_strangers_are_turned_away_and_hold_nobody_up(words):
     store, stranger_is_there = FakeRendezvousStore(), threading.Event()
 
     def stranger():
-        name, port, _ = store.answer(LIMIT).rsplit(" ", 2)
-        with socket.create_connection((name, int(port)), LIMIT) as connection:
+        connection, _ = connected_tcp(store.answer(LIMIT)[0], time.monotonic() + LIMIT)
+        with connection:
             connection.sendall(words)
             stranger_is_there.set()
             with suppress(ConnectionResetError):  # it had sent more than is read
-                assert connection.recv(1) == b""
+                while connection.recv(100):
+                    pass
 
     def rank_part(rank):
         seen = LateStore(store, stranger_is_there) if rank == 1 else store
@@ -275,16 +315,125 @@ def test_strangers_are_turned_away_and_hold_nobody_up(words):
         thief.result(LIMIT)
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [b"\xff\xff\xff\xff", struct.pack("<I", 4) + b"junk", struct.pack("<I", 2) + b"[]", struct.pack("<I", 13) + b'{"kind":"no"}'],
-)  # fmt: skip
-def test_garbage_from_a_rank_is_named_and_ends_the_work(frame, no_linger):
-    ours, theirs = socket.socketpair()
-    theirs.send(frame)
+def test_the_ranks_token_is_never_sent_and_the_store_alone_admits_nobody():
+    """Without it, reading the store is not enough to take a rank's place."""
+    store, thief_was_there = FakeRendezvousStore(), threading.Event()
+
+    def thief():
+        try:
+            place, secret = store.answer(LIMIT)
+            for token in (secret, "", "another"):
+                deadline = time.monotonic() + LIMIT
+                wire = Wire(connected_tcp(place, deadline)[0])
+                channel = Channel(wire, "the coordinator", MESSAGES)
+                with pytest.raises(PeerRefused, match="another token"):
+                    introduce(channel, "rank 1", token, deadline)
+                channel.close()
+        finally:
+            thief_was_there.set()
+
+    def rank_part(rank):
+        seen = LateStore(store, thief_was_there) if rank == 1 else store
+        place = Rendezvous(rank, 2, seen, "group", token="of the ranks")
+        assert "of the ranks" not in repr(place)
+        with join_group(place, timeout_seconds=LIMIT) as group:
+            return group.gather("a", group.rank)
+
+    with ThreadPoolExecutor(3) as pool:
+        stolen = pool.submit(thief)
+        assert list(pool.map(rank_part, range(2))) == [[0, 1], []]
+        stolen.result(LIMIT)
+    assert not [text for text in store._texts.values() if "of the ranks" in text]
+
+
+def test_a_rank_with_another_token_hears_of_it_at_once():
+    answered, found = threading.Event(), []
+
+    def rank_part(rank, store=FakeRendezvousStore()):  # noqa: B008
+        try:
+            seconds = LIMIT if rank else 1.0
+            place = Rendezvous(rank, 2, store, "group", token=f"of rank {rank}")
+            join_group(place, timeout_seconds=seconds)
+        except TransportError as error:
+            found.append(error)
+            answered.set()
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        absent, refused = pool.map(rank_part, range(2))
+    assert isinstance(refused, PeerRefused)
+    assert isinstance(absent, TransferTimeout)
+    assert "[1]" in str(absent)
+
+
+def test_a_rank_that_is_sent_away_because_too_many_come_comes_again():
+    store, joined = FakeRendezvousStore(), SimpleQueue()
+    server, address = listening_tcp(TcpAddress("127.0.0.1", 0))
+    token = hmac.digest(b"", b"secret", "sha256").hex()
+    with ThreadPoolExecutor(1) as pool:
+        place = Rendezvous(1, 2, store, "group")
+        joining = pool.submit(join_group, place, timeout_seconds=LIMIT)
+        until(lambda: store.get("group/arrival/1", 0))
+        number = store.get("group/arrival/1", 0).split(" ")[0]
+        store.set("group/answer/1", f"{number} {address.place} secret", 0)
+        first, _ = server.accept()
+        with first:
+            assert first.recv(1000)
+            away = Refused("TransportError", "too many come at once; come again")
+            first.sendall(frame_of(away, 1))
+        door = Door([server], token, MESSAGES, None)
+        door.open(joined.put)
+        group = joining.result(LIMIT)
+    channel = joined.get(timeout=LIMIT)
+    assert channel.next_frame(time.monotonic() + LIMIT).message == Arrived(1)
+    door.close()
+    channel.close()
+    group.leave()
+
+
+def test_more_ranks_than_a_door_has_places_join_at_once():
+    num_ranks = PLACES + 20
+    found = play(num_ranks, lambda group: group.gather("a", group.rank))
+    assert found == [list(range(num_ranks)), *([[]] * (num_ranks - 1))]
+
+
+@pytest.mark.parametrize("words", [b"\xff" * 40, b"fw\n\0" + bytes(40)])
+def test_garbage_from_a_rank_is_named_and_ends_the_work(words, no_linger):
+    ours, theirs = channels()
+    theirs.wire.send([words], time.monotonic() + LIMIT)
     group = Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT)
-    with theirs, pytest.raises(PeerLost, match="rank 1 sent"), group:
+    with pytest.raises(TransportError, match="rank 1"), group:
         group.gather("work", None)
+    theirs.close()
+
+
+@pytest.mark.parametrize("body", [b"junk", b"NaN", b'{"a": 1, "a": 2}'])
+def test_a_message_that_is_not_strict_json_is_named(body, no_linger):
+    ours, theirs = channels()
+    theirs.send(Step("work", body), time.monotonic() + LIMIT, number=1)
+    group = Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT)
+    with pytest.raises(PeerLost, match="rank 1 sent no message"), group:
+        group.gather("work", None)
+    theirs.close()
+
+
+def test_a_message_may_contain_any_number_of_a_state_that_is_saved():
+    def part(group):
+        return group.gather("a", {"state": 2**127 + group.rank})
+
+    assert play(2, part)[0] == [{"state": 2**127}, {"state": 2**127 + 1}]
+
+
+def test_a_message_of_an_earlier_step_is_not_taken_for_one_of_a_later_step():
+    def part(group):
+        if group.rank == 1:
+            group._number = 1  # as if it were ahead
+        return group.gather("save", None)
+
+    found = play(2, part)
+    assert "rank 1 is at step 'save', its number 2, this rank 0 at 'save', its number 1" in str(
+        found[0]
+    )
 
 
 def test_ranks_of_other_networks_connect_to_an_address_they_can_reach(monkeypatch):
@@ -310,8 +459,9 @@ def test_ranks_of_other_networks_connect_to_an_address_they_can_reach(monkeypatc
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank_part, range(2))) == [[0, 1], []]
-    (address,) = [text for key, text in posted if "/answer/" in key]
-    assert address.split()[1] == socket.gethostbyname(socket.gethostname())
+    (answer,) = [text for key, text in posted if "/answer/" in key]
+    host = answer.split()[1].rpartition(":")[0]
+    assert host in (socket.gethostbyname(socket.gethostname()), "127.0.0.1")
 
 
 def test_options_that_make_no_sense_are_refused():
@@ -391,7 +541,7 @@ def test_a_silent_rank_is_noticed_while_another_goes_on_working(clock):
         try:
             if group.rank == 1:
                 clock.is_looked_at()  # by those who wait
-                working.goes_on(2 / 3, group.tick)
+                working.goes_on(2 / 3, group.tick, others=[0, 1])
                 clock.now += 1 / 3  # now it is too long for rank 0
                 until(group.tick)
             if group.rank == 0:
@@ -437,10 +587,9 @@ def test_many_silent_strangers_cost_the_ranks_nothing():
     store, all_are_there, connections = FakeRendezvousStore(), threading.Event(), []
 
     def strangers():
-        name, port, _ = store.answer(LIMIT).rsplit(" ", 2)
-        for _ in range(30):
-            connections.append(socket.create_connection((name, int(port)), LIMIT))
-            time.sleep(0.01)  # few can wait to be accepted, and more of them come only later
+        place, _ = store.answer(LIMIT)
+        for _ in range(3 * PLACES):
+            connections.append(connected_tcp(place, time.monotonic() + LIMIT)[0])
         all_are_there.set()
 
     def rank_part(rank):

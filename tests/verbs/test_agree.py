@@ -12,7 +12,10 @@ import flyweight as fw
 from child_processes import LIMIT
 from flyweight.adapters.model import adapt
 from flyweight.errors import FormatError, PlanError, SpecError
+from flyweight.ranks.connection import MESSAGES
 from flyweight.ranks.group import Group
+from flyweight.transports.channel import Channel
+from flyweight.transports.wire import Wire
 from flyweight.verbs.agree import begin_version
 from flyweight.verbs.commit import SaveOptions, write_and_commit
 
@@ -35,10 +38,15 @@ def half(rank=0):
 
 def save_as_two(root, liar, lies, source=half, **options):
     """Save by two ranks, one of which lies; return what the other one raises."""
-    sockets = socket.socketpair()
+    ends = [
+        Channel(Wire(each), f"rank {1 - rank}", MESSAGES)
+        for rank, each in enumerate(socket.socketpair())
+    ]
+    for rank, each in enumerate(ends):
+        each.authenticate(b"key", is_reader=rank == 1)
     kinds = [Liar if rank == liar else Group for rank in range(2)]
     groups = [
-        kind(rank, 2, 0, connections={1 - rank: sockets[rank]}, timeout_seconds=LIMIT)
+        kind(rank, 2, 0, connections={1 - rank: ends[rank]}, timeout_seconds=LIMIT)
         for rank, kind in enumerate(kinds)
     ]
     groups[liar].lies = lies

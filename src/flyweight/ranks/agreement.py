@@ -1,48 +1,155 @@
-"""RankAgreement: the ranks of one engine tell each other what they are at, and agree or stop.
+"""Steps that the ranks of an engine or of a trainer take together, or none of them.
 
-Every rank hears the answers of all ranks, so all decide alike. A rank that hears no answers knows
-nothing: PeerLost. Ranks that are at different things repeat their answers until all are at the
-same one, or stop together as soon as the first of them reaches its deadline.
+All ranks hear the answers of all, so they decide alike. A rank that hears no answers knows nothing
+of what the others decided. After that the group is closed, and the next step meets anew, so that a
+rank that was started again can come back.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any
 
-from flyweight.errors import FlyweightError, LifecycleError, PeerLost, TransportError, error_named
-from flyweight.ranks.group import PATIENCE, Group
+from flyweight.errors import (
+    FlyweightError,
+    LifecycleError,
+    PeerFailed,
+    PeerLost,
+    TransportError,
+    error_named,
+)
+from flyweight.ranks.group import VERDICT_SECONDS, Group, RankLeft
 from flyweight.ranks.rendezvous import Rendezvous, join_group
-from flyweight.spec.manifest import Json
+from flyweight.spec.strict_json import Json
 
 YIELD_SECONDS = 0.001
 """How long to wait before asking again a rank that gives way."""
-_LEAST_SECONDS = 0.1
-_PARTING_SECONDS = 5.0
 _LATE_SECONDS = 0.75
-"""How long rank 0 listens after the deadline: ranks that time out send their error then."""
+"""How long an agreement listens after the deadline: ranks that time out send their error then."""
 
 
-class RankAgreement:
-    """Exchanges answers with the other ranks; agrees alone without a rendezvous."""
+class Ranks:
+    """Takes steps together with the other ranks, over connections that stay; alone without any."""
 
     def __init__(self, rendezvous: Rendezvous | None = None) -> None:
         self._rendezvous = Rendezvous() if rendezvous is None else rendezvous
-        self.num_ranks = self._rendezvous.num_ranks
+        self.rank, self.num_ranks = self._rendezvous.rank, self._rendezvous.num_ranks
         self._group: Group | None = None
-        self._speaking = threading.Lock()
+        self._turn = threading.Lock()
+
+    def step(
+        self, what: str, work: Callable[[], object], deadline: float, **facts: Callable[[], Json]
+    ) -> list[dict[str, Any]]:
+        """Do this rank's work, and return the facts of all ranks once all have done theirs.
+
+        Every rank must call this for the same `what` and with about the same deadline. Raises on
+        every rank, if it fails on one: this rank's own error, or else the first of another. A rank
+        that is not there at the deadline, or ends before, is named by the others' errors.
+        `facts` are called after the work.
+        """
+        error: FlyweightError | None = None
+        mine: dict[str, Json] = {}
+        with self._in_turn(what, deadline):
+            group = self._join(deadline)  # before the work: then all hear of its end
+            group.wait_for_fault(0)
+            try:
+                work()
+                mine = {name: fact() for name, fact in facts.items()}
+            except FlyweightError as failure:
+                error = failure
+            except Exception as cause:  # of the user's own code
+                error = LifecycleError(f"this rank could not {what}: {cause!r}")
+                error.__cause__ = cause
+            try:
+                said = self._exchange_answers(group, _answer(what, error, mine), deadline)
+            except TransportError:
+                if error is None:
+                    raise
+                raise error from error.__cause__
+        raise_first(said, error)
+        if (mixed := _mixed(said)) is not None:
+            raise mixed
+        return [{name: each[name] for name in facts} for each in said]
+
+    def renew(self) -> None:
+        """Have the next step meet anew if a rank was lost since the last one.
+
+        To be called before the first step of what the ranks do together. In later steps a rank that
+        was lost is an error at once, also if it was started again.
+        """
+        if self._group is not None and self._group.is_over:
+            self._part()
+
+    @property
+    def files(self) -> list[int]:
+        """The open files to poll in the work of a step that waits long, besides its own."""
+        return [] if self._group is None else self._group.files
+
+    def look(self) -> None:
+        """Raise if another rank was lost or has failed; call it when one of `files` is readable."""
+        if self._group is not None:
+            self._group.wait_for_fault(0)
+
+    def close(self) -> None:
+        """Leave; ranks that wait for this one fail. Safe to repeat, and in a signal handler."""
+        group = self._group
+        if group is not None and group.close(PeerFailed(f"rank {self.rank} has left")):
+            self._group = None
+
+    @contextmanager
+    def _in_turn(self, what: str, end: float) -> Iterator[None]:
+        """One thread at a time; what is raised in the block ends the group, for all its ranks."""
+        if not self._turn.acquire(timeout=max(end - monotonic(), 0)):
+            raise PeerLost("this rank still waits for the others in another operation")
+        try:
+            yield
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}"
+            self._part(PeerFailed(f"rank {self.rank} failed in step {what!r}: {why}"))
+            raise
+        finally:
+            self._turn.release()
+
+    def _join(self, end: float) -> Group:
+        """Return the group of ranks, connected."""
+        if self._group is None:
+            if self.rank != 0:  # rank 0 tells who did not come
+                end += VERDICT_SECONDS
+            self._group = join_group(self._rendezvous, deadline=end)
+        return self._group
+
+    def _exchange_answers(self, group: Group, mine: dict[str, Json], end: float) -> list[Any]:
+        while True:
+            try:
+                return group.exchange(str(mine["what"]), mine, end)
+            except RankLeft:  # it was started again, or heard of one that was
+                self._part()
+                group = self._join(end)
+
+    def _part(self, fault: TransportError | None = None) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close(fault)
+
+
+class RankAgreement(Ranks):
+    """Exchanges answers with the other ranks; meets them anew whenever one was lost."""
 
     def agree(
         self, what: str, deadline: float, error: FlyweightError | None = None, **facts: Json
     ) -> list[dict[str, Any]]:
         """Return the facts of all ranks once all are ready for `what`. Every rank must call this.
 
-        Raises this rank's error, or else that of another rank, on every rank if one has an error.
+        Ranks that are at different things repeat their answers until all are at the same one, or
+        stop together as soon as the first of them reaches its deadline. Raises on every rank, if
+        one has an error: this rank's own, or else that of another.
         """
         while True:
             is_last = monotonic() >= deadline
-            said = self._exchange({**_answer(what, error), "is_last": is_last, **facts}, deadline)
+            said = self._exchange(_answer(what, error, {"is_last": is_last, **facts}), deadline)
             mixed = _mixed(said)
             if mixed is None:
                 raise_first(said, error)
@@ -58,64 +165,20 @@ class RankAgreement:
 
         Raises LifecycleError if a rank is at something else.
         """
-        said = self._exchange({**_answer(what, error), **facts}, deadline)
+        said = self._exchange(_answer(what, error, facts), deadline)
         if (mixed := _mixed(said)) is not None:
             raise mixed
         return said
 
     def _exchange(self, mine: dict[str, Json], deadline: float) -> list[dict[str, Any]]:
-        if self.num_ranks == 1:
-            return [mine]
-        seconds = self._patience(deadline)
-        if not self._speaking.acquire(timeout=seconds):
-            raise PeerLost(
-                f"the ranks did not decide: this rank still waits for the others in another "
-                f"operation after {seconds:.3g} s"
-            )
+        # A rank that tries until the deadline sends its answer after it.
+        end = max(deadline, monotonic()) + _LATE_SECONDS
         try:
-            group = self._connected_group(self._patience(deadline))
-            said: Any = group.broadcast("answers", group.gather("say", mine) or None)
-            return list(said)
+            with self._in_turn(str(mine["what"]), end):
+                self.renew()
+                return self._exchange_answers(self._join(end), mine, end)
         except TransportError as fault:
-            self._leave()
             raise PeerLost(f"the ranks did not decide: {fault}") from fault
-        finally:
-            self._speaking.release()
-
-    def _patience(self, deadline: float) -> float:
-        """Return the group's timeout for one exchange.
-
-        A rank that tries until the deadline sends its answer after it. Rank 0 must wait for
-        that answer, and the others for rank 0.
-        """
-        left = max(deadline - monotonic(), _LEAST_SECONDS)
-        is_first = self._rendezvous.rank == 0
-        return (left + _LATE_SECONDS) / PATIENCE if is_first else left + 2 * _LATE_SECONDS
-
-    def _connected_group(self, timeout_seconds: float) -> Group:
-        """Return the group of ranks, connected, with this timeout for each wait."""
-        if self._group is not None and self._group.is_over:
-            self._leave()  # a rank missed earlier answers, or was started again
-        if self._group is None:
-            self._group = join_group(self._rendezvous, timeout_seconds=timeout_seconds)
-        else:
-            self._group.set_timeout(timeout_seconds)
-        return self._group
-
-    def close(self) -> None:
-        """Leave the group; ranks that wait for this one learn of it. Safe to repeat."""
-        parting = self._leave()
-        if parting is not None:
-            parting.join(_PARTING_SECONDS)
-
-    def _leave(self) -> threading.Thread | None:
-        """Leave the group in a thread, since leaving waits a while for the other ranks."""
-        if self._group is None:
-            return None
-        group, self._group = self._group, None
-        parting = threading.Thread(target=group.leave, name="flyweight-parting", daemon=True)
-        parting.start()
-        return parting
 
 
 def raise_first(said: list[dict[str, Any]], own: BaseException | None = None) -> None:
@@ -127,9 +190,10 @@ def raise_first(said: list[dict[str, Any]], own: BaseException | None = None) ->
             raise error_named(each["error"], f"rank {rank}: {each['text']}")
 
 
-def _answer(what: str, error: BaseException | None) -> dict[str, Json]:
+def _answer(what: str, error: BaseException | None, facts: dict[str, Json]) -> dict[str, Json]:
     kind = "" if error is None else type(error).__name__
-    return {"what": what, "error": kind, "text": "" if error is None else f"{kind}: {error}"}
+    text = "" if error is None else f"{kind}: {error}"
+    return {"what": what, "error": kind, "text": text, **facts}
 
 
 def _mixed(said: list[dict[str, Any]]) -> LifecycleError | None:

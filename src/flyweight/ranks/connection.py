@@ -1,89 +1,77 @@
-"""A connection between two ranks, and the frames that are sent through it.
+"""A connection between two ranks: its messages, and what has come through it.
 
-A frame is four bytes of length and a JSON message, never a pickle. Its kind is step (a
-message), tick (work goes on), done (the rank leaves on purpose) or fault. `group.py`
-decides what follows from each.
+The channel's `Refused` tells of a fault, and `Ended` is the last message of a rank that leaves.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import selectors
-import socket
-import struct
-import threading
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
-from time import monotonic
 
-from flyweight.errors import PeerFailed, TransportError, error_named
-from flyweight.spec.manifest import Json
-from flyweight.spec.strict_json import parse_json
-
-_MAX_FRAME_BYTES = 1 << 30
+from flyweight.errors import FlyweightError, PeerFailed, PeerLost, TransportError, error_named
+from flyweight.spec.strict_json import Json, parse_json
+from flyweight.transports.channel import Channel, Ended, Message, Messages, Refused
 
 
-def frame_of(kind: str, **fields: Json) -> bytes:
-    data = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
-    return struct.pack("<I", len(data)) + data
+class Arrived(Message, frozen=True):
+    """The first message to the coordinator: which rank has connected."""
+
+    rank: int
 
 
-TICK, DONE = frame_of("tick"), frame_of("done")
+class Step(Message, frozen=True):
+    """What a rank says in a step. The frame carries the number of the step."""
+
+    what: str
+    body: bytes
+    """JSON: a state to be saved may contain larger integers than msgpack can."""
 
 
-def fault_frame(fault: TransportError) -> bytes:
-    """Return the frame that tells a peer of a fault."""
-    return frame_of("fault", body={"type": type(fault).__name__, "text": str(fault)})
+class Tick(Message, frozen=True):
+    """The work of a rank goes on."""
 
 
-def fault_named(kind: str, text: str) -> TransportError:
-    """Return the fault that a peer tells of."""
-    fault = error_named(kind, text)
-    return fault if isinstance(fault, TransportError) else PeerFailed(text)
+TICK, ENDED = Tick(), Ended("this rank leaves")
+MESSAGES = Messages(Arrived, Step, Tick)
 
 
 @dataclass(eq=False)
 class Connection:
-    """A connection to one rank, and the messages that arrived and were not read yet."""
+    """A connection to one rank, and what it said that nobody has asked for yet."""
 
-    name: str
-    """How messages name the rank."""
-    socket: socket.socket
-    inbox: deque[tuple[str, Json]] = field(default_factory=deque)
+    channel: Channel
+    inbox: deque[tuple[int, str, Json]] = field(default_factory=deque)
+    """The number of a step, its name, and what the rank said in it."""
     heard: float = 0.0
-    is_done: bool = False
-    _is_torn: bool = False
-    _data: bytearray = field(default_factory=bytearray)
-    _sending: threading.Lock = field(default_factory=threading.Lock)
+    """When the last message came."""
+    has_left: bool = False
 
-    def send(self, frame: bytes, timeout_seconds: float) -> None:
-        view, deadline = memoryview(frame), monotonic() + timeout_seconds
-        with self._sending, selectors.DefaultSelector() as writable:
-            if self._is_torn:
-                raise OSError(errno.EPIPE, "an earlier frame was sent only in part")
-            writable.register(self.socket, selectors.EVENT_WRITE)
-            while view:
-                if not writable.select(max(deadline - monotonic(), 0)):
-                    self._is_torn = len(view) < len(frame)
-                    raise TimeoutError
-                with suppress(BlockingIOError):
-                    view = view[self.socket.send(view) :]
+    @property
+    def is_usable(self) -> bool:
+        """False once it is closed: its end was heard, or this process is a forked child."""
+        return self.channel.wire.fileno() >= 0
 
-    def receive(self) -> tuple[list[Json], bool]:
-        """Return the messages that have arrived, and whether the connection is still open."""
-        is_open, messages = True, []
-        with suppress(BlockingIOError):
-            data = self.socket.recv(1 << 20)
-            self._data += data
-            is_open = bool(data)
-        while len(self._data) >= 4:
-            (length,) = struct.unpack_from("<I", self._data)
-            if length > _MAX_FRAME_BYTES:
-                raise TransportError(f"a frame of {length} bytes, at most {_MAX_FRAME_BYTES}")
-            if len(self._data) < 4 + length:
-                break
-            messages.append(parse_json(bytes(self._data[4 : 4 + length]), "message"))
-            del self._data[: 4 + length]
-        return messages, is_open
+    def say(self, number: int, what: str, body: Json, deadline: float) -> None:
+        data = json.dumps(body, separators=(",", ":")).encode()
+        self.channel.send(Step(what, data), deadline, number=number)
+
+    def hear(self) -> TransportError | None:
+        """Take the message that comes; return the fault that it means, or its absence."""
+        try:
+            frame = self.channel.next_frame()
+            frame.close()
+            match frame.message:
+                case Refused(kind, text):
+                    fault = error_named(kind, text)
+                    return fault if isinstance(fault, TransportError) else PeerFailed(text)
+                case Ended():
+                    self.has_left = True
+                case Step(what, body):
+                    self.inbox.append((frame.number, what, parse_json(body, "message")))
+        except FlyweightError as error:
+            self.channel.close()
+            if isinstance(error, TransportError):
+                return None if self.has_left else error
+            return PeerLost(f"{self.channel.peer} sent no message: {error}")
+        return None

@@ -1,45 +1,49 @@
-"""The ranks of one save, load or update: they exchange messages and learn at once when one ends.
+"""The ranks that do something together: they exchange messages, and hear of each other's end.
 
-Every rank holds one connection to the coordinator. A rank whose connection closes is lost;
-a rank that fails sends the reason; a rank that is silent for `timeout_seconds` while it is
-waited for is given up. The coordinator forwards the first fault to all ranks, so that each
-of them raises an error that names the rank at fault. `rendezvous.py` connects the ranks.
+Every rank holds one connection to the coordinator. A rank whose connection closes is lost; a rank
+that fails sends the reason; a rank that is silent while it is waited for is given up. The
+coordinator forwards the first fault to all ranks, so that each of them raises an error that names
+the rank at fault. No thread listens: a rank hears what has come when it exchanges or ticks.
+`rendezvous.py` connects the ranks.
 """
 
 from __future__ import annotations
 
 import errno
-import selectors
-import socket
+import select
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from flyweight.errors import (
-    FlyweightError,
-    PeerFailed,
-    PeerLost,
-    StoreError,
-    TransferTimeout,
-    TransportError,
-)
+from flyweight.errors import PeerFailed, PeerLost, StoreError, TransferTimeout, TransportError
 from flyweight.forks import call_in_child
-from flyweight.ranks.connection import DONE, TICK, Connection, fault_frame, fault_named, frame_of
+from flyweight.ranks.connection import ENDED, TICK, Connection
 from flyweight.spec.strict_json import Json, convert
+from flyweight.transports.channel import Channel
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 120.0
 PATIENCE = 0.75
 """The coordinator waits for this share of the time that others wait for the coordinator."""
+VERDICT_SECONDS = 1.0
+"""In a step with a deadline, others wait so much longer than the coordinator: for its verdict."""
 WORKING_TIMES = 10
 """How many timeouts long `Group.working` vouches for a rank."""
+_TICKS = 20
+"""Ticks per timeout."""
+_LOOK_SECONDS = 0.25
+"""How often `Group.working` looks for faults."""
 _LINGER_SECONDS = 2.0
-NOTICE_SECONDS = 1.0
-"""How long a rank tries to tell another that the work has ended."""
+_NOTICE_SECONDS = 1.0
+"""How long a rank tries to tell another that it works, or leaves."""
+
+
+class RankLeft(PeerLost):
+    """A rank has left on purpose before the step, so nobody has decided anything in it."""
 
 
 class Group:
@@ -48,8 +52,8 @@ class Group:
     Args:
         rank, num_ranks, coordinator: this rank, the size of the group, and the rank that the
             others are connected to.
-        connections: sockets to the other ranks: the coordinator's to all, another rank's to
-            the coordinator. The group closes them.
+        connections: the coordinator's to all other ranks, another rank's to the coordinator. The
+            group closes them.
         timeout_seconds: how long a rank may be silent while it is waited for.
     """
 
@@ -59,29 +63,24 @@ class Group:
         num_ranks: int = 1,
         coordinator: int = 0,
         *,
-        connections: Mapping[int, socket.socket] | None = None,
+        connections: Mapping[int, Channel] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.rank, self.num_ranks, self.coordinator = rank, num_ranks, coordinator
         self.set_timeout(timeout_seconds)
         self._connections = {
-            peer: Connection(f"{'coordinator ' * (peer == coordinator)}rank {peer}", each)
-            for peer, each in (connections or {}).items()
+            peer: Connection(channel) for peer, channel in (connections or {}).items()
         }
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        """Of the thread that sends or hears. A tick in another thread finds nothing left to do."""
         self._fault: TransportError | None = None
-        self._is_failing = self._is_closed = False
-        self._step = "join"
+        self._is_idle = False
+        self._step, self._number = "join", 0
         self._last_tick = monotonic()
-        self._listener: threading.Thread | None = None
-        for each in self._connections.values():
-            each.socket.setblocking(False)
-        if self._connections:
-            self._listener = threading.Thread(
-                target=self._listen, name="flyweight-group", daemon=True
-            )
-            self._listener.start()
-            call_in_child(self._close_sockets)
+        call_in_child(self._replace_lock)
+
+    def _replace_lock(self) -> None:
+        self._lock = threading.Lock()
 
     @property
     def is_coordinator(self) -> bool:
@@ -92,44 +91,120 @@ class Group:
         # The coordinator gives a silent rank up before others give the coordinator up for it.
         self._timeout_seconds = timeout_seconds * (PATIENCE if self.is_coordinator else 1)
 
+    # Exchanges, which every rank must make together.
+
     def gather(self, step: str, message: Json) -> list[Json]:
         """Return every rank's message, by rank, at the coordinator; elsewhere an empty list."""
-        self._enter(step)
-        if not self.is_coordinator:
-            self._send(self._connections[self.coordinator], message)
-            return []
-        found = self._receive()
-        found[self.rank] = message
-        return [found[rank] for rank in range(self.num_ranks)]
+        with self._entered(step):
+            if not self.is_coordinator:
+                self._say(self.coordinator, message, None)
+                return []
+            found = self._hear_step(None)
+        return [message if rank == self.rank else found[rank] for rank in range(self.num_ranks)]
 
     def gather_typed(self, step: str, message: T) -> list[T]:
         """Do as `gather` for messages of a type that msgspec knows; other ranks' are checked."""
-        answers = self.gather(step, msgspec.to_builtins(message))
-        return [
-            convert(each, type(message), f"the message of rank {rank}")
-            for rank, each in enumerate(answers)
-        ]
+        answers = enumerate(self.gather(step, msgspec.to_builtins(message)))
+        kind = type(message)
+        return [convert(each, kind, f"the message of rank {rank}") for rank, each in answers]
 
     def scatter(self, step: str, messages: Sequence[Json]) -> Json:
         """Return this rank's message out of the coordinator's list, which has one for each rank."""
-        self._enter(step)
-        if not self.is_coordinator:
-            return self._receive()[self.coordinator]
-        for peer, connection in self._connections.items():
-            self._send(connection, messages[peer])
-        return messages[self.rank]
+        with self._entered(step):
+            if not self.is_coordinator:
+                return self._hear_step(None)[self.coordinator]
+            for peer in self._connections:
+                self._say(peer, messages[peer], None)
+            return messages[self.rank]
 
     def broadcast(self, step: str, message: Json) -> Json:
         """Return the coordinator's message."""
         return self.scatter(step, [message] * self.num_ranks)
 
+    def exchange(self, step: str, message: Json, deadline: float) -> list[Json]:
+        """Return every rank's message, by rank, on every rank; ranks may be at different steps.
+
+        The coordinator gives up a rank at the deadline, and others the coordinator a fixed time
+        later. Nothing that a rank says meanwhile extends it.
+        """
+        late = deadline + VERDICT_SECONDS
+        end = deadline if self.is_coordinator else late
+        with self._entered(step):
+            said = conversation(
+                (self.rank, self.coordinator),
+                message,
+                say=lambda peer, body: self._say(peer, body, late),
+                hear=lambda: self._hear_step(end),
+            )
+        if not isinstance(said, list) or len(said) != self.num_ranks:
+            raise TransportError(f"the coordinator sent {str(said)[:80]}, not the ranks' answers")
+        return said
+
+    @contextmanager
+    def _entered(self, step: str) -> Iterator[None]:
+        """Begin the next step; in the block no other thread sends or hears."""
+        with self._lock:
+            self._step, self._number = step, self._number + 1
+            self._hear_all()
+            self._raise_fault()
+            yield
+
+    def _say(self, peer: int, body: Json, deadline: float | None) -> None:
+        end = monotonic() + self._timeout_seconds if deadline is None else deadline
+        connection = self._connections[peer]
+        try:
+            connection.say(self._number, self._step, body, end)
+        except TransportError as error:
+            if not isinstance(error, TransferTimeout):
+                self._hear_all()  # the reason why the peer ended may have come before
+            if self.is_coordinator or not connection.has_left:  # else the next hearing raises
+                self._fail(error)
+            self._raise_fault()
+
+    def _hear_step(self, deadline: float | None) -> dict[int, Json]:
+        """Return what each connected rank says in this step, once all have.
+
+        Without a deadline a rank may be silent until the timeout, and the coordinator tells the
+        others meanwhile that work goes on: they wait for those that it waits for.
+        """
+        started = monotonic()
+        while waiting := [each for each in self._connections.values() if not each.inbox]:
+            self._raise_fault()
+            if left := [each.channel.peer for each in waiting if each.has_left]:
+                raise RankLeft(f"{left[0]} left the group before step {self._step!r}")
+            if not all(each.is_usable for each in waiting):
+                raise PeerLost("this process, or its parent, has closed the group")
+            last = min(waiting, key=lambda each: each.heard)
+            since = max(started, last.heard)
+            end = since + self._timeout_seconds if deadline is None else deadline
+            until = end
+            if deadline is None and self.is_coordinator:
+                self._send_ticks()
+                until = min(end, monotonic() + self._timeout_seconds / _TICKS)
+            # Messages that came while this process was stopped are heard before it gives up.
+            if not self._hear_next(until) and until == end <= monotonic():
+                silence = f"was silent for {monotonic() - since:.3g} s in step {self._step!r}"
+                self._fail(TransferTimeout(f"{last.channel.peer} {silence}"))
+        self._raise_fault()
+        found = {peer: each.inbox.popleft() for peer, each in self._connections.items()}
+        for peer, (number, step, _) in found.items():
+            if number != self._number or (deadline is None and step != self._step):
+                raise TransportError(
+                    f"rank {peer} is at step {step!r}, its number {number}, this rank "
+                    f"{self.rank} at {self._step!r}, its number {self._number}; all ranks must "
+                    f"make the same call"
+                )
+        return {peer: body for peer, (_, _, body) in found.items()}
+
+    # Work between exchanges.
+
     def tick(self) -> None:
         """Tell the others that work goes on; raise if one of them is known to have ended.
 
-        Cheap enough to call for every few megabytes, from any thread.
+        Waits for nothing: cheap enough to call for every few megabytes, from any thread.
         """
+        self._look()
         self._raise_fault()
-        self._send_tick()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -141,12 +216,13 @@ class Group:
             yield
             return
         done, until = threading.Event(), monotonic() + WORKING_TIMES * self._timeout_seconds
+        seconds = min(self._timeout_seconds / _TICKS, _LOOK_SECONDS)
 
-        def send_ticks() -> None:
-            while not done.wait(self._timeout_seconds / 20) and monotonic() < until:
-                self._send_tick()
+        def look() -> None:
+            while not done.wait(seconds) and monotonic() < until:
+                self._look()
 
-        thread = threading.Thread(target=send_ticks, name="flyweight-working", daemon=True)
+        thread = threading.Thread(target=look, name="flyweight-working", daemon=True)
         thread.start()
         try:
             yield
@@ -154,200 +230,166 @@ class Group:
             done.set()
             thread.join(_LINGER_SECONDS)
 
-    def _send_tick(self) -> None:
-        now = monotonic()
-        if now - self._last_tick >= self._timeout_seconds / 20:
-            self._last_tick = now
-            self._send_all(TICK)
+    @property
+    def is_over(self) -> bool:
+        """True if a rank left, was given up or died; the others hear that they can meet anew."""
+        self._look(is_idle=True)
+        return self._fault is not None or any(each.has_left for each in self._connections.values())
 
-    def _enter(self, step: str) -> None:
-        self._step = step
+    @property
+    def files(self) -> list[int]:
+        """The open files that become readable when another rank says something, or ends."""
+        return [e.channel.wire.fileno() for e in self._connections.values() if e.is_usable]
+
+    def wait_for_fault(self, seconds: float) -> None:
+        """Raise the group's fault, if there is one or one comes in time."""
+        deadline = monotonic() + seconds
+        with self._lock:
+            while self._fault is None and self._hear_next(deadline):
+                pass
         self._raise_fault()
+
+    def _look(self, *, is_idle: bool = False) -> None:
+        """Hear what has come, and tell the others that work goes on, unless a thread is at it."""
+        if self._lock.acquire(blocking=False):
+            self._is_idle = is_idle
+            try:
+                self._hear_all()
+                if not is_idle:
+                    self._send_ticks()
+            finally:
+                self._is_idle = False
+                self._lock.release()
+
+    def _send_ticks(self) -> None:
+        """Tell the others that work goes on, where that can be sent at once."""
+        now = monotonic()
+        if now - self._last_tick < self._timeout_seconds / _TICKS:
+            return
+        self._last_tick = now
+        for each in self._ready(select.POLLOUT, now):
+            with suppress(TransportError):  # a rank that is gone is heard of
+                each.channel.send(TICK, monotonic() + _NOTICE_SECONDS)
+
+    def _hear_all(self) -> None:
+        while self._hear_next(monotonic()):
+            pass
+
+    def _hear_next(self, deadline: float) -> bool:
+        """Take a message of each rank of which one has come; False if none has at the deadline."""
+        ready = self._ready(select.POLLIN, deadline)
+        for each in ready:
+            fault = each.hear()
+            each.heard = monotonic()
+            if fault is not None:
+                self._fail(fault)
+        return bool(ready)
+
+    def _ready(self, event: int, deadline: float) -> list[Connection]:
+        """Wait until one of the connections can be read, or written; return those."""
+        polled, found = select.poll(), {}
+        for each in self._connections.values():
+            if each.is_usable:
+                polled.register(each.channel.wire.fileno(), event)
+                found[each.channel.wire.fileno()] = each
+        if not found:
+            return []
+        ready = polled.poll(1000 * max(deadline - monotonic(), 0))
+        # A connection that has failed can be read, for the reason, and not written.
+        return [found[file] for file, which in ready if event in (select.POLLIN, which)]
+
+    # Faults, and the end.
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
             raise self._fault
 
-    def wait_for_fault(self, seconds: float) -> None:
-        """Raise the group's fault, if there is one or another thread sets one in time."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._fault is not None, seconds)
-        self._raise_fault()
-
-    # Messages.
-
-    def _send(self, connection: Connection, body: Json) -> None:
-        try:
-            connection.send(frame_of("step", step=self._step, body=body), self._timeout_seconds)
-        except TimeoutError:
-            self._give_up(self._silent(connection))
-        except OSError as cause:
-            # The reason why the peer closed may have arrived before: the listener knows it.
-            self.wait_for_fault(_LINGER_SECONDS)
-            self._give_up(self._lost(connection, cause))
-        self._raise_fault()
-
-    def _receive(self) -> dict[int, Json]:
-        """Return one message from each connection, once all have arrived."""
-        started, was_overdue = monotonic(), False
-
-        def awaited() -> list[Connection]:
-            return [each for each in self._connections.values() if not each.inbox]
-
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._fault or not awaited(), self._timeout_seconds / 20
-                )
-            self._raise_fault()
-            oldest = monotonic() - self._timeout_seconds
-            if not (waiting := awaited()):
-                break
-            overdue = [each for each in waiting if max(started, each.heard) < oldest]
-            if overdue and was_overdue:
-                self._give_up(self._silent(overdue[0]))
-            # If this process was stopped, frames that came meanwhile are still unread.
-            was_overdue = bool(overdue)
-            if self.is_coordinator:
-                self._send_tick()  # ranks that wait for us wait for those that we wait for
-        found = {peer: each.inbox.popleft() for peer, each in self._connections.items()}
-        for peer, (step, _) in found.items():
-            if step != self._step:
-                raise TransportError(
-                    f"rank {peer} is at step {step!r}, this rank {self.rank} at {self._step!r}; "
-                    f"all ranks must make the same call"
-                )
-        return {peer: body for peer, (_, body) in found.items()}
-
-    # Faults.
-
-    def _silent(self, connection: Connection) -> TransferTimeout:
-        return TransferTimeout(
-            f"{connection.name} was silent for {self._timeout_seconds:g} s in step {self._step!r}"
-        )
-
-    def _lost(self, connection: Connection, cause: OSError | None = None) -> PeerLost:
-        why = f": {cause}" if cause else ", as a process that dies does"
-        return PeerLost(f"{connection.name} closed its connection in step {self._step!r}{why}")
-
-    def _give_up(self, fault: TransportError) -> NoReturn:
-        """Raise the group's fault: this one, unless another came first."""
-        self._fail(fault)
-        self.wait_for_fault(self._timeout_seconds)
-        raise fault
-
     def _fail(self, fault: TransportError) -> None:
-        """Keep the first fault, after telling the connected ranks of it."""
-        with self._changed:
-            if self._is_failing:
-                return
-            self._is_failing = True
-        # A rank tells the coordinator why it gives up, the coordinator tells all others.
-        self._send_all(fault_frame(fault))
-        with self._changed:  # a thread that waits may close connections as soon as it knows
+        """Keep the first fault, and tell the others: the coordinator connects all."""
+        if self._fault is None:
             self._fault = fault
-            self._changed.notify_all()
-
-    def _send_all(self, frame: bytes) -> None:
-        seconds = min(self._timeout_seconds, NOTICE_SECONDS)
-        for connection in self._connections.values():
-            with suppress(OSError):  # the listener notices a rank that is gone
-                connection.send(frame, seconds)
-
-    # The listening thread.
-
-    def _listen(self) -> None:
-        """Handle what arrives, until every connection is closed."""
-        with selectors.DefaultSelector() as selector:
             for each in self._connections.values():
-                selector.register(each.socket, selectors.EVENT_READ, each)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    if not self._is_open_after_read(key.data):
-                        selector.unregister(key.fileobj)
-
-    def _is_open_after_read(self, connection: Connection) -> bool:
-        try:
-            messages, is_open = connection.receive()
-            for message in messages:
-                self._handle(connection, message)
-            if is_open:
-                return True
-            fault = None if connection.is_done else self._lost(connection)
-        except OSError as cause:
-            fault = self._lost(connection, cause)
-        except FlyweightError as error:
-            fault = PeerLost(f"{connection.name} sent no message: {error}")
-        if fault is not None and not self._is_closed:
-            self._fail(fault)
-        return False
-
-    def _handle(self, connection: Connection, message: Json) -> None:
-        match message:
-            case {"kind": "tick"}:
-                pass
-            case {"kind": "step", "step": str() as step, "body": body}:
-                connection.inbox.append((step, body))
-            case {"kind": "done"}:
-                connection.is_done = True
-            case {"kind": "fault", "body": {"type": str() as kind, "text": str() as text}}:
-                self._fail(fault_named(kind, text))
-            case _:
-                self._fail(PeerLost(f"{connection.name} sent {str(message)[:80]}"))
-        with self._changed:
-            connection.heard = monotonic()
-            self._changed.notify_all()
-
-    # The end.
-
-    @property
-    def is_over(self) -> bool:
-        """True if a rank left, was given up or died; one that was started again may join anew."""
-        return self._fault is not None or any(each.is_done for each in self._connections.values())
-
-    def leave(self) -> None:
-        """Close after telling the others that this rank leaves on purpose."""
-        self._send_all(DONE)
-        self.close()
+                if not self._is_idle:
+                    each.channel.refuse(self._fault, 0)
+                elif each.is_usable:
+                    with suppress(TransportError):
+                        each.channel.send(ENDED, monotonic() + _NOTICE_SECONDS)
 
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Tell the others how the work ended here, then close.
+        """Tell the others how the work ended here, then leave.
 
         A file may be gone because another rank gave up; then that rank's fault is raised.
         """
         try:
-            if self._connections and isinstance(error, StoreError) and error.errno == errno.ENOENT:
+            if isinstance(error, StoreError) and error.errno == errno.ENOENT:
                 try:
                     self.wait_for_fault(_LINGER_SECONDS)
                 except TransportError as fault:
                     raise fault from error
-            if error is not None and error is not self._fault:
-                what = f"{type(error).__name__}: {error}"
-                self._fail(PeerFailed(f"rank {self.rank} failed in step {self._step!r}: {what}"))
         finally:
-            if error is None:
-                self.leave()
-            else:
-                self.close()
+            self.leave(error)
 
-    def close(self) -> None:
-        """Close every connection. Safe to repeat."""
-        if self._listener is None:
-            return
-        self._is_closed = True
-        # Closing a socket with unread bytes discards what was sent through it: listen until the
-        # others have closed too, but not for ever.
-        for how in (socket.SHUT_WR, socket.SHUT_RDWR):
+    def leave(self, error: BaseException | None = None) -> None:
+        """Close once the others have left too, or soon after; tell them why if it is an error."""
+        with self._lock:
+            if error is not None:
+                why = f"{type(error).__name__}: {error}"
+                self._fail(PeerFailed(f"rank {self.rank} failed in step {self._step!r}: {why}"))
+            for each in self._ready(select.POLLOUT, monotonic()):
+                with suppress(TransportError):
+                    each.channel.send(ENDED, monotonic() + _NOTICE_SECONDS)
+            deadline, peers = monotonic() + _LINGER_SECONDS, self._connections.values()
+            while any(each.is_usable and not each.has_left for each in peers):
+                if not self._hear_next(deadline):
+                    break
+        self.close()
+
+    def close(self, fault: TransportError | None = None) -> bool:
+        """End now, in any thread or signal handler; the others hear of the fault.
+
+        If another thread is in an exchange, that raises PeerLost; this returns False, and the
+        group must be closed once more.
+        """
+        if not self._lock.acquire(blocking=False):
             for each in self._connections.values():
-                with suppress(OSError):
-                    each.socket.shutdown(how)
-            self._listener.join(_LINGER_SECONDS)
-        self._listener = None
-        self._close_sockets()
+                each.channel.shut()
+            return False
+        try:
+            if fault is not None:
+                self._fail(fault)
+                self._hear_all()  # closing a socket with unread bytes might discard what was sent
+        finally:
+            for each in self._connections.values():
+                each.channel.end(ENDED.text)
+            self._lock.release()
+        return True
 
-    def _close_sockets(self) -> None:
-        for each in self._connections.values():
-            each.socket.close()
+
+def conversation(
+    ranks: tuple[int, int],
+    mine: Json,
+    *,
+    say: Callable[[int, Json], None],
+    hear: Callable[[], Mapping[int, Json]],
+) -> Json:
+    """Take this rank's part in an exchange, and return what all ranks say, by rank.
+
+    A test explores it in every order in which ranks send, give up and die.
+
+    Args:
+        ranks: this one, and the coordinator.
+        hear: returns what each rank says that this one is connected to.
+    """
+    rank, coordinator = ranks
+    if rank != coordinator:
+        say(coordinator, mine)
+        return hear()[coordinator]
+    heard = {**hear(), rank: mine}
+    said = [heard[each] for each in sorted(heard)]
+    for peer in heard:
+        if peer != rank:
+            say(peer, said)
+    return said

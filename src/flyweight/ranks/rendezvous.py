@@ -2,9 +2,9 @@
 
 Every rank writes to a store that all of them can read, such as a process group's, that it
 has arrived, under a key of its own and with a number used once. The coordinator answers
-each number with the address where it listens and a token that only readers of the store
-know; then every rank connects. What an earlier call left in the store answers no new
-number, so a rank that missed one call is not out of step for the next. Each rank has the same
+each number with the address of its door and a secret; then the rank connects, and both prove that
+they have the token that is made from the secret. What an earlier call left in the store answers no
+new number, so a rank that missed one call is not out of step for the next. Each rank has the same
 keys in every call, so the store does not grow.
 """
 
@@ -12,25 +12,33 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import selectors
-import socket
 import threading
 from collections import defaultdict
-from collections.abc import Container, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
+from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import Protocol
 
-from flyweight.errors import PeerLost, SpecError, TransferTimeout, TransportError
+from flyweight.errors import (
+    PeerFailed,
+    PeerRefused,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+)
 from flyweight.host import location
-from flyweight.ranks.connection import fault_frame
-from flyweight.ranks.group import NOTICE_SECONDS, PATIENCE, TIMEOUT_SECONDS, Group
+from flyweight.ranks.connection import MESSAGES, Arrived
+from flyweight.ranks.group import PATIENCE, TIMEOUT_SECONDS, Group
+from flyweight.transports.address import TcpAddress, connected_tcp, listening_tcp, local_host_for
+from flyweight.transports.channel import Channel, introduce
+from flyweight.transports.door import ADMIT_SECONDS, Door
+from flyweight.transports.wire import Wire
 
-_CALLED_OFF = "called off: "
-_HELLO_BYTES = 72  # 64 digits of token, 8 of rank
 _POLL_SECONDS = 0.01
+_NOTICE_SECONDS = 0.25
+"""How long a coordinator that fails waits for ranks that are on their way, to tell them."""
 
 _locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
 """One rendezvous at a time for each rank of a group: a rank has one key in the store."""
@@ -47,7 +55,10 @@ class RendezvousStore(Protocol):
         """Put a text under a key, in place of the one before."""
 
     def get(self, key: str, deadline: float) -> str | None:
-        """Return the text under a key, or None if there is none yet."""
+        """Return the text under a key, or None if there is none yet.
+
+        A store that another process keeps may wait a moment there for a text to come.
+        """
 
 
 @dataclass(frozen=True)
@@ -61,15 +72,25 @@ class Rendezvous:
     """A name that all ranks of the group use for it, and no other group does."""
     host: str = ""
     """Where the coordinator can listen for all ranks; by default it looks at where they are."""
-
-    def key(self, kind: str, *ranks: int) -> str:
-        return "/".join((self.group, kind, *map(str, ranks)))
+    token: str = field(default="", repr=False)
+    """A secret of all ranks, if there is one: then reading the store is not enough to join."""
 
 
 def join_group(
-    rendezvous: Rendezvous, coordinator: int = 0, *, timeout_seconds: float = TIMEOUT_SECONDS
+    rendezvous: Rendezvous,
+    coordinator: int = 0,
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    deadline: float | None = None,
 ) -> Group:
-    """Return the group once all its ranks are connected; every rank must call this together."""
+    """Return the group once this rank is connected: the coordinator to all, others to it.
+
+    Every rank must call this together.
+
+    Args:
+        timeout_seconds: of the group.
+        deadline: when this rank gives the others up; by default after the timeout.
+    """
     last = rendezvous.num_ranks - 1
     if type(coordinator) is not int or not 0 <= coordinator <= last:
         raise SpecError(f"coordinator_rank is {coordinator!r}, the group has ranks 0 to {last}")
@@ -77,209 +98,163 @@ def join_group(
         raise SpecError(f"timeout_seconds is {timeout_seconds!r}, expected a number above 0")
     if not last or rendezvous.store is None:
         return Group(timeout_seconds=timeout_seconds)
-    lock = _locks[rendezvous.group, rendezvous.rank]
-    deadline = monotonic() + timeout_seconds
-    if not lock.acquire(timeout=timeout_seconds):
-        raise TransferTimeout(f"another thread was joining this group for {timeout_seconds:g} s")
-    try:
-        if rendezvous.rank == coordinator:
-            connections = _Coordinator(rendezvous, rendezvous.store, timeout_seconds).connect()
-        else:
-            connections = {
-                coordinator: _connected(rendezvous, coordinator, deadline, timeout_seconds)
-            }
-    finally:
-        lock.release()
-    return Group(
-        rendezvous.rank,
-        rendezvous.num_ranks,
-        coordinator,
-        connections=connections,
-        timeout_seconds=timeout_seconds,
-    )
+    if deadline is None:
+        is_coordinator = rendezvous.rank == coordinator
+        deadline = monotonic() + timeout_seconds * (PATIENCE if is_coordinator else 1)
+    connections = _Meeting(rendezvous, rendezvous.store, coordinator, deadline).connections()
+    words = rendezvous.rank, rendezvous.num_ranks, coordinator
+    return Group(*words, connections=connections, timeout_seconds=timeout_seconds)
 
 
-def _connected(
-    rendezvous: Rendezvous, coordinator: int, deadline: float, timeout_seconds: float
-) -> socket.socket:
-    """Return a connection to the coordinator."""
-    store, number = rendezvous.store, secrets.token_hex(16)
-    assert store is not None
-    arrival = f"{number} {coordinator} {location()}"
-    store.set(rendezvous.key("arrival", rendezvous.rank), arrival, deadline)
-    key = rendezvous.key("answer", coordinator, rendezvous.rank)
-    while not (answer := store.get(key, deadline) or "").startswith(number):
-        if monotonic() > deadline:
-            why = f"all {rendezvous.num_ranks} ranks must make the call"
-            if store.get(rendezvous.key("arrival", rendezvous.rank), deadline) != arrival:
-                why = f"another process made it as rank {rendezvous.rank}"
-            raise TransferTimeout(
-                f"coordinator rank {coordinator} did not answer within {timeout_seconds:g} s; {why}"
-            )
-        sleep(_POLL_SECONDS)
-    answer = answer.removeprefix(f"{number} ")
-    if answer.startswith(_CALLED_OFF):
-        store.set(rendezvous.key("heard", rendezvous.rank), number, deadline)
-        raise TransferTimeout(answer.removeprefix(_CALLED_OFF))
-    name, port, token = answer.rsplit(" ", 2)
-    try:
-        connection = socket.create_connection((name, int(port)), max(deadline - monotonic(), 0.1))
-        connection.sendall(f"{token}{rendezvous.rank:08d}".encode())
-    except OSError as cause:
-        raise PeerLost(f"coordinator rank {coordinator} at {name}:{port}: {cause}") from cause
-    return connection
-
-
-class _Coordinator:
-    """The coordinator's side: answers the ranks that arrive, and accepts their connections."""
+class _Meeting:
+    """One call of a rank: it arrives and connects; or, as the coordinator, admits the others."""
 
     def __init__(
-        self, rendezvous: Rendezvous, store: RendezvousStore, timeout_seconds: float
+        self, rendezvous: Rendezvous, store: RendezvousStore, coordinator: int, deadline: float
     ) -> None:
-        self._rendezvous, self._store = rendezvous, store
-        self._seconds = PATIENCE * timeout_seconds
-        self._deadline = monotonic() + self._seconds
-        self._peers = [rank for rank in range(rendezvous.num_ranks) if rank != rendezvous.rank]
-        self._arrivals: dict[int, tuple[str, str]] = {}
-        """The number of each rank's arrival, and its location."""
-        self._connections: dict[int, socket.socket] = {}
-        self._token = secrets.token_hex(32)
+        self._rendezvous, self._store, self._coordinator = rendezvous, store, coordinator
+        self._deadline, self._seconds = deadline, max(deadline - monotonic(), 0)
+        self._secret = secrets.token_hex(32)
+        self._answered: set[str] = set()
+        """The numbers of the arrivals that need no answer."""
+        self._awaited: set[int] = set()
+        """The ranks that were answered in this call."""
+        self._doors: dict[str, tuple[Door, str]] = {}
+        """By the host that they listen at, with the address: ranks of this network have another."""
+        self._admitted: SimpleQueue[Channel] = SimpleQueue()
 
-    def connect(self) -> dict[int, socket.socket]:
-        """Return a connection to every other rank."""
-        try:
-            while missing := self._missing(self._arrivals):
-                if not self._new_arrivals(missing):
-                    sleep(_POLL_SECONDS)
-            self._accept_all()
-        except BaseException as error:
-            if isinstance(error, TransportError):
-                self._call_off(error)
-            for connection in self._connections.values():
-                connection.close()
-            raise
-        return self._connections
-
-    def _missing(self, found: Container[int]) -> list[int]:
-        """Return the ranks that are not found yet; raise TransferTimeout after the deadline."""
-        missing = [rank for rank in self._peers if rank not in found]
-        if missing and monotonic() > self._deadline:
+    def connections(self) -> dict[int, Channel]:
+        """Return a connection to every other rank, or to the coordinator."""
+        lock = _locks[self._rendezvous.group, self._rendezvous.rank]
+        if not lock.acquire(timeout=self._seconds):
             raise TransferTimeout(
-                f"{len(missing)} ranks did not join within {self._seconds:g} s: {missing[:8]}; "
-                f"all ranks must make the call"
+                f"another thread was joining this group for {self._seconds:.3g} s"
             )
-        return missing
+        try:
+            if self._rendezvous.rank == self._coordinator:
+                return self._all_admitted()
+            return {self._coordinator: self._connected(*self._answer().split(" "))}
+        finally:
+            lock.release()
 
-    def _new_arrivals(self, ranks: Iterable[int]) -> list[int]:
-        """Read the store, and return the ranks that have arrived since the last time."""
-        new = []
-        for rank in ranks:
-            arrival = self._store.get(self._rendezvous.key("arrival", rank), self._deadline)
-            if arrival is None:
-                continue
-            number, coordinator, place = arrival.split(" ", 2)
-            answer = self._store.get(self._answer_key(rank), self._deadline) or ""
-            if number in (answer.partition(" ")[0], self._arrivals.get(rank, ("", ""))[0]):
-                continue  # of an earlier call
-            if int(coordinator) != self._rendezvous.rank:
+    def _answer(self) -> str:
+        """Arrive, and return what the coordinator answers: its address and a secret."""
+        rank, number = self._rendezvous.rank, secrets.token_hex(16)
+        arrival = f"{number} {self._coordinator} {location()}"
+        self._set("arrival", rank, arrival)
+        while not (answer := self._get("answer", rank)).startswith(number):
+            if monotonic() > self._deadline:
+                why = f"another process made it as rank {rank}"
+                if self._get("arrival", rank) == arrival:
+                    self._set("arrival", rank, "")  # nobody is there to be answered
+                    why = f"all {self._rendezvous.num_ranks} ranks must make the call"
+                raise TransferTimeout(
+                    f"coordinator rank {self._coordinator} did not answer within "
+                    f"{self._seconds:.3g} s; {why}"
+                )
+            sleep(_POLL_SECONDS)
+        return answer.removeprefix(f"{number} ")
+
+    def _get(self, kind: str, rank: int) -> str:
+        key = f"{self._rendezvous.group}/{kind}/{rank}"
+        return self._store.get(key, self._deadline) or ""
+
+    def _set(self, kind: str, rank: int, text: str) -> None:
+        self._store.set(f"{self._rendezvous.group}/{kind}/{rank}", text, self._deadline)
+
+    def _token(self, secret: str) -> str:
+        return hmac.digest(self._rendezvous.token.encode(), secret.encode(), "sha256").hex()
+
+    def _connected(self, address: str, secret: str) -> Channel:
+        """Return a connection to the coordinator, on which both sides have proved the token."""
+        rank, peer = self._rendezvous.rank, f"coordinator rank {self._coordinator}"
+        while True:
+            try:
+                wire = Wire(connected_tcp(address, self._deadline)[0])
+            except TransportError as error:
+                error.note(f"{peer} was there")
+                raise
+            channel = Channel(wire, peer, MESSAGES)
+            try:
+                introduce(channel, f"rank {rank}", self._token(secret), self._deadline)
+                channel.send(Arrived(rank), self._deadline)
+                return channel
+            except BaseException as error:
+                channel.close()
+                is_refused = isinstance(error, PeerRefused) or not isinstance(error, TransportError)
+                if is_refused or monotonic() > self._deadline:
+                    raise
+            sleep(_POLL_SECONDS)  # too many came at once
+
+    # The coordinator's side.
+
+    def _all_admitted(self) -> dict[int, Channel]:
+        """Answer the ranks that arrive, and return their connections once all are there."""
+        num_ranks = self._rendezvous.num_ranks
+        missing = set(range(num_ranks)) - {self._coordinator}
+        found: dict[int, Channel] = {}
+        try:
+            while missing := missing - found.keys():
+                if monotonic() > self._deadline:
+                    raise TransferTimeout(
+                        f"{len(missing)} ranks did not join within {self._seconds:.3g} s: "
+                        f"{sorted(missing)[:8]}; all ranks must make the call"
+                    )
+                for rank in missing:
+                    self._answer_arrival(rank)
+                self._admit(found)
+        except BaseException as error:
+            end = monotonic() + _NOTICE_SECONDS
+            while self._awaited - found.keys() and monotonic() < end:  # they are on their way
+                self._admit(found)
+            why = PeerFailed(f"rank {self._coordinator} failed while ranks joined: {error!r}")
+            fault = error if isinstance(error, TransportError) else why
+            Group(self._coordinator, num_ranks, self._coordinator, connections=found).close(fault)
+            raise
+        finally:
+            for door, _ in self._doors.values():
+                door.close()
+            while not self._admitted.empty():
+                self._admitted.get().close()
+        return found
+
+    def _admit(self, found: dict[int, Channel]) -> None:
+        """Wait a moment for a connection, and take it if it is of a rank that has arrived."""
+        with suppress(Empty):
+            channel = self._admitted.get(timeout=_POLL_SECONDS)
+            with suppress(TransportError):  # it has ended already
+                end = min(self._deadline, monotonic() + ADMIT_SECONDS)
+                message = channel.next_frame(end).message
+                if isinstance(message, Arrived) and message.rank in self._awaited - found.keys():
+                    channel.peer = f"rank {message.rank}"
+                    found[message.rank] = channel
+                    return
+            channel.close()
+
+    def _answer_arrival(self, rank: int) -> None:
+        number, _, rest = self._get("arrival", rank).partition(" ")
+        if not number or number in self._answered:
+            return
+        if not self._get("answer", rank).startswith(number):  # as one of an earlier call does
+            coordinator, _, place = rest.partition(" ")
+            if coordinator != str(self._coordinator):
                 raise TransportError(
                     f"rank {rank} takes rank {coordinator} for the coordinator, rank "
-                    f"{self._rendezvous.rank} itself"
+                    f"{self._coordinator} itself"
                 )
-            self._arrivals[rank] = number, place
-            new.append(rank)
-        return new
+            self._set("answer", rank, f"{number} {self._address_for(place)} {self._secret}")
+            self._awaited.add(rank)
+        self._answered.add(number)
 
-    def _answer(self, ranks: Iterable[int], answer: str) -> None:
-        for rank in ranks:
-            number, _ = self._arrivals[rank]
-            self._store.set(self._answer_key(rank), f"{number} {answer}", self._deadline)
-
-    def _answer_key(self, rank: int) -> str:
-        return self._rendezvous.key("answer", self._rendezvous.rank, rank)
-
-    def _accept_all(self) -> None:
-        places = (place for _, place in self._arrivals.values())
-        address = self._rendezvous.host or _own_address(places)
-        with (
-            socket.create_server((address, 0), backlog=self._rendezvous.num_ranks) as server,
-            selectors.DefaultSelector() as selector,
-        ):
-            server.setblocking(False)
-            selector.register(server, selectors.EVENT_READ)
-            name, port = server.getsockname()[:2]
-            answer = f"{name} {port} {self._token}"
-            self._answer(self._peers, answer)
-            try:
-                while missing := self._missing(self._connections):
-                    ready = selector.select(0.05)
-                    for key, _ in ready:
-                        self._accept(server, selector, key)
-                    if not ready:  # a rank that gave up may have come again
-                        self._answer(self._new_arrivals(missing), answer)
-            finally:
-                for key in list(selector.get_map().values()):
-                    if isinstance(key.fileobj, socket.socket):
-                        key.fileobj.close()
-
-    def _accept(
-        self, server: socket.socket, selector: selectors.BaseSelector, key: selectors.SelectorKey
-    ) -> None:
-        """Accept a connection, or read some of its hello; a stranger delays nobody."""
-        if key.fileobj is server:
-            with suppress(OSError):
-                accepted, _ = server.accept()
-                accepted.setblocking(False)
-                selector.register(accepted, selectors.EVENT_READ, bytearray())
-            return
-        connection, hello = key.fileobj, key.data
-        assert isinstance(connection, socket.socket)
-        try:
-            more = connection.recv(_HELLO_BYTES - len(hello))
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        hello += more
-        if more and len(hello) < _HELLO_BYTES:
-            return
-        selector.unregister(connection)
-        has_token = hmac.compare_digest(hello[:64], self._token.encode())
-        rank = int(hello[64:]) if has_token and hello[64:].isdigit() else -1
-        if rank in self._peers and rank not in self._connections:
-            self._connections[rank] = connection
-        else:
-            connection.close()
-
-    def _call_off(self, error: TransportError) -> None:
-        """Tell the ranks that are there why the group is not formed."""
-        for connection in self._connections.values():
-            with suppress(OSError):
-                connection.settimeout(NOTICE_SECONDS)
-                connection.sendall(fault_frame(error))
-        with suppress(TransportError):
-            self._deadline = monotonic() + NOTICE_SECONDS
-            waiting = [rank for rank in self._arrivals if rank not in self._connections]
-            self._answer(waiting, f"{_CALLED_OFF}{error}")
-            for rank in waiting:  # the store may be in this process, and end with it
-                key, number = self._rendezvous.key("heard", rank), self._arrivals[rank][0]
-                while self._store.get(key, self._deadline) != number:
-                    if monotonic() > self._deadline:
-                        return
-                    sleep(_POLL_SECONDS)
-
-
-def _own_address(locations: Iterable[str]) -> str:
-    """Return the address to listen on: the loopback, unless a rank is on another network."""
-    here = location()
-    elsewhere = [each.partition(" ")[2] for each in locations if each != here]
-    if not elsewhere:
-        return "127.0.0.1"
-    try:
-        if elsewhere[0] == socket.gethostname():
-            return socket.gethostbyname(elsewhere[0])
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere[0], 9))  # sends nothing; the system picks the local address
-            return str(probe.getsockname()[0])
-    except OSError as cause:
-        raise PeerLost(f"cannot reach host {elsewhere[0]!r} of another rank: {cause}") from cause
+    def _address_for(self, place: str) -> str:
+        """Return where a rank can reach this one: at the loopback, if it is on this network."""
+        host = self._rendezvous.host
+        if not host:
+            is_here = place == location()
+            host = "127.0.0.1" if is_here else local_host_for(place.partition(" ")[2])
+        if host not in self._doors:
+            server, address = listening_tcp(TcpAddress(host, 0))
+            door = Door([server], self._token(self._secret), MESSAGES, None)
+            self._doors[host] = door, address.place
+            door.open(self._admitted.put)
+        return self._doors[host][1]

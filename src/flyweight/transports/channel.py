@@ -235,13 +235,15 @@ class Channel:
         frame = frame_of(message, number)
         return frame if self._tags is None else frame + self._tags[0].next(frame)
 
-    def _last_words(self) -> HandleGone | None:
+    def _last_words(self) -> FlyweightError | None:
         """Return why the peer has closed the connection, if it said so."""
         with suppress(FlyweightError, OSError, EOFError, DeadlinePassed):
             while True:
                 message = self._frame(monotonic() + _LAST_WORDS_SECONDS).message
                 if isinstance(message, Ended):
                     return HandleGone(f"{self.peer} ended the connection: {message.text}")
+                if isinstance(message, Refused):
+                    return error_named(message.kind, message.text)
         return None
 
     def next_frame(self, deadline: float = FOREVER) -> Frame:
