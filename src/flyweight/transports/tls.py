@@ -7,6 +7,7 @@ plain and for encrypted connections, and ending one from another thread lets no 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import ssl
 import threading
@@ -16,9 +17,9 @@ from functools import cached_property, partial
 from time import monotonic
 from typing import TypeVar
 
-from flyweight.errors import PeerRefused, SpecError
+from flyweight.errors import PeerLost, PeerRefused, SpecError, TransferTimeout
 from flyweight.memory import Bytes
-from flyweight.transports.wire import FOREVER, Wire
+from flyweight.transports.wire import FOREVER, DeadlinePassed, Wire
 
 T = TypeVar("T")
 _RECORD_BYTES = 256 << 10
@@ -111,6 +112,23 @@ class TlsWire(Wire):
             if is_done:
                 return True
             self._take_ciphertext()
+
+    def shake_hands(self, deadline: float) -> None:
+        """Return once the connection is encrypted; raise PeerRefused if one side refuses."""
+        try:
+            while not self._has_greeted(deadline):
+                pass
+        except DeadlinePassed as cause:
+            raise TransferTimeout("the other side did not shake hands in time") from cause
+        except OSError as cause:
+            raise PeerLost(f"no encrypted connection: {cause}; is tls= given there?") from cause
+
+    def _has_greeted(self, deadline: float) -> bool:
+        try:
+            return self.greet()
+        except BlockingIOError:
+            self._wait(select.POLLIN, deadline, FOREVER)
+            return False
 
     def send(
         self,

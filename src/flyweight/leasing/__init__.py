@@ -1,0 +1,21 @@
+"""Live updates: trainers hold offers of their model, and engines lease, copy and commit them.
+
+publisher.py   the trainer's side            replica.py    the engine's side
+holder.py      serves offers                 reader.py     one connection to a holder
+shelf.py       what a holder serves          session.py    all that a replica has of a trainer
+offer.py       a version in memory           incoming.py   one version on its way into a model
+stored_offer.py  a version in files          loader.py     an engine's own loader
+catalog.py     what a trainer has            target.py     what an engine wants
+plan.py        who copies what from where    rows.py       copies and digests, prepared once
+fetch.py       ranges from several holders   staging.py    a version that arrives over the network
+messages.py    what goes over a connection   report.py     what users get back
+front_store.py where ranks find each other   fallback.py   where versions are while nobody publishes
+relay.py       one staging for a host        watch.py      the state of a publisher, as it changes
+lease_book.py, tracker.py, held_version.py   pure state: no sockets, no threads, no clock
+"""
+
+from flyweight.leasing.publisher import Publisher
+from flyweight.leasing.replica import Replica
+from flyweight.leasing.report import Publication, PublishReport, UpdateReport
+
+__all__ = ["Publication", "PublishReport", "Publisher", "Replica", "UpdateReport"]

@@ -1,0 +1,150 @@
+"""Fetch: brings a stream into staging from a list of holders, best first.
+
+If a holder dies, refuses or makes no progress, the next one is asked for what is missing. Nothing
+waits beyond the deadline of the update.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from time import monotonic
+
+from flyweight.errors import FlyweightError, PeerLost, TransferTimeout
+from flyweight.leasing.plan import Plan
+from flyweight.leasing.reader import Identity, Reader
+from flyweight.leasing.staging import Range, Staging
+from flyweight.transports.address import Endpoint
+from flyweight.worker_threads import run_on_threads
+
+NUM_CONNECTIONS = 2
+_SEVERAL_BYTES = 32 << 20
+"""Below this, more connections than one cost more than they save."""
+_AHEAD = 2
+"""How many ranges are asked for before the first of them has arrived."""
+STALL_SECONDS = 3.0
+"""A holder that makes no progress for this long is left."""
+
+
+class Connections:
+    """Connections for bytes, kept from one update to the next while their session lasts."""
+
+    def __init__(self, me: Identity, session: str, plan: Plan) -> None:
+        self._me, self._session, self._plan = me, session, plan
+        self._idle: dict[Endpoint, list[Reader]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, endpoint: Endpoint, deadline: float) -> Reader:
+        """Return a connection of the caller's own, until it is given back or closed."""
+        with self._lock:
+            kept = self._idle.get(endpoint, [])
+            found = kept.pop() if kept else None
+        if found is not None:
+            if not found.channel.is_broken:
+                return found
+            found.close()
+        made = Reader.connect(endpoint, self._me, deadline, session=self._session)
+        try:
+            made.want(self._plan, deadline)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def give(self, reader: Reader) -> None:
+        with self._lock:
+            self._idle.setdefault(reader.endpoint, []).append(reader)
+
+    def close(self) -> None:
+        with self._lock:
+            kept, self._idle = self._idle, {}
+        for each in kept.values():
+            for reader in each:
+                reader.close()
+
+
+class Fetch:
+    """Fetches the streams of one version; safe to use from one thread for each rank."""
+
+    def __init__(self, staging: Staging, connections: Connections, deadline: float) -> None:
+        self._staging, self._connections, self._deadline = staging, connections, deadline
+
+    def run(self, rank: int, holders: Sequence[Endpoint]) -> None:
+        """Fetch the stream of a rank; raise PeerLost, with all reasons, if no holder gives it."""
+        reasons = []
+        for number, endpoint in enumerate(holders, 1):
+            try:
+                self._fetch_from(endpoint, rank, is_last=number == len(holders))
+                return
+            except FlyweightError as error:
+                reasons.append(f"{endpoint}: {error}")
+            if monotonic() > self._deadline:
+                raise TransferTimeout(f"fetching took too long; {'; '.join(reasons)}")
+        raise PeerLost(
+            f"no holder gave all of {self._staging.id}: {'; '.join(reasons)}; the old version "
+            f"stays, update again"
+        )
+
+    def _fetch_from(self, endpoint: Endpoint, rank: int, *, is_last: bool) -> None:
+        missing = self._staging.missing(rank)
+        total = sum(each.nbytes for each in missing)
+        num_connections = NUM_CONNECTIONS if total > _SEVERAL_BYTES else 1
+        readers: deque[Reader] = deque()
+        try:
+            for _ in range(num_connections):
+                soon = min(self._deadline, monotonic() + STALL_SECONDS)
+                readers.append(self._connections.take(endpoint, soon))
+                # The last one is the trainer, which may have to compute the digests first.
+                is_verified = self._lease(readers[-1], rank, self._deadline if is_last else soon)
+            leased, waiting = list(readers), deque(readers)
+
+            def fetch(ranges: Iterator[Range]) -> None:
+                self._fetch_ranges(waiting.popleft(), ranges)
+
+            run_on_threads(missing, fetch, num_connections, "flyweight-fetch")
+            for each in leased:  # without digests, only the holder's word is the proof
+                each.release(self._deadline, is_proof=not is_verified)
+        except BaseException:
+            for each in readers:
+                each.close()
+            raise
+        for each in readers:
+            self._connections.give(each)
+
+    def _lease(self, reader: Reader, rank: int, deadline: float) -> bool:
+        """Lease the version; return True if its digests came with the lease."""
+        staging, plan = self._staging, self._staging.memory.plan
+        asked = reader.ask_lease(staging.id, [plan.kind], rank, deadline, can_map=False)
+        leased = reader.lease(asked, deadline).leased
+        staging.set_digests(rank, leased.digests[0], leased.overflows[0])
+        return bool(leased.digests[0])
+
+    def _fetch_ranges(self, reader: Reader, ranges: Iterator[Range]) -> None:
+        staging, coming, progress = self._staging, deque[tuple[int, Range]](), -1
+        kind = staging.memory.plan.kind
+
+        def ask(each: Range) -> None:
+            number = reader.ask_range(kind, each.start, each.stop, STALL_SECONDS, self._deadline)
+            coming.append((number, each))
+
+        def receive() -> None:
+            nonlocal progress
+            number, first = coming.popleft()
+            later = reader.receive_range(
+                number, staging.space(first), STALL_SECONDS, self._deadline
+            )
+            if later is None:
+                staging.arrived(first, reader.endpoint)
+            elif later.arrived_bytes <= progress:
+                raise TransferTimeout(f"{reader.channel.peer} has made no progress")
+            else:
+                progress = later.arrived_bytes
+                ask(first)
+
+        for each in ranges:
+            ask(each)
+            if len(coming) >= _AHEAD:
+                receive()
+        while coming:
+            receive()

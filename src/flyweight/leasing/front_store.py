@@ -1,0 +1,68 @@
+"""FrontStore: ranks without a process group find each other by texts that they leave at a front."""
+
+from __future__ import annotations
+
+import threading
+from time import monotonic, sleep
+
+from flyweight.errors import PeerLost, PeerRefused
+from flyweight.leasing.messages import Look, Post, Posted
+from flyweight.leasing.reader import Identity, open_channel, with_token
+from flyweight.leasing.shelf import Shelf
+from flyweight.transports.address import Address
+from flyweight.transports.channel import Channel
+
+_RETRY_SECONDS = 0.05
+
+
+class OwnStore:
+    """The texts at the front of this very process."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+
+    def set(self, key: str, text: str, deadline: float) -> None:
+        self._shelf.post(key, text)
+
+    def get(self, key: str, deadline: float) -> str | None:
+        return self._shelf.look(key, 0.0)
+
+
+class FrontStore:
+    """The texts at the front of a trainer, which may start later."""
+
+    def __init__(self, address: Address, me: Identity) -> None:
+        self._address, self._me = address, me
+        self._channel: Channel | None = None
+        self._lock = threading.Lock()
+
+    def token(self, deadline: float) -> str:
+        """Connect to the front, and return its token."""
+        with self._lock:
+            self._connected(deadline)
+            return self._me.token
+
+    def set(self, key: str, text: str, deadline: float) -> None:
+        with self._lock:
+            self._connected(deadline).send(Post(key, text), deadline)
+
+    def get(self, key: str, deadline: float) -> str | None:
+        with self._lock:
+            return self._connected(deadline).call(Look(key, 0.0), Posted, deadline).text
+
+    def _connected(self, deadline: float) -> Channel:
+        while self._channel is None or self._channel.is_broken:
+            try:
+                me = with_token(self._me, self._address)
+                self._channel = open_channel(self._address.endpoint, me, deadline)
+                self._me = me
+            except (PeerLost, PeerRefused):  # a token that was read may be of an earlier one
+                if monotonic() + _RETRY_SECONDS > deadline:
+                    raise
+                sleep(_RETRY_SECONDS)
+        return self._channel
+
+    def close(self) -> None:
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()

@@ -1,0 +1,291 @@
+"""The messages between a reader and a holder, after the reader has proved the token.
+
+reader                             holder
+Join: who I am                     Welcome          the catalog, and where the trainer's ranks are
+Want: boxes of my model            Planned
+Declined: the model does not fit   Planned, without a kind
+Wait: for another version          Available, Current, NotYet or Superseded
+Lease: let me read it              Leased, with open files if the memory can be mapped
+Read: a range of a stream          Data and the bytes, or Later if they are not there in time
+Share: memory of mine              Shared           the holder may write there
+Fill: a stream into that memory    Filled
+Release: was it still all the way? Released
+Look: what another rank posted     Posted
+Post, Staged, Mistrust, Done       nothing
+Watch                              News, again and again
+                                   Announced at any time: there is a version
+                                   Refused instead of any answer; Ended, before the holder closes
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from flyweight.digest import DigestKind
+from flyweight.leasing.publish_id import PublishId
+from flyweight.leasing.tracker import Result
+from flyweight.plans.tables import Boxes, Table, Tensors
+from flyweight.spec.manifest import Leaf
+from flyweight.transports.address import Endpoint
+from flyweight.transports.channel import Message, Messages
+from flyweight.transports.device_segments import DeviceHandle
+from flyweight.transports.segments import Places
+
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class Join(Message, frozen=True):
+    """The first message."""
+
+    name: Text
+    pid: int
+    rank: int
+    num_ranks: int
+    host: Text
+    serves_at: Endpoint | None
+    """Where others may fetch what this reader has."""
+    session: Text
+    """The session that the reader is in; "" for its first connection, which gets the catalog."""
+
+
+class CatalogTable(Table, frozen=True):
+    """All tensors, and the blocks that the ranks of the trainer hold of them."""
+
+    tensors: Tensors
+    tied: dict[str, str]
+    blocks: Boxes
+    rank: bytes
+    """The rank that holds each block."""
+    devices: tuple[str, ...]
+    """The devices that occur: the uuid of a GPU, or "" for the host."""
+    device: bytes
+    """The index of the device of each block."""
+
+
+class Welcome(Message, frozen=True):
+    session: str
+    catalog: CatalogTable | None
+    """None if the reader is in the session already."""
+    here: Endpoint
+    """Where readers on the same host find this holder, to map its memory."""
+    ranks: tuple[Endpoint, ...]
+    """Where the trainer's ranks are; empty if this holder is not the trainer."""
+    newest: PublishId | None
+
+
+class Want(Message, frozen=True):
+    boxes: Boxes
+    dtypes: tuple[str, ...]
+    dtype: bytes
+    """The dtype of each box at the reader, as an index; empty if all are the trainer's."""
+    devices: tuple[str, ...]
+    device: bytes
+    """The index of the device of each box, as in the catalog."""
+    digest: DigestKind
+
+
+class Declined(Message, frozen=True):
+    """The reader cannot take this model, for a reason that the trainer's report gives."""
+
+    text: str
+
+
+class Planned(Message, frozen=True):
+    kind: str
+    """A hash of the plan that the holder has worked out; the reader compares it with its own."""
+
+
+class Wait(Message, frozen=True):
+    """Wait for a version: that of an id, or of a number, or else any other than `have`."""
+
+    id: PublishId | None
+    version: int | None
+    have: PublishId | None
+    may_keep: bool
+    """Answer at once if `have` is the newest."""
+    seconds: float
+
+
+class Available(Message, frozen=True):
+    id: PublishId
+    parent: int | None
+    """The version that was published before."""
+    values: dict[str, Leaf]
+    """What is no tensor."""
+    holders: tuple[Endpoint, ...]
+    """Other readers of this kind that have the version or fetch it, best first."""
+
+
+class Current(Message, frozen=True):
+    """The reader has the newest version."""
+
+
+class NotYet(Message, frozen=True):
+    """There was no version in time."""
+
+
+class Superseded(Message, frozen=True):
+    """The version that is wanted cannot come any more: there is a newer one."""
+
+    newest: PublishId
+
+
+class Cancel(Message, frozen=True):
+    """Answer the `Wait` that is open now."""
+
+
+class Announced(Message, frozen=True):
+    id: PublishId
+
+
+class Lease(Message, frozen=True):
+    id: PublishId
+    kinds: tuple[str, ...]
+    rank: int
+    """The source rank whose blocks are to be read."""
+    can_map: bool
+    layouts: tuple[str, ...]
+    """The layouts that the reader has mapped."""
+    seconds: float
+    """How long to wait for a version that is on its way to the holder."""
+
+
+class Layout(Message, frozen=True):
+    """Memory to be mapped."""
+
+    segments: tuple[DeviceHandle | int, ...]
+    """A handle, which says how many of the files it takes, or the bytes of one file."""
+    places: Places
+
+
+class Leased(Message, frozen=True):
+    id: PublishId
+    rank: int
+    seconds: float
+    """How long the holder keeps the memory still, at least."""
+    digests: tuple[bytes, ...]
+    """For each kind, the digest of each of its rows; empty if the trainer does not verify."""
+    overflows: tuple[int, ...]
+    """For each kind, how many finite values became infinite by casts."""
+    layout: str
+    """Names the memory to be mapped; "" if the reader must fetch the bytes."""
+    mapped: Layout | None
+    """None if the reader has mapped the layout already."""
+
+
+class Read(Message, frozen=True):
+    kind: str
+    start: int
+    nbytes: int
+    seconds: float
+    """How long to wait for bytes that are on their way to the holder."""
+
+
+class Data(Message, frozen=True):
+    """The bytes follow, without a frame."""
+
+
+class Later(Message, frozen=True):
+    """The bytes did not arrive in time. A reader asks again only if the holder makes progress."""
+
+    arrived_bytes: int
+
+
+class Share(Message, frozen=True):
+    """Memory of the reader that the holder may write: one open file comes with it."""
+
+    nbytes: int
+
+
+class Shared(Message, frozen=True):
+    number: int
+
+
+class Fill(Message, frozen=True):
+    """Write the leased stream of a kind to memory that was shared."""
+
+    kind: str
+    memory: int
+    at: int
+    seconds: float
+
+
+class Filled(Message, frozen=True):
+    """The stream is written, and nothing more is written there for this request."""
+
+
+class Release(Message, frozen=True):
+    seconds: float
+
+
+class Released(Message, frozen=True):
+    """The lease ran until now: all that was read is the version."""
+
+    id: PublishId
+
+
+class Staged(Message, frozen=True):
+    """The reader has all of the version; it needs nobody any more."""
+
+    id: PublishId
+
+
+class Mistrust(Message, frozen=True):
+    """What came from this holder was wrong."""
+
+    id: PublishId
+    place: Text
+
+
+class Done(Message, frozen=True):
+    """How an update ended."""
+
+    id: PublishId
+    result: Result
+
+
+class Post(Message, frozen=True):
+    """Keep a text for the other ranks of an engine or of the trainer."""
+
+    key: Text
+    text: Text
+
+
+class Look(Message, frozen=True):
+    key: Text
+    seconds: float
+
+
+class Posted(Message, frozen=True):
+    text: str | None
+
+
+class Watch(Message, frozen=True):
+    """Send news whenever something changes."""
+
+
+class ReplicaNews(Table, frozen=True):
+    """A replica, as the front knows it."""
+
+    name: str
+    rank: int
+    pid: int
+    state: str
+    version: int | None
+    seconds: float
+    error: str
+
+
+class News(Message, frozen=True):
+    version: int | None
+    state: str
+    replicas: tuple[ReplicaNews, ...]
+
+
+MESSAGES = Messages(
+    Join, Welcome, Want, Declined, Planned, Wait, Available, Current, NotYet, Superseded, Cancel,
+    Announced, Lease, Leased, Read, Data, Later, Share, Shared, Fill, Filled, Release, Released,
+    Staged, Mistrust, Done, Post, Look, Posted, Watch, News,
+)  # fmt: skip

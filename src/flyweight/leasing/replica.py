@@ -1,0 +1,743 @@
+"""Replica: the engine's side. It finds a version, leases it, copies, verifies and commits.
+
+Everything that can fail without harm comes before the first write: the network, the lease, and the
+digests of what was fetched. So an engine on another host pauses for one local copy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from time import monotonic
+
+import msgspec
+
+from flyweight.adapters.loader import Framework, Loader
+from flyweight.adapters.tree import is_model
+from flyweight.checks import check_seconds, check_text, check_version
+from flyweight.errors import (
+    FlyweightError,
+    HandleGone,
+    LifecycleError,
+    PeerLost,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+    VersionError,
+)
+from flyweight.events import announce
+from flyweight.leasing.fallback import load_stored, sorted_out, stored_version
+from flyweight.leasing.front_store import FrontStore
+from flyweight.leasing.held_version import HeldVersion, ReplicaState
+from flyweight.leasing.holder import Holder
+from flyweight.leasing.incoming import Incoming
+from flyweight.leasing.messages import Available, Current, Done, NotYet, Superseded, Wait
+from flyweight.leasing.offer import About
+from flyweight.leasing.publish_id import PublishId
+from flyweight.leasing.reader import Identity, seconds_for_holder
+from flyweight.leasing.report import TIMEOUT_SECONDS, UpdateReport
+from flyweight.leasing.session import Receiver, Session, TransportChoice, Ways, serving_place
+from flyweight.leasing.shelf import Shelf
+from flyweight.leasing.target import LoaderTarget, ModelTarget
+from flyweight.leasing.tracker import Result
+from flyweight.ports import UpdateOptions
+from flyweight.ranks.agreement import Ranks
+from flyweight.ranks.process_group import rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous
+from flyweight.spec.model_layout import ModelLayout
+from flyweight.transports.address import parse_address
+from flyweight.transports.tls import Tls
+from flyweight.verbs.find import PathLike
+
+COPY_SECONDS = 60.0
+"""The copy has a budget of its own: nothing that came before it can use it up."""
+_FIRST_SECONDS = 10.0
+_RETRY_SECONDS, _LOOK_SECONDS = 0.05, 1.0
+
+
+class Replica:
+    """A model, or an engine's loader, that takes versions from a publisher."""
+
+    def __init__(
+        self,
+        target: object,
+        address: str,
+        *,
+        name: str | None = None,
+        token: str | None = None,
+        tls: Tls | None = None,
+        transport: TransportChoice = "auto",
+        staging_bytes: int | None = None,
+        serve: str | bool = True,
+        fallback: Sequence[PathLike] = (),
+        layout: ModelLayout | None = None,
+        layout_rank: int | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        framework: Framework = "torch",
+        device: str = "cpu",
+        process_group: object = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        """Connect to the publisher at an address, now or once there is one.
+
+        target: a model or a dict of tensors, which are written in place; or a function that takes
+            an iterator of (name, whole tensor), in the publisher's order.
+        address: the publisher's address, `unix:DIRECTORY` or `tcp://HOST:PORT`.
+        name: the name in reports and events; by default the host and the process id.
+        token: the publisher's token; at a `unix:` address it may be in a file next to its sockets.
+        tls: certificates, if the publisher encrypts what goes to other hosts.
+        transport: how bytes come. 'mapped' maps the trainer's memory; 'filled' has the trainer
+            write into shared memory of this host; 'read' uses the network; 'auto' takes the first
+            of them that is possible.
+        staging_bytes: the most memory for what is not mapped; by default half of what is free.
+        serve: whether other replicas of this kind may fetch from this one's staging, or where:
+            'tcp://HOST:PORT'. It has no effect where memory is mapped.
+        fallback: addresses of relays and of other replicas, and paths of snapshots and checkpoints,
+            which are tried in this order while no publisher answers.
+        layout: how the model's tensors are cut over ranks.
+        layout_rank: which rank of the layout this is; by default `rank`.
+        strict: refuse a trainer that has tensors which the model lacks; else they are in `unused`.
+        cast: whether float32, bfloat16 and float16 tensors may be cast on their way.
+        framework, device: what tensors are made for a function.
+        process_group: the ranks of the engine, as a process group of torch or Paddle.
+        rank, world_size: which of how many ranks of the engine this is, without a process group.
+            All of them make a replica with the same `name`: none overwrites its weights before all
+            are ready, and none holds a new version before all do.
+        """
+        check_text("token", token, is_secret=True)
+        self._address, self._process = parse_address(address), os.getpid()
+        self._rendezvous = _rendezvous(process_group, rank, world_size)
+        self.rank, self.world_size = self._rendezvous.rank, self._rendezvous.num_ranks
+        if name is None and self.world_size > 1:
+            raise SpecError("the ranks of an engine need one name: name=")
+        self.name = f"{os.uname().nodename}:{os.getpid()}" if name is None else name
+        check_text("name", self.name)
+        cut = self.rank if layout_rank is None else layout_rank
+        self._target = _target(
+            target, layout, cut, strict=strict, cast=cast, framework=framework, device=device
+        )
+        self._ways = Ways(transport=transport, staging_bytes=staging_bytes)
+        self._me = Identity(
+            self.name, self.rank, self.world_size, token or "", tls, is_remote=transport == "read"
+        )
+        self._held = HeldVersion(self._target.is_current)
+        self._shelf = Shelf()
+        self._serve = serve
+        self._others, self._paths = sorted_out(fallback)
+        if self._paths and not isinstance(self._target, ModelTarget):
+            raise SpecError("a fallback of files needs a model; a loader takes what is published")
+        self._holder: Holder | None = None
+        self._session: Session | None = None
+        self._ranks: Ranks | None = None
+        self._store: FrontStore | None = None
+        self._updating, self._thread = threading.Lock(), 0
+        self._hearing = threading.Lock()
+        """Held by the thread that takes what the publisher sends: an update, or who only looks."""
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._bell)  # not by close: another thread may ring it
+        self._incoming: Incoming | None = None
+        self.report: UpdateReport | None = None
+        """The report of the last update that succeeded."""
+        self.last_version: int | None = None
+        """The version of the last update that succeeded, even if it was lost since."""
+        self._is_open, self._is_first = True, True
+        if isinstance(self._target, ModelTarget):
+            self._target.check()
+        try:
+            with suppress(PeerLost, TransferTimeout):  # the publisher may start later
+                if self.world_size == 1:
+                    self._connect(monotonic() + _FIRST_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int | None:
+        """The complete version that the model holds.
+
+        None before the first update, after one that failed, and once the tensors that held the
+        version were replaced or have moved.
+        """
+        return None if self._held.id is None else self._held.id.version
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that the publisher has announced; None if it has none."""
+        session = self._session
+        if session is None or not self.is_connected or session.front.newest is None:
+            return None
+        return session.front.newest.version
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._held.state
+
+    @property
+    def failure(self) -> FlyweightError | None:
+        """Why the model holds no complete version; None if it holds one or never did."""
+        return self._held.failure
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks take each version together."""
+        return self.world_size
+
+    @property
+    def session(self) -> str:
+        """An id of the publisher that the version came from; a restarted one has another."""
+        return "" if self._held.id is None else self._held.id.session
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The tensors that the publisher of the last update has and the model lacks."""
+        return self._target.unused
+
+    @property
+    def is_connected(self) -> bool:
+        """True while a publisher is connected and has accepted this replica."""
+        session = self._session
+        if session is None:
+            return False
+        if not self._hearing.acquire(blocking=False):
+            return not session.has_failed
+        try:
+            return session.is_alive
+        finally:
+            self._hearing.release()
+
+    @property
+    def serves_at(self) -> str | None:
+        """Where other replicas fetch from this one's staging."""
+        return None if self._holder is None else str(self._holder.endpoint)
+
+    @property
+    def progress(self) -> float:
+        """How much of the current or last update has been fetched, from 0 to 1."""
+        incoming = self._incoming
+        if incoming is None:
+            return 0.0
+        return 1.0 if incoming.staging is None else incoming.staging.progress
+
+    def check_servable(self) -> None:
+        """Raise VersionError unless the model holds a complete version; call it before serving."""
+        self._held.check_servable(self.name)
+
+    def update(
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        before: Callable[[int], None] | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+        may_keep: bool = False,
+        verify: bool = False,
+    ) -> UpdateReport:
+        """Update the model to a version, and return a report; wait for the version if necessary.
+
+        All ranks of an engine call this together.
+
+        version: the version to take; by default the next one that the model does not hold.
+        timeout_seconds: the time until everything is here and `before` has returned. The copy has
+            a time of its own: to give up then costs the old version.
+        before: called with the version when everything is here, before the first write. From then
+            on the engine must not use the weights. If it raises, the old version stays.
+        is_over: ends the wait for a version if it returns True when `wake` is called.
+        may_keep: the version that the model holds is enough if it is the newest.
+        verify: refuse a version that has no digests, before the first write.
+
+        If the model already holds the version, or with `may_keep` the newest, the last report is
+        returned, after the publisher has confirmed it.
+
+        Raises TransferTimeout if no version comes, VersionError if the version cannot come any
+        more, and PeerLost if nobody has it. An error after the first write leaves the replica in
+        the state FAILED.
+        """
+        return self.take(
+            UpdateOptions(
+                version=None if version is None else check_version(version),
+                timeout_seconds=check_seconds("timeout_seconds", timeout_seconds),
+                before=before,
+                is_over=is_over,
+                may_keep=may_keep,
+                must_verify=verify,
+            )
+        )
+
+    def take(self, options: UpdateOptions) -> UpdateReport:
+        """Do as `update`, which explains the options."""
+        self._check_open()
+        if not self._updating.acquire(blocking=False):
+            raise TransportError(f"an update of replica {self.name!r} is under way")
+        try:
+            self._thread = threading.get_ident()
+            with self._hearing:
+                return self._update(options)
+        finally:
+            self._thread = 0
+            self._updating.release()
+            if not self._is_open:
+                self._free()
+
+    def follow(self, *, timeout_seconds: float | None = None) -> Iterator[UpdateReport]:
+        """Take each version as it is published, and yield its report.
+
+        The weights do not change while the caller has a report. With `timeout_seconds`, raises
+        TransferTimeout if no version comes for that long; without, waits forever.
+        """
+        seconds = TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+        while True:
+            try:
+                yield self.update(timeout_seconds=seconds)
+            except TransferTimeout:
+                # Nobody published; or an update failed, which the caller must know.
+                is_failed = self.state == ReplicaState.FAILED
+                if timeout_seconds is not None or is_failed or not self._is_open:
+                    raise
+
+    def wake(self) -> None:
+        """Make an update that waits for a version call its `is_over`."""
+        os.eventfd_write(self._bell, 1)
+
+    def forget(self, reason: str, *, loaded: int | None = None) -> None:
+        """Hold no version: the weights' memory was freed, or others wrote version `loaded`."""
+        self._held.forget(reason, loaded)
+
+    def _check_open(self) -> None:
+        if self._process != os.getpid():
+            raise TransportError(
+                f"replica {self.name!r} belongs to process {self._process}; a child makes its own"
+            )
+        if not self._is_open:
+            raise TransportError(f"replica {self.name!r} is closed")
+
+    def _update(self, options: UpdateOptions) -> UpdateReport:
+        deadline, asked = monotonic() + options.timeout_seconds, monotonic()
+        while True:
+            try:
+                session, have = self._join(options, deadline)
+                found = self._find(session, have, options, deadline)
+            except (PeerLost, HandleGone):  # another publisher may come
+                if (report := self._from_files(options, deadline)) is not None:
+                    return report
+                if self.world_size > 1 or not self._may_wait(options, deadline):
+                    raise
+                continue
+            if found is None:
+                assert self.report is not None
+                _check_verified(self.report.verified, self.report.version, options)
+                return self.report
+            incoming, started = Incoming(session, found[0]), monotonic()
+            self._incoming = incoming
+            try:
+                here = self._fetch(incoming, found[1], options, deadline)
+                if here is not None:
+                    return self._write(incoming, here, options, (asked, started), deadline)
+            except BaseException as error:
+                self._fail(incoming, error, monotonic() - started)
+                raise
+            incoming.close()  # there is a newer one already
+
+    def _may_wait(self, options: UpdateOptions, deadline: float) -> bool:
+        """Wait a moment, and return True if a publisher may still come in time."""
+        if monotonic() + _RETRY_SECONDS > deadline or not self._is_open or options.is_over():
+            return False
+        threading.Event().wait(_RETRY_SECONDS)
+        return True
+
+    def _fail(self, incoming: Incoming, error: BaseException, seconds: float) -> None:
+        is_touched = self._held.state == ReplicaState.UPDATING
+        failure = (
+            error
+            if isinstance(error, FlyweightError)
+            else LifecycleError(f"the update was interrupted: {error!r}")
+        )
+        self._held.fail(failure)
+        incoming.close()
+        version = self.version
+        outcome = f"it still holds version {version}"
+        if is_touched:
+            if isinstance(self._target, ModelTarget):
+                self._target.touched()
+            outcome = "the weights are not whole, update again before serving"
+        failure.note(f"replica {self.name!r}, version {incoming.id.version}: {outcome}")
+        text = f"{type(failure).__name__}: {failure}"
+        result = Result(self.name, os.getpid(), 0, seconds, error=text, is_touched=is_touched)
+        incoming.session.tell(Done(incoming.id, result))
+        announce("update.failed", version=incoming.id.version, name=self.name, error=str(failure))
+
+    def _join(self, options: UpdateOptions, deadline: float) -> tuple[Session, PublishId | None]:
+        """Return a session in which all ranks are, and the version if all of them hold the same."""
+        self._all_ranks(deadline).renew()
+        while True:
+            said = self._all_ranks(deadline).step(
+                "join the trainer",
+                lambda: self._wait_connected(options, deadline),
+                deadline,
+                session=lambda: "" if self._session is None else self._session.id,
+                held=lambda: msgspec.to_builtins(self._held.taken),
+            )
+            assert self._session is not None
+            if all(each["session"] == self._session.id for each in said):
+                is_same = all(each["held"] == said[0]["held"] for each in said)
+                return self._session, self._held.taken if is_same else None
+            self._session.close()  # the trainer was started again while the ranks connected
+            self._session = None
+            if monotonic() > deadline:
+                raise TransferTimeout("the ranks did not meet in one session of the trainer")
+
+    def _all_ranks(self, deadline: float) -> Ranks:
+        """Return the other ranks of the engine, which find each other at the publisher."""
+        if self._ranks is None:
+            found = self._rendezvous
+            if self.world_size > 1 and found.store is None:
+                self._store = self._store or FrontStore(self._address, self._me)
+                self._store.token(deadline)
+                found = replace(found, store=self._store, group=f"engine {self.name}")
+            self._ranks = Ranks(replace(found, token=self._me.token))
+        return self._ranks
+
+    def _wait_connected(self, options: UpdateOptions, deadline: float) -> None:
+        """Connect, once there is a publisher; with files to fall back to, try only once."""
+        while True:
+            try:
+                self._connect(deadline)
+                return
+            except PeerLost:
+                if self._paths or not self._may_wait(options, deadline):
+                    raise
+
+    def _connect(self, deadline: float) -> None:
+        """Build a session unless the last one is alive, and swap it in once it is complete."""
+        last, addresses = self._session, [self._address, *self._others]
+        self._held.forget_if_moved()
+        is_current = self._held.taken is not None or self._target.is_current()
+        if last is not None and last.is_alive and is_current:
+            if self._is_first or not self._others:
+                return
+            # Look whether the publisher is there again, and else go on with the fallback.
+            deadline = min(deadline, monotonic() + _LOOK_SECONDS)
+            with suppress(PeerLost, TransferTimeout):
+                self._swap(Session.open(addresses[:1], self._receiver(), deadline), is_first=True)
+            return
+        new = Session.open(addresses, self._receiver(), deadline)
+        self._swap(new, is_first=new.front.endpoint == self._address.endpoint)
+
+    def _receiver(self) -> Receiver:
+        """Return what a session needs of this replica, which serves others from now on."""
+        me = self._me
+        place = serving_place(self._address, serve=self._serve)
+        if self._holder is None and place is not None:
+            self._holder = Holder(self._shelf, me.token, remote=place, tls=me.tls)
+        if self._holder is not None:
+            me = replace(me, serves_at=self._holder.endpoint)
+        return Receiver(me, self._target, self._ways, self._shelf)
+
+    def _swap(self, new: Session, *, is_first: bool) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session, self._is_first = new, is_first
+        if self._holder is not None:
+            self._holder.start(new.holding)
+
+    def _find(
+        self, session: Session, have: PublishId | None, options: UpdateOptions, deadline: float
+    ) -> tuple[PublishId, Available | None] | None:
+        """Return the version that all ranks take; None if the one that they hold is enough.
+
+        Rank 0 waits for a version, and gets where it is; the others then ask for the same.
+        """
+        found: list[Available | Current] = []
+
+        def find() -> None:
+            if self.rank == 0:
+                wait = Wait(None, options.version, have, options.may_keep, 0.0)
+                found.append(self._wait(session, wait, options, deadline))
+
+        try:
+            said = self._all_ranks(deadline).step(
+                "find a version",
+                find,
+                deadline,
+                id=lambda: msgspec.to_builtins(getattr(found[0], "id", None)) if found else None,
+            )
+        except FlyweightError as error:
+            if found and isinstance(found[0], Available):  # the trainer waits for this engine
+                text = f"{type(error).__name__}: {error}"
+                session.tell(Done(found[0].id, Result(self.name, os.getpid(), error=text)))
+            raise
+        if said[0]["id"] is None:
+            return None
+        available = found[0] if found else None
+        assert not isinstance(available, Current)
+        return msgspec.convert(said[0]["id"], PublishId), available
+
+    def _wait(
+        self, session: Session, wait: Wait, options: UpdateOptions, deadline: float
+    ) -> Available | Current:
+        wait = msgspec.structs.replace(wait, seconds=seconds_for_holder(deadline))
+        ranks, peer = self._all_ranks(deadline), session.front.channel.peer
+
+        def is_over() -> bool:
+            ranks.look()
+            return options.is_over()
+
+        found = session.front.wait(wait, deadline, self._bell, is_over, *ranks.files)
+        is_enough = wait.may_keep or (wait.have is not None and wait.have.version == wait.version)
+        match found:
+            case Available():
+                return found
+            case Current() if is_enough and self.report is not None:
+                return found
+            case Superseded():
+                wanted = wait.id or f"version {wait.version}"
+                raise VersionError(
+                    f"{wanted} cannot come any more: {peer} has {found.newest}; update without a "
+                    f"version, or to that one"
+                )
+            case Current():
+                why = f"{wait.have} is the newest at {peer}"
+            case NotYet():
+                why = f"{peer} had no version"
+        raise TransferTimeout(
+            f"{why}, and no other came in time for replica {self.name!r}; publish one, or give "
+            f"update a longer timeout_seconds"
+        )
+
+    def _fetch(
+        self,
+        incoming: Incoming,
+        available: Available | None,
+        options: UpdateOptions,
+        deadline: float,
+    ) -> Available | None:
+        """Bring the version here; return None if a newer one is there for one of the ranks.
+
+        available: where it is; None if this rank has to ask first.
+        """
+        is_here = False
+
+        def fetch() -> None:
+            nonlocal is_here, available
+            if available is None:
+                wait = Wait(incoming.id, None, None, False, 0.0)
+                try:
+                    found = self._wait(incoming.session, wait, options, deadline)
+                except VersionError:  # it cannot come any more
+                    return
+                assert isinstance(found, Available)
+                available = found
+            is_here = incoming.open(available.holders, deadline)
+            if is_here:
+                about = About(available.parent, available.values)
+                incoming.session.announce(incoming.id, about)
+            if is_here and not incoming.is_verified:
+                _check_verified("nothing", incoming.id.version, options)
+
+        said = self._all_ranks(deadline).step("fetch", fetch, deadline, is_here=lambda: is_here)
+        return available if all(each["is_here"] for each in said) else None
+
+    def _write(
+        self,
+        incoming: Incoming,
+        available: Available,
+        options: UpdateOptions,
+        begun: tuple[float, float],
+        deadline: float,
+    ) -> UpdateReport:
+        target, ranks = self._target, self._all_ranks(deadline)
+        fetched = monotonic()
+        paused: list[float] = []
+
+        def pause() -> None:
+            if options.before is not None:
+                options.before(incoming.id.version)
+            paused.append(monotonic())
+            if isinstance(target, ModelTarget):
+                if not target.devices:
+                    target.check_current()
+                target.synchronize(max(deadline - monotonic(), 0.001))
+            incoming.check_time(deadline)
+
+        ranks.step("pause", pause, deadline)
+        self._held.begin_write()
+        end = monotonic() + COPY_SECONDS
+
+        def write() -> None:
+            incoming.copy(end, self._while_copying)
+            if isinstance(target, ModelTarget):
+                target.finish(available.values)
+
+        ranks.step("write", write, end)
+        self._held.commit(incoming.id)
+        if self._held.taken is None:
+            raise VersionError(f"{incoming.id} was written, and then forgotten: {self.failure}")
+        asked, started = begun
+        ended = monotonic()
+        if isinstance(target, ModelTarget):
+            target.touched()
+        report = UpdateReport(
+            incoming.id.version,
+            available.parent,
+            incoming.session.plan.nbytes,
+            ended - started,
+            started - asked,
+            fetched - started,
+            paused[0] - fetched,
+            ended - paused[0],
+            incoming.transport,
+            target.verified if incoming.is_verified else "nothing",
+            incoming.overflows,
+        )
+        incoming.close()
+        result = Result(
+            self.name,
+            os.getpid(),
+            report.nbytes,
+            report.seconds,
+            report.wait_seconds,
+            report.fetch_seconds,
+            report.drain_seconds,
+            report.pause_seconds,
+            0.0,
+            report.transport,
+            report.overflows,
+        )
+        incoming.session.tell(Done(incoming.id, result))
+        last, self.last_version, self.report = self.last_version, report.version, report
+        if last is not None and report.version < last:  # a trainer that was restarted may do so
+            announce("update.went_back", version=report.version, before=last, name=self.name)
+        announce(
+            "update.done",
+            name=self.name,
+            version=report.version,
+            nbytes=report.nbytes,
+            seconds=report.seconds,
+        )
+        return report
+
+    def _from_files(self, options: UpdateOptions, deadline: float) -> UpdateReport | None:
+        """Load a version from the paths to fall back to; None if none of them has one."""
+        target = self._target
+        if not self._paths or not isinstance(target, ModelTarget):
+            return None
+        ranks, asked = self._all_ranks(deadline), monotonic()
+        found = stored_version(self._paths, options, self._held.taken)
+        said = ranks.step(
+            "look for files",
+            lambda: None,
+            deadline,
+            id=lambda: None if found is None else msgspec.to_builtins(found.id),
+        )
+        if found is None or any(each["id"] != said[0]["id"] for each in said):
+            return None
+        number = found.id.version
+        if not found.is_checked:
+            _check_verified("nothing", number, options)
+        paused: list[float] = []
+
+        def pause() -> None:
+            if options.before is not None:
+                options.before(number)
+            paused.append(monotonic())
+            target.look()
+
+        ranks.step("pause", pause, deadline)
+        self._held.begin_write()
+        try:
+            reports: list[UpdateReport] = []
+            end = monotonic() + COPY_SECONDS
+            ranks.step("write", lambda: reports.append(load_stored(found, target)), end)
+        except BaseException as error:
+            text = f"the update was interrupted: {error!r}"
+            failure = error if isinstance(error, FlyweightError) else LifecycleError(text)
+            self._held.fail(failure)
+            raise
+        self._held.commit(found.id)
+        self.report = replace(reports[0], drain_seconds=paused[0] - asked)
+        self.last_version = number
+        announce("update.done", name=self.name, version=number, nbytes=reports[0].nbytes)
+        return self.report
+
+    def _while_copying(self) -> None:
+        target = self._target
+        if isinstance(target, ModelTarget) and target.devices:
+            target.check_current()
+
+    def close(self) -> None:
+        """Leave; readers that still fetch from here go to the next holder of their list.
+
+        An update under way ends with an error. Safe to repeat.
+        """
+        if not self._is_open or os.getpid() != self._process:
+            return
+        self._is_open = False
+        if self._session is not None and self._updating.locked():
+            self._session.front.channel.shut()
+        if self._thread != threading.get_ident():
+            self._free()
+
+    def _free(self) -> None:
+        if not self._updating.acquire(timeout=_FIRST_SECONDS):  # an update still uses the memory
+            return
+        try:
+            if self._session is not None:
+                self._session.close()
+            if self._ranks is not None:
+                self._ranks.close()
+            if self._store is not None:
+                self._store.close()
+            if self._holder is not None:
+                self._holder.close(f"replica {self.name!r} was closed")
+        finally:
+            self._updating.release()
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def _check_verified(verified: str, version: int, options: UpdateOptions) -> None:
+    if options.must_verify and verified == "nothing":
+        raise VersionError(
+            f"version {version} has no digests, and verify=True was asked for; publish with "
+            f"verify=True"
+        )
+
+
+def _rendezvous(process_group: object, rank: int | None, world_size: int | None) -> Rendezvous:
+    if rank is None and world_size is None:
+        return Rendezvous() if process_group is None else rendezvous_of(process_group)
+    if process_group is not None:
+        raise SpecError("give a process_group, or rank and world_size, not both")
+    if rank is not None and world_size is None:
+        return Rendezvous()  # only of a layout
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+        raise SpecError(f"rank is {rank!r} of world_size {world_size!r}")
+    return Rendezvous(rank, world_size)
+
+
+def _target(
+    thing: object,
+    layout: ModelLayout | None,
+    rank: int,
+    *,
+    strict: bool,
+    cast: bool,
+    framework: Framework,
+    device: str,
+) -> ModelTarget | LoaderTarget:
+    if callable(thing) and not is_model(thing):
+        thing = Loader(thing, framework, device)
+    if isinstance(thing, Loader):
+        if layout is not None:
+            raise SpecError("a loader takes whole tensors; a layout is for models")
+        return LoaderTarget(thing, cast=cast)
+    return ModelTarget(thing, layout=layout, rank=rank, strict=strict, cast=cast)
