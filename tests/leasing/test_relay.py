@@ -1,5 +1,7 @@
 """Relays: one staging on a host, which engines of any kind map."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -87,3 +89,32 @@ def test_a_relay_that_has_too_little_memory_takes_nothing_and_says_so(tmp_path):
         (failed,) = publisher.publish(1, timeout_seconds=LIMIT).failed
     assert "staging needs" in failed.error
     assert "1000" in failed.error
+
+
+def test_a_version_that_an_engine_still_reads_stays_as_it_is(tmp_path):
+    source, sink = model(), model()
+    pausing, is_published = threading.Event(), threading.Event()
+
+    def before(version):
+        pausing.set()
+        assert is_published.wait(LIMIT)
+
+    with (
+        Publisher(source, "tcp://127.0.0.1:0", token=TOKEN, keep="memory") as publisher,
+        relaying(publisher.address, f"unix:{tmp_path}/relay") as relay,
+    ):
+        until(lambda: publisher.waiting)
+        fill(source, 1)
+        publisher.publish(1, num_replicas=1, timeout_seconds=LIMIT)
+        with Replica(sink, relay.address, token=TOKEN, name="engine") as replica:
+            with in_background(replica.update, 1, before=before, timeout_seconds=LIMIT) as result:
+                assert pausing.wait(LIMIT)
+                until(lambda: publisher.waiting)
+                fill(source, 2)
+                publisher.publish(2)  # the relay begins to take it
+                until(lambda: not publisher.waiting)
+                is_published.set()
+                assert result().version == 1
+            assert holds(sink, 1)
+            assert replica.update(2, timeout_seconds=LIMIT).version == 2
+            assert holds(sink, 2)

@@ -58,8 +58,6 @@ def stored_version(
             except (FormatError, VersionError, OSError):
                 continue
             number = stored.manifest.version
-            if options.version is not None and number != options.version:
-                continue
             number = 0 if number is None else number
             id = PublishId(f"files {stored.fingerprint():016x}", number)
             is_newer = held is None or number > held.version

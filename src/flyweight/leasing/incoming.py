@@ -166,13 +166,15 @@ class Incoming:
         except BaseException as error:
             failure = error if isinstance(error, FlyweightError) else TransportError(repr(error))
             staging.fail(failure)
-            if staging.memory.is_filled:
-                session.drop_staging()  # a trainer that is late may still write it
             raise
         staging.complete()
 
     def _fill(self, staging: Staging, rank: int, leased: Leased, deadline: float) -> None:
-        """Have the trainer's rank write its stream into staging, and end the lease."""
+        """Have the trainer's rank write its stream into staging, and end the lease.
+
+        If no answer comes, the connection is over, and with it the session and this memory: a late
+        trainer writes where nobody reads.
+        """
         source, plan = self.session.beside(rank), self.session.plan
         assert source is not None
         source.fill(plan.kind, staging.memory.segments[rank], 0, deadline)

@@ -95,7 +95,6 @@ class Session:
         """What the shelf does not have, by the ranks that it is for."""
         self._staged: PublishId | None = None
         """What the shelf has of ours."""
-        self._is_spent = False
         """True once holders may still write memory that was given up: they must let go of it."""
         self._copies: dict[int, tuple[BufferTable, RowCopies]] = {}
         try:
@@ -164,12 +163,12 @@ class Session:
     @property
     def has_failed(self) -> bool:
         """True after anything failed on a connection, as far as it was heard."""
-        return self._is_spent or any(each.channel.has_failed for each in self._readers)
+        return any(each.channel.has_failed for each in self._readers)
 
     @property
     def is_alive(self) -> bool:
         """False after anything failed on a connection, or once a holder has ended one."""
-        return not self._is_spent and not any(each.channel.is_broken for each in self._readers)
+        return not any(each.channel.is_broken for each in self._readers)
 
     @property
     def _readers(self) -> set[Reader]:
@@ -256,14 +255,6 @@ class Session:
         staging, self._staged = Staging(id, memory), id
         self._shelf.offer(staging)  # from here on the memory is the shelf's
         return staging
-
-    def drop_staging(self) -> None:
-        """Give memory up that a holder may still write: another session gets other memory."""
-        self._is_spent = True
-        if self._staged is not None:
-            self._shelf.reclaim(self._staged, monotonic())
-            self._staged = None
-        self._memory.clear()
 
     def pass_over(self, id: PublishId) -> None:
         """Let others know that this version is not staged here, so that they do not wait for it."""
