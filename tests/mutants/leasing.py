@@ -57,7 +57,7 @@ MUTANTS = [
         "leasing/incoming.py",
         '            self._check(rank, found, digests, "as they arrived")\n',
         "            pass\n",
-        "tests/leasing/test_fan_out.py tests/leasing/test_one_trainer.py",
+        "tests/leasing/test_chains.py tests/leasing/test_one_trainer.py",
     ),
     Mutant(
         "a copy begins though the lease has ended",
@@ -113,7 +113,7 @@ MUTANTS = [
         "leasing/relay.py",
         "        self._withdraw()\n        id, started",
         "        id, started",
-        "tests/leasing/test_relay.py",
+        "tests/leasing/test_relays.py",
     ),
     Mutant(
         "a loader gets a tensor whose digest is wrong",
