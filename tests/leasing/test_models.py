@@ -105,7 +105,8 @@ def test_what_the_trainer_lacks_is_refused_with_names(publish):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_layout_says_which_part_an_engines_rank_has(publish, transport, dim):
+@pytest.mark.parametrize("option", ["rank", "layout_rank"])
+def test_a_layout_says_which_part_an_engines_rank_has(publish, transport, dim, option):
     whole = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
     source = publish({"w": whole, "b": np.arange(8, dtype=np.float32)}, transport)
     cut = '{"mesh": {"tp": 2}, "rules": [{"names": ["w"], "cut": {"%d": "tp"}}, {"names": ["b"]}]}'
@@ -115,7 +116,7 @@ def test_a_layout_says_which_part_an_engines_rank_has(publish, transport, dim):
         sink = {"w": np.zeros_like(part, order="C"), "b": np.zeros(8, np.float32)}
         with Replica(
             sink, source.address, token=TOKEN, transport=transport, layout=layout,
-            layout_rank=rank, name=f"rank {rank}",
+            name=f"rank {rank}", **{option: rank},
         ) as replica:  # fmt: skip
             assert replica.update(timeout_seconds=LIMIT).version == 1
         assert np.array_equal(sink["w"], part)
@@ -263,3 +264,8 @@ def test_a_model_that_cannot_be_written_is_refused_before_there_is_a_trainer():
 def test_a_model_without_tensors_cannot_be_published():
     with pytest.raises(SpecError, match="holds no tensors"):
         Publisher({}, ADDRESS, token=TOKEN)
+
+
+def test_a_rank_alone_says_nothing(tmp_path):
+    with pytest.raises(SpecError, match="world_size"):
+        Replica({"a": np.zeros(3)}, f"unix:{tmp_path}/policy", name="engine", rank=1)

@@ -5,14 +5,32 @@ from __future__ import annotations
 import threading
 from time import monotonic, sleep
 
-from flyweight.errors import PeerLost, PeerRefused
+from flyweight.errors import PeerLost, PeerRefused, SpecError
 from flyweight.leasing.messages import Look, Post, Posted
 from flyweight.leasing.reader import Identity, open_channel, with_token
 from flyweight.leasing.shelf import Shelf
+from flyweight.ranks.process_group import rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.transports.address import Address
 from flyweight.transports.channel import Channel
 
 _RETRY_SECONDS = 0.05
+
+
+def ranks_given(
+    process_group: object, rank: int | None, world_size: int | None
+) -> Rendezvous | None:
+    """Return which of how many ranks the user says this is; None if nothing is said.
+
+    Ranks without a process group have no store yet: they find each other at the front.
+    """
+    if rank is None and world_size is None:
+        return None if process_group is None else rendezvous_of(process_group)
+    if process_group is not None:
+        raise SpecError("give a process_group, or rank and world_size, not both")
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+        raise SpecError(f"rank is {rank!r} of world_size {world_size!r}")
+    return Rendezvous(rank, world_size)
 
 
 class OwnStore:

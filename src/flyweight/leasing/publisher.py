@@ -30,7 +30,7 @@ from flyweight.errors import (
 )
 from flyweight.formats.stored import Stored
 from flyweight.leasing.catalog import Catalog, Devices, RankTable
-from flyweight.leasing.front_store import FrontStore, OwnStore
+from flyweight.leasing.front_store import FrontStore, OwnStore, ranks_given
 from flyweight.leasing.holder import Holder, Holding
 from flyweight.leasing.offer import RECLAIM_SECONDS, About, CopyMemory, Offer, OfferMemory
 from flyweight.leasing.plan import Plans
@@ -232,16 +232,10 @@ class Publisher:
                 f"{listed(emptied)}; make the publisher and publish inside of "
                 f"deepspeed.zero.GatheredParameters(model.parameters()), which every rank enters"
             )
-        if rank is not None or world_size is not None:
-            if process_group is not None:
-                raise SpecError("give a process_group, or rank and world_size, not both")
-            if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
-                raise SpecError(f"rank is {rank!r} of world_size {world_size!r}")
-            found = Rendezvous(rank, world_size)
-        elif process_group is not None or (model.has_layout and default_group() is not None):
-            found = rendezvous_of(process_group)
-        else:
-            found = Rendezvous()
+        found = ranks_given(process_group, rank, world_size)
+        if found is None:
+            has_group = model.has_layout and default_group() is not None
+            found = rendezvous_of(None) if has_group else Rendezvous()
         parts = partial_names(model)
         if parts and found.num_ranks == 1:
             raise PlanError(

@@ -16,8 +16,7 @@ from time import monotonic
 
 import msgspec
 
-from flyweight.adapters.loader import Framework, Loader
-from flyweight.adapters.tree import is_model
+from flyweight.adapters.loader import Framework
 from flyweight.checks import check_seconds, check_text, check_version
 from flyweight.errors import (
     FlyweightError,
@@ -31,7 +30,7 @@ from flyweight.errors import (
 )
 from flyweight.events import announce
 from flyweight.leasing.fallback import load_stored, sorted_out, stored_version
-from flyweight.leasing.front_store import FrontStore
+from flyweight.leasing.front_store import FrontStore, ranks_given
 from flyweight.leasing.held_version import HeldVersion, ReplicaState
 from flyweight.leasing.holder import Holder
 from flyweight.leasing.incoming import Incoming
@@ -42,11 +41,10 @@ from flyweight.leasing.reader import Identity, seconds_for_holder
 from flyweight.leasing.report import TIMEOUT_SECONDS, UpdateReport
 from flyweight.leasing.session import Receiver, Session, TransportChoice, Ways, serving_place
 from flyweight.leasing.shelf import Shelf
-from flyweight.leasing.target import LoaderTarget, ModelTarget
+from flyweight.leasing.target import ModelTarget, target_of
 from flyweight.leasing.tracker import Result
 from flyweight.ports import UpdateOptions
 from flyweight.ranks.agreement import Ranks
-from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.transports.address import parse_address
@@ -112,14 +110,17 @@ class Replica:
         """
         check_text("token", token, is_secret=True)
         self._address, self._process = parse_address(address), os.getpid()
-        self._rendezvous = _rendezvous(process_group, rank, world_size)
+        if rank is not None and world_size is None and layout is None:
+            raise SpecError(f"rank is {rank!r} of how many? give world_size=, or a layout=")
+        own = rank if world_size is not None else None  # else it is only of the layout
+        self._rendezvous = ranks_given(process_group, own, world_size) or Rendezvous()
         self.rank, self.world_size = self._rendezvous.rank, self._rendezvous.num_ranks
         if name is None and self.world_size > 1:
             raise SpecError("the ranks of an engine need one name: name=")
         self.name = f"{os.uname().nodename}:{os.getpid()}" if name is None else name
         check_text("name", self.name)
-        cut = self.rank if layout_rank is None else layout_rank
-        self._target = _target(
+        cut = next(each for each in (layout_rank, rank, self.rank) if each is not None)
+        self._target = target_of(
             target, layout, cut, strict=strict, cast=cast, framework=framework, device=device
         )
         self._ways = Ways(transport=transport, staging_bytes=staging_bytes)
@@ -710,34 +711,3 @@ def _check_verified(verified: str, version: int, options: UpdateOptions) -> None
             f"version {version} has no digests, and verify=True was asked for; publish with "
             f"verify=True"
         )
-
-
-def _rendezvous(process_group: object, rank: int | None, world_size: int | None) -> Rendezvous:
-    if rank is None and world_size is None:
-        return Rendezvous() if process_group is None else rendezvous_of(process_group)
-    if process_group is not None:
-        raise SpecError("give a process_group, or rank and world_size, not both")
-    if rank is not None and world_size is None:
-        return Rendezvous()  # only of a layout
-    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
-        raise SpecError(f"rank is {rank!r} of world_size {world_size!r}")
-    return Rendezvous(rank, world_size)
-
-
-def _target(
-    thing: object,
-    layout: ModelLayout | None,
-    rank: int,
-    *,
-    strict: bool,
-    cast: bool,
-    framework: Framework,
-    device: str,
-) -> ModelTarget | LoaderTarget:
-    if callable(thing) and not is_model(thing):
-        thing = Loader(thing, framework, device)
-    if isinstance(thing, Loader):
-        if layout is not None:
-            raise SpecError("a loader takes whole tensors; a layout is for models")
-        return LoaderTarget(thing, cast=cast)
-    return ModelTarget(thing, layout=layout, rank=rank, strict=strict, cast=cast)

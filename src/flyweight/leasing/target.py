@@ -12,8 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from flyweight.adapters.identity import Identity
-from flyweight.adapters.loader import Loader
+from flyweight.adapters.loader import Framework, Loader
 from flyweight.adapters.model import Model, adapt
+from flyweight.adapters.tree import is_model
 from flyweight.casts import CASTABLE
 from flyweight.cuda import driver
 from flyweight.errors import DTypeMismatch, PlanError, SpecError, VersionError, listed
@@ -173,6 +174,26 @@ class LoaderTarget:
     def is_current(self) -> bool:
         """A loader finds the weights itself."""
         return bool(self.specs)
+
+
+def target_of(
+    thing: object,
+    layout: ModelLayout | None,
+    rank: int,
+    *,
+    strict: bool,
+    cast: bool,
+    framework: Framework,
+    device: str,
+) -> ModelTarget | LoaderTarget:
+    """Return the target that a user means: a model, or a function that loads tensors."""
+    if callable(thing) and not is_model(thing):
+        thing = Loader(thing, framework, device)
+    if isinstance(thing, Loader):
+        if layout is not None:
+            raise SpecError("a loader takes whole tensors; a layout is for models")
+        return LoaderTarget(thing, cast=cast)
+    return ModelTarget(thing, layout=layout, rank=rank, strict=strict, cast=cast)
 
 
 def matched(
