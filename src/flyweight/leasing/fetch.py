@@ -79,6 +79,11 @@ class Fetch:
                 return
             except FlyweightError as error:
                 reasons.append(f"{endpoint}: {error}")
+                if self._staging.is_unproven(rank):
+                    raise PeerLost(
+                        f"{'; '.join(reasons)}; nothing is verified, so what came from there "
+                        f"proves nothing: update again, or publish with verify=True"
+                    ) from error
             if monotonic() > self._deadline:
                 raise TransferTimeout(f"fetching took too long; {'; '.join(reasons)}")
         raise PeerLost(

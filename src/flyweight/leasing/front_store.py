@@ -52,6 +52,8 @@ class FrontStore:
     def __init__(self, address: Address, me: Identity) -> None:
         self._address, self._me = address, me
         self._channel: Channel | None = None
+        self._posted: dict[str, str] = {}
+        """A front that is started again has lost what was left at the one before."""
         self._lock = threading.Lock()
 
     def token(self, deadline: float) -> str:
@@ -62,6 +64,7 @@ class FrontStore:
 
     def set(self, key: str, text: str, deadline: float) -> None:
         with self._lock:
+            self._posted[key] = text
             self._connected(deadline).send(Post(key, text), deadline)
 
     def get(self, key: str, deadline: float) -> str | None:
@@ -74,6 +77,8 @@ class FrontStore:
                 me = with_token(self._me, self._address)
                 self._channel = open_channel(self._address.endpoint, me, deadline)
                 self._me = me
+                for key, text in self._posted.items():
+                    self._channel.send(Post(key, text), deadline)
             except (PeerLost, PeerRefused):  # a token that was read may be of an earlier one
                 if monotonic() + _RETRY_SECONDS > deadline:
                     raise

@@ -142,16 +142,22 @@ class Holder:
         def serve() -> None:
             try:
                 Conversation(self, channel).run()
+            except OSError as error:  # no file is free
+                channel.end(str(error))
             finally:
                 channel.close()
-                self._threads.discard(threading.current_thread())
 
+        self._threads = {each for each in self._threads if each.is_alive()}
         if len(self._threads) >= MAX_CONNECTIONS:
             channel.end(f"{MAX_CONNECTIONS} readers are connected")
             return
         thread = threading.Thread(target=serve, name="flyweight-reader", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives no more threads
+            channel.end(str(error))
+        else:
+            self._threads.add(thread)
 
     def close(self, why: str) -> None:
         """End all conversations. Does nothing in a forked child, which holds nothing open."""
@@ -262,7 +268,7 @@ class Conversation:
             case Fill():
                 return self._fill(message)
             case Release():
-                return self._release(message)
+                return self._release(message, is_proof=frame.number > 0)
             case Look():
                 return Posted(self._shelf.look(message.key, min(message.seconds, _MOST_SECONDS)))
             case Watch():
@@ -357,7 +363,13 @@ class Conversation:
         deadline = monotonic() + min(lease.seconds, _MOST_SECONDS)
         offer = self._shelf.lease(lease.id, self._reader, deadline)
         self._lease = offer, rank
-        found = [offer.digests(plan, rank, deadline) for plan in plans]
+        try:
+            found = [offer.digests(plan, rank, deadline) for plan in plans]
+            self._shelf.check_lease(lease.id, self._reader)  # else they are of what came later
+        except BaseException:
+            self._lease = None
+            self._shelf.drop_lease(self._reader)
+            raise
         layout, mapped, files = "", None, tuple[int, ...]()
         places = offer.mappable(rank) if lease.can_map and self._channel.wire.is_local else None
         if places is not None:
@@ -380,6 +392,7 @@ class Conversation:
     def _leased(self) -> tuple[Served, int]:
         if self._lease is None:
             raise HandleGone(f"{self._channel.peer} has no lease here")
+        self._shelf.check_lease(self._lease[0].id, self._reader)
         return self._lease
 
     def _give_bytes(self, read: Read, number: int) -> None:
@@ -423,11 +436,12 @@ class Conversation:
         copies.start(should_digest=False)(monotonic() + fill.seconds)
         return Filled()
 
-    def _release(self, release: Release) -> Released:
+    def _release(self, release: Release, *, is_proof: bool) -> Released:
         offer, _ = self._leased()
         self._lease = None
         try:
-            offer.confirm(min(release.seconds, _MOST_SECONDS))
+            if is_proof:
+                offer.confirm(min(release.seconds, _MOST_SECONDS))
         finally:
             self._shelf.release(offer.id, self._reader)
         return Released(offer.id)

@@ -121,12 +121,17 @@ class Incoming:
                     self.id, [plan.kind], rank, deadline, can_map=session.can_map(rank)
                 ),
             )
-        filled = {}
-        for rank, (source, request) in asked.items():
+        filled: dict[int, Leased] = {}
+        for rank in ranks:
+            source, request = asked.pop(rank)
             try:
                 found = source.lease(request, deadline, session.blocks_of(rank))
             except VersionError:
                 continue
+            except BaseException:
+                for other, _ in asked.values():  # a lease may be on its way
+                    other.close()
+                raise
             if found.blocks is None:
                 filled[rank] = found.leased
                 continue
@@ -269,7 +274,7 @@ class Incoming:
         """Raise unless leases without digests ran until now: that is the proof."""
         for each in self.arrived.values():
             if not each.digests and each.source is not None:
-                each.source.release(min(deadline, monotonic() + _RELEASE_SECONDS), is_proof=True)
+                each.source.release(deadline, is_proof=True)
 
     def _check(self, rank: int, found: Words, digests: bytes, where: str) -> None:
         session = self.session

@@ -227,10 +227,13 @@ class Plans:
         with planning:  # readers of other kinds do not wait for this one
             with self._lock:
                 found = self._plans.get(key)
-            if found is None:
-                found = make_plan(self.catalog, wanted)
+            try:
+                if found is None:
+                    found = make_plan(self.catalog, wanted)
+            finally:
+                with self._lock:
+                    self._planning.pop(key, None)
             with self._lock:
-                self._planning.pop(key, None)
                 return self._plans.setdefault(key, found)
 
 

@@ -11,5 +11,9 @@ class PublishId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     session: str
     version: int
 
+    def follows(self, other: PublishId) -> bool:
+        """True if it is a later version of the same session."""
+        return self.session == other.session and self.version > other.version
+
     def __str__(self) -> str:
         return f"version {self.version} of session {self.session[:6]}"

@@ -456,7 +456,8 @@ class Publisher:
             raise VersionError(f"the ranks publish versions {[each['version'] for each in said]}")
         if version < (least := max(int(each["next"]) for each in said)):
             raise VersionError(f"version {version} was offered by a rank before; take {least}")
-        deadline = monotonic() + min(float(each["seconds"]) for each in said)
+        seconds = min(float(each["seconds"]) for each in said)
+        deadline = monotonic() + seconds
         id = PublishId(self._holding.session, version)
         self._last_version = version  # used up: no other content ever gets this number
         results: list[Result] = []
@@ -471,6 +472,8 @@ class Publisher:
                     pending.extend(missing)
 
         with self.shelf.publishing(), self._offered(id, deadline) as digest_seconds:
+            if self._keep is not None:  # to withdraw the last one had a time of its own
+                deadline = monotonic() + seconds
             if self._keep == "memory":
                 publication.copied()
 
@@ -486,6 +489,17 @@ class Publisher:
         return msgspec.convert(said[0]["report"], PublishReport)
 
     @property
+    def _promised_seconds(self) -> float:
+        """How long a lease of what is kept lasts at least, so how long withdrawing may take."""
+        return min(RECLAIM_SECONDS, self._timeout_seconds)
+
+    def _withdraw_kept(self) -> None:
+        """Let nobody read memory that is to change."""
+        if self._kept is not None:
+            self.shelf.reclaim(self._kept, monotonic() + self._promised_seconds)
+            self._kept = None
+
+    @property
     def _next_version(self) -> int:
         return 0 if self._last_version is None else self._last_version + 1
 
@@ -497,11 +511,8 @@ class Publisher:
             )
 
     def _prepare(self, version: int, deadline: float) -> None:
-        """Check the version and the model, and let nobody read memory that is to change."""
+        """Check the version and the model; nothing that is offered has changed yet."""
         self._check_next(version)
-        if self._kept is not None:
-            self.shelf.reclaim(self._kept, min(deadline, monotonic() + RECLAIM_SECONDS))
-            self._kept = None
         if self._model.refresh():
             self._memory = None
         self._values.update(self._model.model.manifest.values)
@@ -515,30 +526,31 @@ class Publisher:
         On every way out, what does not stay is withdrawn on this rank, and all its leases have
         ended: the caller may change the model.
         """
-        spent = [0.0]
+        spent, end = [0.0], deadline + self._promised_seconds
 
         def offer() -> None:
+            self._withdraw_kept()
             memory = self._memory = self._memory or self._new_memory()
             if isinstance(memory, CopyMemory):
-                memory.refresh(deadline, self._row_names, should_verify=self._verify)
+                memory.refresh(end, self._row_names, should_verify=self._verify)
             until = deadline if self._keep is None else None
             made = Offer(
                 id,
                 memory,
                 until=until,
                 should_verify=self._verify,
-                least_seconds=min(RECLAIM_SECONDS, self._timeout_seconds),
+                least_seconds=self._promised_seconds,
             )
             digesting = monotonic()
             for plan in self._holding.plans:
                 if self.rank in plan.streams:
-                    made.digests(plan, self.rank, deadline)
+                    made.digests(plan, self.rank, end)
             spent[0] = monotonic() - digesting
             self.shelf.offer(made)
 
         is_published = False
         try:
-            self._ranks.step("offer", offer, deadline)
+            self._ranks.step("offer", offer, end)
             yield spent[0]
             is_published = True
         finally:
@@ -562,8 +574,10 @@ class Publisher:
     def withdraw(self, *, timeout_seconds: float | None = None) -> None:
         """Offer nothing from now on; the model may change when this returns.
 
-        Waits for replicas that read, which have at most ten seconds. Does nothing if nothing is
-        offered.
+        Waits for replicas that read, which have ten seconds, or the publisher's timeout if that is
+        less. Does nothing if nothing is offered.
+
+        timeout_seconds: how long to wait for a publish that runs.
         """
         timeout = self._timeout_seconds
         if timeout_seconds is not None:
@@ -571,9 +585,7 @@ class Publisher:
         self._acquire(monotonic() + timeout)
         try:
             self._thread = threading.get_ident()
-            if self._kept is not None:
-                self.shelf.reclaim(self._kept, monotonic() + min(timeout, RECLAIM_SECONDS))
-                self._kept = None
+            self._withdraw_kept()
         finally:
             self._publishing.release()
             self._end_call()

@@ -179,6 +179,7 @@ class Relay:
             return
         self._withdraw()
         id, started, incoming = available.id, monotonic(), Incoming(session, available.id)
+        deadline = started + TIMEOUT_SECONDS
         try:
             if not incoming.open(available.holders, deadline):
                 return

@@ -41,7 +41,7 @@ from flyweight.leasing.reader import Identity, seconds_for_holder
 from flyweight.leasing.report import TIMEOUT_SECONDS, UpdateReport
 from flyweight.leasing.session import Receiver, Session, TransportChoice, Ways, serving_place
 from flyweight.leasing.shelf import Shelf
-from flyweight.leasing.target import ModelTarget, target_of
+from flyweight.leasing.target import LoaderTarget, ModelTarget, target_of
 from flyweight.leasing.tracker import Result
 from flyweight.ports import UpdateOptions
 from flyweight.ranks.agreement import Ranks
@@ -127,7 +127,7 @@ class Replica:
         self._me = Identity(
             self.name, self.rank, self.world_size, token or "", tls, is_remote=transport == "read"
         )
-        self._held = HeldVersion(self._target.is_current)
+        self._held = HeldVersion(self._is_current)
         self._shelf = Shelf()
         self._serve = serve
         self._others, self._paths = sorted_out(fallback)
@@ -151,7 +151,7 @@ class Replica:
         if isinstance(self._target, ModelTarget):
             self._target.check()
         try:
-            with suppress(PeerLost, TransferTimeout):  # the publisher may start later
+            with suppress(PeerLost, HandleGone, TransferTimeout):  # the publisher may start later
                 if self.world_size == 1:
                     self._connect(monotonic() + _FIRST_SECONDS)
         except BaseException:
@@ -244,8 +244,9 @@ class Replica:
         All ranks of an engine call this together.
 
         version: the version to take; by default the next one that the model does not hold.
-        timeout_seconds: the time until everything is here and `before` has returned. The copy has
-            a time of its own: to give up then costs the old version.
+        timeout_seconds: the time to wait for the version, and as long again until everything is
+            here and `before` has returned. The copy has a time of its own: to give up then costs
+            the old version.
         before: called with the version when everything is here, before the first write. From then
             on the engine must not use the weights. If it raises, the old version stays.
         is_over: ends the wait for a version if it returns True when `wake` is called.
@@ -309,6 +310,10 @@ class Replica:
         """Hold no version: the weights' memory was freed, or others wrote version `loaded`."""
         self._held.forget(reason, loaded)
 
+    def _is_current(self) -> bool:
+        """True while the tensors are those that the last session was made for."""
+        return self._target.is_current()
+
     def _check_open(self) -> None:
         if self._process != os.getpid():
             raise TransportError(
@@ -334,7 +339,7 @@ class Replica:
                 _check_verified(self.report.verified, self.report.version, options)
                 return self.report
             incoming, started = Incoming(session, found[0]), monotonic()
-            self._incoming = incoming
+            self._incoming, deadline = incoming, started + options.timeout_seconds
             try:
                 here = self._fetch(incoming, found[1], options, deadline)
                 if here is not None:
@@ -422,9 +427,10 @@ class Replica:
             if self._is_first or not self._others:
                 return
             # Look whether the publisher is there again, and else go on with the fallback.
-            deadline = min(deadline, monotonic() + _LOOK_SECONDS)
             with suppress(PeerLost, TransferTimeout):
-                self._swap(Session.open(addresses[:1], self._receiver(), deadline), is_first=True)
+                receiver = self._receiver()
+                new = Session.open(addresses[:1], receiver, deadline, connect_seconds=_LOOK_SECONDS)
+                self._swap(new, is_first=True)
             return
         new = Session.open(addresses, self._receiver(), deadline)
         self._swap(new, is_first=new.front.endpoint == self._address.endpoint)
@@ -442,7 +448,8 @@ class Replica:
     def _swap(self, new: Session, *, is_first: bool) -> None:
         if self._session is not None:
             self._session.close()
-        self._session, self._is_first = new, is_first
+        assert isinstance(new.target, (ModelTarget, LoaderTarget))
+        self._session, self._target, self._is_first = new, new.target, is_first
         if self._holder is not None:
             self._holder.start(new.holding)
 
@@ -563,9 +570,16 @@ class Replica:
                 if not target.devices:
                     target.check_current()
                 target.synchronize(max(deadline - monotonic(), 0.001))
+            check()
+
+        def check() -> None:
+            if not self._is_open:
+                raise TransportError(f"replica {self.name!r} is closed")
             incoming.check_time(deadline)
 
         ranks.step("pause", pause, deadline)
+        if self.world_size > 1:  # ranks that paused at once have waited for the last one
+            ranks.step("begin", check, deadline)
         self._held.begin_write()
         end = monotonic() + COPY_SECONDS
 
@@ -678,8 +692,11 @@ class Replica:
         if not self._is_open or os.getpid() != self._process:
             return
         self._is_open = False
-        if self._session is not None and self._updating.locked():
-            self._session.front.channel.shut()
+        if self._updating.locked():
+            if self._session is not None:
+                self._session.front.channel.shut()
+            if self._ranks is not None:
+                self._ranks.close()
         if self._thread != threading.get_ident():
             self._free()
 

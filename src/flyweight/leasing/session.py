@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import monotonic
@@ -89,7 +90,9 @@ class Session:
         """
         self.front, self._ranks = front, dict[int, Reader]()
         """The front, and the connections to ranks on this host."""
-        self.me, self.target, self.ways = receiver.me, receiver.target, receiver.ways
+        self.me, self.ways = receiver.me, receiver.ways
+        self.target = copy(receiver.target)
+        """Of this session alone: it knows the boxes that were chosen from this catalog."""
         self._shelf, self.id = receiver.shelf, front.welcome.session
         self._memory: dict[tuple[int, ...], StagingMemory] = {}
         """What the shelf does not have, by the ranks that it is for."""
@@ -123,11 +126,18 @@ class Session:
         self.front.want(self.plan, deadline)
 
     @classmethod
-    def open(cls, addresses: Sequence[Address], receiver: Receiver, deadline: float) -> Session:
+    def open(
+        cls,
+        addresses: Sequence[Address],
+        receiver: Receiver,
+        deadline: float,
+        *,
+        connect_seconds: float = _CONNECT_SECONDS,
+    ) -> Session:
         """Return a session of the first holder that answers."""
         me, reasons = receiver.me, []
         for address in addresses:
-            soon = min(deadline, monotonic() + _CONNECT_SECONDS)
+            soon = min(deadline, monotonic() + connect_seconds)
             try:
                 known = replace(receiver, me=with_token(me, address))
                 front = Reader.connect(address.endpoint, known.me, soon)

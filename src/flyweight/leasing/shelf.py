@@ -156,6 +156,8 @@ class Shelf:
                 self._changed.wait_for(
                     lambda: not readers & set(self._channels), _NOTICE_SECONDS if readers else 0
                 )
+                for reader in readers & set(self._channels):  # it still sends what will change
+                    self._channels[reader].shut()
             return self._offers.pop(id, None)
 
     def _end(self, reader: int, text: str) -> None:
@@ -194,8 +196,8 @@ class Shelf:
         """Return the number of a new connection, and the bell that rings when it has to look."""
         with self._changed:
             reader = next(self._numbers)
-            self._channels[reader] = channel
             self._bells[reader] = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._channels[reader] = channel
             return reader, self._bells[reader]
 
     def ending(self, reader: int) -> str | None:
@@ -297,6 +299,18 @@ class Shelf:
             )
             self._leases.take(id, reader)
             return self._offers[id]
+
+    def check_lease(self, id: PublishId, reader: int) -> None:
+        """Raise HandleGone unless a reader's lease still runs."""
+        with self._changed:
+            if reader not in self._leases.readers(id):
+                raise HandleGone(f"the lease of {id} has ended; the memory may have changed")
+
+    def drop_lease(self, reader: int) -> None:
+        """End the lease of a reader that will not use it."""
+        with self._changed:
+            self._leases.lose(reader)
+            self._changed.notify_all()
 
     def release(self, id: PublishId, reader: int) -> None:
         """End a lease; raise HandleGone unless it ran until now."""

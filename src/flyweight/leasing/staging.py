@@ -138,6 +138,10 @@ class Staging:
                     self._arrived_bytes -= each.nbytes
         return found
 
+    def is_unproven(self, rank: int) -> bool:
+        """True if some of a stream has arrived, and there are no digests to compare it with."""
+        return not self._digests.get(rank, (b"", 0))[0] and bool(self._arrived[rank].any())
+
     def set_digests(self, rank: int, digests: bytes, overflows: int) -> None:
         """Keep what the first holder says; all have it from the trainer."""
         with self._changed:

@@ -199,6 +199,8 @@ class Tracker:
         newest, self._readers[reader].kind = self._newest, kind
         if newest is None or (wanted is None and newest == have):
             return None
+        if wanted is None and have is not None and have.follows(newest):  # this front lags behind
+            return None
         if wanted not in (None, newest):
             assert wanted is not None
             is_ahead = wanted.session == newest.session and wanted.version > newest.version

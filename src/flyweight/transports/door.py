@@ -16,7 +16,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from time import monotonic
 
-from flyweight.errors import FlyweightError, PeerRefused, TransferTimeout, TransportError
+from flyweight.errors import (
+    FlyweightError,
+    PeerLost,
+    PeerRefused,
+    TransferTimeout,
+    TransportError,
+)
 from flyweight.forks import call_in_child
 from flyweight.transports.address import keep_alive, peer_user
 from flyweight.transports.channel import (
@@ -126,7 +132,7 @@ class Door:
                 return
             if len(self._strangers) >= PLACES:
                 oldest = next(iter(self._strangers.values()))
-                self._send_away(oldest, TransportError("too many come at once; come again"))
+                self._send_away(oldest, PeerLost("too many come at once; come again"))
             try:
                 stranger = self._stranger(connection, peer)
             except (OSError, FlyweightError):  # another user's, or it has left again
