@@ -51,6 +51,21 @@ def outcomes(tracker, id):
     return {each.name: each.error for each in tracker.results(id)}
 
 
+# What readers are told of.
+
+
+def test_a_front_that_lags_behind_sends_no_engine_back_but_a_restarted_trainer_does():
+    tracker = Tracker()
+    join(tracker, 0)
+    tracker.announce(id_(1))
+    ask = lambda have: tracker.answer(0, "k", None, have, is_offered=True)  # noqa: E731
+    assert ask(id_(2)) is None
+    assert ask(id_(1)) is None
+    assert ask(id_(0)) == Told(())
+    assert ask(id_(2, "another")) == Told(())
+    assert tracker.answer(0, "k", id_(1), id_(2), is_offered=True) == Told(())
+
+
 # Where readers fetch.
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from time import monotonic, sleep
 
-from flyweight.errors import PeerLost, PeerRefused, SpecError
+from flyweight.errors import PeerLost, PeerRefused, SpecError, TransportError
 from flyweight.leasing.messages import Look, Post, Posted
 from flyweight.leasing.reader import Identity, open_channel, with_token
 from flyweight.leasing.shelf import Shelf
@@ -52,6 +52,7 @@ class FrontStore:
     def __init__(self, address: Address, me: Identity) -> None:
         self._address, self._me = address, me
         self._channel: Channel | None = None
+        self._is_open = True
         self._posted: dict[str, str] = {}
         """A front that is started again has lost what was left at the one before."""
         self._lock = threading.Lock()
@@ -72,8 +73,10 @@ class FrontStore:
             return self._connected(deadline).call(Look(key, 0.0), Posted, deadline).text
 
     def _connected(self, deadline: float) -> Channel:
-        while self._channel is None or self._channel.is_broken:
+        while self._is_open and (self._channel is None or self._channel.is_broken):
             try:
+                if self._channel is not None:
+                    self._channel.close()
                 me = with_token(self._me, self._address)
                 self._channel = open_channel(self._address.endpoint, me, deadline)
                 self._me = me
@@ -83,7 +86,13 @@ class FrontStore:
                 if monotonic() + _RETRY_SECONDS > deadline:
                     raise
                 sleep(_RETRY_SECONDS)
+        if not self._is_open or self._channel is None:
+            raise TransportError("this rank has left")
         return self._channel
+
+    def leave(self) -> None:
+        """End the meeting of ranks that is under way; safe in a signal handler."""
+        self._is_open = False
 
     def close(self) -> None:
         with self._lock:

@@ -427,6 +427,7 @@ class Replica:
             if self._is_first or not self._others:
                 return
             # Look whether the publisher is there again, and else go on with the fallback.
+            deadline = monotonic() + (deadline - monotonic()) / 2
             with suppress(PeerLost, TransferTimeout):
                 receiver = self._receiver()
                 new = Session.open(addresses[:1], receiver, deadline, connect_seconds=_LOOK_SECONDS)
@@ -697,6 +698,8 @@ class Replica:
                 self._session.front.channel.shut()
             if self._ranks is not None:
                 self._ranks.close()
+            if self._store is not None:
+                self._store.leave()
         if self._thread != threading.get_ident():
             self._free()
 
