@@ -39,6 +39,8 @@ _MAX_WORDS_BYTES = 700
 _TRIES = 1000
 _LOOK_SECONDS = 0.1
 """How often a reader checks whether the processes it waits for still run."""
+_END_SECONDS = 1.0
+"""A thread that was about to sleep when `end_waits` woke the others looks again after this long."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -315,7 +317,7 @@ class Cell:
             left = deadline - monotonic()
             if left <= 0 or self._is_over:
                 return None
-            futex.sleep_while(self._request.address, count, left)
+            futex.sleep_while(self._request.address, count, min(left, _END_SECONDS))
 
     def wait(
         self,
