@@ -56,7 +56,7 @@ def weights(model: str, device: str, *, is_shared: bool) -> dict[str, torch.Tens
 
 def _way(way: str) -> Any:
     if way == "leases":
-        from flyweight import leasing
+        from flyweight import live
 
         return leasing
     import flyweight

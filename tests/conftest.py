@@ -27,7 +27,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("flyweight")
 
 RNG_SEED = 7
-pytest_plugins = ["faulty_engines", "leasing_fixtures", "live_fixtures"]
+pytest_plugins = ["faulty_engines", "live_fixtures"]
 
 # Hundreds of processes import flyweight: each would compile it anew.
 sys.dont_write_bytecode = False

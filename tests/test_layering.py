@@ -8,7 +8,7 @@ import pytest
 
 LEVELS = (
     "errors|checks events forks host proofs|spec|memory plans|digest memory_table ports worker_threads|casts|cuda|copies"
-    "|stores formats adapters transports|ranks|verbs|live leasing|lifecycle|engines|server|cli"
+    "|stores formats adapters transports|ranks|verbs|live|lifecycle|engines|server|cli"
 )
 LEVEL = {room: n for n, rooms in enumerate(LEVELS.split("|")) for room in rooms.split()}
 PURE = {"errors", "checks", "events", "forks", "host", "proofs", "spec", "plans"}

@@ -12,13 +12,11 @@ if TYPE_CHECKING:
     from flyweight.errors import FlyweightError as FlyweightError
     from flyweight.lifecycle.engine import ModelEngine as ModelEngine
     from flyweight.lifecycle.worker import Worker as Worker
-    from flyweight.live import CurveClient as CurveClient
-    from flyweight.live import CurveKeys as CurveKeys
-    from flyweight.live import CurveServer as CurveServer
     from flyweight.live import Publisher as Publisher
     from flyweight.live import Replica as Replica
     from flyweight.spec.box import Box as Box
     from flyweight.spec.model_layout import ModelLayout as ModelLayout
+    from flyweight.transports.tls import Tls as Tls
     from flyweight.verbs.compare import diff as diff
     from flyweight.verbs.compare import verify as verify
     from flyweight.verbs.convert import convert as convert
@@ -34,15 +32,13 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Box": ("flyweight.spec.box", "Box"),
-    "CurveClient": ("flyweight.live", "CurveClient"),
-    "CurveKeys": ("flyweight.live", "CurveKeys"),
-    "CurveServer": ("flyweight.live", "CurveServer"),
     "FlyweightError": ("flyweight.errors", "FlyweightError"),
     "ModelEngine": ("flyweight.lifecycle.engine", "ModelEngine"),
     "ModelLayout": ("flyweight.spec.model_layout", "ModelLayout"),
     "Publisher": ("flyweight.live", "Publisher"),
     "Replica": ("flyweight.live", "Replica"),
     "Sharded": ("flyweight.adapters.sharded", "Sharded"),
+    "Tls": ("flyweight.transports.tls", "Tls"),
     "Worker": ("flyweight.lifecycle.worker", "Worker"),
     "convert": ("flyweight.verbs.convert", "convert"),
     "diff": ("flyweight.verbs.compare", "diff"),

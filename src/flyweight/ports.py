@@ -1,9 +1,9 @@
-"""The seams: what a Source, Sink, Transport, Store, Format, Engine and Weights promise.
+"""The seams: what a Source, Sink, Store, Format, Engine and Weights promise.
 
 A source has weights, a sink takes them. Both name tensors by a manifest and bytes by boxes
 of those tensors; neither hands out a tensor. A store keeps the files of one directory, and a
-format gives those files their meaning. A transport shows memory to other processes. An
-engine answers requests, and Weights bring it new versions. Every implementation passes the
+format gives those files their meaning. An engine answers requests, and Weights bring it new
+versions. Every implementation passes the
 suite of its port in `tests/contracts/`.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from flyweight.memory import Buffer, Bytes, Items, Staging
 from flyweight.spec.box import Box
@@ -178,38 +178,6 @@ class Format:
     """True if the format keeps values that are not tensors."""
 
 
-HandleT = TypeVar("HandleT")
-
-
-class Transport(Protocol[HandleT]):
-    """Shows memory of one process to others, by handles that survive JSON."""
-
-    def offer(self, buffer: Buffer) -> HandleT:
-        """Return a handle by which other processes read the buffer's bytes, until `release`.
-
-        Memory that others can map is shown where it lies, and its owner is kept until then;
-        other memory is copied once.
-        """
-
-    def release(self, handle: HandleT) -> None:
-        """End an offer: it cannot be opened any more. Safe to repeat.
-
-        A reader that has it open keeps it: memory of our own stays until the last reader closes.
-        """
-
-    def open(self, handle: HandleT) -> Buffer:
-        """Return the offered bytes, to be read only; raise HandleGone if the offer has ended.
-
-        They stay mapped until `close_handle`, so that opening them again costs nothing.
-        """
-
-    def close_handle(self, handle: HandleT) -> None:
-        """Unmap what was opened. Safe to repeat."""
-
-    def close(self) -> None:
-        """Release every offer and close every open handle. Safe to repeat."""
-
-
 class Engine(Protocol):
     """Answers requests with the weights of one rank, and pauses while they change.
 
@@ -289,22 +257,26 @@ class UpdateReport:
 
     version: int
     parent: int | None
-    """The version that the publisher published before this one."""
+    """The version that was published before this one."""
     nbytes: int
     seconds: float
-    """From the first message of the round to its commit, without the wait for the round."""
-    waited_seconds: float
-    """The time before the round started."""
+    """From the moment at which the version was there to its commit."""
+    wait_seconds: float
+    """The time before that."""
+    fetch_seconds: float
+    """The time to lease the version, and to bring to this host, and verify, what is not here."""
+    drain_seconds: float
+    """The time until `before` had returned on all ranks of the engine."""
     copy_seconds: float
-    """The time spent copying."""
+    """From then to the commit: one copy, with its digests."""
     verify_seconds: float
-    """The time spent on digests, during or after the copy."""
-    strategy: str
-    """How tensors arrived: 'mapped', 'bucketed', 'host', several joined by '+', or 'files'."""
-    origin: str
-    """'published' by a trainer, 'held' by the publisher, or read from a 'snapshot'."""
+    """The part of it for digests that are not computed while bytes are copied."""
+    transport: str
+    """How the bytes came: 'mapped', 'filled', 'read', several joined by '+', or 'files'."""
     verified: str
     """What was checked: 'live' parameters, what a loader 'received', 'checksums', or 'nothing'."""
+    overflows: int = 0
+    """Finite values that became infinite by a cast."""
 
     @property
     def gb_per_second(self) -> float:
@@ -339,7 +311,7 @@ class UpdateOptions:
     """Ends the wait early if it returns True when `Weights.wake` is called."""
     may_keep: bool = False
     """Whether the version that is held is enough, if the source confirms that it is the newest."""
-    must_verify: bool = False
+    verify: bool = False
     """Whether a version without checksums is refused, before the first write."""
     is_requested: bool = True
     """False if the engine only follows its source: then other ranks may be at something else."""

@@ -1,31 +1,38 @@
-"""Live updates: a publisher sends versions of a model to replicas, on its host or on others.
+"""Live updates: trainers hold offers of their model, and engines lease, copy and commit them.
 
-What other rooms use of this one is imported here, and nowhere else.
+publisher.py   the trainer's side            replica.py    the engine's side
+holder.py      serves offers                 reader.py     one connection to a holder
+shelf.py       what a holder serves          session.py    all that a replica has of a trainer
+offer.py       a version in memory           incoming.py   one version on its way into a model
+stored_offer.py  a version in files          loader.py     an engine's own loader
+catalog.py     what a trainer has            target.py     what an engine wants
+plan.py        who copies what from where    rows.py       copies and digests, prepared once
+fetch.py       ranges from several holders   staging.py    a version that arrives over the network
+messages.py    what goes over a connection   report.py     what users get back
+front_store.py where ranks find each other   fallback.py   where versions are while nobody publishes
+relay.py       one staging for a host        watch.py      the state of a publisher, as it changes
+lease_book.py, tracker.py, held_version.py   pure state: no sockets, no threads, no clock
 """
 
-from flyweight.live.curve_keys import CurveClient, CurveKeys, CurveServer
-from flyweight.live.lanes import TRANSPORTS
 from flyweight.live.messages import News
-from flyweight.live.publisher import Publisher
+from flyweight.live.publisher import Keep, Publisher
 from flyweight.live.relay import Relay
 from flyweight.live.replica import Replica
-from flyweight.live.report import check_verified, unverified
-from flyweight.live.tcp_address import TcpAddress, parse_address
+from flyweight.live.report import Publication, PublishReport
+from flyweight.live.session import TRANSPORTS
 from flyweight.live.watch import record, watch
+from flyweight.ports import UpdateReport
 
 __all__ = [
     "TRANSPORTS",
-    "CurveClient",
-    "CurveKeys",
-    "CurveServer",
+    "Keep",
     "News",
+    "Publication",
+    "PublishReport",
     "Publisher",
     "Relay",
     "Replica",
-    "TcpAddress",
-    "check_verified",
-    "parse_address",
+    "UpdateReport",
     "record",
-    "unverified",
     "watch",
 ]

@@ -1,87 +1,105 @@
-"""HeldVersion: the complete version that a replica's model holds, or why it holds none."""
+"""HeldVersion: the version that one rank of an engine holds, or why it holds none. Pure state.
+
+EMPTY, READY or FAILED ──begin_write──► UPDATING ──commit──► READY
+                                           └──────fail─────► FAILED
+
+An update that fails before its first write changes nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from enum import Enum
 
 from flyweight.errors import FlyweightError, VersionError
+from flyweight.live.publish_id import PublishId
 
-State = Literal["empty", "ready", "updating", "failed"]
-REPLACED = "tensors of the model were replaced, or have moved,"
+
+class ReplicaState(str, Enum):
+    EMPTY = "EMPTY"
+    READY = "READY"
+    UPDATING = "UPDATING"
+    FAILED = "FAILED"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_Now = tuple[ReplicaState, PublishId | None, FlyweightError | None]
 
 
 class HeldVersion:
-    """Changes with each update; a version is held only as long as its tensors are the model's."""
+    """Any thread may read it while one changes it: state, id and failure are one value."""
 
     def __init__(self, is_current: Callable[[], bool]) -> None:
         """Hold nothing yet; `is_current` says whether the tensors are those of the last update."""
         self._is_current = is_current
-        self._version: int | None = None
-        self._session = ""
-        self._state: State = "empty"
-        self._failure: FlyweightError | None = None
-        self.num_taken = 0
-        """How many updates have succeeded."""
+        self._last: _Now = ReplicaState.EMPTY, None, None
         self.loaded: int | None = None
         """The version that others have written to the model since, if it is known."""
 
     @property
-    def version(self) -> int | None:
-        return None if self._moved() else self._version
+    def state(self) -> ReplicaState:
+        return self._now()[0]
 
     @property
-    def state(self) -> State:
-        return "empty" if self._moved() else self._state
+    def id(self) -> PublishId | None:
+        """The complete version that the model holds; None while it is being overwritten."""
+        return self._now()[1]
+
+    @property
+    def taken(self) -> PublishId | None:
+        """The same without a look at the tensors, which takes milliseconds for very many."""
+        return self._last[1]
 
     @property
     def failure(self) -> FlyweightError | None:
         """Why there is no version; None if there is one, or never was."""
-        return self._moved() or self._failure
+        return self._now()[2]
 
-    @property
-    def session(self) -> str:
-        """The publisher that the version came from; empty without a version."""
-        return self._session if self._version is not None else ""
+    def _now(self) -> _Now:
+        """Return what is held now: nothing, if its tensors are no longer the model's."""
+        id = self._last[1]
+        if id is None or self._is_current():
+            return self._last
+        text = f"tensors of the model were replaced, or have moved, since {id} was taken"
+        return ReplicaState.EMPTY, None, VersionError(f"{text}; update again")
 
-    @property
-    def is_updating(self) -> bool:
-        """True from the first write of an update to its end."""
-        return self._state == "updating"
+    def begin_write(self) -> None:
+        """Hold no version from now on, until `commit`."""
+        self._last, self.loaded = (ReplicaState.UPDATING, None, None), None
 
-    def _moved(self) -> VersionError | None:
-        """Return an error if the tensors that hold the version are no longer the model's."""
-        version = self._version
-        if version is None or self._is_current():
-            return None
-        return VersionError(f"{REPLACED} since version {version} was taken; update again")
-
-    def take(self, version: int, session: str) -> None:
-        """Hold a version that was committed."""
-        self.num_taken += 1
-        self._version, self._session = version, session
-        self._state, self._failure = "ready", None
-
-    def touch(self) -> None:
-        """Hold nothing while the weights are overwritten."""
-        self._state, self._version, self.loaded = "updating", None, None
+    def commit(self, id: PublishId) -> None:
+        """Hold a version; hold nothing if `forget` was called after the write had begun."""
+        state, _, reason = self._last
+        assert state is ReplicaState.UPDATING, f"{id} is committed, and the replica is {state}"
+        if reason is None:
+            self._last = ReplicaState.READY, id, None
+        else:
+            self._last = ReplicaState.EMPTY, None, reason
 
     def fail(self, error: FlyweightError) -> None:
-        """Hold nothing: an update has ended by an error after the first write."""
-        self._state, self._failure = "failed", error
+        """End an update by an error; hold nothing if it came after the first write."""
+        if self._last[0] is ReplicaState.UPDATING:
+            self._last = ReplicaState.FAILED, None, error
 
     def forget(self, reason: str, loaded: int | None = None) -> None:
-        """Hold nothing, for a reason that is no failed update; `loaded` is what others wrote."""
-        self._version, self._state, self.loaded = None, "empty", loaded
-        self._failure = VersionError(reason)
+        """Hold nothing: the memory was freed, or others wrote to it (version `loaded`).
+
+        While an update writes, it is still that update which ends the state UPDATING.
+        """
+        is_updating = self._last[0] is ReplicaState.UPDATING
+        state = ReplicaState.UPDATING if is_updating else ReplicaState.EMPTY
+        self._last, self.loaded = (state, None, VersionError(reason)), loaded
 
     def forget_if_moved(self) -> None:
-        if (moved := self._moved()) is not None:
-            self.forget(str(moved))
+        """Hold nothing for good if the tensors were replaced; call it before they are adopted."""
+        self._last = self._now()
 
     def check_servable(self, name: str) -> None:
         """Raise VersionError, with the replica's name, unless a complete version is held."""
-        if (state := self.state) != "ready":
-            why = self.failure or "it never took one"
-            text = f"replica {name!r} is {state} and holds no whole version: {why}"
-            raise VersionError(text)
+        state, _, failure = self._now()
+        if state is not ReplicaState.READY:
+            is_updating = state is ReplicaState.UPDATING
+            why = failure or ("it is being overwritten" if is_updating else "it never took one")
+            raise VersionError(f"replica {name!r} is {state} and holds no whole version: {why}")

@@ -1,39 +1,141 @@
-"""Publisher: offers each new version of a model to the replicas that request one.
-
-A trainer's memory is read only until `publish` returns, or until `Lease.wait_copied` does. If
-several ranks hold the model together, rank 0 leads (`leader.py`) and the others follow
-(`follower.py`).
-"""
+"""Publisher: the trainer's side. It offers a version, waits for its readers, and goes on."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic
-from typing import Literal, overload
-from warnings import warn
+from typing import Any, Literal, get_args, overload
 
 import msgspec
+import numpy as np
 
+from flyweight.adapters.identity import Identity as ModelIdentity
+from flyweight.adapters.model import Model, adapt
+from flyweight.adapters.parts import emptied_names, partial_names, undeclared_shards
+from flyweight.adapters.tree import reshard
 from flyweight.checks import check_seconds, check_version
-from flyweight.errors import SpecError, TransferTimeout, TransportError, VersionError
-from flyweight.live.address import Address
-from flyweight.live.curve_keys import CurveServer
-from flyweight.live.follower import Follower
-from flyweight.live.lanes import TransportChoice
-from flyweight.live.leader import Leader
-from flyweight.live.meeting import blocks_alone, blocks_together, holding_of, rendezvous_for
-from flyweight.live.options import SILENCE_SECONDS, NetworkEngine, PublisherOptions
-from flyweight.live.published_model import PublishedModel
-from flyweight.live.rank_messages import Invitation
-from flyweight.live.report import TIMEOUT_SECONDS, Lease, PublishReport
-from flyweight.live.source_blocks import SourceBlocks
-from flyweight.live.tcp_address import TcpAddress, claimed, parse_address
-from flyweight.ranks.rendezvous import Rendezvous, join_group
-from flyweight.verbs.find import PathLike
+from flyweight.cuda import driver
+from flyweight.errors import (
+    PlanError,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+    VersionError,
+    listed,
+)
+from flyweight.formats.stored import Stored
+from flyweight.live.catalog import Catalog, Devices, RankTable
+from flyweight.live.front_store import FrontStore, OwnStore, ranks_given
+from flyweight.live.holder import Holder, Holding
+from flyweight.live.offer import RECLAIM_SECONDS, About, CopyMemory, Offer, OfferMemory
+from flyweight.live.plan import Plans
+from flyweight.live.publish_id import PublishId
+from flyweight.live.reader import Identity
+from flyweight.live.report import TIMEOUT_SECONDS, Publication, PublishReport
+from flyweight.live.shelf import Shelf
+from flyweight.live.stored_offer import StoredModel, StoredOffer
+from flyweight.live.tracker import Result
+from flyweight.memory import collector_paused
+from flyweight.memory_table import NOWHERE, BufferTable, Integers
+from flyweight.plans.copy_table import BoxTable
+from flyweight.plans.tables import Boxes, Tensors, packed
+from flyweight.ranks.agreement import Ranks
+from flyweight.ranks.process_group import default_group, rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous
+from flyweight.transports.address import (
+    Claim,
+    Endpoint,
+    TcpAddress,
+    UnixAddress,
+    check_token,
+    local_host_for,
+    parse_address,
+)
+from flyweight.transports.tls import Tls
 
+Keep = Literal["memory", "in_place"]
 _CLOSE_SECONDS = 5.0
-_FAULT_SECONDS = 2.0
+
+
+class PublishedModel:
+    """The model of one rank: what it holds, where that lies, and whether it is still the same."""
+
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+        with collector_paused():
+            self._describe()
+
+    def _describe(self) -> None:
+        self.identity = ModelIdentity(self.thing)
+        self.model: Model = adapt(self.thing, may_be_empty=True)
+        self.names = list(self.model.manifest.tensors)
+        self.boxes, self.memory = self.model.tables(self.names)
+        if (self.memory.device == NOWHERE).any():
+            raise SpecError("some tensors are on a device whose memory has no address")
+
+    @property
+    def devices(self) -> list[int]:
+        return [each for each in np.unique(self.memory.device).tolist() if each >= 0]
+
+    def table(self, rank: int) -> RankTable:
+        """Return what this rank holds, for the other ranks."""
+        manifest, devices = self.model.manifest, Devices.of(self.memory)
+        specs = {name: manifest.spec(name) for name in self.names}
+        return RankTable(
+            Tensors.of(specs),
+            dict(manifest.tied),
+            Boxes.of(self.boxes),
+            packed([rank] * len(self.boxes)),
+            devices.names,
+            packed(devices.index),
+            dict(manifest.values),
+        )
+
+    def refresh(self) -> bool:
+        """Look at the model again; return True if its tensors lie elsewhere now.
+
+        Raises PlanError if they are others than when the publisher was made, each time again.
+        """
+        reshard(self.thing)  # a forward may have put whole tensors in the place of shards
+        if self.identity.is_same():
+            return False
+        before, last = self.table(0), dict(vars(self))
+        try:
+            with collector_paused():
+                self._describe()
+            self._check_same(before)
+        except BaseException:
+            vars(self).update(last)
+            raise
+        was = last["memory"]
+        is_moved = (was.address != self.memory.address).any()
+        return bool(is_moved or (was.strides != self.memory.strides).any())
+
+    def _check_same(self, before: RankTable) -> None:
+        after = self.table(0)
+        if (before.tensors, before.tied, before.blocks, before.device) != (
+            after.tensors, after.tied, after.blocks, after.device,
+        ):  # fmt: skip
+            names = set(before.tensors.names) ^ set(after.tensors.names)
+            which = f": {listed(names)}" if names else ""
+            raise PlanError(
+                f"the model has other tensors than when its publisher was made{which}; make a new "
+                f"publisher, on every rank if there are several"
+            )
+
+
+def described(source: object, version: int | None) -> PublishedModel | StoredModel:
+    """Return what a publisher knows of its source; `version` is for files only."""
+    if isinstance(source, Stored):
+        return StoredModel(source, version)
+    if version is not None:
+        raise SpecError(f"version={version} is for files; a model's is an argument of publish")
+    return PublishedModel(source)
 
 
 class Publisher:
@@ -44,164 +146,213 @@ class Publisher:
         source: object,
         address: str,
         *,
-        hold: bool = False,
-        store: PathLike | None = None,
-        transport: TransportChoice = "auto",
-        bucket_bytes: int | None = None,
-        depth: int | None = None,
-        should_verify: bool = True,
-        version: int | None = None,
+        keep: Keep | None = None,
+        verify: bool = True,
         token: str | None = None,
+        tls: Tls | None = None,
+        version: int | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
-        silence_seconds: float = SILENCE_SECONDS,
-        curve: CurveServer | None = None,
-        network_engine: NetworkEngine = "auto",
         process_group: object = None,
         rank: int | None = None,
-        num_ranks: int | None = None,
-        strategy: TransportChoice | None = None,
+        world_size: int | None = None,
     ) -> None:
         """Listen at an address. A model's tensors are not read before the first `publish`.
 
         If several ranks hold the model together, each of them makes a publisher at the same
         address, and all of them call `publish`. Nothing is gathered: replicas read from all ranks.
 
-        source: a model, a dict of tensors, or an opened snapshot, which replicas can take at once.
+        source: a model, or a dict of tensors. Or an opened snapshot or checkpoint, which replicas
+            can take at once, without `publish`.
         address: `unix:DIRECTORY`, for replicas on this host; the directory is made if it does not
-            exist. Or `tcp://HOST:PORT`, for replicas on any host, which must have the `token`;
-            those on this host use shared memory all the same. HOST is this host, or that of rank 0;
-            0.0.0.0 means all of its interfaces. Port 0 means any free one, which `address` then
-            names. Weights go over PORT, messages over another port that the system chooses.
-        hold: keep a copy of the last version in shared memory, for replicas that ask between two
-            publishes. All ranks must be on one host.
-        store: a directory of snapshots. Replicas that ask between two publishes get the newest.
-        transport: how tensors get to replicas. 'auto' maps them where that is possible; 'mapped'
-            insists on it; 'bucketed' and 'host' copy them through buckets of device or host memory.
-            Replicas on other hosts read buckets over the network, unless it is 'mapped'.
-        bucket_bytes: the size of a bucket; by default 64 MiB on the host, 512 MiB on a device, and
-            1 to 8 MiB for replicas on other hosts, each of which needs memory for 8 buckets.
-        depth: the number of buckets in flight; by default 4 on the host, 2 on a device, and 8 for
-            other hosts.
-        should_verify: compare digests of every tensor on both sides before a version is committed.
-        version: the version of a snapshot that has no number.
+            exist. Or `tcp://HOST:PORT`, for replicas on any host, which must have the `token`.
+            HOST is this host, or that of rank 0; 0.0.0.0 means all of its interfaces. Port 0 means
+            any free one, which `address` then names.
+        keep: what replicas can take between two publishes. None: nothing. 'memory': a copy in
+            shared memory, and `publish` returns once it is made. 'in_place': the model's own
+            memory, until `withdraw` or the next `publish`; do not write to it before.
+        verify: compute digests, which replicas compare before they commit a version.
         token: the secret that replicas must have; at a `unix:` address by default a random one in a
-            file that only this user can read. At a tcp address it is required and is never sent:
-            take 16 random characters or more. Ranks with different tokens refuse each other.
-        curve: keys that encrypt messages to other hosts; weights are never encrypted.
-        network_engine: what brings weights to replicas on other hosts. 'auto' is 'nixl' where both
-            hosts have RDMA and NIXL, else 'sockets'. A replica whose host lacks one that is named
-            here is refused; 'mooncake' is used only by name.
-        timeout_seconds: the time for ranks to meet, for a round between two publishes, and by
-            default for `publish`.
-        silence_seconds: a replica or a rank that sends nothing for this long is given up.
+            file that only this user can read. It is never sent: take 16 random characters or more.
+        tls: certificates that encrypt everything that goes to other hosts.
+        version: the number of an opened checkpoint that has none, or by which it is to be known.
+        timeout_seconds: the time for ranks to meet, and by default for `publish`.
         process_group: a process group of torch or Paddle whose ranks hold the model together. The
             default group is used if the model has DTensors, dist tensors or `Sharded` tensors.
-        rank, num_ranks: which of how many ranks this is, without a process group; for `unix:`
-            addresses only.
-        strategy: the deprecated name of `transport`.
+        rank, world_size: which of how many ranks this is, without a process group.
         """
-        if strategy is not None:
-            warn("strategy= is now called transport=", DeprecationWarning, stacklevel=2)
-            transport = strategy
-        self._options = PublisherOptions(
-            hold=hold,
-            store=store,
-            transport=transport,
-            bucket_bytes=bucket_bytes,
-            depth=depth,
-            should_verify=should_verify,
-            timeout_seconds=timeout_seconds,
-            silence_seconds=silence_seconds,
-            curve=curve,
-            network_engine=network_engine,
-        )
-        number = None if version is None else check_version(version)
+        if keep not in (None, *get_args(Keep)):
+            raise SpecError(f"keep is {keep!r}, not None, 'memory' or 'in_place'")
+        self._keep, self._verify = keep, verify
+        self._timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
+        deadline = monotonic() + self._timeout_seconds
+        self._place, self._process = parse_address(address), os.getpid()
+        if isinstance(self._place, TcpAddress) and token is None:
+            raise SpecError(f"a publisher at {address} needs a token that replicas have: token=")
+        self._source = described(source, version)
+        if isinstance(self._source, StoredModel) and keep is not None:
+            raise SpecError(f"keep={keep!r} is for models; replicas can take files at any time")
         self._publishing, self._thread = threading.Lock(), 0
         """Held while a publish runs, and the thread of the call that began it."""
-        self._is_open, self._pid = True, os.getpid()
-        place, self._model = parse_address(address), PublishedModel(source)
-        if isinstance(place, TcpAddress) and token is None:
-            raise SpecError(f"a publisher at {place} needs a token that replicas know: token=")
-        if curve is not None and not isinstance(place, TcpAddress):
-            raise SpecError(f"curve= is for tcp addresses; nothing leaves this host from {place}")
-        rendezvous = rendezvous_for(self._model, place, process_group, rank, num_ranks)
-        self._side: Leader | Follower
-        if rendezvous.num_ranks == 1:
-            blocks = blocks_alone(self._model.source)
-            self._side = self._lead(place, token, blocks, number)
-        else:
-            self._side = self._meet(place, token, rendezvous)
-        found = None if isinstance(self._side, Follower) else self._side.listens_at
-        self._address = str(place if found is None else found.reachable)
+        self._is_open = True
+        self.shelf = Shelf()
+        self._claim: Claim | None = None
+        self._front: FrontStore | None = None
+        self._holder: Holder | None = None
+        rendezvous = self._rendezvous(process_group, rank, world_size)
+        self.rank, self.world_size = rendezvous.rank, rendezvous.num_ranks
+        self._memory: OfferMemory | None = None
+        self._kept: PublishId | None = None
+        """What is offered between two publishes."""
+        self._last_version: int | None = None
+        self._parent: int | None = None
+        self._ranks = Ranks()
+        try:
+            self._meet(rendezvous, token, tls, deadline)
+            if isinstance(self._source, StoredModel):
+                self._offer_files(self._source)
+        except BaseException:
+            self._free("the publisher could not be made")
+            raise
 
-    def _lead(
-        self,
-        address: Address | TcpAddress,
-        token: str | None,
-        blocks: SourceBlocks,
-        version: int | None = None,
-    ) -> Leader:
-        claim, listen = claimed(address, token)
-        return Leader(self._model, self._options, claim, blocks, version=version, listen=listen)
+    def _rendezvous(
+        self, process_group: object, rank: int | None, world_size: int | None
+    ) -> Rendezvous:
+        """Return which rank this is; the store of ranks without a process group comes later."""
+        if isinstance(self._source, StoredModel):
+            if process_group is not None or world_size not in (None, 1):
+                raise SpecError(
+                    "an opened checkpoint is whole, so one publisher serves it; make it on one "
+                    "rank, without process_group= and world_size="
+                )
+            return Rendezvous()
+        model, thing = self._model.model, self._model.thing
+        if emptied := emptied_names(model, thing):
+            raise PlanError(
+                f"{len(emptied)} parameters are partitioned by ZeRO-3 and empty on this rank: "
+                f"{listed(emptied)}; make the publisher and publish inside of "
+                f"deepspeed.zero.GatheredParameters(model.parameters()), which every rank enters"
+            )
+        found = ranks_given(process_group, rank, world_size)
+        if found is None:
+            has_group = model.has_layout and default_group() is not None
+            found = rendezvous_of(None) if has_group else Rendezvous()
+        parts = partial_names(model)
+        if parts and found.num_ranks == 1:
+            raise PlanError(
+                f"{len(parts)} tensors are only in part on this rank: {listed(parts)}; make a "
+                f"publisher on every rank that holds a part, with process_group=, or with rank= "
+                f"and world_size="
+            )
+        if found.num_ranks == 1 and not self._model.names:
+            raise SpecError(f"{type(thing).__name__} holds no tensors")
+        if found.num_ranks > 1 and (unknown := undeclared_shards(thing)):
+            raise SpecError(
+                f"{len(unknown)} tensors are marked as the part of one rank and do not say which "
+                f"part: {listed(unknown)}; put flyweight.Sharded(tensor, shape, offset) in their "
+                f"place"
+            )
+        return found
 
     def _meet(
-        self, address: Address | TcpAddress, token: str | None, rendezvous: Rendezvous
-    ) -> Leader | Follower:
-        """Meet the other ranks, which all make a publisher now."""
-        model, options = self._model, self._options
-        deadline = monotonic() + options.timeout_seconds
-        settings = options.common(str(address), token)
-        with join_group(rendezvous, timeout_seconds=options.timeout_seconds) as group:
-            holdings = group.gather_typed("describe", holding_of(model, settings))
-            side: Leader | Follower
-            if rendezvous.rank == 0:
-                blocks = blocks_together(holdings)
-                side = self._lead(address, token, blocks)
-                try:
-                    group.broadcast("invite", msgspec.to_builtins(side.invitation))
-                    side.wait_joined(deadline, group.tick)
-                    group.broadcast("joined", None)
-                except BaseException:
-                    side.close()
-                    # A rank may have left because another one was lost, which the group tells.
-                    group.wait_for_fault(_FAULT_SECONDS)
-                    raise
-                return side
-            invitation = msgspec.convert(group.broadcast("invite", None), Invitation)
-            side = Follower(
-                model,
-                options,
-                invitation,
-                rank=rendezvous.rank,
-                num_ranks=rendezvous.num_ranks,
-                deadline=deadline,
-            )
-            try:
-                group.broadcast("joined", None)
-            except BaseException:
-                side.close()
-                raise
-            return side
+        self, rendezvous: Rendezvous, token: str | None, tls: Tls | None, deadline: float
+    ) -> None:
+        """Listen, and learn what the other ranks hold, which all make a publisher now."""
+        place, rank = self._place, rendezvous.rank
+        if rank == 0:
+            secret = self._open_front(token, tls)
+        else:
+            me = Identity(f"rank {rank} of the trainer", token=token or "", tls=tls)
+            self._front = front = FrontStore(place, me)
+            secret = front.token(deadline)
+        if rendezvous.num_ranks > 1:
+            if rendezvous.store is None:
+                store = OwnStore(self.shelf) if rank == 0 else front
+                rendezvous = replace(rendezvous, store=store, group="publisher")
+            self._ranks = Ranks(replace(rendezvous, token=secret))
+        if rank:
+            self._holder = self._opened(secret, tls, rank)
+        holder = self._holder
+        assert holder is not None
+        options = f"keep={self._keep!r}, verify={self._verify}, address={str(place)!r}"
+        said = self._ranks.step(
+            "meet",
+            lambda: None,
+            deadline,
+            table=lambda: msgspec.to_builtins(self._source.table(rank)),
+            endpoint=lambda: msgspec.to_builtins(holder.endpoint),
+            session=lambda: secrets.token_hex(8),
+            options=lambda: options,
+        )
+        for other, each in enumerate(said):
+            if each["options"] != said[0]["options"]:
+                raise SpecError(
+                    f"publishers of one model need the same options: rank 0 has "
+                    f"{said[0]['options']}, rank {other} {each['options']}"
+                )
+        tables = [msgspec.convert(each["table"], RankTable) for each in said]
+        catalog, blocks = Catalog.joined(tables)
+        self._blocks: Integers = blocks[rank]
+        self._values = {k: v for each in reversed(tables) for k, v in each.values.items()}
+        endpoints = tuple(msgspec.convert(each["endpoint"], Endpoint) for each in said)
+        self._holding = Holding(str(said[0]["session"]), Plans(catalog), endpoints)
+        holder.start(self._holding)
+
+    def _offer_files(self, source: StoredModel) -> None:
+        """Let replicas take the version that is in files, until `withdraw` or `close`."""
+        id, catalog = PublishId(self._holding.session, source.version), self._holding.plans.catalog
+        offer = StoredOffer(id, source.stored, catalog.names, should_verify=self._verify)
+        self.shelf.offer(offer)
+        self.shelf.announce(id, source.about)
+        self._kept, self._parent, self._last_version = id, source.version, source.version
+
+    @property
+    def _model(self) -> PublishedModel:
+        assert isinstance(self._source, PublishedModel)
+        return self._source
+
+    def _open_front(self, token: str | None, tls: Tls | None) -> str:
+        """Claim the address, listen there, and return the token."""
+        if isinstance(self._place, UnixAddress):
+            self._claim = Claim(self._place, token)
+            secret = self._claim.token
+        else:
+            secret = check_token(token)
+        self._holder = self._opened(secret, tls, 0)
+        if isinstance(self._place, TcpAddress):
+            port = int(self._holder.endpoint.remote.rpartition(":")[2])
+            host = self._holder.endpoint.remote.rpartition(":")[0].strip("[]")
+            self._place = TcpAddress(host, port)
+        return secret
+
+    def _opened(self, secret: str, tls: Tls | None, rank: int) -> Holder:
+        place = self._place
+        if isinstance(place, UnixAddress):
+            return Holder(self.shelf, secret, local=place.socket_of(rank))
+        # Another rank listens where it reaches rank 0 from: readers reach it there too.
+        front = os.uname().nodename if place.is_any else place.host
+        host = place.host if rank == 0 else local_host_for(front)
+        remote = TcpAddress(host, place.port if rank == 0 else 0)
+        return Holder(self.shelf, secret, remote=remote, tls=tls)
 
     @property
     def version(self) -> int | None:
         """The version that was published last; None before the first."""
-        return self._side.version
+        return self._parent
 
     @property
     def address(self) -> str:
         """The address, with its directory as an absolute path, or its real port."""
-        return self._address
+        return str(self._place)
 
     @property
     def replicas(self) -> list[str]:
         """The names of the connected replicas; empty on ranks other than 0."""
-        return self._side.replicas()
+        return self.shelf.replicas() if self.rank == 0 else []
 
     @property
     def waiting(self) -> list[str]:
         """The names of the replicas that wait for a version; empty on ranks other than 0."""
-        return self._side.waiting()
+        return self.shelf.waiting_names() if self.rank == 0 else []
 
     @overload
     def publish(
@@ -210,7 +361,6 @@ class Publisher:
         *,
         background: Literal[False] = False,
         num_replicas: int = 0,
-        stays: bool = False,
         timeout_seconds: float | None = None,
     ) -> PublishReport: ...
 
@@ -222,7 +372,7 @@ class Publisher:
         background: Literal[True],
         num_replicas: int = 0,
         timeout_seconds: float | None = None,
-    ) -> Lease: ...
+    ) -> Publication: ...
 
     def publish(
         self,
@@ -230,163 +380,270 @@ class Publisher:
         *,
         background: bool = False,
         num_replicas: int = 0,
-        stays: bool = False,
         timeout_seconds: float | None = None,
-    ) -> PublishReport | Lease:
-        """Send the model as it is now to every replica that waits for a version.
+    ) -> PublishReport | Publication:
+        """Offer the model as it is now, and return a report once replicas have taken it.
 
-        Returns a report once each replica has committed the version or failed. If several ranks
-        hold the model, all of them call this with the same version, and get the same report.
+        This waits for the replicas that wait for a version. One that has fetched all of it to its
+        own host is in the report as pending: it needs the trainer no more. If several ranks hold
+        the model, all of them call this with the same version, and get the same report.
 
-        version: the number of the version, greater than the last one.
-        background: return a `Lease` at once, and publish in another thread.
-        num_replicas: first wait until this many replicas wait for the version; rank 0's counts.
-        stays: after the call, replicas that ask can still take the version, from the model's own
-            memory and without a copy, until `withdraw` or the next `publish`. Do not write to the
-            model before one of them has returned: digests detect that, and replicas fail.
-        timeout_seconds: the time to wait for the other ranks and for replicas, and as long again
-            for the round, which goes on only for replicas that have just made progress; by default
-            the publisher's own.
+        version: the number of the version, greater than the last one, which is used up even if
+            this raises.
+        background: return a `Publication` at once, and publish in another thread.
+        num_replicas: wait until so many replicas have committed the version; rank 0's counts.
+        timeout_seconds: after this long, leases end, and replicas that are not done fail or go on
+            with what they have fetched; by default the publisher's own.
 
-        Errors of replicas are in the report. Raises TransferTimeout if ranks or replicas do not
-        come in time, VersionError if the version does not follow the last one or the ranks publish
-        different ones, and PeerLost if a rank is gone: then all ranks make new publishers.
+        Errors of replicas are in the report. Raises VersionError if the version does not follow the
+        last one or the ranks publish different ones, TransferTimeout if ranks do not come in time,
+        and PeerLost if a rank is gone.
 
         Do not write to the model until the call returns, or with `background` until
-        `Lease.wait_copied` returns. Digests detect a write between the digest and the copy of a
-        tensor; they cannot detect a training step that is half-way through before both.
+        `Publication.wait_copied` returns. Digests detect a write between the digest and the copy of
+        a tensor; they cannot detect a training step that is half-way through before both.
         """
-        timeout = self._options.timeout_seconds
+        if isinstance(self._source, StoredModel):
+            raise SpecError("the source is files, which replicas take without a publish")
+        timeout = self._timeout_seconds
         if timeout_seconds is not None:
             timeout = check_seconds("timeout_seconds", timeout_seconds)
-        version = check_version(version)
+        version, deadline = check_version(version), monotonic() + timeout
         if type(num_replicas) is not int or num_replicas < 0:
             raise SpecError(f"num_replicas is {num_replicas!r}, expected a whole number from 0")
-        if stays:
-            self._check_stays(background=background)
-        lease = Lease(version, stays=stays)
-        self._acquire(timeout)
+        if background and self._keep == "in_place":
+            raise SpecError(
+                "background=True with keep='in_place': the memory may not change when it returns; "
+                "publish in the foreground, and call withdraw before the next step"
+            )
+        publication = Publication(version)
+        self._acquire(deadline)
         try:
-            self._thread = threading.get_ident()
-            self._check_next(version)
-            run = self._side.begin(version, num_replicas, timeout, lambda: self._is_open)
+            if background:
+                self._check_next(version)
+            self._thread = 0 if background else threading.get_ident()
 
-            def publish() -> None:
+            def run() -> None:
                 try:
-                    lease.run(lambda: run(lease))
+                    publication.run(lambda: self._publish(publication, num_replicas, deadline))
                 finally:
                     self._publishing.release()
 
             if background:
-                self._thread = 0
-                thread = threading.Thread(target=publish, name="flyweight-publish", daemon=True)
-                try:
-                    thread.start()
-                except BaseException as error:
-                    self._side.give_up(version, error)
-                    raise
-                return lease
+                threading.Thread(target=run, name="flyweight-publish", daemon=True).start()
+                return publication
         except BaseException:
             self._publishing.release()
-            self._end_call()
             raise
-        publish()
+        run()
         self._end_call()
-        return lease.wait(0)
+        return publication.wait(0)
 
-    def _check_stays(self, *, background: bool) -> None:
-        """Raise SpecError if a version cannot stay available in the model's own memory."""
-        if self._options.hold:
-            raise SpecError(
-                "stays=True is for publishers without hold=True, whose copy stays available anyway"
+    def _publish(
+        self, publication: Publication, num_replicas: int, deadline: float
+    ) -> PublishReport:
+        version, started = publication.version, monotonic()
+        self._ranks.renew()
+        said = self._ranks.step(
+            "publish",
+            lambda: self._prepare(version, deadline),
+            deadline,
+            version=lambda: version,
+            next=lambda: self._next_version,
+            seconds=lambda: deadline - monotonic(),
+        )
+        if {each["version"] for each in said} != {version}:
+            raise VersionError(f"the ranks publish versions {[each['version'] for each in said]}")
+        if version < (least := max(int(each["next"]) for each in said)):
+            raise VersionError(f"version {version} was offered by a rank before; take {least}")
+        seconds = min(float(each["seconds"]) for each in said)
+        deadline = monotonic() + seconds
+        id = PublishId(self._holding.session, version)
+        self._last_version = version  # used up: no other content ever gets this number
+        results: list[Result] = []
+        pending: list[str] = []
+
+        def serve() -> None:
+            if self.rank == 0:
+                self.shelf.announce(id, About(self._parent, self._values))
+                if self._keep is None or num_replicas:
+                    done, missing = self.shelf.wait_served(id, num_replicas, deadline)
+                    results.extend(done)
+                    pending.extend(missing)
+
+        with self.shelf.publishing(), self._offered(id, deadline) as digest_seconds:
+            if self._keep is not None:  # to withdraw the last one had a time of its own
+                deadline = monotonic() + seconds
+            if self._keep == "memory":
+                publication.copied()
+
+            def report() -> Any:
+                seconds = monotonic() - started
+                found = PublishReport(
+                    version, seconds, digest_seconds, tuple(results), tuple(pending)
+                )
+                return msgspec.to_builtins(found)
+
+            said = self._ranks.step("serve", serve, deadline, report=report)
+        self._parent = version
+        return msgspec.convert(said[0]["report"], PublishReport)
+
+    @property
+    def _promised_seconds(self) -> float:
+        """How long a lease of what is kept lasts at least, so how long withdrawing may take."""
+        return min(RECLAIM_SECONDS, self._timeout_seconds)
+
+    def _withdraw_kept(self) -> None:
+        """Let nobody read memory that is to change."""
+        if self._kept is not None:
+            self.shelf.reclaim(self._kept, monotonic() + self._promised_seconds)
+            self._kept = None
+
+    @property
+    def _next_version(self) -> int:
+        return 0 if self._last_version is None else self._last_version + 1
+
+    def _check_next(self, version: int) -> None:
+        if self._last_version is not None and version <= self._last_version:
+            raise VersionError(
+                f"version {version} does not follow {self._last_version}, which was offered; take "
+                f"{self._next_version}, versions only grow"
             )
-        if background:
-            raise SpecError(
-                "stays=True with background=True: the lease would end while the model is still "
-                "read; publish in the foreground, and call withdraw before the next step"
+
+    def _prepare(self, version: int, deadline: float) -> None:
+        """Check the version and the model; nothing that is offered has changed yet."""
+        self._check_next(version)
+        if self._model.refresh():
+            self._memory = None
+        self._values.update(self._model.model.manifest.values)
+        for device in self._model.devices:
+            driver.synchronize(device, max(deadline - monotonic(), 0.001))
+
+    @contextmanager
+    def _offered(self, id: PublishId, deadline: float) -> Iterator[float]:
+        """Offer the model on all ranks; yield the seconds that digests took.
+
+        On every way out, what does not stay is withdrawn on this rank, and all its leases have
+        ended: the caller may change the model.
+        """
+        spent, end = [0.0], deadline + self._promised_seconds
+
+        def offer() -> None:
+            self._withdraw_kept()
+            memory = self._memory = self._memory or self._new_memory()
+            if isinstance(memory, CopyMemory):
+                memory.refresh(end, self._row_names, should_verify=self._verify)
+            until = deadline if self._keep is None else None
+            made = Offer(
+                id,
+                memory,
+                until=until,
+                should_verify=self._verify,
+                least_seconds=self._promised_seconds,
             )
-        if isinstance(self._side, Follower) or self._side.num_ranks > 1:
-            raise SpecError(
-                "stays=True is for publishers of one rank; give those of several ranks hold=True, "
-                "or a store"
-            )
+            digesting = monotonic()
+            for plan in self._holding.plans:
+                if self.rank in plan.streams:
+                    made.digests(plan, self.rank, end)
+            spent[0] = monotonic() - digesting
+            self.shelf.offer(made)
+
+        is_published = False
+        try:
+            self._ranks.step("offer", offer, end)
+            yield spent[0]
+            is_published = True
+        finally:
+            if is_published and self._keep is not None:
+                self._kept = id
+            else:
+                self.shelf.reclaim(id, deadline if is_published else monotonic())
+
+    def _new_memory(self) -> OfferMemory:
+        table: BufferTable = self._model.memory.take(self._blocks)
+        if self._keep == "memory":
+            return CopyMemory(self.rank, table)
+        return OfferMemory.of_model(self.rank, table)
+
+    @property
+    def _row_names(self) -> list[str]:
+        names, boxes = self._model.names, self._model.boxes
+        tensor = BoxTable(boxes.tensor, boxes.offset, boxes.shape).tensor[self._blocks]
+        return [names[n] for n in tensor.tolist()]
 
     def withdraw(self, *, timeout_seconds: float | None = None) -> None:
-        """End what `publish(..., stays=True)` began: from now on the model may change.
+        """Offer nothing from now on; the model may change when this returns.
 
-        Waits for replicas that read the model. Those that are not done after half of the time are
-        given up: they fail, and take the next version. Does nothing if no version stays.
+        Waits for replicas that read, which have ten seconds, or the publisher's timeout if that is
+        less. Does nothing if nothing is offered.
+
+        timeout_seconds: how long to wait for a publish that runs.
         """
-        timeout = self._options.timeout_seconds
+        timeout = self._timeout_seconds
         if timeout_seconds is not None:
             timeout = check_seconds("timeout_seconds", timeout_seconds)
-        self._acquire(timeout)
+        self._acquire(monotonic() + timeout)
         try:
             self._thread = threading.get_ident()
-            if isinstance(self._side, Leader):
-                self._side.withdraw(timeout)
+            self._withdraw_kept()
         finally:
             self._publishing.release()
             self._end_call()
 
-    def _acquire(self, timeout_seconds: float) -> None:
-        """Wait for the end of another call; `_publishing` is released by the caller."""
+    def _acquire(self, deadline: float) -> None:
+        """Wait for the end of another call; the caller releases `_publishing`."""
         self._check_open()
-        if not self._publishing.acquire(timeout=max(timeout_seconds, 0)):
-            raise TransferTimeout(
-                f"the last publish is still under way after {timeout_seconds:g} s"
+        if not self._publishing.acquire(timeout=max(deadline - monotonic(), 0)):
+            raise TransferTimeout("the last publish is still under way")
+        try:
+            self._check_open()
+        except BaseException:
+            self._publishing.release()
+            raise
+
+    def _check_open(self) -> None:
+        if self._process != os.getpid():
+            raise TransportError(
+                f"this publisher belongs to process {self._process}; a child process makes its own"
             )
+        if not self._is_open:
+            raise TransportError(f"the publisher at {self.address} is closed")
 
     def _end_call(self) -> None:
         """Close what a signal handler wanted to close in the middle of the call."""
         is_interrupted, self._thread = self._thread < 0, 0
         if is_interrupted:
-            self._close()
-
-    def _check_open(self) -> None:
-        if self._pid != os.getpid():
-            raise TransportError(
-                f"this publisher belongs to process {self._pid}; a child process makes its own"
-            )
-        if not self._is_open:
-            raise TransportError(f"the publisher at {self.address} is closed")
-        self._side.check_open()
-
-    def _check_next(self, version: int) -> None:
-        self._check_open()
-        if self._model.stored is not None:
-            raise SpecError("the source is a snapshot, which replicas take without a publish")
-        last = self.version
-        if last is not None and version <= last:
-            raise VersionError(
-                f"version {version} does not follow {last}, which was published last; versions "
-                f"only grow"
-            )
+            self._free("the publisher was closed")
 
     def close(self) -> None:
-        """Disconnect all replicas and free everything. Safe to repeat.
+        """End all leases, and tell replicas that no version comes from here any more. Repeatable.
 
-        Rounds that run may end, for up to `timeout_seconds`; then they are aborted. In a signal
-        handler that interrupts `publish`, returns at once: `publish` ends, and closes.
+        In a signal handler that interrupts `publish`, returns at once: `publish` ends, and closes.
         """
-        if not self._is_open or self._pid != os.getpid():
+        if not self._is_open or os.getpid() != self._process:
             return
         self._is_open = False
-        self._side.stop()
+        self.shelf.stop()
         if self._thread == threading.get_ident() and self._publishing.locked():
             self._thread = -1  # it cannot wait for the call that it interrupts
-        else:
-            self._close()
+            return
+        is_over = self._publishing.acquire(timeout=_CLOSE_SECONDS)
+        self._free("the publisher was closed")
+        if is_over:
+            self._publishing.release()
 
-    def _close(self) -> None:
-        deadline = monotonic() + self._options.timeout_seconds
-        is_over = self._publishing.acquire(timeout=self._options.timeout_seconds)
-        if not self._side.wait_rounds(deadline) or not is_over:
-            self._side.abort()
-            if not is_over:
-                self._publishing.acquire(timeout=_CLOSE_SECONDS)
-            self._side.wait_rounds(monotonic() + _CLOSE_SECONDS)
-        self._side.close()
+    def _free(self, why: str) -> None:
+        self._is_open = False
+        if self._kept is not None:
+            self.shelf.reclaim(self._kept, monotonic())
+        if self._holder is not None:
+            self._holder.close(why)
+        self._ranks.close()
+        if self._front is not None:
+            self._front.close()
+        if self._claim is not None:
+            self._claim.close()
+        self._memory = None
 
     def __enter__(self) -> Publisher:
         return self

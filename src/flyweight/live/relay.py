@@ -1,36 +1,61 @@
 """Relay: follows a publisher, and serves what it takes to the engines of its host.
 
-It holds one copy of the whole model in shared memory, so each version crosses the network once per
-host, and engines map it. It needs no framework: the publisher says which tensors there are.
+It stages all whole tensors in shared memory, which engines of any kind map, so each version crosses
+the network once per host. It needs no framework: the publisher says which tensors there are.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+import weakref
+from dataclasses import replace
 from time import monotonic
 
 import numpy as np
 
-from flyweight.adapters.tensor import Tensor
-from flyweight.errors import FlyweightError, PeerLost, PeerRefused, PlanError, TransferTimeout
+from flyweight.errors import (
+    FlyweightError,
+    HandleGone,
+    PeerLost,
+    PeerRefused,
+    TransferTimeout,
+)
 from flyweight.events import announce
-from flyweight.live.curve_keys import CurveClient
-from flyweight.live.line import opened_line
-from flyweight.live.replica import Replica
-from flyweight.live.replica_connection import ReplicaConnection
+from flyweight.live.catalog import Catalog, Devices
+from flyweight.live.holder import Holder, Holding
+from flyweight.live.incoming import Incoming
+from flyweight.live.messages import Available, Done, Wait
+from flyweight.live.offer import RECLAIM_SECONDS, About, Offer, OfferMemory
+from flyweight.live.plan import Plan, Plans, Wanted
+from flyweight.live.publish_id import PublishId
+from flyweight.live.reader import Identity, seconds_for_holder, with_token
 from flyweight.live.report import TIMEOUT_SECONDS
-from flyweight.live.source import aligned_starts
-from flyweight.live.tcp_address import parse_address
-from flyweight.memory import Buffer, items_of
-from flyweight.spec.box import Box
-from flyweight.spec.manifest import TensorSpec
-from flyweight.transports.shared_memory import SharedMemoryTransport
+from flyweight.live.session import Receiver, Session, Ways, serving_place
+from flyweight.live.shelf import Shelf
+from flyweight.live.tracker import Result
+from flyweight.memory_table import BufferTable
+from flyweight.plans.copy_table import BoxTable
+from flyweight.transports.address import Claim, TcpAddress, UnixAddress, parse_address
+from flyweight.transports.tls import Tls
 
-WITHDRAW_SECONDS = 10.0
-"""How long a new version waits, at most, for engines that still read the last one."""
 _RETRY_SECONDS = 0.1
+
+
+class WholeTensors:
+    """Wants all tensors of a trainer, as they are."""
+
+    devices: list[int] = []  # noqa: RUF012 - never changed
+    verified = "received"
+    unused: tuple[str, ...] = ()
+
+    def choose(self, catalog: Catalog) -> Wanted:
+        boxes = catalog.whole
+        devices = Devices(("",), np.zeros(len(boxes), np.int64))
+        return Wanted(boxes, np.full(len(boxes), -1), devices, "xxh3")
+
+    def is_current(self) -> bool:
+        return True
 
 
 class Relay:
@@ -42,8 +67,9 @@ class Relay:
         on: str,
         *,
         token: str | None = None,
-        curve: CurveClient | None = None,
+        tls: Tls | None = None,
         name: str | None = None,
+        staging_bytes: int | None = None,
     ) -> None:
         """Remember whom to follow and where to serve; `run` does so.
 
@@ -51,101 +77,153 @@ class Relay:
         on: the address for engines, which connect to it as to a publisher.
         token: the publisher's token, which engines then need too.
         name: its name at the publisher; by default "relay" with the host and the process id.
+        staging_bytes: the most memory that it may take; by default half of what is free.
         """
-        self._place, self._address, self._on = parse_address(address), address, on
-        parse_address(on)
-        self._token, self._curve = token, curve
-        self._name = f"relay {os.uname().nodename}:{os.getpid()}" if name is None else name
+        self._address, self._on = parse_address(address), parse_address(on)
+        self._token, self._tls = token, tls
+        found = f"relay {os.uname().nodename}:{os.getpid()}" if name is None else name
+        self._me = Identity(found, token=token or "", tls=tls)
+        self._ways = Ways(transport="filled", staging_bytes=staging_bytes)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._bell)
         self._stopped = threading.Event()
-        self._replica: Replica | None = None
+        self._staged, self._served = Shelf(), Shelf()
+        """What comes from the publisher, and what engines read; both have the same memory."""
+        self._offered: PublishId | None = None
+        self.holder: Holder | None = None
+        """Where engines connect, while it runs."""
+        self._beside: Holder | None = None
+        """Where relays of other hosts fetch what is staged."""
 
     def stop(self) -> None:
         """Make `run` return soon."""
         self._stopped.set()
-        if (replica := self._replica) is not None:
-            replica.wake()
+        os.eventfd_write(self._bell, 1)
 
     def run(self) -> None:
         """Follow and serve until `stop`, also if the publisher is restarted, with any tensors.
 
         Updates that fail are announced. Raises what cannot get better by waiting: PeerRefused for
-        a wrong token, PlanError for tensors that this process cannot hold, and what keeps it from
-        serving at its address.
+        a wrong token, and what keeps it from serving at its address.
         """
-        last: object = None
-        while (found := self._published()) is not None:
-            try:
-                self._relay(*found)
-            except PlanError:  # the publisher was restarted with other tensors
-                if found == last:
-                    raise
-            last = found
-
-    def _published(self) -> tuple[dict[str, TensorSpec], dict[str, str]] | None:
-        """Wait for a publisher; return its tensors and tied names, or None after `stop`."""
-        is_over = self._stopped.is_set
-        while not is_over():
-            deadline = monotonic() + TIMEOUT_SECONDS
-            try:
-                line = opened_line(self._place, self._token, self._curve, deadline, is_over)
-                connection = ReplicaConnection(line, self._name)
+        claim = Claim(self._on, self._token) if isinstance(self._on, UnixAddress) else None
+        try:
+            session: Session | None = None
+            while not self._stopped.is_set():
                 try:
-                    welcome = connection.welcomed(deadline, is_over)
-                    return welcome.tensors.specs(), welcome.tied
-                finally:
-                    connection.disconnect("it has the names of the tensors, and connects again")
-            except (PeerLost, TransferTimeout):  # there is none yet
-                self._stopped.wait(_RETRY_SECONDS)
-        return None
-
-    def _relay(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> None:
-        """Relay the versions of a model; raise PlanError if the publisher has another model."""
-        memory = SharedMemoryTransport()
-        try:
-            target = _in_shared_memory(tensors, tied, memory)
-            with Replica(
-                target,
-                self._address,
-                name=self._name,
-                token=self._token,
-                curve=self._curve,
-                serve_on=self._on,
-                withdraw_seconds=WITHDRAW_SECONDS,
-            ) as replica:
-                self._replica = replica
-                nbytes = sum(spec.nbytes for spec in tensors.values())
-                found = {"address": replica.serves_at, "name": self._name}
-                announce("relay.serving", **found, num_tensors=len(tensors), nbytes=nbytes)
-                while not self._stopped.is_set():
-                    self._update(replica)
+                    if session is None or not session.is_alive:
+                        session = self._joined(session, claim)
+                    self._take_next(session)
+                except PeerRefused:
+                    raise
+                except FlyweightError as error:
+                    # A publisher that is gone may come back, and the next version may come whole.
+                    if not isinstance(error, (TransferTimeout, PeerLost, HandleGone)):
+                        announce(
+                            "update.failed", name=self._me.name, version=None, error=str(error)
+                        )
+                    if not isinstance(error, TransferTimeout):
+                        self._stopped.wait(_RETRY_SECONDS)
         finally:
-            self._replica = None
-            memory.close()
+            for each in (self.holder, self._beside):
+                if each is not None:
+                    each.close(f"{self._me.name!r} was stopped")
+            self.holder = self._beside = None
+            if session is not None:
+                session.close()
+            if claim is not None:
+                claim.close()
 
-    def _update(self, replica: Replica) -> None:
+    def _joined(self, last: Session | None, claim: Claim | None) -> Session:
+        """Return a session of the publisher, and serve what it has from now on."""
+        deadline = monotonic() + TIMEOUT_SECONDS
+        me = with_token(self._me, self._address)
+        if self._beside is None and (place := serving_place(self._address, serve=True)):
+            self._beside = Holder(self._staged, me.token, remote=place, tls=self._tls)
+        if self._beside is not None:
+            me = replace(me, serves_at=self._beside.endpoint)
+        receiver = Receiver(me, WholeTensors(), self._ways, self._staged)
+        session = Session.open([self._address], receiver, deadline)
+        if last is not None:
+            last.close()
+        if self._beside is not None:
+            self._beside.start(session.holding)
+        if self._offered is not None and self._offered.session != session.id:
+            self._withdraw()
+        catalog = _catalog_of(session.catalog, session.plan)
+        if self.holder is None:
+            self.holder = self._opened(me.token if claim is None else claim.token)
+        self.holder.start(Holding(session.id, Plans(catalog), (self.holder.endpoint,)))
+        nbytes = session.plan.nbytes
+        found = {"address": str(self._on), "name": self._me.name}
+        announce("relay.serving", **found, num_tensors=len(catalog.tensors), nbytes=nbytes)
+        return session
+
+    def _opened(self, token: str) -> Holder:
+        if isinstance(self._on, UnixAddress):
+            return Holder(self._served, token, local=self._on.socket_of(0))
+        holder = Holder(self._served, token, remote=self._on, tls=self._tls)
+        self._on = TcpAddress(self._on.host, int(holder.endpoint.remote.rpartition(":")[2]))
+        return holder
+
+    @property
+    def address(self) -> str:
+        """Where engines connect, with its real port once it serves."""
+        return str(self._on)
+
+    def _take_next(self, session: Session) -> None:
+        deadline = monotonic() + TIMEOUT_SECONDS
+        wait = Wait(None, None, self._offered, False, seconds_for_holder(deadline))
+        available = session.front.wait(wait, deadline, self._bell, self._stopped.is_set)
+        if not isinstance(available, Available):
+            return
+        self._withdraw()
+        id, started, incoming = available.id, monotonic(), Incoming(session, available.id)
+        deadline = started + TIMEOUT_SECONDS
         try:
-            replica.update(is_over=self._stopped.is_set)
-        except (PlanError, PeerRefused):
-            raise
+            if not incoming.open(available.holders, deadline):
+                return
+            self._offer(session, incoming, available)
         except FlyweightError as error:
-            # A publisher that is gone may come back, and the next round may succeed.
-            if not isinstance(error, TransferTimeout):
-                self._stopped.wait(_RETRY_SECONDS)
+            text = f"{type(error).__name__}: {error}"
+            session.tell(Done(id, Result(self._me.name, os.getpid(), error=text)))
+            raise
+        finally:
+            incoming.close()
+        seconds, nbytes = monotonic() - started, session.plan.nbytes
+        way = incoming.transport
+        session.tell(Done(id, Result(self._me.name, os.getpid(), nbytes, seconds, transport=way)))
+        announce(
+            "update.done", name=self._me.name, version=id.version, nbytes=nbytes, seconds=seconds
+        )
+
+    def _offer(self, session: Session, incoming: Incoming, available: Available) -> None:
+        """Let engines lease what was staged, where it lies."""
+        tables = [incoming.arrived[rank].rows for rank in session.plan.streams]
+        memory = OfferMemory.of_model(0, BufferTable.joined(tables))
+        offer = Offer(available.id, memory, until=None, should_verify=incoming.is_verified)
+        assert self.holder is not None
+        assert self.holder.holding is not None
+        for plan in self.holder.holding.plans:
+            offer.digests(plan, 0, monotonic() + TIMEOUT_SECONDS)
+        self._served.offer(offer)
+        self._served.announce(available.id, About(available.parent, available.values))
+        self._offered = available.id
+
+    def _withdraw(self) -> None:
+        """Let no engine read what is staged, since the next version needs its memory."""
+        if self._offered is not None:
+            self._served.reclaim(self._offered, monotonic() + RECLAIM_SECONDS)
+            self._offered = None
 
 
-def _in_shared_memory(
-    tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], memory: SharedMemoryTransport
-) -> dict[str, Tensor]:
-    """Return new tensors, one after the other in one segment; tied names are the same tensor."""
-    nbytes = np.array([spec.nbytes for spec in tensors.values()], np.int64)
-    starts = aligned_starts(nbytes)
-    segment = memory.allocate(int((starts + nbytes).max(initial=0)))
-    data = segment.items()
-    found = {}
-    for (name, spec), start in zip(tensors.items(), starts.tolist(), strict=True):
-        shape = spec.stored(Box.whole(spec.shape)).shape
-        items = items_of(data[start : start + spec.nbytes], spec.item_bytes, shape)
-        address = items.__array_interface__["data"][0]
-        where = Buffer(address, items.shape, items.strides, spec.item_bytes, segment)
-        found[name] = Tensor(spec, where)
-    return {**found, **{name: found[tied[name]] for name in tied}}
+def _catalog_of(catalog: Catalog, plan: Plan) -> Catalog:
+    """Return what a relay has: each row that it stages is a block of its own."""
+    streams = list(plan.streams.values())
+    blocks = BoxTable(
+        np.concatenate([each.tensor for each in streams]),
+        np.concatenate([each.sink_offset for each in streams]),
+        np.concatenate([each.shape for each in streams]),
+    )
+    zeros = np.zeros(len(blocks), np.int64)
+    return Catalog(catalog.tensors, catalog.tied, blocks, zeros, Devices(("",), zeros))

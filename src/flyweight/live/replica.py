@@ -1,48 +1,60 @@
-"""Replica: the engine's side. It updates weights in place, completely or not at all.
+"""Replica: the engine's side. It finds a version, leases it, copies, verifies and commits.
 
-A replica whose weights were overwritten in a round that did not commit has the state 'failed':
-it holds no version and says why, until an update succeeds.
+Everything that can fail without harm comes before the first write: the network, the lease, and the
+digests of what was fetched. So an engine on another host pauses for one local copy.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from time import monotonic, perf_counter
-from typing import Literal
+from dataclasses import replace
+from time import monotonic
+
+import msgspec
 
 from flyweight.adapters.loader import Framework
-from flyweight.checks import check_ranks, check_seconds, check_text, check_version
+from flyweight.checks import check_seconds, check_text, check_version
 from flyweight.errors import (
     FlyweightError,
     HandleGone,
+    LifecycleError,
     PeerLost,
+    SpecError,
     TransferTimeout,
     TransportError,
     VersionError,
 )
 from flyweight.events import announce
-from flyweight.live.curve_keys import CurveClient
-from flyweight.live.held_version import REPLACED, HeldVersion, State
-from flyweight.live.messages import Want
-from flyweight.live.reconnect import Reconnect, replica_name
-from flyweight.live.replica_round import ReplicaRound
-from flyweight.live.report import TIMEOUT_SECONDS, announce_update, check_verified
-from flyweight.live.serving import WITHDRAW_SECONDS, Serving
-from flyweight.live.sinks import sink_for
-from flyweight.live.tcp_address import parse_address
-from flyweight.ports import UpdateOptions, UpdateReport, Weights
-from flyweight.spec.manifest import TensorSpec
+from flyweight.live.fallback import load_stored, sorted_out, stored_version
+from flyweight.live.front_store import FrontStore, ranks_given
+from flyweight.live.held_version import HeldVersion, ReplicaState
+from flyweight.live.holder import Holder
+from flyweight.live.incoming import Incoming
+from flyweight.live.messages import Available, Current, Done, NotYet, Superseded, Wait
+from flyweight.live.offer import About
+from flyweight.live.publish_id import PublishId
+from flyweight.live.reader import Identity, seconds_for_holder
+from flyweight.live.report import TIMEOUT_SECONDS
+from flyweight.live.session import Receiver, Session, TransportChoice, Ways, serving_place
+from flyweight.live.shelf import Shelf
+from flyweight.live.target import LoaderTarget, ModelTarget, target_of
+from flyweight.live.tracker import Result
+from flyweight.ports import UpdateOptions, UpdateReport
+from flyweight.ranks.agreement import Ranks
+from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.spec.model_layout import ModelLayout
+from flyweight.transports.address import parse_address
+from flyweight.transports.tls import Tls
+from flyweight.verbs.find import PathLike
 
-_CONNECT_SECONDS = 10.0
-MIN_PROGRESS_SECONDS = 10.0
-"""The shortest time that a round may make no progress: to give up costs the old version."""
-_RECHECK_SECONDS = 0.05
-"""After this long the model's tensors are looked at once more before a version is claimed."""
+COPY_SECONDS = 60.0
+"""The copy has a budget of its own: nothing that came before it can use it up."""
+_FIRST_SECONDS = 10.0
+_RETRY_SECONDS, _LOOK_SECONDS = 0.05, 1.0
 
 
 class Replica:
@@ -54,18 +66,21 @@ class Replica:
         address: str,
         *,
         name: str | None = None,
+        token: str | None = None,
+        tls: Tls | None = None,
+        transport: TransportChoice = "auto",
+        staging_bytes: int | None = None,
+        serve: str | bool = True,
+        fallback: Sequence[PathLike] = (),
         layout: ModelLayout | None = None,
-        rank: int | None = None,
-        num_ranks: int | None = None,
         layout_rank: int | None = None,
-        extra: Literal["refuse", "report"] = "refuse",
+        strict: bool = True,
+        cast: bool = False,
         framework: Framework = "torch",
         device: str = "cpu",
-        token: str | None = None,
-        curve: CurveClient | None = None,
-        serve_on: str | None = None,
-        withdraw_seconds: float = WITHDRAW_SECONDS,
-        peers: Sequence[str] = (),
+        process_group: object = None,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         """Connect to the publisher at an address, now or once there is one.
 
@@ -73,64 +88,74 @@ class Replica:
             an iterator of (name, whole tensor), in the publisher's order.
         address: the publisher's address, `unix:DIRECTORY` or `tcp://HOST:PORT`.
         name: the name in reports and events; by default the host and the process id.
+        token: the publisher's token; at a `unix:` address it may be in a file next to its sockets.
+        tls: certificates, if the publisher encrypts what goes to other hosts.
+        transport: how bytes come. 'mapped' maps the trainer's memory; 'filled' has the trainer
+            write into shared memory of this host; 'read' uses the network; 'auto' takes the first
+            of them that is possible.
+        staging_bytes: the most memory for what is not mapped; by default half of what is free.
+        serve: whether other replicas of this kind may fetch from this one's staging, or where:
+            'tcp://HOST:PORT'. It has no effect where memory is mapped.
+        fallback: addresses of relays and of other replicas, and paths of snapshots and checkpoints,
+            which are tried in this order while no publisher answers.
         layout: how the model's tensors are cut over ranks.
         layout_rank: which rank of the layout this is; by default `rank`.
-        rank, num_ranks: which of how many ranks of the engine this is. All of them make a replica
-            with the same `name`, on one host: none overwrites its weights before all have drained,
-            and none holds a new version before all do.
-        extra: 'refuse' raises PlanError if the publisher has tensors that the model lacks; 'report'
-            leaves them out and lists them in `unused`.
+        strict: refuse a trainer that has tensors which the model lacks; else they are in `unused`.
+        cast: whether float32, bfloat16 and float16 tensors may be cast on their way.
         framework, device: what tensors are made for a function.
-        token: the publisher's token; at a `unix:` address it may be in a file next to its sockets.
-        curve: the publisher's public key, if it encrypts messages to other hosts.
-        serve_on: an address of its own, where others take each version that this replica holds,
-            from its live weights, with the same `token`. Only updates may change them. What it took
-            unverified is served as such.
-        withdraw_seconds: how long an update waits for readers; after half of it they are given up.
-        peers: addresses of replicas that serve others. While no publisher answers, an update takes
-            the version that one of them holds; a publisher names more of them by itself. A function
-            takes it only with all tensors of a publisher that was joined before.
+        process_group: the ranks of the engine, as a process group of torch or Paddle.
+        rank, world_size: which of how many ranks of the engine this is, without a process group.
+            All of them make a replica with the same `name`: none overwrites its weights before all
+            are ready, and none holds a new version before all do.
         """
         check_text("token", token, is_secret=True)
-        ranks = (0, 1) if num_ranks is None else check_ranks(rank, num_ranks)
-        self.num_ranks = ranks[1]
-        """The number of ranks of the engine, which take each version together."""
-        self.name = replica_name(name, self.num_ranks)
-        cut = layout, rank if layout_rank is None else layout_rank
-        self._sink = sink_for(target, cut, extra=extra, framework=framework, device=device)
-        self._held = HeldVersion(self._sink.is_current)
+        self._address, self._process = parse_address(address), os.getpid()
+        if rank is not None and world_size is None and layout is None:
+            raise SpecError(f"rank is {rank!r} of how many? give world_size=, or a layout=")
+        own = rank if world_size is not None else None  # else it is only of the layout
+        self._rendezvous = ranks_given(process_group, own, world_size) or Rendezvous()
+        self.rank, self.world_size = self._rendezvous.rank, self._rendezvous.num_ranks
+        if name is None and self.world_size > 1:
+            raise SpecError("the ranks of an engine need one name: name=")
+        self.name = f"{os.uname().nodename}:{os.getpid()}" if name is None else name
+        check_text("name", self.name)
+        cut = next(each for each in (layout_rank, rank, self.rank) if each is not None)
+        self._target = target_of(
+            target, layout, cut, strict=strict, cast=cast, framework=framework, device=device
+        )
+        self._ways = Ways(transport=transport, staging_bytes=staging_bytes)
+        self._me = Identity(
+            self.name, self.rank, self.world_size, token or "", tls, is_remote=transport == "read"
+        )
+        self._held = HeldVersion(self._is_current)
+        self._shelf = Shelf()
+        self._serve = serve
+        self._others, self._paths = sorted_out(fallback)
+        if self._paths and not isinstance(self._target, ModelTarget):
+            raise SpecError("a fallback of files needs a model; a loader takes what is published")
+        self._holder: Holder | None = None
+        self._session: Session | None = None
+        self._ranks: Ranks | None = None
+        self._store: FrontStore | None = None
         self._updating, self._thread = threading.Lock(), 0
-        self._publisher = Reconnect(
-            parse_address(address),
-            token,
-            curve,
-            self.name,
-            ranks,
-            choose=self._choose,
-            is_current=self._sink.is_current,
-            takes_all=self._sink.takes_all,
-            peers=peers,
-        )
-        is_whole = self.num_ranks == 1 and layout is None
-        self._serving = Serving(
-            target, serve_on, token, curve, withdraw_seconds=withdraw_seconds, is_whole=is_whole
-        )
-        self._publisher.serves_at = self._serving.address or ""
+        self._hearing = threading.Lock()
+        """Held by the thread that takes what the publisher sends: an update, or who only looks."""
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._bell)  # not by close: another thread may ring it
+        self._incoming: Incoming | None = None
         self.report: UpdateReport | None = None
         """The report of the last update that succeeded."""
         self.last_version: int | None = None
         """The version of the last update that succeeded, even if it was lost since."""
-        self.unused: tuple[str, ...] = ()
-        """The tensors that the publisher of the last update has and the model lacks."""
-        self._round: ReplicaRound | None = None
-        self._checked_at, self._is_open, self._pid = 0.0, True, os.getpid()
+        self._is_open, self._is_first = True, True
+        if isinstance(self._target, ModelTarget):
+            self._target.check()
         try:
-            with suppress(PeerLost, TransferTimeout):  # the publisher may start later
-                self._publisher.connect(monotonic() + _CONNECT_SECONDS, lambda: False)
-            if not self.is_connected:
-                self._sink.check()  # as joining does
+            with suppress(PeerLost, HandleGone, TransferTimeout):  # the publisher may start later
+                if self.world_size == 1:
+                    self._connect(monotonic() + _FIRST_SECONDS)
         except BaseException:
-            self._serving.close()
+            self.close()
             raise
 
     @property
@@ -140,11 +165,18 @@ class Replica:
         None before the first update, after one that failed, and once the tensors that held the
         version were replaced or have moved.
         """
-        return self._held.version
+        return None if self._held.id is None else self._held.id.version
 
     @property
-    def state(self) -> State:
-        """'empty', 'ready', 'updating', or 'failed'."""
+    def newest(self) -> int | None:
+        """The newest version that the publisher has announced; None if it has none."""
+        session = self._session
+        if session is None or not self.is_connected or session.front.newest is None:
+            return None
+        return session.front.newest.version
+
+    @property
+    def state(self) -> ReplicaState:
         return self._held.state
 
     @property
@@ -153,24 +185,45 @@ class Replica:
         return self._held.failure
 
     @property
-    def serves_at(self) -> str | None:
-        """The address at which others take versions from this replica, with its real port."""
-        return self._serving.address
-
-    @property
-    def is_connected(self) -> bool:
-        """True while a publisher is connected and has accepted this replica."""
-        return self._publisher.is_joined
+    def num_ranks(self) -> int:
+        """How many ranks take each version together."""
+        return self.world_size
 
     @property
     def session(self) -> str:
         """An id of the publisher that the version came from; a restarted one has another."""
-        return self._held.session
+        return "" if self._held.id is None else self._held.id.session
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The tensors that the publisher of the last update has and the model lacks."""
+        return self._target.unused
+
+    @property
+    def is_connected(self) -> bool:
+        """True while a publisher is connected and has accepted this replica."""
+        session = self._session
+        if session is None:
+            return False
+        if not self._hearing.acquire(blocking=False):
+            return not session.has_failed
+        try:
+            return session.is_alive
+        finally:
+            self._hearing.release()
+
+    @property
+    def serves_at(self) -> str | None:
+        """Where other replicas fetch from this one's staging."""
+        return None if self._holder is None else str(self._holder.endpoint)
 
     @property
     def progress(self) -> float:
-        """How much of the current or last round is copied, from 0 to 1."""
-        return 0.0 if self._round is None else self._round.progress
+        """How much of the current or last update has been fetched, from 0 to 1."""
+        incoming = self._incoming
+        if incoming is None:
+            return 0.0
+        return 1.0 if incoming.staging is None else incoming.staging.progress
 
     def check_servable(self) -> None:
         """Raise VersionError unless the model holds a complete version; call it before serving."""
@@ -184,28 +237,28 @@ class Replica:
         before: Callable[[int], None] | None = None,
         is_over: Callable[[], bool] = lambda: False,
         may_keep: bool = False,
-        must_verify: bool = False,
+        verify: bool = False,
     ) -> UpdateReport:
         """Update the model to a version, and return a report; wait for the version if necessary.
 
+        All ranks of an engine call this together.
+
         version: the version to take; by default the next one that the model does not hold.
-        timeout_seconds: the time to wait for the version. Once it arrives, each step of the round
-            may take as long, and at least 10 s: to give up then costs the old version.
-        before: called with the version when it arrives, before the first write. From then on the
-            engine must not use the weights. If it raises, the old version stays.
-        is_over: ends the wait early if it returns True when `wake` is called.
+        timeout_seconds: the time to wait for the version, and as long again until everything is
+            here and `before` has returned. The copy has a time of its own: to give up then costs
+            the old version.
+        before: called with the version when everything is here, before the first write. From then
+            on the engine must not use the weights. If it raises, the old version stays.
+        is_over: ends the wait for a version if it returns True when `wake` is called.
         may_keep: the version that the model holds is enough if it is the newest.
-        must_verify: refuse a version whose digests are not compared, before the first write.
+        verify: refuse a version that has no digests, before the first write.
 
         If the model already holds the version, or with `may_keep` the newest, the last report is
-        returned, after a publisher has confirmed it.
+        returned, after the publisher has confirmed it.
 
-        Raises TransferTimeout if no version comes, VersionError if the version will never come,
-        PeerLost if the publisher dies, and TransportError if another update is under way. An error
-        after the first write leaves the replica in the state 'failed'. If the model's tensors were
-        replaced while the update waited, the version is requested again for the new ones. With
-        `before`, or several ranks, VersionError is raised instead, since others may have paused
-        for this round; the next update takes the version.
+        Raises TransferTimeout if no version comes, VersionError if the version cannot come any
+        more, and PeerLost if nobody has it. An error after the first write leaves the replica in
+        the state FAILED.
         """
         return self.take(
             UpdateOptions(
@@ -214,22 +267,21 @@ class Replica:
                 before=before,
                 is_over=is_over,
                 may_keep=may_keep,
-                must_verify=must_verify,
+                verify=verify,
             )
         )
 
-    def take(self, options: UpdateOptions, *, peer_seconds: float = 0.0) -> UpdateReport:
-        """Do as `update`, which explains the options. The round joins the ranks of a replica.
-
-        peer_seconds: how much longer than `timeout_seconds` other replicas may take to begin.
-        """
+    def take(self, options: UpdateOptions) -> UpdateReport:
+        """Do as `update`, which explains the options."""
         self._check_open()
         if not self._updating.acquire(blocking=False):
             raise TransportError(f"an update of replica {self.name!r} is under way")
         try:
             self._thread = threading.get_ident()
-            return self._update(options, peer_seconds)
+            with self._hearing:
+                return self._update(options)
         finally:
+            self._thread = 0
             self._updating.release()
             if not self._is_open:
                 self._free()
@@ -245,150 +297,426 @@ class Replica:
             try:
                 yield self.update(timeout_seconds=seconds)
             except TransferTimeout:
-                # Nobody published; or a round failed, which the caller must know.
-                if timeout_seconds is not None or self.state == "failed" or not self._is_open:
+                # Nobody published; or an update failed, which the caller must know.
+                is_failed = self.state == ReplicaState.FAILED
+                if timeout_seconds is not None or is_failed or not self._is_open:
                     raise
 
     def wake(self) -> None:
         """Make an update that waits for a version call its `is_over`."""
-        self._publisher.wake()
+        os.eventfd_write(self._bell, 1)
 
     def forget(self, reason: str, *, loaded: int | None = None) -> None:
         """Hold no version: the weights' memory was freed, or others wrote version `loaded`."""
         self._held.forget(reason, loaded)
-        self._serving.withdraw()
+
+    def _is_current(self) -> bool:
+        """True while the tensors are those that the last session was made for."""
+        return self._target.is_current()
 
     def _check_open(self) -> None:
-        if self._pid != os.getpid():
+        if self._process != os.getpid():
             raise TransportError(
-                f"replica {self.name!r} belongs to process {self._pid}; a child makes its own"
+                f"replica {self.name!r} belongs to process {self._process}; a child makes its own"
             )
         if not self._is_open:
             raise TransportError(f"replica {self.name!r} is closed")
 
-    def _update(self, options: UpdateOptions, peer_seconds: float) -> UpdateReport:
-        started, deadline = perf_counter(), monotonic() + options.timeout_seconds
-        synchronize = partial(self._sink.synchronize, deadline + peer_seconds)
+    def _update(self, options: UpdateOptions) -> UpdateReport:
+        deadline, asked = monotonic() + options.timeout_seconds, monotonic()
         while True:
-            self._check_open()
-            connection, begin = self._publisher.begun(
-                options, self._held, deadline, synchronize, peer_seconds=peer_seconds
-            )
-            if begin is None:
-                self._held.forget_if_moved()  # tensors may have been replaced meanwhile
-                if self.version is None or self.report is None:
-                    continue
-                check_verified(self.report, options.must_verify)
+            try:
+                session, have = self._join(options, deadline)
+                found = self._find(session, have, options, deadline)
+            except (PeerLost, HandleGone):  # another publisher may come
+                if (report := self._from_files(options, deadline)) is not None:
+                    return report
+                if self.world_size > 1 or not self._may_wait(options, deadline):
+                    raise
+                continue
+            if found is None:
+                assert self.report is not None
+                _check_verified(self.report.verified, self.report.version, options)
                 return self.report
-            round_ = self._round = ReplicaRound(
-                connection,
-                begin,
-                timeout_seconds=max(options.timeout_seconds, MIN_PROGRESS_SECONDS),
-                has_devices=self._sink.has_devices,
-                waited_seconds=perf_counter() - started,
-                touch=self._held.touch,
+            incoming, started = Incoming(session, found[0]), monotonic()
+            self._incoming, deadline = incoming, started + options.timeout_seconds
+            try:
+                here = self._fetch(incoming, found[1], options, deadline)
+                if here is not None:
+                    return self._write(incoming, here, options, (asked, started), deadline)
+            except BaseException as error:
+                self._fail(incoming, error, monotonic() - started)
+                raise
+            incoming.close()  # there is a newer one already
+
+    def _may_wait(self, options: UpdateOptions, deadline: float) -> bool:
+        """Wait a moment, and return True if a publisher may still come in time."""
+        if monotonic() + _RETRY_SECONDS > deadline or not self._is_open or options.is_over():
+            return False
+        threading.Event().wait(_RETRY_SECONDS)
+        return True
+
+    def _fail(self, incoming: Incoming, error: BaseException, seconds: float) -> None:
+        is_touched = self._held.state == ReplicaState.UPDATING
+        failure = (
+            error
+            if isinstance(error, FlyweightError)
+            else LifecycleError(f"the update was interrupted: {error!r}")
+        )
+        self._held.fail(failure)
+        incoming.close()
+        version = self.version
+        outcome = f"it still holds version {version}"
+        if is_touched:
+            if isinstance(self._target, ModelTarget):
+                self._target.touched()
+            outcome = "the weights are not whole, update again before serving"
+        failure.note(f"replica {self.name!r}, version {incoming.id.version}: {outcome}")
+        text = f"{type(failure).__name__}: {failure}"
+        result = Result(self.name, os.getpid(), 0, seconds, error=text, is_touched=is_touched)
+        incoming.session.tell(Done(incoming.id, result))
+        announce("update.failed", version=incoming.id.version, name=self.name, error=str(failure))
+
+    def _join(self, options: UpdateOptions, deadline: float) -> tuple[Session, PublishId | None]:
+        """Return a session in which all ranks are, and the version if all of them hold the same."""
+        self._all_ranks(deadline).renew()
+        while True:
+            said = self._all_ranks(deadline).step(
+                "join the trainer",
+                lambda: self._wait_connected(options, deadline),
+                deadline,
+                session=lambda: "" if self._session is None else self._session.id,
+                held=lambda: msgspec.to_builtins(self._held.taken),
             )
-            if (report := self._take_part(round_, options)) is not None:
-                return report
+            assert self._session is not None
+            if all(each["session"] == self._session.id for each in said):
+                is_same = all(each["held"] == said[0]["held"] for each in said)
+                return self._session, self._held.taken if is_same else None
+            self._session.close()  # the trainer was started again while the ranks connected
+            self._session = None
+            if monotonic() > deadline:
+                raise TransferTimeout("the ranks did not meet in one session of the trainer")
 
-    def _choose(self, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> Want:
-        self._held.forget_if_moved()  # the sink may want other tensors from now on
-        return self._sink.want(tensors, tied)
+    def _all_ranks(self, deadline: float) -> Ranks:
+        """Return the other ranks of the engine, which find each other at the publisher."""
+        if self._ranks is None:
+            found = self._rendezvous
+            if self.world_size > 1 and found.store is None:
+                self._store = self._store or FrontStore(self._address, self._me)
+                self._store.token(deadline)
+                found = replace(found, store=self._store, group=f"engine {self.name}")
+            self._ranks = Ranks(replace(found, token=self._me.token))
+        return self._ranks
 
-    def _take_part(self, round_: ReplicaRound, options: UpdateOptions) -> UpdateReport | None:
-        """Take part in a round; return None if it was declined and must be requested again."""
-        version = round_.begin.version
+    def _wait_connected(self, options: UpdateOptions, deadline: float) -> None:
+        """Connect, once there is a publisher; with files to fall back to, try only once."""
+        while True:
+            try:
+                self._connect(deadline)
+                return
+            except PeerLost:
+                if self._paths or not self._may_wait(options, deadline):
+                    raise
+
+    def _connect(self, deadline: float) -> None:
+        """Build a session unless the last one is alive, and swap it in once it is complete."""
+        last, addresses = self._session, [self._address, *self._others]
+        self._held.forget_if_moved()
+        is_current = self._held.taken is not None or self._target.is_current()
+        if last is not None and last.is_alive and is_current:
+            if self._is_first or not self._others:
+                return
+            # Look whether the publisher is there again, and else go on with the fallback.
+            deadline = monotonic() + (deadline - monotonic()) / 2
+            with suppress(PeerLost, TransferTimeout):
+                receiver = self._receiver()
+                new = Session.open(addresses[:1], receiver, deadline, connect_seconds=_LOOK_SECONDS)
+                self._swap(new, is_first=True)
+            return
+        new = Session.open(addresses, self._receiver(), deadline)
+        self._swap(new, is_first=new.front.endpoint == self._address.endpoint)
+
+    def _receiver(self) -> Receiver:
+        """Return what a session needs of this replica, which serves others from now on."""
+        me = self._me
+        place = serving_place(self._address, serve=self._serve)
+        if self._holder is None and place is not None:
+            self._holder = Holder(self._shelf, me.token, remote=place, tls=me.tls)
+        if self._holder is not None:
+            me = replace(me, serves_at=self._holder.endpoint)
+        return Receiver(me, self._target, self._ways, self._shelf)
+
+    def _swap(self, new: Session, *, is_first: bool) -> None:
+        if self._session is not None:
+            self._session.close()
+        assert isinstance(new.target, (ModelTarget, LoaderTarget))
+        self._session, self._target, self._is_first = new, new.target, is_first
+        if self._holder is not None:
+            self._holder.start(new.holding)
+
+    def _find(
+        self, session: Session, have: PublishId | None, options: UpdateOptions, deadline: float
+    ) -> tuple[PublishId, Available | None] | None:
+        """Return the version that all ranks take; None if the one that they hold is enough.
+
+        Rank 0 waits for a version, and gets where it is; the others then ask for the same.
+        """
+        found: list[Available | Current] = []
+
+        def find() -> None:
+            if self.rank == 0:
+                wait = Wait(None, options.version, have, options.may_keep, 0.0)
+                found.append(self._wait(session, wait, options, deadline))
+
         try:
-            if not self._prepare(round_, options):
-                return None
-            result = self._sink.receive(round_)
-            self._sink.touched()
-            # Before the commit, so that what fails here fails on all ranks: none serves alone.
-            self._sink.finish(round_.begin.values)
-            if self.num_ranks > 1:
-                self._check_current(version)
-            round_.commit(result)
-            self._check_current(version)
-        except BaseException as error:
-            # Memory goes with a publisher that aborts, and it may have said why.
-            reason = round_.abort_reason() if isinstance(error, HandleGone) else None
-            self._fail(round_, reason or error)
-            if reason is not None:
-                raise reason from error
+            said = self._all_ranks(deadline).step(
+                "find a version",
+                find,
+                deadline,
+                id=lambda: msgspec.to_builtins(getattr(found[0], "id", None)) if found else None,
+            )
+        except FlyweightError as error:
+            if found and isinstance(found[0], Available):  # the trainer waits for this engine
+                text = f"{type(error).__name__}: {error}"
+                session.tell(Done(found[0].id, Result(self.name, os.getpid(), error=text)))
             raise
-        finally:
-            self._sink.unstage()
-            round_.close()
-        self._held.take(version, round_.connection.session)
-        self.unused = round_.connection.unused
-        report = self.report = round_.report(result, self._sink.verified)
-        last, self.last_version = self.last_version, version
-        announce_update(self.name, report, last)
-        self._serving.serve(round_.begin, round_.connection.session)
-        if round_.interrupt is not None:
-            raise round_.interrupt
+        if said[0]["id"] is None:
+            return None
+        available = found[0] if found else None
+        assert not isinstance(available, Current)
+        return msgspec.convert(said[0]["id"], PublishId), available
+
+    def _wait(
+        self, session: Session, wait: Wait, options: UpdateOptions, deadline: float
+    ) -> Available | Current:
+        wait = msgspec.structs.replace(wait, seconds=seconds_for_holder(deadline))
+        ranks, peer = self._all_ranks(deadline), session.front.channel.peer
+
+        def is_over() -> bool:
+            ranks.look()
+            return options.is_over()
+
+        found = session.front.wait(wait, deadline, self._bell, is_over, *ranks.files)
+        is_enough = wait.may_keep or (wait.have is not None and wait.have.version == wait.version)
+        match found:
+            case Available():
+                return found
+            case Current() if is_enough and self.report is not None:
+                return found
+            case Superseded():
+                wanted = wait.id or f"version {wait.version}"
+                raise VersionError(
+                    f"{wanted} cannot come any more: {peer} has {found.newest}; update without a "
+                    f"version, or to that one"
+                )
+            case Current():
+                why = f"{wait.have} is the newest at {peer}"
+            case NotYet():
+                why = f"{peer} had no version"
+        raise TransferTimeout(
+            f"{why}, and no other came in time for replica {self.name!r}; publish one, or give "
+            f"update a longer timeout_seconds"
+        )
+
+    def _fetch(
+        self,
+        incoming: Incoming,
+        available: Available | None,
+        options: UpdateOptions,
+        deadline: float,
+    ) -> Available | None:
+        """Bring the version here; return None if a newer one is there for one of the ranks.
+
+        available: where it is; None if this rank has to ask first.
+        """
+        is_here = False
+
+        def fetch() -> None:
+            nonlocal is_here, available
+            if available is None:
+                wait = Wait(incoming.id, None, None, False, 0.0)
+                try:
+                    found = self._wait(incoming.session, wait, options, deadline)
+                except VersionError:  # it cannot come any more
+                    return
+                assert isinstance(found, Available)
+                available = found
+            is_here = incoming.open(available.holders, deadline)
+            if is_here:
+                about = About(available.parent, available.values)
+                incoming.session.announce(incoming.id, about)
+            if is_here and not incoming.is_verified:
+                _check_verified("nothing", incoming.id.version, options)
+
+        said = self._all_ranks(deadline).step("fetch", fetch, deadline, is_here=lambda: is_here)
+        return available if all(each["is_here"] for each in said) else None
+
+    def _write(
+        self,
+        incoming: Incoming,
+        available: Available,
+        options: UpdateOptions,
+        begun: tuple[float, float],
+        deadline: float,
+    ) -> UpdateReport:
+        target, ranks = self._target, self._all_ranks(deadline)
+        fetched = monotonic()
+        paused: list[float] = []
+
+        def pause() -> None:
+            if options.before is not None:
+                options.before(incoming.id.version)
+            paused.append(monotonic())
+            if isinstance(target, ModelTarget):
+                if not target.devices:
+                    target.check_current()
+                target.synchronize(max(deadline - monotonic(), 0.001))
+            check()
+
+        def check() -> None:
+            if not self._is_open:
+                raise TransportError(f"replica {self.name!r} is closed")
+            incoming.check_time(deadline)
+
+        ranks.step("pause", pause, deadline)
+        if self.world_size > 1:  # ranks that paused at once have waited for the last one
+            ranks.step("begin", check, deadline)
+        self._held.begin_write()
+        end = monotonic() + COPY_SECONDS
+
+        def write() -> None:
+            incoming.copy(end, self._while_copying)
+            if isinstance(target, ModelTarget):
+                target.finish(available.values)
+
+        ranks.step("write", write, end)
+        self._held.commit(incoming.id)
+        if self._held.taken is None:
+            raise VersionError(f"{incoming.id} was written, and then forgotten: {self.failure}")
+        asked, started = begun
+        ended = monotonic()
+        if isinstance(target, ModelTarget):
+            target.touched()
+        report = UpdateReport(
+            incoming.id.version,
+            available.parent,
+            incoming.session.plan.nbytes,
+            ended - started,
+            started - asked,
+            fetched - started,
+            paused[0] - fetched,
+            ended - paused[0],
+            incoming.verify_seconds,
+            incoming.transport,
+            target.verified if incoming.is_verified else "nothing",
+            incoming.overflows,
+        )
+        incoming.close()
+        result = Result(
+            self.name,
+            os.getpid(),
+            report.nbytes,
+            report.seconds,
+            report.wait_seconds,
+            report.fetch_seconds,
+            report.drain_seconds,
+            report.copy_seconds,
+            report.verify_seconds,
+            report.transport,
+            report.overflows,
+        )
+        incoming.session.tell(Done(incoming.id, result))
+        last, self.last_version, self.report = self.last_version, report.version, report
+        if last is not None and report.version < last:  # a trainer that was restarted may do so
+            announce("update.went_back", version=report.version, before=last, name=self.name)
+        announce(
+            "update.done",
+            name=self.name,
+            version=report.version,
+            nbytes=report.nbytes,
+            seconds=report.seconds,
+        )
         return report
 
-    def _prepare(self, round_: ReplicaRound, options: UpdateOptions) -> bool:
-        """Do everything before the first write; return False if the round was declined."""
-        version = round_.begin.version
-        round_.open(must_verify=options.must_verify)
-        self._sink.stage(round_)
-        self._serving.withdraw()  # before the engine pauses: readers may take a while
-        if options.before is not None:
-            options.before(version)
-        round_.check_running()  # the call may have taken long
-        self._checked_at = perf_counter()
-        if self._sink.is_in_place():
-            round_.wait_write()
-            if self.num_ranks == 1 or self._sink.is_in_place():  # other ranks may drain for long
-                return True
-        replaced = VersionError(f"{REPLACED} before version {version} was copied")
-        if options.before is not None or self.num_ranks > 1:
-            raise replaced
-        round_.fail(replaced, is_touched=False)
-        return False
+    def _from_files(self, options: UpdateOptions, deadline: float) -> UpdateReport | None:
+        """Load a version from the paths to fall back to; None if none of them has one."""
+        target = self._target
+        if not self._paths or not isinstance(target, ModelTarget):
+            return None
+        ranks, asked = self._all_ranks(deadline), monotonic()
+        found = stored_version(self._paths, options, self._held.taken)
+        said = ranks.step(
+            "look for files",
+            lambda: None,
+            deadline,
+            id=lambda: None if found is None else msgspec.to_builtins(found.id),
+        )
+        if found is None or any(each["id"] != said[0]["id"] for each in said):
+            return None
+        number = found.id.version
+        if not found.is_checked:
+            _check_verified("nothing", number, options)
+        paused: list[float] = []
 
-    def _check_current(self, version: int) -> None:
-        # In a short round once is enough: `version` looks again whenever it is asked for.
-        if perf_counter() - self._checked_at > _RECHECK_SECONDS:
-            self._checked_at = perf_counter()
-            if not self._sink.is_current():
-                raise VersionError(f"{REPLACED} while version {version} was copied")
+        def pause() -> None:
+            if options.before is not None:
+                options.before(number)
+            paused.append(monotonic())
+            target.look()
 
-    def _fail(self, round_: ReplicaRound, error: BaseException) -> None:
-        """Tell the publisher, and remember whether the weights were overwritten."""
-        version, is_touched = round_.begin.version, self._held.is_updating
-        round_.fail(error, is_touched=is_touched)
-        if not isinstance(error, FlyweightError):
-            error = TransportError(f"{type(error).__name__}: {error}")
-        outcome = f"it still holds version {self.version}"
-        if is_touched:
-            self._held.fail(error)
-            self._sink.touched()
-            outcome = "the weights are not whole, update again before serving"
-        elif self.version is not None:
-            self._serving.serve_again()
-        error.note(f"replica {self.name!r}, version {version}: {outcome}")
-        announce("update.failed", version=version, name=self.name, error=str(error))
+        ranks.step("pause", pause, deadline)
+        self._held.begin_write()
+        try:
+            reports: list[UpdateReport] = []
+            end = monotonic() + COPY_SECONDS
+            ranks.step("write", lambda: reports.append(load_stored(found, target)), end)
+        except BaseException as error:
+            text = f"the update was interrupted: {error!r}"
+            failure = error if isinstance(error, FlyweightError) else LifecycleError(text)
+            self._held.fail(failure)
+            raise
+        self._held.commit(found.id)
+        self.report = replace(reports[0], drain_seconds=paused[0] - asked)
+        self.last_version = number
+        announce("update.done", name=self.name, version=number, nbytes=reports[0].nbytes)
+        return self.report
+
+    def _while_copying(self) -> None:
+        target = self._target
+        if isinstance(target, ModelTarget) and target.devices:
+            target.check_current()
 
     def close(self) -> None:
-        """Disconnect and unmap memory; an update under way raises TransportError. Repeatable.
+        """Leave; readers that still fetch from here go to the next holder of their list.
 
-        If other replicas still read the version from this one, wait for them for some seconds.
+        An update under way ends with an error. Safe to repeat.
         """
-        if not self._is_open or self._pid != os.getpid():
+        if not self._is_open or os.getpid() != self._process:
             return
         self._is_open = False
-        self._publisher.end()
-        if self._thread != threading.get_ident() or not self._updating.locked():
+        if self._updating.locked():
+            if self._session is not None:
+                self._session.front.channel.shut()
+            if self._ranks is not None:
+                self._ranks.close()
+            if self._store is not None:
+                self._store.leave()
+        if self._thread != threading.get_ident():
             self._free()
 
     def _free(self) -> None:
-        if self._updating.acquire(timeout=_CONNECT_SECONDS):  # an update still reads the memory
-            self._publisher.disconnect()
-            self._serving.close()
-            self._sink.close()
+        if not self._updating.acquire(timeout=_FIRST_SECONDS):  # an update still uses the memory
+            return
+        try:
+            if self._session is not None:
+                self._session.close()
+            if self._ranks is not None:
+                self._ranks.close()
+            if self._store is not None:
+                self._store.close()
+            if self._holder is not None:
+                self._holder.close(f"replica {self.name!r} was closed")
+        finally:
             self._updating.release()
 
     def __enter__(self) -> Replica:
@@ -398,4 +726,9 @@ class Replica:
         self.close()
 
 
-_WEIGHTS: type[Weights] = Replica  # mypy checks the port
+def _check_verified(verified: str, version: int, options: UpdateOptions) -> None:
+    if options.verify and verified == "nothing":
+        raise VersionError(
+            f"version {version} has no digests, and verify=True was asked for; publish with "
+            f"verify=True"
+        )

@@ -1,66 +1,80 @@
-"""Watch: the state of a publisher and its replicas, as it changes."""
+"""Watch: what a publisher and its replicas do, as it changes."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from time import monotonic, sleep
 from typing import Any
 
 import msgspec
 
-from flyweight.errors import PeerLost
-from flyweight.live.curve_keys import CurveClient
-from flyweight.live.line import opened_line
-from flyweight.live.messages import News
-from flyweight.live.replica_connection import ReplicaConnection
-from flyweight.live.tcp_address import parse_address
+from flyweight.checks import check_seconds
+from flyweight.errors import HandleGone, PeerLost
+from flyweight.live.messages import News, Watch
+from flyweight.live.reader import Identity, open_channel, with_token
+from flyweight.transports.address import parse_address
+from flyweight.transports.channel import Channel, Message
+from flyweight.transports.tls import Tls
+from flyweight.transports.wire import FOREVER
 
 _RETRY_SECONDS = 0.05
-_SILENCE_SECONDS = 60.0
 
 
 def watch(
     address: str,
     *,
     token: str | None = None,
-    curve: CurveClient | None = None,
+    tls: Tls | None = None,
     timeout_seconds: float = 10.0,
 ) -> Iterator[News]:
-    """Yield the state of a publisher whenever it changes, until the publisher is closed.
+    """Yield what a publisher and its replicas do, whenever that changes, until it is closed.
 
     address: the publisher's address, `unix:DIRECTORY` or `tcp://HOST:PORT`.
     token: its token, if it is not in a file next to its sockets.
-    curve: its public key, if messages from other hosts are encrypted.
-    timeout_seconds: how long to wait for the publisher to start and to send its first state.
+    tls: certificates, if the publisher encrypts what goes to other hosts.
+    timeout_seconds: how long to wait for the publisher to start and to say what it does.
 
     Raises PeerLost if no publisher starts or it is killed, TransferTimeout if it does not answer.
     """
-    place, deadline = parse_address(address), monotonic() + timeout_seconds
+    deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
+    channel, first = _begun(address, Identity("watcher", token=token or "", tls=tls), deadline)
+    coming = deque([first])
+
+    def take(message: Message) -> None:
+        if isinstance(message, News):
+            coming.append(message)
+
+    channel.on_push = take
+    with closing(channel):
+        while True:
+            while coming:
+                yield coming.popleft()
+            try:
+                channel.hear(FOREVER)
+            except HandleGone:
+                return
+
+
+def _begun(address: str, me: Identity, deadline: float) -> tuple[Channel, News]:
+    """Return a connection to a publisher, once there is one, and its first news."""
+    place = parse_address(address)
     while True:
         try:
-            connection = ReplicaConnection(
-                opened_line(place, token, curve, deadline), "watcher", role="watcher"
-            )
-            break
-        except PeerLost:
-            if monotonic() + _RETRY_SECONDS > deadline:
-                raise
-        sleep(_RETRY_SECONDS)
-    try:
-        while True:
+            channel = open_channel(place.endpoint, with_token(me, place), deadline)
             try:
-                yield connection.expect(News, deadline, "news")
-                deadline = monotonic() + _SILENCE_SECONDS
-            except PeerLost:
-                if connection.has_ended:
-                    return
+                return channel, channel.call(Watch(), News, deadline)
+            except BaseException:
+                channel.close()
                 raise
-    finally:
-        connection.disconnect("stopped watching")
+        except (PeerLost, HandleGone) as error:
+            if monotonic() + _RETRY_SECONDS > deadline:
+                raise PeerLost(f"no publisher answers at {address}: {error}") from error
+        sleep(_RETRY_SECONDS)
 
 
 def record(news: News) -> dict[str, Any]:
-    """Return the state as plain data, for JSON."""
-    found: dict[str, Any] = msgspec.to_builtins(news)
-    found["replicas"] = [msgspec.structs.asdict(each) for each in news.replicas]
-    return {key: value for key, value in found.items() if key != "type"}
+    """Return news as plain data, for JSON."""
+    replicas = [msgspec.structs.asdict(each) for each in news.replicas]
+    return {"version": news.version, "state": news.state, "replicas": replicas}

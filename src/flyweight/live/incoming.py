@@ -1,0 +1,298 @@
+"""Incoming: one version on its way into a model. Leases it, stages what must be fetched, copies.
+
+`open` may fail without harm. After it, everything is here: mapped memory of the trainer, which the
+lease keeps still, or verified staging. `copy` is the only step that writes to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+
+from flyweight.digest import Words
+from flyweight.errors import (
+    DigestMismatch,
+    FlyweightError,
+    PlanError,
+    TransferTimeout,
+    TransportError,
+    VersionError,
+)
+from flyweight.live.fetch import Fetch
+from flyweight.live.loader import Loading
+from flyweight.live.messages import Leased, Mistrust, Staged
+from flyweight.live.publish_id import PublishId
+from flyweight.live.reader import Reader
+from flyweight.live.rows import check_digests
+from flyweight.live.session import Session
+from flyweight.live.staging import Staging
+from flyweight.live.target import LoaderTarget
+from flyweight.memory_table import BufferTable
+from flyweight.transports.address import Endpoint
+from flyweight.worker_threads import run_on_threads
+
+_RELEASE_SECONDS = 2.0
+_SLOW_BYTES = 2 << 30
+"""A copy is expected to do so many bytes in a second, at least."""
+_LEAST_SECONDS = 0.01
+FOREVER = float("inf")
+
+
+@dataclass(frozen=True, eq=False)
+class Arrived:
+    """The rows of one source rank, in memory that keeps still until they are copied."""
+
+    rows: BufferTable
+    digests: bytes
+    source: Reader | None
+    """Where the memory is leased; None for staging of our own."""
+    until: float
+    """The memory keeps still until then."""
+
+
+class Incoming:
+    """One version for one model, until it is closed."""
+
+    def __init__(self, session: Session, id: PublishId) -> None:
+        self.session, self.id = session, id
+        self.arrived: dict[int, Arrived] = {}
+        self.staging: Staging | None = None
+        self.ways: set[str] = set()
+        self.overflows = 0
+        self.verify_seconds = 0.0
+
+    @property
+    def transport(self) -> str:
+        return "+".join(sorted(self.ways))
+
+    @property
+    def is_verified(self) -> bool:
+        """True if digests came for everything."""
+        return all(each.digests for each in self.arrived.values())
+
+    def open(self, holders: Sequence[Endpoint], deadline: float) -> bool:
+        """Lease the version; fetch into staging, and verify there, what cannot be mapped.
+
+        Returns False if the trainer has withdrawn the version, and nobody else has it.
+        holders: other readers that have the version, best first.
+        """
+        ranks = list(self.session.plan.streams)
+        beside = [rank for rank in ranks if self.session.beside(rank) is not None]
+        leased = self._lease(beside, deadline)
+        if not holders and len(leased) + len(self.arrived) < len(beside):
+            return False
+        wanted = self.session.ways.transport
+        staged = [rank for rank in ranks if rank not in self.arrived]
+        if staged and wanted == "mapped":
+            raise TransportError(
+                f"the memory of {len(staged)} ranks of the trainer cannot be mapped here, and "
+                f"transport='mapped' was asked for; share it, or use transport='auto'"
+            )
+        if staged:
+            self._stage(staged, leased, holders, deadline)
+        else:
+            self.session.pass_over(self.id)
+        if self.session.has_doubles and not self.is_verified:
+            raise PlanError(
+                "tensors that are one here are several at the trainer, and nothing is verified, so "
+                "they may differ; publish with verify=True, or tie them there too"
+            )
+        if all(each.source is None for each in self.arrived.values()):
+            self.session.tell(Staged(self.id))
+        return True
+
+    def _lease(self, ranks: Sequence[int], deadline: float) -> dict[int, Leased]:
+        """Lease the version at all ranks on this host at once, and map what can be mapped.
+
+        Returns the leases of what must be filled, without ranks that have withdrawn the version.
+        """
+        session, plan = self.session, self.session.plan
+        asked = {}
+        for rank in ranks:
+            source = session.beside(rank)
+            assert source is not None
+            asked[rank] = (
+                source,
+                source.ask_lease(
+                    self.id, [plan.kind], rank, deadline, can_map=session.can_map(rank)
+                ),
+            )
+        filled: dict[int, Leased] = {}
+        for rank in ranks:
+            source, request = asked.pop(rank)
+            try:
+                found = source.lease(request, deadline, session.blocks_of(rank))
+            except VersionError:
+                continue
+            except BaseException:
+                for other, _ in asked.values():  # a lease may be on its way
+                    other.close()
+                raise
+            if found.blocks is None:
+                filled[rank] = found.leased
+                continue
+            self.overflows += found.leased.overflows[0]
+            rows, digests = source.rows_of(plan.streams[rank], found), found.leased.digests[0]
+            self.arrived[rank] = Arrived(rows, digests, source, found.until)
+            self.ways.add("mapped")
+        return filled
+
+    def _stage(
+        self,
+        ranks: Sequence[int],
+        filled: dict[int, Leased],
+        holders: Sequence[Endpoint],
+        deadline: float,
+    ) -> None:
+        session = self.session
+        staging = self.staging = session.stage(self.id, ranks, deadline)
+        fetch = Fetch(staging, session.connections, deadline)
+
+        def run(todo: Iterator[int]) -> None:
+            for rank in todo:
+                if rank in filled:
+                    self._fill(staging, rank, filled[rank], deadline)
+                else:
+                    fetch.run(rank, [*holders, session.endpoint_of(rank)])
+
+        try:
+            run_on_threads(ranks, run, len(ranks), "flyweight-fetch")
+            for rank in ranks:
+                self._verify_staged(staging, rank, holders, fetch, deadline)
+                digests, overflows = staging.digests(session.plan, rank, deadline)
+                self.overflows += overflows
+                rows = staging.memory.rows[rank]
+                self.arrived[rank] = Arrived(rows, digests, None, FOREVER)
+                self.ways.add("filled" if rank in filled else "read")
+        except BaseException as error:
+            failure = error if isinstance(error, FlyweightError) else TransportError(repr(error))
+            staging.fail(failure)
+            raise
+        staging.complete()
+
+    def _fill(self, staging: Staging, rank: int, leased: Leased, deadline: float) -> None:
+        """Have the trainer's rank write its stream into staging, and end the lease.
+
+        If no answer comes, the connection is over, and with it the session and this memory: a late
+        trainer writes where nobody reads.
+        """
+        source, plan = self.session.beside(rank), self.session.plan
+        assert source is not None
+        source.fill(plan.kind, staging.memory.segments[rank], 0, deadline)
+        staging.set_digests(rank, leased.digests[0], leased.overflows[0])
+        for each in staging.missing(rank):
+            staging.arrived(each, source.endpoint)
+        source.release(deadline, is_proof=not leased.digests[0])
+
+    def _verify_staged(
+        self,
+        staging: Staging,
+        rank: int,
+        holders: Sequence[Endpoint],
+        fetch: Fetch,
+        deadline: float,
+    ) -> None:
+        """Compare digests of what was staged; fetch rows that are wrong from the trainer again."""
+        digests, _ = staging.digests(self.session.plan, rank, deadline)
+        if not digests:
+            return
+        found, _ = staging.memory.digests[rank].run(deadline)
+        try:
+            self._check(rank, found, digests, "as they arrived")
+        except DigestMismatch:
+            wrong = np.flatnonzero(found != _words(digests)).tolist()
+            bad = staging.spoiled(rank, wrong)
+            if not bad & set(holders):
+                raise  # the trainer's own memory has changed
+            for each in bad & set(holders):
+                self.session.tell(Mistrust(self.id, str(each)))
+            fetch.run(rank, [self.session.endpoint_of(rank)])
+            found, _ = staging.memory.digests[rank].run(deadline)
+            self._check(rank, found, digests, "as they arrived from the trainer itself")
+
+    def check_time(self, deadline: float) -> None:
+        """Raise unless the copy can begin: in time, and with leases that last for all of it."""
+        now, seconds = monotonic(), _LEAST_SECONDS + self.session.plan.nbytes / _SLOW_BYTES
+        if now > deadline:
+            raise TransferTimeout(f"everything was here {now - deadline:.2g} s too late to begin")
+        for each in self.arrived.values():
+            if each.source is not None:
+                each.source.check_lease()
+                if now + seconds > each.until:
+                    raise TransferTimeout(
+                        f"{each.source.channel.peer} keeps {self.id} for {each.until - now:.2g} s, "
+                        f"and the copy may take {seconds:.2g} s; pause sooner, or publish with a "
+                        f"longer timeout_seconds"
+                    )
+
+    def copy(self, deadline: float, check: Callable[[], None]) -> None:
+        """Copy everything into the model, and verify it where it was written.
+
+        check: called while devices copy; if it raises, the copies are waited for first.
+        """
+        try:
+            self._copy(deadline, check)
+        except BaseException:
+            self.session.throw_copies_away()
+            raise
+
+    def _copy(self, deadline: float, check: Callable[[], None]) -> None:
+        target = self.session.target
+        if isinstance(target, LoaderTarget):
+            plan, name = self.session.plan, self.session.me.name
+            Loading(target, plan, self.arrived, name).run(deadline)
+        else:
+            self._copy_to_model(deadline, check)
+        self.confirm(deadline)
+
+    def _copy_to_model(self, deadline: float, check: Callable[[], None]) -> None:
+        copies = {
+            rank: self.session.copies(rank, each.rows, is_staged=each.source is None)
+            for rank, each in self.arrived.items()
+        }
+        started = {
+            rank: each.start(should_digest=bool(self.arrived[rank].digests))
+            for rank, each in copies.items()
+        }
+        failure = None
+        try:
+            check()
+        except FlyweightError as error:
+            failure = error
+        for rank, finish in started.items():
+            found = finish(deadline)
+            self.verify_seconds += copies[rank].digest_seconds
+            if found is not None:
+                digests = self.arrived[rank].digests
+                self._check(rank, found, digests, "where they were written")
+        if failure is not None:
+            raise failure
+
+    def confirm(self, deadline: float) -> None:
+        """Raise unless leases without digests ran until now: that is the proof."""
+        for each in self.arrived.values():
+            if not each.digests and each.source is not None:
+                each.source.release(deadline, is_proof=True)
+
+    def _check(self, rank: int, found: Words, digests: bytes, where: str) -> None:
+        session = self.session
+        path = f"from rank {rank} of the trainer to replica {session.me.name!r}, {where}"
+        tensor = session.plan.streams[rank].tensor
+        check_digests(found, _words(digests), tensor, session.catalog.names, path)
+
+    def close(self) -> None:
+        """End the leases of the trainer's memory. Staging is served until the next update."""
+        for rank in self.session.plan.streams:
+            source = self.session.beside(rank)
+            if source is not None and source.has_lease:
+                with suppress(FlyweightError):
+                    source.release(monotonic() + _RELEASE_SECONDS, is_proof=False)
+        self.arrived = {}
+
+
+def _words(digests: bytes) -> Words:
+    return np.frombuffer(digests, "<u8").astype(np.uint64)

@@ -1,0 +1,167 @@
+"""Loader: gives one version to an engine's own loader, as whole tensors that it places itself.
+
+Nobody can check what a loader does with a tensor, so its digests are compared before the loader
+gets it. Tensors are filled in batches: to prepare each of many small ones takes longer than its
+copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyweight.digest import Words
+from flyweight.errors import FlyweightError, TransportError, listed
+from flyweight.live.plan import Plan
+from flyweight.live.rows import RowCopies, check_digests
+from flyweight.live.target import LoaderTarget
+from flyweight.memory import Buffer
+from flyweight.memory_table import BufferTable, Integers
+from flyweight.plans.copy_table import BoxTable, item_bytes
+
+if TYPE_CHECKING:
+    from flyweight.live.incoming import Arrived
+
+_BATCH_BYTES = 64 << 20
+_BATCH_TENSORS = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The rows of all source ranks, in the order of the loader's tensors."""
+
+    tensor: Integers
+    """The number of the loader's tensor that each row is of."""
+    offset: Integers
+    shape: Integers
+    cast: Integers
+    memory: BufferTable
+    """Where they have arrived."""
+    digest: Words
+    has_digest: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, plan: Plan, arrived: Mapping[int, Arrived]) -> _Rows:
+        streams = [plan.streams[rank] for rank in arrived]
+        casts, digests = [], []
+        for stream, each in zip(streams, arrived.values(), strict=True):
+            is_cast_already = each.source is None  # in staging
+            casts.append(np.full_like(stream.cast, -1) if is_cast_already else stream.cast)
+            known = each.digests or bytes(8 * len(stream.sink))
+            digests.append(np.frombuffer(known, "<u8").astype(np.uint64))
+        tensor = np.concatenate([each.sink for each in streams])
+        order = np.argsort(tensor, kind="stable")
+        has_digest = [bool(each.digests) for each in arrived.values()]
+        return cls(
+            tensor[order],
+            np.concatenate([each.sink_offset for each in streams])[order],
+            np.concatenate([each.shape for each in streams])[order],
+            np.concatenate(casts)[order],
+            BufferTable.joined([each.rows for each in arrived.values()]).take(order),
+            np.concatenate(digests)[order],
+            np.repeat(has_digest, [len(each.sink) for each in streams])[order],
+        )
+
+    def of_tensors(self, first: int, end: int) -> _Rows:
+        """Return the rows of the tensors from `first` to `end`, without `end`."""
+        rows = np.arange(*np.searchsorted(self.tensor, (first, end)))
+        return _Rows(
+            self.tensor[rows],
+            self.offset[rows],
+            self.shape[rows],
+            self.cast[rows],
+            self.memory.take(rows),
+            self.digest[rows],
+            self.has_digest[rows],
+        )
+
+
+class Loading:
+    """One version on its way through a loader, from memory that keeps still until the end."""
+
+    def __init__(
+        self, target: LoaderTarget, plan: Plan, arrived: Mapping[int, Arrived], replica: str
+    ) -> None:
+        self._loader, self._plan, self._replica = target.loader, plan, replica
+        self._names, self._specs = list(target.specs), list(target.specs.values())
+        self._rows = _Rows.of(plan, arrived) if arrived else None  # all tensors may be empty
+        self._unproved = [
+            each.source for each in arrived.values() if each.source is not None and not each.digests
+        ]
+        self._num_taken = 0
+        self._failure: FlyweightError | None = None
+
+    def run(self, deadline: float) -> None:
+        """Call the loader; raise DigestMismatch, before it gets the tensor, if one is wrong.
+
+        Raises TransportError if it leaves tensors, and what the loader itself raises.
+        """
+        weights = self._weights(deadline)
+        try:
+            self._loader.load(weights)
+        except Exception:
+            if self._failure is None:
+                raise
+        finally:
+            weights.close()  # a loader that keeps it must not read memory that changes
+        if self._failure is not None:  # which the loader may have caught, or wrapped
+            raise self._failure
+        if left := self._names[self._num_taken :]:
+            raise TransportError(
+                f"the loader took {self._num_taken} of {len(self._names)} tensors; it left "
+                f"{listed(left)}"
+            )
+
+    def _weights(self, deadline: float) -> Generator[tuple[str, Any], None, None]:
+        """Yield each tensor once all of it has arrived and its digests are right."""
+        try:
+            for first, end in _batches(self._plan.wanted.boxes, item_bytes(self._specs)):
+                tensors = self._filled(first, end, deadline)
+                while tensors:
+                    self._num_taken += 1
+                    yield tensors.popleft()  # which is the loader's alone from here on
+        except FlyweightError as error:
+            self._failure = error
+            raise
+
+    def _filled(self, first: int, end: int, deadline: float) -> deque[tuple[str, Any]]:
+        """Return new tensors that hold the version: the loader may keep them."""
+        fresh = [self._loader.fresh(spec) for spec in self._specs[first:end]]
+        if self._rows is not None:
+            rows = self._rows.of_tensors(first, end)
+            self._fill(rows, first, [buffer for _, buffer in fresh], deadline)
+        for each in self._unproved:
+            each.check_lease()
+        names = self._names[first:end]
+        return deque((name, tensor) for name, (tensor, _) in zip(names, fresh, strict=True))
+
+    def _fill(self, rows: _Rows, first: int, buffers: Sequence[Buffer], deadline: float) -> None:
+        whole = self._plan.wanted.boxes.shape[first : first + len(buffers)]
+        memory = BufferTable.of(buffers, whole).widened(rows.shape.shape[1])
+        sink = memory.regions(rows.tensor - first, rows.offset, rows.shape)
+        copies = RowCopies(sink, rows.memory, self._plan.digest, rows.cast)
+        try:
+            found = copies.start(should_digest=bool(rows.has_digest.any()))(deadline)
+        finally:
+            copies.close()
+        if found is not None:
+            known = rows.has_digest
+            path = (
+                f"on their way to the loader of replica {self._replica!r}, which did not get them"
+            )
+            check_digests(found[known], rows.digest[known], rows.tensor[known], self._names, path)
+
+
+def _batches(tensors: BoxTable, width: Integers) -> list[tuple[int, int]]:
+    """Return the first tensor and the end of each batch."""
+    at = np.cumsum(tensors.num_items * width) // _BATCH_BYTES
+    is_cut = np.diff(at) > 0
+    is_cut[_BATCH_TENSORS - 1 :: _BATCH_TENSORS] = True
+    cuts = (np.flatnonzero(is_cut) + 1).tolist()
+    return list(pairwise([0, *cuts, len(width)]))

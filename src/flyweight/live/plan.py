@@ -1,0 +1,245 @@
+"""Plans: the copies that fill one kind of model, and the streams of bytes that they make.
+
+Both sides work a plan out from the same tables, so it is never sent. The copies from one source
+rank, in plan order, are a stream: row after row, each row-major and without gaps, in the dtype that
+the reader wants. A mapped reader copies the rows; a network reader asks for ranges of the stream.
+The digests are those of the rows, so they are the same for the trainer's memory, a stream on its
+way, and the engine's parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from weakref import WeakValueDictionary
+
+import msgspec
+import numpy as np
+
+from flyweight.casts import CASTABLE, ITEM_BYTES
+from flyweight.digest import DigestKind
+from flyweight.errors import PlanError, SpecError
+from flyweight.live.catalog import Catalog, Devices, common_digest
+from flyweight.live.messages import Want
+from flyweight.memory import collector_paused
+from flyweight.memory_table import HOST, BufferTable, Integers, row_major_strides
+from flyweight.plans.copy_table import BoxTable, numbers_of, plan_copies
+from flyweight.plans.tables import Boxes, numbers, packed
+
+_SAME = -1
+_WIDTHS = np.array(ITEM_BYTES)
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """The boxes that a reader wants, with the numbers that tensors have in the catalog."""
+
+    boxes: BoxTable
+    dtype: Integers
+    """The dtype of each box at the reader, as an index of CASTABLE; -1 if it is the trainer's."""
+    devices: Devices
+    digest: DigestKind
+    """What the reader can compute."""
+
+    @classmethod
+    def received(cls, want: Want, catalog: Catalog) -> Wanted:
+        boxes = want.boxes.table(catalog.whole)
+        devices = Devices.received(want.devices, want.device, len(boxes))
+        dtype = np.full(len(boxes), _SAME)
+        if want.dtype:
+            found, known = numbers(want.dtype), numbers_of(want.dtypes, CASTABLE)
+            if len(found) != len(boxes) or (len(found) and found.max() >= len(known)):
+                raise SpecError(f"{len(boxes)} boxes have {len(found)} dtypes")
+            dtype = np.where(found < 0, _SAME, known[found])
+            if ((found >= 0) & (dtype < 0)).any():
+                raise SpecError(f"dtypes {want.dtypes} are wanted, casts make {CASTABLE}")
+        return cls(boxes, dtype, devices, want.digest)
+
+    @property
+    def message(self) -> Want:
+        dtype = packed(self.dtype) if (self.dtype >= 0).any() else b""
+        devices = self.devices.names, packed(self.devices.index)
+        return Want(Boxes.of(self.boxes), CASTABLE, dtype, *devices, self.digest)
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """The copies of a plan that read from one source rank, as rows."""
+
+    block: Integers
+    """The block of each row, counted among those of its rank."""
+    offset: Integers
+    """Counted from the corner of the block."""
+    sink: Integers
+    sink_offset: Integers
+    shape: Integers
+    item_bytes: Integers
+    """The width of items in the stream."""
+    tensor: Integers
+    cast: Integers
+    """The dtypes that a row is cast from and to, as indexes of CASTABLE; -1 without a cast."""
+
+    @cached_property
+    def nbytes(self) -> Integers:
+        found: Integers = self.shape.prod(axis=1, dtype=np.int64) * self.item_bytes
+        return found
+
+    @cached_property
+    def starts(self) -> Integers:
+        """The byte at which each row starts, and the end of the last."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.nbytes)])
+
+    @cached_property
+    def is_cast(self) -> bool:
+        return bool((self.cast >= 0).any())
+
+    @property
+    def columns(self) -> tuple[Integers, ...]:
+        found = self.block, self.offset, self.sink, self.sink_offset, self.shape, self.item_bytes
+        return *found, self.tensor, self.cast
+
+    @property
+    def total(self) -> int:
+        return int(self.starts[-1])
+
+    def in_source(self, blocks: BufferTable) -> BufferTable:
+        """Return where the rows lie in the memory of the source's blocks."""
+        return blocks.widened(self.shape.shape[1]).regions(self.block, self.offset, self.shape)
+
+    def in_sink(self, blocks: BufferTable) -> BufferTable:
+        """Return where the rows lie in the memory of the model that they fill."""
+        width = self.shape.shape[1]
+        return blocks.widened(width).regions(self.sink, self.sink_offset, self.shape)
+
+    def packed_at(self, address: int, owner: object) -> BufferTable:
+        """Return where the rows lie in memory that holds the whole stream."""
+        strides = row_major_strides(self.shape) * self.item_bytes[:, None]
+        device = np.full(len(self.block), HOST)
+        at = address + self.starts[:-1]
+        return BufferTable(at, self.shape, strides, self.item_bytes, device, owner)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What readers of one kind take from each source rank."""
+
+    kind: str
+    """A hash of the catalog, of all copies, and of the kind of digest."""
+    digest: DigestKind
+    wanted: Wanted
+    streams: dict[int, Stream]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.total for each in self.streams.values())
+
+    @property
+    def is_cast(self) -> bool:
+        return any(each.is_cast for each in self.streams.values())
+
+
+def make_plan(catalog: Catalog, wanted: Wanted) -> Plan:
+    """Work out who copies what; raise PlanError if some item cannot come."""
+    with collector_paused():
+        return _make_plan(catalog, wanted)
+
+
+def _make_plan(catalog: Catalog, wanted: Wanted) -> Plan:
+    boxes, all_devices = wanted.boxes, (*catalog.devices.names, *wanted.devices.names)
+    places = [
+        numbers_of(each.names, all_devices)[each.index]
+        for each in (catalog.devices, wanted.devices)
+    ]
+    copies = plan_copies(
+        catalog.blocks,
+        boxes,
+        catalog.names,
+        source_ranks=catalog.rank,
+        source_places=places[0],
+        sink_places=places[1],
+    )
+    cast_from = _castable(catalog)[boxes.tensor]
+    is_cast = (wanted.dtype >= 0) & (wanted.dtype != cast_from)
+    if (is_cast & (cast_from < 0)).any():
+        row = int(np.flatnonzero(is_cast & (cast_from < 0))[0])
+        name = catalog.names[int(boxes.tensor[row])]
+        raise PlanError(f"{name!r} is {catalog.tensors[name]}; casts are between {CASTABLE}")
+    dtypes = np.stack([cast_from, wanted.dtype], axis=1)
+    dtypes[~is_cast] = _SAME
+    width = np.where(is_cast, _WIDTHS[wanted.dtype], catalog.item_bytes[boxes.tensor])
+    rank, streams = catalog.rank[copies.source], {}
+    for each in np.unique(rank).tolist():
+        rows = np.flatnonzero(rank == each)
+        source, sink = copies.source[rows], copies.sink[rows]
+        streams[each] = Stream(
+            catalog.number_in_rank[source],
+            copies.source_offset[rows],
+            sink,
+            copies.sink_offset[rows],
+            copies.shape[rows],
+            width[sink],
+            catalog.blocks.tensor[source],
+            dtypes[sink],
+        )
+    digest = common_digest(wanted.digest, catalog.devices.digest)
+    found = blake2b(msgspec.msgpack.encode((catalog.table, digest)), digest_size=16)
+    for each, stream in streams.items():
+        found.update(each.to_bytes(8, "little"))
+        for column in stream.columns:
+            found.update(packed(column))
+    return Plan(found.hexdigest(), digest, wanted, streams)
+
+
+def _castable(catalog: Catalog) -> Integers:
+    """Return the dtype of each tensor as an index of CASTABLE; -1 for others."""
+    names = [spec.dtype.name for spec in catalog.tensors.values()]
+    return numbers_of(names, CASTABLE)
+
+
+class Plans:
+    """The plans of the readers that are connected: each lives as long as one of them has it."""
+
+    def __init__(self, catalog: Catalog, own: Plan | None = None) -> None:
+        """own: the only kind that is served, by a reader that serves others like itself."""
+        self.catalog, self._own = catalog, own
+        self._plans: WeakValueDictionary[bytes, Plan] = WeakValueDictionary()
+        self._planning: dict[bytes, threading.Lock] = {}
+        self._lock = threading.Lock()
+        if own is not None:
+            self._plans[_key(own.wanted)] = own
+
+    def __iter__(self) -> Iterator[Plan]:
+        with self._lock:
+            return iter(list(self._plans.values()))
+
+    def planned(self, wanted: Wanted) -> Plan:
+        """Return the plan, which readers of one kind share."""
+        key = _key(wanted)
+        with self._lock:
+            if (found := self._plans.get(key)) is not None:
+                return found
+            if self._own is not None:
+                raise PlanError("this replica serves only readers that want the same as itself")
+            planning = self._planning.setdefault(key, threading.Lock())
+        with planning:  # readers of other kinds do not wait for this one
+            with self._lock:
+                found = self._plans.get(key)
+            try:
+                if found is None:
+                    found = make_plan(self.catalog, wanted)
+            finally:
+                with self._lock:
+                    self._planning.pop(key, None)
+            with self._lock:
+                return self._plans.setdefault(key, found)
+
+
+def _key(wanted: Wanted) -> bytes:
+    boxes, devices = wanted.boxes, wanted.devices
+    found = blake2b(msgspec.msgpack.encode((wanted.digest, devices.names)), digest_size=16)
+    for column in (boxes.tensor, boxes.offset, boxes.shape, wanted.dtype, devices.index):
+        found.update(packed(column))
+    return found.digest()

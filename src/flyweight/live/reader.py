@@ -1,0 +1,351 @@
+"""Reader: one connection to a holder, and what can be asked there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from time import monotonic
+
+from flyweight.errors import (
+    HandleGone,
+    PeerLost,
+    PeerRefused,
+    PlanError,
+    SpecError,
+    TransportError,
+)
+from flyweight.live.messages import (
+    MESSAGES,
+    Announced,
+    Available,
+    Cancel,
+    Current,
+    Data,
+    Done,
+    Fill,
+    Filled,
+    Join,
+    Later,
+    Layout,
+    Lease,
+    Leased,
+    Mistrust,
+    NotYet,
+    Planned,
+    Read,
+    Release,
+    Released,
+    Share,
+    Shared,
+    Staged,
+    Superseded,
+    Wait,
+    Welcome,
+)
+from flyweight.live.plan import Plan, Stream
+from flyweight.live.publish_id import PublishId
+from flyweight.memory import Buffer, Bytes
+from flyweight.memory_table import BufferTable, Integers
+from flyweight.transports.address import (
+    Address,
+    Endpoint,
+    UnixAddress,
+    connected,
+    connected_tcp,
+    this_host,
+)
+from flyweight.transports.channel import Channel, Message, introduce
+from flyweight.transports.device_segments import open_segment
+from flyweight.transports.segments import Segment, map_segment, mapped_rows
+from flyweight.transports.tls import Tls, TlsWire
+from flyweight.transports.wire import Wire
+
+_GRACE_SECONDS = 2.0
+"""How long a message may take for which there is no answer to wait for."""
+_LOCAL_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a reader is."""
+
+    name: str
+    rank: int = 0
+    num_ranks: int = 1
+    token: str = ""
+    tls: Tls | None = None
+    serves_at: Endpoint | None = None
+    is_remote: bool = False
+    """True to fetch everything over sockets, as a reader on another host does."""
+
+
+def with_token(me: Identity, address: Address) -> Identity:
+    """Return the same reader with the token of an address, which may be in a file there."""
+    if me.token:
+        return me
+    if isinstance(address, UnixAddress):
+        return replace(me, token=address.token())
+    raise SpecError(f"{address} needs the token of its publisher: token=")
+
+
+@dataclass(frozen=True, eq=False)
+class HeldLease:
+    """A lease, as its reader sees it."""
+
+    leased: Leased
+    until: float
+    """The holder keeps the memory still until then, at least."""
+    blocks: BufferTable | None
+    """Where the holder's blocks lie in memory that is mapped here; None if it cannot be mapped."""
+
+
+@dataclass(frozen=True)
+class AskedLease:
+    number: int
+    lease: Lease
+    at: float
+
+
+def open_channel(
+    endpoint: Endpoint, me: Identity, deadline: float, *, is_remote: bool = False
+) -> Channel:
+    """Return a connection to a holder that has proved the token, and to which it was proved.
+
+    It goes by the holder's Unix socket if that can be reached, since memory can be mapped then.
+    """
+    if endpoint.is_here and not is_remote:
+        soon = min(deadline, monotonic() + _LOCAL_SECONDS) if endpoint.remote else deadline
+        try:
+            channel = Channel(
+                Wire(connected(endpoint.local, soon)), f"holder at {endpoint}", MESSAGES
+            )
+            return _introduced(channel, me, deadline)
+        except (PeerLost, PeerRefused):
+            if not endpoint.remote:  # from another container, say, it can be read all the same
+                raise
+    if not endpoint.remote:
+        raise PeerLost(f"{endpoint.local!r} is on another host, or cannot be reached from here")
+    connection, host = connected_tcp(endpoint.remote, deadline)
+    wire = Wire(connection) if me.tls is None else TlsWire(connection, me.tls.reader, hostname=host)
+    return _introduced(Channel(wire, f"holder at {endpoint}", MESSAGES), me, deadline)
+
+
+def _introduced(channel: Channel, me: Identity, deadline: float) -> Channel:
+    try:
+        if isinstance(channel.wire, TlsWire):
+            channel.wire.shake_hands(deadline)
+        introduce(channel, me.name, me.token, deadline)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+class Reader:
+    """A connection that has been welcomed."""
+
+    def __init__(self, channel: Channel, welcome: Welcome, endpoint: Endpoint) -> None:
+        self.channel, self.welcome, self.endpoint = channel, welcome, endpoint
+        self.newest: PublishId | None = welcome.newest
+        """The newest version that the holder has announced."""
+        self._mapped: dict[str, BufferTable] = {}
+        """The holder's blocks, by layout."""
+        self._rows: dict[str, BufferTable] = {}
+        self._shared: dict[int, tuple[int, Segment]] = {}
+        """The numbers of memory that the holder may write, by its address."""
+        self.has_lease = False
+        channel.on_push = self._take_push
+
+    @classmethod
+    def connect(
+        cls, endpoint: Endpoint, me: Identity, deadline: float, *, session: str = ""
+    ) -> Reader:
+        """Connect to a holder and join it.
+
+        session: the session that the holder must serve; "" if that is not known yet.
+        """
+        join = Join(me.name, os.getpid(), me.rank, me.num_ranks, this_host(), me.serves_at, session)
+        channel = open_channel(endpoint, me, deadline, is_remote=me.is_remote)
+        try:
+            welcome = channel.call(join, Welcome, deadline)
+            here = welcome.here
+            if not channel.wire.is_local and here.is_here and not me.is_remote:
+                with suppress(PeerLost, PeerRefused):
+                    local = open_channel(Endpoint(here.host, here.local), me, deadline)
+                    channel.close()
+                    channel = local
+                    welcome = channel.call(join, Welcome, deadline)
+            if session and welcome.session != session:
+                raise TransportError(
+                    f"{channel.peer} serves session {welcome.session}, not {session}"
+                )
+        except BaseException:
+            channel.close()
+            raise
+        return cls(channel, welcome, endpoint)
+
+    def _take_push(self, message: Message) -> None:
+        if isinstance(message, Announced):
+            self.newest = message.id
+
+    def want(self, plan: Plan, deadline: float) -> None:
+        """Say what this reader takes; raise PlanError unless the holder works out the same plan."""
+        planned = self.channel.call(plan.wanted.message, Planned, deadline)
+        if planned.kind != plan.kind:
+            raise PlanError(
+                f"{self.channel.peer} has plan {planned.kind}, this reader {plan.kind}; install "
+                f"the same version of flyweight"
+            )
+
+    def wait(
+        self, wait: Wait, deadline: float, bell: int, is_over: Callable[[], bool], *others: int
+    ) -> Available | Current | NotYet | Superseded:
+        """Wait for a version; `is_over` ends that early if it is true when the bell rings.
+
+        others: files that ring it, too. An error of `is_over` ends the connection.
+        """
+        kinds = Available, Current, NotYet, Superseded
+        number = self.channel.ask(wait, deadline)
+        while not self.channel.wire.has_input(bell, *others, deadline=deadline):
+            if monotonic() >= deadline:
+                break
+            with suppress(BlockingIOError):
+                os.eventfd_read(bell)
+            try:
+                is_to_end = is_over()
+            except BaseException:
+                self.channel.shut()  # a request is open
+                raise
+            if is_to_end:
+                self.channel.send(Cancel(), monotonic() + _GRACE_SECONDS)
+                deadline = monotonic() + _GRACE_SECONDS
+                break
+        frame = self.channel.answer(number, kinds, deadline)
+        frame.close()
+        found = frame.message
+        assert isinstance(found, kinds)
+        return found
+
+    def ask_lease(
+        self, id: PublishId, kinds: Sequence[str], rank: int, deadline: float, *, can_map: bool
+    ) -> AskedLease:
+        """Ask for a lease; several holders can be asked before the first one answers."""
+        layouts, seconds = tuple(self._mapped), seconds_for_holder(deadline)
+        lease, now = Lease(id, tuple(kinds), rank, can_map, layouts, seconds), monotonic()
+        return AskedLease(self.channel.ask(lease, deadline), lease, now)
+
+    def lease(
+        self,
+        asked: AskedLease,
+        deadline: float,
+        blocks: tuple[Integers, Integers] | None = None,
+    ) -> HeldLease:
+        """Take the lease that was asked for; map its memory.
+
+        blocks: the shapes and item bytes of the holder's blocks, if its memory may be mapped.
+        """
+        frame, lease = self.channel.answer(asked.number, Leased, deadline), asked.lease
+        leased = frame.message
+        assert isinstance(leased, Leased)
+        try:
+            is_right = (leased.id, leased.rank) == (lease.id, lease.rank)
+            if not is_right or not len(leased.digests) == len(leased.overflows) == len(lease.kinds):
+                raise TransportError(f"{self.channel.peer} leased {leased.id}, not {lease.id}")
+            if leased.mapped is not None and blocks is not None:
+                last = _mapped(leased.mapped, frame.files, *blocks)
+                self._mapped, self._rows = {leased.layout: last}, {}  # others are not used again
+            found = self._mapped[leased.layout] if leased.layout else None
+        except BaseException:  # the end of the connection is the end of the lease
+            self.close()
+            raise
+        finally:
+            frame.close()
+        self.has_lease = True
+        return HeldLease(leased, asked.at + leased.seconds, found)
+
+    def rows_of(self, stream: Stream, lease: HeldLease) -> BufferTable:
+        """Return where the rows of a stream lie in leased memory; the same table for the same."""
+        assert lease.blocks is not None
+        layout = lease.leased.layout
+        if layout not in self._rows:
+            self._rows[layout] = stream.in_source(lease.blocks)
+        return self._rows[layout]
+
+    def check_lease(self) -> None:
+        """Raise HandleGone if the holder has ended the lease, and PeerLost if it died."""
+        while self.channel.wire.has_input(deadline=0.0):
+            try:
+                self.channel.hear(monotonic() + _GRACE_SECONDS)
+            except HandleGone as error:
+                raise HandleGone(
+                    f"{self.channel.peer} ended the lease: {error}; update again"
+                ) from error
+
+    def ask_range(self, kind: str, start: int, stop: int, seconds: float, deadline: float) -> int:
+        """Ask for a range of the leased stream; several may be on their way."""
+        return self.channel.ask(Read(kind, start, stop - start, seconds), deadline)
+
+    def receive_range(
+        self, number: int, data: Bytes, stall_seconds: float, deadline: float
+    ) -> Later | None:
+        """Receive the range that was asked for first; return Later if it was not there in time."""
+        soon = min(deadline, monotonic() + 2 * stall_seconds)
+        frame = self.channel.answer(number, (Data, Later), soon)
+        frame.close()
+        if isinstance(frame.message, Later):
+            return frame.message
+        self.channel.receive_bytes(data, deadline, stall_seconds)
+        return None
+
+    def fill(self, kind: str, segment: Segment, at: int, deadline: float) -> None:
+        """Have the holder write the leased stream of a kind into memory of this process."""
+        shared, _ = self._shared.get(segment.start, (None, segment))
+        if shared is None:
+            number = self.channel.ask(Share(segment.nbytes), deadline, segment.files)
+            frame = self.channel.answer(number, Shared, deadline)
+            assert isinstance(frame.message, Shared)
+            shared = frame.message.number
+            self._shared[segment.start] = shared, segment
+        self.channel.call(Fill(kind, shared, at, seconds_for_holder(deadline)), Filled, deadline)
+
+    def release(self, deadline: float, *, is_proof: bool) -> None:
+        """End the lease; with `is_proof`, raise HandleGone unless it ran until now."""
+        self.has_lease = False
+        release = Release(seconds_for_holder(deadline))
+        if is_proof:
+            self.channel.call(release, Released, deadline)
+        else:
+            self.channel.send(release, deadline)  # as no request, so that no answer comes
+
+    def tell(self, message: Staged | Mistrust | Done) -> None:
+        self.channel.send(message, monotonic() + _GRACE_SECONDS)
+
+    def close(self) -> None:
+        self.channel.close()
+        self._mapped, self._rows, self._shared = {}, {}, {}  # not only once it is collected
+
+
+def seconds_for_holder(deadline: float) -> float:
+    """Return how long a holder may take, so that its answer is here before the deadline."""
+    left = max(deadline - monotonic(), 0.0)
+    return left - min(left / 5, 1.0)
+
+
+def _mapped(
+    layout: Layout, files: Sequence[int], shape: Integers, item_bytes: Integers
+) -> BufferTable:
+    """Map the segments of a holder, and return where its blocks lie in them."""
+    mapped: list[Bytes | Buffer] = []
+    coming = list(files)
+    needed = sum(1 if isinstance(each, int) else each.num_files for each in layout.segments)
+    if len(coming) != needed:
+        raise TransportError(f"{len(coming)} files came for segments that need {needed}")
+    for each in layout.segments:
+        if isinstance(each, int):
+            mapped.append(map_segment(coming.pop(0), nbytes=each))
+        else:
+            own, coming = coming[: each.num_files], coming[each.num_files :]
+            mapped.append(open_segment(each, own))
+    return mapped_rows(layout.places, mapped, shape, item_bytes)

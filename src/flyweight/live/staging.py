@@ -1,0 +1,208 @@
+"""Staging: the streams of one version, in shared memory of the reader that fetches them.
+
+Staging is an offer of the reader's kind: others may fetch ranges from it as soon as they have
+arrived, until the reader's next update. Its memory has one owner: the session that may
+write it, or the staging that is on the shelf.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyweight.cuda.pinned_memory import pinned
+from flyweight.errors import FlyweightError, PeerFailed, PlanError, TransferTimeout, TransportError
+from flyweight.live.plan import Plan
+from flyweight.live.publish_id import PublishId
+from flyweight.live.rows import RowCopies, RowDigests
+from flyweight.memory import Buffer, Bytes, available_bytes
+from flyweight.memory_table import BufferTable
+from flyweight.transports.address import Endpoint
+from flyweight.transports.segments import Placed, Segment
+
+RANGE_BYTES = 4 << 20
+"""Readers ask for so many bytes at once."""
+WITHDRAW_SECONDS = 5.0
+"""How long leases of staging run on after the next update has begun."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes of the stream of a source rank."""
+
+    rank: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class StagingMemory:
+    """Memory for some streams of a plan, in which one version follows another."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        ranks: Sequence[int],
+        *,
+        limit_bytes: int | None,
+        is_filled: bool,
+        devices: Sequence[int],
+    ) -> None:
+        """Allocate; raise TransportError, with both values, if it is more than is allowed.
+
+        is_filled: whether holders write the memory.
+        devices: those that copy from it, for which it is pinned.
+        """
+        self.plan, self.ranks, self.is_filled = plan, tuple(ranks), is_filled
+        total = sum(plan.streams[rank].total for rank in ranks)
+        limit = available_bytes() // 2 if limit_bytes is None else limit_bytes
+        if total > limit:
+            raise TransportError(
+                f"staging needs {total} bytes and may take {limit}; give the replica a larger "
+                f"staging_bytes, or run it where the trainer's memory can be mapped"
+            )
+        self.segments: dict[int, Segment] = {}
+        self.rows: dict[int, BufferTable] = {}
+        self.digests: dict[int, RowDigests] = {}
+        for rank in ranks:
+            stream = plan.streams[rank]
+            segment = Segment.allocate(stream.total, is_writable_by_readers=is_filled)
+            memory = Buffer.flat_at(segment.start, segment.nbytes, segment)
+            owner = [segment, *(pinned(device, memory) for device in devices)]
+            self.segments[rank] = segment
+            self.rows[rank] = stream.packed_at(segment.start, owner)
+            self.digests[rank] = RowDigests(self.rows[rank], plan.digest)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.segments.values())
+
+
+class Staging:
+    """One version that arrives. Threads that fetch, and threads that serve, use it together."""
+
+    def __init__(self, id: PublishId, memory: StagingMemory) -> None:
+        self.id, self.memory = id, memory
+        totals = {rank: memory.plan.streams[rank].total for rank in memory.ranks}
+        self._arrived: dict[int, NDArray[np.bool_]] = {
+            rank: np.zeros(-(-total // RANGE_BYTES), bool) for rank, total in totals.items()
+        }
+        self._from: dict[Range, Endpoint] = {}
+        self._arrived_bytes = 0
+        self._digests: dict[int, tuple[bytes, int]] = {}
+        self._failure: FlyweightError | None = None
+        self._is_complete = False
+        self._changed = threading.Condition()
+
+    # The side that fetches.
+
+    @property
+    def progress(self) -> float:
+        return self._arrived_bytes / max(self.memory.nbytes, 1)
+
+    def missing(self, rank: int) -> list[Range]:
+        """Return the ranges that have not arrived, in the order in which all readers ask."""
+        total = self.memory.plan.streams[rank].total
+        starts = (RANGE_BYTES * np.flatnonzero(~self._arrived[rank])).tolist()
+        return [Range(rank, at, min(at + RANGE_BYTES, total)) for at in starts]
+
+    def space(self, each: Range) -> Bytes:
+        return self.memory.segments[each.rank].bytes[each.start : each.stop]
+
+    def arrived(self, each: Range, holder: Endpoint) -> None:
+        with self._changed:
+            self._arrived[each.rank][each.start // RANGE_BYTES] = True
+            self._from[each] = holder
+            self._arrived_bytes += each.nbytes
+            self._changed.notify_all()
+
+    def spoiled(self, rank: int, rows: Sequence[int]) -> set[Endpoint]:
+        """Count the ranges of some rows as missing again; return the holders they came from."""
+        starts, found = self.memory.plan.streams[rank].starts, set()
+        with self._changed:
+            for each, holder in list(self._from.items()):
+                first = np.searchsorted(starts, each.start, side="right") - 1
+                last = np.searchsorted(starts, each.stop, side="left")
+                if each.rank == rank and any(first <= row < last for row in rows):
+                    found.add(holder)
+                    del self._from[each]
+                    self._arrived[rank][each.start // RANGE_BYTES] = False
+                    self._arrived_bytes -= each.nbytes
+        return found
+
+    def is_unproven(self, rank: int) -> bool:
+        """True if some of a stream has arrived, and there are no digests to compare it with."""
+        return not self._digests.get(rank, (b"", 0))[0] and bool(self._arrived[rank].any())
+
+    def set_digests(self, rank: int, digests: bytes, overflows: int) -> None:
+        """Keep what the first holder says; all have it from the trainer."""
+        with self._changed:
+            known, _ = self._digests.setdefault(rank, (digests, overflows))
+            if known != digests:
+                raise TransportError(f"holders say different digests for {self.id}")
+            self._changed.notify_all()
+
+    def complete(self) -> None:
+        """Note that everything has arrived, and was verified or confirmed."""
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+
+    def fail(self, error: FlyweightError) -> None:
+        """Tell those that wait for ranges that they will not come."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    # The side that serves.
+
+    @property
+    def lease_seconds(self) -> float:
+        return WITHDRAW_SECONDS
+
+    def mappable(self, rank: int) -> tuple[Placed, BufferTable] | None:
+        return None
+
+    def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
+        self._check(rank)
+        if not self._wait(lambda: rank in self._digests, deadline - monotonic()):
+            raise TransferTimeout(f"no digests of {self.id} have arrived here yet")
+        return self._digests[rank]
+
+    def arrived_bytes(
+        self, plan: Plan, rank: int, start: int, stop: int, seconds: float
+    ) -> int | None:
+        self._check(rank)
+        needed = slice(start // RANGE_BYTES, -(-stop // RANGE_BYTES))
+        arrived = self._arrived[rank]
+        is_here = self._wait(lambda: bool(arrived[needed].all()), seconds)
+        return None if is_here else self._arrived_bytes
+
+    def parts(self, plan: Plan, rank: int, start: int, stop: int) -> Sequence[Bytes]:
+        return [self.memory.segments[rank].bytes[start:stop]]
+
+    def copies(self, plan: Plan, rank: int, sink: Bytes) -> RowCopies:
+        raise PlanError("staging is read or mapped; only a trainer fills memory of others")
+
+    def confirm(self, seconds: float) -> None:
+        if not self._wait(lambda: self._is_complete, seconds):
+            raise TransferTimeout(f"{self.id} is not complete here yet")
+
+    def _check(self, rank: int) -> None:
+        if rank not in self.memory.segments:
+            raise PlanError(f"what rank {rank} of the trainer has is not staged here")
+
+    def _wait(self, is_true: Callable[[], bool], seconds: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or is_true(), max(seconds, 0))
+            if self._failure is not None and not is_true():
+                raise PeerFailed(f"it could not fetch the version itself: {self._failure}")
+            return is_true()

@@ -1,0 +1,267 @@
+"""Peers with the token that break the rules; those without it are in `transports/test_door.py`."""
+
+import gc
+import os
+from time import monotonic
+
+import pytest
+
+from child_processes import LIMIT, resources, until
+from flyweight.errors import (
+    FlyweightError,
+    HandleGone,
+    PeerRefused,
+    SpecError,
+    TransportError,
+)
+from flyweight.live import Publisher, Replica
+from flyweight.live.messages import (
+    Data,
+    Done,
+    Fill,
+    Filled,
+    Join,
+    Lease,
+    Leased,
+    Mistrust,
+    NotYet,
+    Read,
+    Release,
+    Released,
+    Share,
+    Shared,
+    Wait,
+    Welcome,
+)
+from flyweight.live.publish_id import PublishId
+from flyweight.live.reader import Identity, Reader, open_channel
+from flyweight.live.tracker import Result
+from flyweight.transports.address import parse_address, this_host
+from flyweight.transports.segments import Segment
+from live.live_processes import TOKEN
+from live.one_process import check_next_update, holds, model, reader
+
+ME = Identity("me", token=TOKEN, is_remote=True)
+
+
+@pytest.fixture
+def source():
+    weights = model(1)
+    with Publisher(weights, "tcp://127.0.0.1:0", token=TOKEN, keep="memory") as publisher:
+        publisher.weights = weights
+        publisher.publish(1)
+        yield publisher
+
+
+def connection(source):
+    deadline = monotonic() + LIMIT
+    endpoint = parse_address(source.address).endpoint
+    return open_channel(endpoint, ME, deadline, is_remote=True), deadline
+
+
+def joined(source):
+    channel, deadline = connection(source)
+    join = Join("me", os.getpid(), 0, 1, this_host(), None, "")
+    welcome = channel.call(join, Welcome, deadline)
+    return channel, deadline, welcome
+
+
+@pytest.mark.parametrize("transport", ["mapped", "read"])
+def test_a_replica_with_another_token_is_refused(source, transport):
+    with pytest.raises(PeerRefused, match="has another token; give both sides the same"):
+        Replica(model(), source.address, token="wrong wrong wrong", transport=transport)
+
+
+def test_a_replica_without_a_token_is_refused_at_tcp(source):
+    with pytest.raises(SpecError, match="needs the token of its publisher"):
+        Replica(model(), source.address)
+    with pytest.raises(SpecError, match="needs a token that replicas have"):
+        Publisher(model(), "tcp://127.0.0.1:0")
+
+
+def test_a_reader_of_another_session_is_refused(source):
+    endpoint = parse_address(source.address).endpoint
+    with pytest.raises(HandleGone, match=r"serves session \w+, not anothe"):
+        Reader.connect(endpoint, ME, monotonic() + LIMIT, session="another one")
+
+
+ID = PublishId("another", 1)
+OUT_OF_TURN = [
+    Wait(None, None, None, False, 0.0),
+    Lease(ID, ("x",), 0, False, (), 0.0),
+    Read("x", 0, 1, 0.0),
+    Fill("x", 0, 0, 0.0),
+    Release(0.0),
+]
+
+
+@pytest.mark.parametrize("message", OUT_OF_TURN, ids=lambda each: type(each).__name__)
+def test_what_comes_before_join_is_refused(source, message):
+    channel, deadline = connection(source)
+    with pytest.raises(FlyweightError):
+        channel.call(message, NotYet, deadline)
+    channel.close()
+    check_works(source)
+
+
+@pytest.mark.parametrize("message", OUT_OF_TURN, ids=lambda each: type(each).__name__)
+def test_what_comes_out_of_turn_is_refused(source, message):
+    channel, deadline, _ = joined(source)
+    with pytest.raises(FlyweightError):
+        channel.call(message, NotYet, deadline)
+    channel.close()
+    check_works(source)
+
+
+def check_works(source):
+    arrays = model()
+    with reader(arrays, source.address, name="engine") as sink:
+        assert sink.update(timeout_seconds=LIMIT).version == 1
+        assert holds(arrays, 1)
+
+
+def test_a_holder_answers_no_message_that_only_holders_send(source):
+    channel, deadline, _ = joined(source)
+    with pytest.raises(TransportError, match="sent Filled, which a holder sends"):
+        channel.call(Filled(), NotYet, deadline)
+    channel.close()
+
+
+def leased(source, transport="read"):
+    """Return a reader that has a lease of version 1, its plan, and a deadline."""
+    sink = reader(model(), source.address, transport, name="spy")
+    session, deadline = sink._session, monotonic() + LIMIT
+    asked = session.front.ask_lease(
+        source.shelf.newest, [session.plan.kind], 0, deadline, can_map=False
+    )
+    session.front.lease(asked, deadline)
+    return sink, session.front.channel, session.plan, deadline
+
+
+@pytest.mark.parametrize(
+    ("start", "nbytes"), [(-1, 10), (0, 0), (8000, 10000), (1 << 40, 1), (0, -1)]
+)
+def test_a_range_outside_of_the_stream_is_refused(source, start, nbytes):
+    """FAULTS 25: `Read` had no limit."""
+    sink, channel, plan, deadline = leased(source)
+    with sink, pytest.raises(SpecError, match="are not a range of the stream"):
+        channel.call(Read(plan.kind, start, nbytes, 0.0), Data, deadline)
+
+
+def test_a_rank_that_has_nothing_of_the_plan_cannot_be_leased(source):
+    sink, channel, plan, deadline = leased(source)
+    with sink:
+        lease = Lease(source.shelf.newest, (plan.kind,), 7, False, (), 0.0)
+        with pytest.raises(SpecError, match="read nothing from rank 7"):
+            channel.call(lease, Leased, deadline)
+
+
+def test_memory_that_is_shared_is_checked_before_it_is_written(source):
+    sink, channel, plan, deadline = leased(source, "filled")
+    with sink:
+        segment = Segment.allocate(100, is_writable_by_readers=True)
+
+        def shared(files, nbytes):
+            frame = channel.answer(channel.ask(Share(nbytes), deadline, files), Shared, deadline)
+            return frame.message.number
+
+        with pytest.raises(SpecError, match="0 files came"):
+            shared((), 100)
+        with pytest.raises(TransportError, match="its segment"):
+            shared(segment.files, 1 << 20)
+        number = shared(segment.files, 100)
+        with pytest.raises(SpecError, match="do not fit into memory of 100 bytes"):
+            channel.call(Fill(plan.kind, number, 0, 1.0), Filled, deadline)
+        with pytest.raises(SpecError, match="of 1 cannot be filled"):
+            channel.call(Fill(plan.kind, 5, 0, 1.0), Filled, deadline)
+        with open("/dev/null") as other, pytest.raises(TransportError):
+            shared((other.fileno(),), 10)
+    check_works(source)
+
+
+def test_files_and_memory_that_are_shared_are_bounded(source):
+    sink, channel, _, deadline = leased(source, "filled")
+    with sink:
+        segment = Segment.allocate(100, is_writable_by_readers=True)
+        with pytest.raises(SpecError, match="64 of at most 64 were shared before"):
+            for _ in range(100):
+                channel.answer(channel.ask(Share(100), deadline, segment.files), Shared, deadline)
+
+
+def test_a_lease_can_be_released_once(source):
+    sink, channel, _, deadline = leased(source)
+    with sink:
+        channel.call(Release(1.0), Released, deadline)
+        with pytest.raises(FlyweightError, match="has no lease here"):
+            channel.call(Release(1.0), Released, deadline)
+
+
+def test_what_a_reader_says_of_others_costs_them_nothing(source):
+    """Invariant 14: wrong results, and mistrust of places that it was never sent to."""
+    arrays = model()
+    with reader(arrays, source.address, "read", name="engine") as sink:
+        sink.update(timeout_seconds=LIMIT)
+        channel, deadline, _ = joined(source)
+        newest = source.shelf.newest
+        channel.send(Mistrust(newest, sink.serves_at), deadline)
+        channel.send(Mistrust(ID, "nowhere"), deadline)
+        channel.send(Done(newest, Result("engine", error="it lies")), deadline)
+        channel.send(Done(ID, Result("engine", error="it lies")), deadline)
+        late_arrays = model()
+        before = source.shelf.all_sent_bytes()
+        with reader(late_arrays, source.address, "read", name="late") as late:
+            late.update(timeout_seconds=LIMIT)
+            assert source.shelf.all_sent_bytes() == before  # from the first one, as ever
+        channel.close()
+        check_next_update(source, source.weights, (sink, arrays))
+
+
+def check_no_more(before):
+    """Wait until this process has no more threads, files and mapped memory than before."""
+
+    def is_settled():
+        gc.collect()
+        now = resources()
+        return (
+            all(len(now[kind]) <= len(before[kind]) for kind in ("threads", "files"))
+            and now["mapped"] <= before["mapped"]
+        )
+
+    until(is_settled, 10)
+
+
+def test_readers_that_come_and_go_leave_nothing_behind(source):
+    """FAULTS 25; invariant 15."""
+
+    def come_and_go(transport):
+        with reader(model(), source.address, transport, name="engine") as sink:
+            sink.update(timeout_seconds=LIMIT)
+
+    come_and_go("read")
+    until(lambda: not source.shelf._channels)
+    gc.collect()
+    before = resources()
+    for transport in ("filled", "read", "mapped"):
+        for _ in range(5):
+            come_and_go(transport)
+    check_no_more(before)
+
+
+def test_publishers_that_come_and_go_leave_nothing_behind(tmp_path):
+    """FAULTS 25; invariant 15."""
+    address = f"unix:{tmp_path}/trainer"
+    arrays = model()
+    with Replica(arrays, address) as sink:
+
+        def meet(version):
+            with Publisher(model(version), address, keep="memory") as again:
+                again.publish(version)
+                assert sink.update(version, timeout_seconds=LIMIT).version == version
+
+        meet(1)
+        gc.collect()
+        before = resources()
+        for version in range(2, 8):
+            meet(version)
+        check_no_more(before)
+    assert holds(arrays, 7)
