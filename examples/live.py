@@ -71,7 +71,7 @@ def show(address, width):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     engines = {name: start(name) for name in ("engine 1", "engine 2")}
     try:
-        with fw.Publisher(model, address, hold=True) as publisher:
+        with fw.Publisher(model, address, keep="memory") as publisher:
             for version in range(1, NUM_VERSIONS + 1):
                 model(torch.randn(4, width)).square().mean().backward()
                 optimizer.step()

@@ -2,8 +2,8 @@
 
     python examples/demo/engine.py NAME RUN SCRATCH SIZE
 
-It starts with empty weights. It knows the trainer's address and the directory of snapshots, and
-nothing else, so a new process can replace one that was killed.
+It starts with empty weights. It knows the trainer's address and the directory of snapshots, which
+it loads while no trainer answers, so a new process can replace one that was killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import flyweight as fw
 from flyweight.errors import LifecycleError
 from flyweight.events import listening
 from flyweight.lifecycle.states import State
-from flyweight.lifecycle.weights import NearestWeights, StoredWeights
 
 _REQUEST_SECONDS = 20.0
 
@@ -43,9 +42,8 @@ def main(name, paths, size):
         except LifecycleError:  # there are no weights yet
             return None
 
-    replica = fw.Replica(policy, paths.address, name=name)
-    weights = NearestWeights(replica, StoredWeights(policy, paths.store))
-    worker = fw.Worker(engine, weights, paths.cell(name))
+    replica = fw.Replica(policy, paths.address, name=name, fallback=[paths.store])
+    worker = fw.Worker(engine, replica, paths.cell(name))
     with listening(StateReporter(worker)), worker:
         answer_requests(paths.socket(name), answer)
 
@@ -75,13 +73,12 @@ class StateReporter:
 
     def _tell_update(self, report):
         pause = None if self._paused_at is None else 1000 * (perf_counter() - self._paused_at)
-        busy_seconds = max(report.copy_seconds + report.verify_seconds, 1e-9)
         say(
             "updated",
             version=report.version,
-            origin=report.origin,
+            is_live=report.transport != "files",
             pause_ms=pause,  # None after a start: there were no weights to answer with
-            gb_per_second=report.nbytes / 1e9 / busy_seconds,
+            gb_per_second=report.nbytes / 1e9 / max(report.copy_seconds, 1e-9),
         )
 
 

@@ -93,7 +93,7 @@ class Engine:
         self.updates.append(message)
         if message["pause_ms"] is not None:
             self.pauses_ms.append(message["pause_ms"])
-        if message["origin"] == "published":
+        if message["is_live"]:
             self.speeds.append(message["gb_per_second"])
 
     def result(self, version, differing):

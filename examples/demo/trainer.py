@@ -56,7 +56,7 @@ class Trainer:
             version=self._version,
             num_parameters=sum(each.numel() for each in self._policy.parameters()),
         )
-        self._publisher = fw.Publisher(self._policy, self._paths.address, store=self._paths.store)
+        self._publisher = fw.Publisher(self._policy, self._paths.address)
         self._wait_for_engines()
         self._publish()
         while not is_over.is_set():
@@ -146,18 +146,11 @@ class Trainer:
     def _publish(self):
         """Publish this version to every engine that is connected."""
         say("publishing", version=self._version)
-        deadline = monotonic() + _WAIT_SECONDS
-        while True:
-            try:
-                report = self._publisher.publish(
-                    self._version,
-                    num_replicas=len(self._publisher.replicas),
-                    timeout_seconds=_ROUND_SECONDS,
-                )
-                break
-            except TransferTimeout:  # an engine was killed before it took part; try the others
-                if monotonic() > deadline:
-                    raise
+        report = self._publisher.publish(
+            self._version,
+            num_replicas=len(self._publisher.replicas),
+            timeout_seconds=_ROUND_SECONDS,  # for the others, if an engine is killed meanwhile
+        )
         self._num_updated = len(report.replicas) - len(report.failed)
         say(
             "published",
