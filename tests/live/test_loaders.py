@@ -1,5 +1,6 @@
 """An engine's own loader as the target of updates: it gets whole tensors, verified, in its order."""
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -95,8 +96,64 @@ def test_a_loader_gets_tensors_of_its_framework(threads, framework):
         assert np.array_equal(np.asarray(kept.tensors["a"]), model["a"])
 
 
-@pytest.mark.parametrize("transport", ["mapped", "read"])
-def test_a_loader_gets_no_tensor_that_is_not_what_was_published(threads, transport):
+NBYTES = 4 * sum(math.prod(shape) for shape in SHAPES.values())
+
+
+def test_a_tensor_that_is_not_what_was_published_is_found_before_the_engine_pauses(threads):
+    trainer, kept, paused = Part(SHAPES, shared), Kept(), []
+    with (
+        published(trainer.model) as publisher,
+        taken(kept, publisher, transport="mapped") as replica,
+    ):
+        for version in (1, 2, 3):
+            trainer.fill(version)
+            spoil = trainer.arrays["scale"].fill if version == 2 else lambda _: None
+            with at("leased", once(lambda spoil=spoil: spoil(77))):
+                _, future = update(threads, publisher, replica, version, before=paused.append)
+                if version == 2:
+                    with pytest.raises(DigestMismatch, match="'scale'"):
+                        future.result(LIMIT)
+                else:
+                    future.result(LIMIT)
+            held = 1 if version == 2 else version
+            assert (replica.state, replica.version) == ("READY", held)
+            assert kept.holds(held)
+        assert paused == [1, 3]
+
+
+def test_a_trainer_that_dies_while_the_engine_pauses_costs_a_loader_nothing(threads):
+    trainer, kept = Part(SHAPES, shared), Kept()
+    with (
+        published(trainer.model, verify=False) as publisher,
+        taken(kept, publisher, transport="mapped") as replica,
+    ):
+
+        def die(version):
+            publisher.close()
+            trainer.fill(77)
+
+        trainer.fill(1)
+        _, future = update(threads, publisher, replica, 1, before=die)
+        assert future.result(LIMIT).version == 1
+        assert kept.holds(1)
+
+
+@pytest.mark.parametrize(
+    ("transport", "staging_bytes"), [("mapped", 0), ("filled", NBYTES), ("read", NBYTES)]
+)
+def test_what_fits_into_no_memory_before_the_pause_is_made_in_it(threads, transport, staging_bytes):
+    trainer, kept = Part(SHAPES, shared), Kept()
+    options = {"transport": transport, "staging_bytes": staging_bytes}
+    with published(trainer.model) as publisher, taken(kept, publisher, **options) as replica:
+        for version in (1, 2):
+            trainer.fill(version)
+            _, future = update(threads, publisher, replica, version)
+            assert future.result(LIMIT).transport == transport
+            assert kept.holds(version)
+
+
+@pytest.mark.parametrize(("transport", "staging_bytes"), [("mapped", 0), ("read", NBYTES)])
+def test_a_loader_gets_no_tensor_that_is_not_what_was_published(threads, transport, staging_bytes):
     trainer, got = Part(SHAPES, shared), []
 
     def load(named):
@@ -107,7 +164,7 @@ def test_a_loader_gets_no_tensor_that_is_not_what_was_published(threads, transpo
 
     with (
         published(trainer.model) as publisher,
-        taken(load, publisher, transport=transport) as replica,
+        taken(load, publisher, transport=transport, staging_bytes=staging_bytes) as replica,
     ):
 
         def spoil():
@@ -142,7 +199,7 @@ def test_without_digests_a_lease_that_ends_while_a_loader_runs_fails_the_update(
 
     with (
         published(trainer.model, verify=verify) as publisher,
-        taken(load, publisher, transport="mapped") as replica,
+        taken(load, publisher, transport="mapped", staging_bytes=0) as replica,
     ):
         future = threads.submit(replica.update, timeout_seconds=LIMIT)
         until(lambda: publisher.waiting)
@@ -172,10 +229,10 @@ def test_a_loader_that_fails_or_leaves_tensors_fails_the_replica_by_name(threads
             "took 1 of 4 tensors; it left 'layer.bias', 'layer.weight', 'scale'",
         ),
     ]
-    trainer = Part(SHAPES, shared)  # mapped, so that the report waits for the loader
+    trainer = Part(SHAPES, shared)  # mapped in the pause, so that the report waits for the loader
     with published(trainer.model) as publisher:
         for version, (load, kind, text) in enumerate(cases):
-            with taken(load, publisher) as replica:
+            with taken(load, publisher, staging_bytes=0) as replica:
                 report, future = update(threads, publisher, replica, version)
                 with pytest.raises(kind, match=text):
                     future.result(LIMIT)

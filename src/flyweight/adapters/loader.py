@@ -25,9 +25,6 @@ _FRAMEWORKS = {
 class Loader:
     """Makes tensors of a framework, and passes them to a function one by one."""
 
-    staging_bytes = 0
-    """How many bytes of a version may be received and checked before the engine pauses."""
-
     def __init__(self, load: Load, framework: Framework, device: str) -> None:
         if framework not in _FRAMEWORKS:
             raise SpecError(f"framework is {framework!r}, not 'torch', 'paddle' or 'numpy'")

@@ -64,15 +64,13 @@ class Incoming:
         self.ways: set[str] = set()
         self.overflows = 0
         self.verify_seconds = 0.0
+        self.is_verified = False
+        """True if digests came for everything."""
+        self._loading: Loading | None = None
 
     @property
     def transport(self) -> str:
         return "+".join(sorted(self.ways))
-
-    @property
-    def is_verified(self) -> bool:
-        """True if digests came for everything."""
-        return all(each.digests for each in self.arrived.values())
 
     def open(self, holders: Sequence[Endpoint], deadline: float) -> bool:
         """Lease the version; fetch into staging, and verify there, what cannot be mapped.
@@ -96,14 +94,26 @@ class Incoming:
             self._stage(staged, leased, holders, deadline)
         else:
             self.session.pass_over(self.id)
+        self.is_verified = all(each.digests for each in self.arrived.values())
         if self.session.has_doubles and not self.is_verified:
             raise PlanError(
                 "tensors that are one here are several at the trainer, and nothing is verified, so "
                 "they may differ; publish with verify=True, or tie them there too"
             )
+        self._prepare_loading(deadline)
         if all(each.source is None for each in self.arrived.values()):
             self.session.tell(Staged(self.id))
         return True
+
+    def _prepare_loading(self, deadline: float) -> None:
+        """Make what an engine's loader will get; if that is all of it, the trainer may go on."""
+        session, target = self.session, self.session.target
+        if isinstance(target, LoaderTarget):
+            staged = 0 if self.staging is None else self.staging.memory.nbytes
+            self._loading = Loading(target, session.plan, self.arrived, session.me.name)
+            if self._loading.prepare(session.ways.room(staged), deadline):
+                self.confirm(deadline)
+                self._end_leases()
 
     def _lease(self, ranks: Sequence[int], deadline: float) -> dict[int, Leased]:
         """Lease the version at all ranks on this host at once, and map what can be mapped.
@@ -241,10 +251,8 @@ class Incoming:
             raise
 
     def _copy(self, deadline: float, check: Callable[[], None]) -> None:
-        target = self.session.target
-        if isinstance(target, LoaderTarget):
-            plan, name = self.session.plan, self.session.me.name
-            Loading(target, plan, self.arrived, name).run(deadline)
+        if self._loading is not None:
+            self._loading.run(deadline)
         else:
             self._copy_to_model(deadline, check)
         self.confirm(deadline)
@@ -286,6 +294,10 @@ class Incoming:
 
     def close(self) -> None:
         """End the leases of the trainer's memory. Staging is served until the next update."""
+        self._end_leases()
+        self._loading = None
+
+    def _end_leases(self) -> None:
         for rank in self.session.plan.streams:
             source = self.session.beside(rank)
             if source is not None and source.has_lease:

@@ -1,8 +1,9 @@
 """Loader: gives one version to an engine's own loader, as whole tensors that it places itself.
 
 Nobody can check what a loader does with a tensor, so its digests are compared before the loader
-gets it. Tensors are filled in batches: to prepare each of many small ones takes longer than its
-copy.
+gets it. On a host, tensors are filled before the engine pauses, as far as they may take memory; on
+a device, whose memory is the engine's, while it loads. They are filled in batches: to prepare each
+of many small ones takes longer than its copy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flyweight.live.rows import RowCopies, check_digests
 from flyweight.live.target import LoaderTarget
 from flyweight.memory import Buffer
 from flyweight.memory_table import BufferTable, Integers
-from flyweight.plans.copy_table import BoxTable, item_bytes
+from flyweight.plans.copy_table import item_bytes
 
 if TYPE_CHECKING:
     from flyweight.live.incoming import Arrived
@@ -94,8 +95,23 @@ class Loading:
         self._unproved = [
             each.source for each in arrived.values() if each.source is not None and not each.digests
         ]
+        self._nbytes = plan.wanted.boxes.num_items * item_bytes(self._specs)
+        self._batches = deque(_batches(self._nbytes))
+        self._filled: deque[tuple[str, Any]] = deque()
         self._num_taken = 0
         self._failure: FlyweightError | None = None
+
+    def prepare(self, room: int, deadline: float) -> bool:
+        """Fill tensors on the host that take `room` bytes at most; return True if that is all.
+
+        Raises DigestMismatch if one is wrong.
+        """
+        while self._batches and not self._loader.place:
+            room -= int(self._nbytes[slice(*self._batches[0])].sum())
+            if room < 0:
+                break
+            self._fill_next(deadline)
+        return not self._batches
 
     def run(self, deadline: float) -> None:
         """Call the loader; raise DigestMismatch, before it gets the tensor, if one is wrong.
@@ -121,17 +137,19 @@ class Loading:
     def _weights(self, deadline: float) -> Generator[tuple[str, Any], None, None]:
         """Yield each tensor once all of it has arrived and its digests are right."""
         try:
-            for first, end in _batches(self._plan.wanted.boxes, item_bytes(self._specs)):
-                tensors = self._filled(first, end, deadline)
-                while tensors:
-                    self._num_taken += 1
-                    yield tensors.popleft()  # which is the loader's alone from here on
+            while self._filled or self._batches:
+                if not self._filled:
+                    self._fill_next(deadline)
+                    continue
+                self._num_taken += 1
+                yield self._filled.popleft()  # which is the loader's alone from here on
         except FlyweightError as error:
             self._failure = error
             raise
 
-    def _filled(self, first: int, end: int, deadline: float) -> deque[tuple[str, Any]]:
-        """Return new tensors that hold the version: the loader may keep them."""
+    def _fill_next(self, deadline: float) -> None:
+        """Make the tensors of the next batch, new ones: the loader may keep them."""
+        first, end = self._batches.popleft()
         fresh = [self._loader.fresh(spec) for spec in self._specs[first:end]]
         if self._rows is not None:
             rows = self._rows.of_tensors(first, end)
@@ -139,7 +157,7 @@ class Loading:
         for each in self._unproved:
             each.check_lease()
         names = self._names[first:end]
-        return deque((name, tensor) for name, (tensor, _) in zip(names, fresh, strict=True))
+        self._filled.extend((name, tensor) for name, (tensor, _) in zip(names, fresh, strict=True))
 
     def _fill(self, rows: _Rows, first: int, buffers: Sequence[Buffer], deadline: float) -> None:
         whole = self._plan.wanted.boxes.shape[first : first + len(buffers)]
@@ -158,10 +176,10 @@ class Loading:
             check_digests(found[known], rows.digest[known], rows.tensor[known], self._names, path)
 
 
-def _batches(tensors: BoxTable, width: Integers) -> list[tuple[int, int]]:
+def _batches(nbytes: Integers) -> list[tuple[int, int]]:
     """Return the first tensor and the end of each batch."""
-    at = np.cumsum(tensors.num_items * width) // _BATCH_BYTES
+    at = np.cumsum(nbytes) // _BATCH_BYTES
     is_cut = np.diff(at) > 0
     is_cut[_BATCH_TENSORS - 1 :: _BATCH_TENSORS] = True
     cuts = (np.flatnonzero(is_cut) + 1).tolist()
-    return list(pairwise([0, *cuts, len(width)]))
+    return list(pairwise([0, *cuts, len(nbytes)]))

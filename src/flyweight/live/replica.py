@@ -93,7 +93,9 @@ class Replica:
         transport: how bytes come. 'mapped' maps the trainer's memory; 'filled' has the trainer
             write into shared memory of this host; 'read' uses the network; 'auto' takes the first
             of them that is possible.
-        staging_bytes: the most memory for what is not mapped; by default half of what is free.
+        staging_bytes: the most memory for what comes before `before` is called; by default half of
+            what is free. A version that is not mapped must fit. Tensors of a function on the host
+            are made then as far as they fit, and the rest of them while it loads.
         serve: whether other replicas of this kind may fetch from this one's staging, or where:
             'tcp://HOST:PORT'. It has no effect where memory is mapped.
         fallback: addresses of relays and of other replicas, and paths of snapshots and checkpoints,
@@ -582,7 +584,7 @@ class Replica:
         if self.world_size > 1:  # ranks that paused at once have waited for the last one
             ranks.step("begin", check, deadline)
         self._held.begin_write()
-        end = monotonic() + COPY_SECONDS
+        end = monotonic() + max(COPY_SECONDS, options.timeout_seconds)  # a loader may take long
 
         def write() -> None:
             incoming.copy(end, self._while_copying)

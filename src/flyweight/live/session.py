@@ -29,6 +29,7 @@ from flyweight.live.rows import RowCopies, doubles
 from flyweight.live.shelf import Shelf
 from flyweight.live.staging import WITHDRAW_SECONDS, Staging, StagingMemory
 from flyweight.live.target import ModelTarget, Target
+from flyweight.memory import available_bytes
 from flyweight.memory_table import BufferTable, Integers
 from flyweight.transports.address import (
     Address,
@@ -50,11 +51,17 @@ class Ways:
 
     transport: TransportChoice = "auto"
     staging_bytes: int | None = None
-    """The most memory that staging may take; by default half of what is free."""
+    """The most memory for what comes before the pause; by default half of what is free."""
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise SpecError(f"transport is {self.transport!r}, not one of {', '.join(TRANSPORTS)}")
+
+    def room(self, staged: int) -> int:
+        """Return how much memory is left for tensors of a loader, beside what is staged."""
+        if self.staging_bytes is None:
+            return available_bytes() // 2
+        return self.staging_bytes - staged
 
 
 def serving_place(address: Address, *, serve: str | bool) -> TcpAddress | None:
