@@ -81,12 +81,12 @@ class ModelTarget:
         """Raise SpecError for a model that cannot be written, before there is a trainer."""
         if self.layout is None:
             with collector_paused():
-                adapt(self.thing).check_writable()
+                self._identity, self._model = Identity(self.thing), adapt(self.thing)
+                self._model.check_writable()
 
     def choose(self, catalog: Catalog) -> Wanted:
         with collector_paused():
-            identity = Identity(self.thing)
-            model = self._described(catalog)
+            identity, model = self._described(catalog)
             model.check_writable()
             names = list(_wanted_names(model.manifest, catalog.tensors, catalog.tied))
             boxes, table = model.tables(names)
@@ -109,18 +109,29 @@ class ModelTarget:
         found = BoxTable(number[boxes.tensor], boxes.offset, boxes.shape)
         return Wanted(found, dtype[boxes.tensor], devices, devices.digest)
 
-    def _described(self, catalog: Catalog) -> Model:
+    def _described(self, catalog: Catalog) -> tuple[Identity, Model]:
+        """Return the model as it is now, which takes long to describe if it has many tensors."""
         if self.layout is None:
-            return adapt(self.thing)
+            last, model = self._identity, self._model
+            if last is not None and model is not None and last.is_same():
+                return last, model
+            return Identity(self.thing), adapt(self.thing)
         layout, rank, tensors = self.layout, self.rank, catalog.tensors
         assert rank is not None
         tied = {name: tensors[of] for name, of in catalog.tied.items()}
         whole = {**tensors, **tied}
-        return adapt(self.thing, lambda: layout.locals(whole, rank))
+        return Identity(self.thing), adapt(self.thing, lambda: layout.locals(whole, rank))
 
     def look(self) -> None:
         """Take the memory that the model has now for the one that will be written."""
-        self._identity = Identity(self.thing)
+        self._identity, self._model = Identity(self.thing), None
+
+    def look_again(self) -> None:
+        """Take other values beside the tensors; raise VersionError if tensors were replaced."""
+        before, after = self._identity, Identity(self.thing)
+        if before is None or not after.has_tensors_of(before):
+            raise VersionError(f"{REPLACED} while files were read into them; update again")
+        self._identity = after
 
     def is_current(self) -> bool:
         return self._identity is not None and self._identity.is_same()
@@ -173,7 +184,7 @@ class LoaderTarget:
 
     def is_current(self) -> bool:
         """A loader finds the weights itself."""
-        return bool(self.specs)
+        return True
 
 
 def target_of(
