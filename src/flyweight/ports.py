@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flyweight.memory import Buffer, Bytes, Items, Staging
+from flyweight.errors import VersionError
+from flyweight.memory import Bytes, Items, Staging
 from flyweight.spec.box import Box
 from flyweight.spec.manifest import Extent, Json, Manifest, TensorSpec
 
@@ -316,7 +317,15 @@ class UpdateOptions:
     is_requested: bool = True
     """False if the engine only follows its source: then other ranks may be at something else."""
     exchange: RankExchange | None = None
-    """Hears the other ranks of the engine; None if there are none."""
+    """Hears the other ranks of the engine; None if there are none, or the source hears them."""
+
+    def check_verified(self, version: int, verified: str) -> None:
+        """Raise VersionError if checksums are asked for, and nothing of a version is checked."""
+        if self.verify and verified == "nothing":
+            raise VersionError(
+                f"version {version} has no digests, and verify=True was asked for; publish with "
+                f"verify=True, or save it as a snapshot, which has checksums"
+            )
 
 
 class Weights(Protocol):

@@ -1,4 +1,4 @@
-"""Fallback: where a replica finds a version while its publisher is gone.
+"""Fallback: where a replica finds a version that its publisher does not have, or if it is gone.
 
 Addresses are of relays and of other replicas, paths of snapshots and checkpoints. They are tried
 in the order that the user gives, and never another version than the one that was asked for.
@@ -7,19 +7,19 @@ in the order that the user gives, and never another version than the one that wa
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from time import perf_counter
 
-from flyweight.errors import FlyweightError, FormatError, SpecError, VersionError
+from flyweight.errors import FormatError, SpecError, StoreError, VersionError
 from flyweight.formats.stored import Stored
 from flyweight.live.publish_id import PublishId
-from flyweight.live.target import ModelTarget
-from flyweight.ports import UpdateOptions, UpdateReport
+from flyweight.live.target import LoaderTarget, ModelTarget
+from flyweight.ports import UpdateOptions
 from flyweight.transports.address import Address, parse_address
 from flyweight.verbs.find import PathLike, open_source
-from flyweight.verbs.load import load
+from flyweight.verbs.load import Extra, LoadReport, check_loadable, load
+from flyweight.verbs.load_by import load_by, showing_progress
 
 _SCHEMES = ("unix:", "tcp:")
 
@@ -33,63 +33,88 @@ def sorted_out(fallback: Sequence[PathLike]) -> tuple[list[Address], list[str]]:
     return addresses, [each for each in texts if not each.startswith(_SCHEMES)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredVersion:
-    """A version in files that suits an update."""
+    """A version in opened files."""
 
-    path: str
+    stored: Stored
     id: PublishId
-    is_checked: bool
-    """True if the files have checksums."""
+
+    @property
+    def verified(self) -> str:
+        """What a load checks: 'checksums', or 'nothing'."""
+        has_checksums = all(each.checksums is not None for each in self.stored.manifest.extents)
+        return "checksums" if has_checksums else "nothing"
 
 
 def stored_version(
-    paths: Sequence[str], options: UpdateOptions, held: PublishId | None
+    paths: Sequence[str],
+    options: UpdateOptions,
+    held: PublishId | None,
+    files: ExitStack,
+    missing: list[str],
 ) -> StoredVersion | None:
-    """Return the version to load: the one that is asked for, or the newest that is newer.
+    """Return the version that was asked for, or the newest of the first path that has a newer one.
 
-    None if no path has it. A file that cannot be read is passed over, the next may have it.
+    Else the one that is held already, if a path has it. What was opened is closed with `files`;
+    `missing` gets the reasons why a path was passed over.
     """
+    found = None
     for path in paths:
-        with ExitStack() as stack:
-            try:
-                stored = stack.enter_context(open_source(path, version=options.version))
-            except (FormatError, VersionError, OSError):
-                continue
-            number = stored.manifest.version
-            number = 0 if number is None else number
-            id = PublishId(f"files {stored.fingerprint():016x}", number)
+        try:
+            stored = files.enter_context(open_source(path, version=options.version))
+            number = 0 if stored.manifest.version is None else stored.manifest.version
             is_newer = held is None or number > held.version
-            if options.version is None and not is_newer:
+            if options.version is None and held is not None and number < held.version:
+                missing.append(f"{path!r} has nothing newer than version {number}")
                 continue
-            is_checked = all(each.checksums is not None for each in stored.manifest.extents)
-            return StoredVersion(path, id, is_checked)
-    return None
+            id = PublishId(f"files {stored.fingerprint():016x}", number)
+        except (FormatError, VersionError, StoreError) as error:
+            missing.append(str(error))
+            continue
+        if id != held and (options.version is not None or is_newer):
+            return StoredVersion(stored, id)
+        missing.append(f"{path!r} has nothing newer than version {number}")
+        if id == held:
+            found = StoredVersion(stored, id)
+            if options.version is not None:
+                break
+    return found
 
 
-def load_stored(found: StoredVersion, target: ModelTarget) -> UpdateReport:
-    """Fill the model from files; raise if they are others than those that were found."""
-    started = perf_counter()
-    number = found.id.version
-    with _opened(found.path, number) as stored:
-        if f"files {stored.fingerprint():016x}" != found.id.session:
-            raise FormatError(f"{found.path!r} has changed since version {number} was found there")
-        report = load(
-            stored,
-            into=target.thing,
-            layout=target.layout,
-            rank=target.rank,
-            extra="refuse" if target.is_strict else "report",
-        )
-    seconds = perf_counter() - started
-    verified = "checksums" if report.checked_bytes else "nothing"
-    return UpdateReport(
-        number, None, report.nbytes, seconds, 0.0, 0.0, 0.0, seconds, 0.0, "files", verified
+def check_fits(found: StoredVersion, target: ModelTarget | LoaderTarget) -> None:
+    """Raise PlanError or SpecError unless a version in files can be loaded; write nothing."""
+    if not found.stored.manifest.names:
+        raise SpecError(f"{found.stored.store.place!r} holds no tensors")
+    if isinstance(target, LoaderTarget):
+        target.loader.choose(found.stored.manifest.tensors)
+        return
+    check_loadable(
+        found.stored,
+        target.thing,
+        layout=target.layout,
+        rank=target.rank,
+        extra=_extra(target),
     )
 
 
-def _opened(path: str, version: int) -> Stored:
-    try:
-        return open_source(path, version=version)
-    except FlyweightError:
-        return open_source(path)  # files without a number are their only version
+def load_stored(
+    found: StoredVersion, target: ModelTarget | LoaderTarget, show: Callable[[float], None]
+) -> LoadReport:
+    """Fill the model from files, or hand their tensors to the loader."""
+    if isinstance(target, LoaderTarget):
+        return load_by(target.loader, found.stored, show)
+    with showing_progress(show):
+        report = load(
+            found.stored,
+            into=target.thing,
+            layout=target.layout,
+            rank=target.rank,
+            extra=_extra(target),
+        )
+    target.look_again()
+    return report
+
+
+def _extra(target: ModelTarget) -> Extra:
+    return "refuse" if target.is_strict else "report"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from logging import getLogger
 from time import monotonic
@@ -21,6 +21,7 @@ from flyweight.errors import (
     SpecError,
     TransportError,
 )
+from flyweight.events import announce
 from flyweight.live.messages import (
     MESSAGES,
     Announced,
@@ -180,6 +181,8 @@ class Conversation:
         self._holder, self._shelf, self._channel = holder, holder.shelf, channel
         self._reader, self._bell = self._shelf.enter(channel)
         self._holding: Holding | None = None
+        self._member: Join | None = None
+        """Who the reader is; None for connections for bytes, and for those that only watch."""
         self._plans: dict[str, Plan] = {}
         self._lease: tuple[Served, int] | None = None
         self._shared: list[Bytes] = []
@@ -189,7 +192,7 @@ class Conversation:
         self._told: PublishId | None = None
 
     def run(self) -> None:
-        channel = self._channel
+        channel, why = self._channel, ""
         number = 0
         try:
             while True:
@@ -202,19 +205,28 @@ class Conversation:
                     self._answer(frame)
                 finally:
                     frame.close()
-        except PeerLost:
-            pass
+        except PeerLost as error:
+            why = str(error)
         except HandleGone as error:
-            channel.end(str(error))
+            why = str(error)
+            channel.end(why)
         except FlyweightError as error:
+            why = str(error)
             channel.refuse(error, number)
         except Exception as error:  # a fault of ours: the reader and the log learn of it
             _log.exception("the conversation with %s failed", channel.peer)
-            channel.end(f"its holder failed: {error!r}")
+            why = f"its holder failed: {error!r}"
+            channel.end(why)
         finally:
             self._shelf.lose(self._reader)
+            self._tell_listeners("replica.lost", error=why)
             for _, copies in self._fills.values():
                 copies.close()
+
+    def _tell_listeners(self, kind: str, **fields: int | float | str) -> None:
+        """Announce what a replica did, once the shelf knows of it."""
+        if (me := self._member) is not None:
+            announce(kind, name=me.name, rank=me.rank, pid=me.pid, **fields)
 
     def _push(self) -> None:
         """Say what is new to a reader that asked for nothing."""
@@ -297,6 +309,15 @@ class Conversation:
                 self._shelf.mistrust(self._reader, message.id, message.place)
             case Done():
                 self._shelf.done(self._reader, message.id, message.result)
+                found = message.result
+                self._tell_listeners(
+                    "serve.done",
+                    version=message.id.version,
+                    nbytes=found.nbytes,
+                    seconds=found.seconds,
+                    transport=found.transport,
+                    error=found.error,
+                )
 
     def _join(self, join: Join) -> Welcome:
         if self._holding is not None:
@@ -313,6 +334,8 @@ class Conversation:
         self._channel.peer = f"reader {join.name!r} rank {join.rank}"
         if not known:  # others are connections for bytes, of a reader that has joined before
             self._shelf.join(self._reader, join)
+            self._member = join
+            self._tell_listeners("replica.joined")
         table = None if known else holding.plans.catalog.table
         return Welcome(
             holding.session, table, self._holder.endpoint, holding.ranks, self._shelf.newest
@@ -340,7 +363,8 @@ class Conversation:
         self._joined()
         kind, deadline = next(iter(self._plans), ""), monotonic() + wait.seconds
         self._planned(kind)
-        with self._shelf.waiting(self._reader, kind, wait):
+        counted = self._shelf.waiting(self._reader, kind, wait) if wait.seconds else nullcontext()
+        with counted:
             while True:
                 found = self._shelf.answer(self._reader, kind, wait)
                 if found is not None:

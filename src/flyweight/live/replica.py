@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from time import monotonic
 
@@ -29,7 +29,13 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.events import announce
-from flyweight.live.fallback import load_stored, sorted_out, stored_version
+from flyweight.live.fallback import (
+    StoredVersion,
+    check_fits,
+    load_stored,
+    sorted_out,
+    stored_version,
+)
 from flyweight.live.front_store import FrontStore, ranks_given
 from flyweight.live.held_version import HeldVersion, ReplicaState
 from flyweight.live.holder import Holder
@@ -50,11 +56,14 @@ from flyweight.spec.model_layout import ModelLayout
 from flyweight.transports.address import parse_address
 from flyweight.transports.tls import Tls
 from flyweight.verbs.find import PathLike
+from flyweight.verbs.load import LoadReport
 
 COPY_SECONDS = 60.0
 """The copy has a budget of its own: nothing that came before it can use it up."""
 _FIRST_SECONDS = 10.0
 _RETRY_SECONDS, _LOOK_SECONDS = 0.05, 1.0
+_SLOW_BYTES = 64 << 20
+"""Other ranks wait for files as long as reading so many bytes in a second takes."""
 
 
 class Replica:
@@ -99,7 +108,8 @@ class Replica:
         serve: whether other replicas of this kind may fetch from this one's staging, or where:
             'tcp://HOST:PORT'. It has no effect where memory is mapped.
         fallback: addresses of relays and of other replicas, and paths of snapshots and checkpoints,
-            which are tried in this order while no publisher answers.
+            which are tried in this order while no publisher answers. Files are also looked at if
+            the publisher does not have the version that is asked for, or none for an empty model.
         layout: how the model's tensors are cut over ranks.
         layout_rank: which rank of the layout this is; by default `rank`.
         strict: refuse a trainer that has tensors which the model lacks; else they are in `unused`.
@@ -133,8 +143,6 @@ class Replica:
         self._shelf = Shelf()
         self._serve = serve
         self._others, self._paths = sorted_out(fallback)
-        if self._paths and not isinstance(self._target, ModelTarget):
-            raise SpecError("a fallback of files needs a model; a loader takes what is published")
         self._holder: Holder | None = None
         self._session: Session | None = None
         self._ranks: Ranks | None = None
@@ -145,6 +153,9 @@ class Replica:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._bell)  # not by close: another thread may ring it
         self._incoming: Incoming | None = None
+        self._progress = 0.0
+        """How much of the last update from files is done."""
+        self._unused: tuple[str, ...] = ()
         self.report: UpdateReport | None = None
         """The report of the last update that succeeded."""
         self.last_version: int | None = None
@@ -198,8 +209,8 @@ class Replica:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """The tensors that the publisher of the last update has and the model lacks."""
-        return self._target.unused
+        """The tensors that the source of the last update has and the model lacks."""
+        return self._unused
 
     @property
     def is_connected(self) -> bool:
@@ -224,7 +235,7 @@ class Replica:
         """How much of the current or last update has been fetched, from 0 to 1."""
         incoming = self._incoming
         if incoming is None:
-            return 0.0
+            return self._progress
         return 1.0 if incoming.staging is None else incoming.staging.progress
 
     def check_servable(self) -> None:
@@ -326,19 +337,30 @@ class Replica:
 
     def _update(self, options: UpdateOptions) -> UpdateReport:
         deadline, asked = monotonic() + options.timeout_seconds, monotonic()
+        looked, missing, may_wait = -_LOOK_SECONDS, list[str](), not self._paths
         while True:
             try:
                 session, have = self._join(options, deadline)
-                found = self._find(session, have, options, deadline)
-            except (PeerLost, HandleGone):  # another publisher may come
-                if (report := self._from_files(options, deadline)) is not None:
-                    return report
-                if self.world_size > 1 or not self._may_wait(options, deadline):
-                    raise
+                found = self._find(session, have, options, deadline, may_wait=may_wait)
+            except (PeerLost, HandleGone, VersionError, _NotYet) as error:
+                if self._may_look() and (
+                    self.world_size > 1 or monotonic() > looked + _LOOK_SECONDS
+                ):
+                    looked, missing = monotonic(), []
+                    if (report := self._from_files(options, asked, missing)) is not None:
+                        return report
+                if isinstance(error, _NotYet):
+                    may_wait = True
+                    continue
+                is_final = isinstance(error, VersionError) or self.world_size > 1
+                if is_final or not self._may_wait(options, deadline):
+                    for each in missing:
+                        error.note(f"and in files: {each}")
+                    raise  # else another publisher may come
                 continue
             if found is None:
                 assert self.report is not None
-                _check_verified(self.report.verified, self.report.version, options)
+                options.check_verified(self.report.version, self.report.verified)
                 return self.report
             incoming, started = Incoming(session, found[0]), monotonic()
             self._incoming, deadline = incoming, started + options.timeout_seconds
@@ -347,9 +369,24 @@ class Replica:
                 if here is not None:
                     return self._write(incoming, here, options, (asked, started), deadline)
             except BaseException as error:
-                self._fail(incoming, error, monotonic() - started)
+                seconds = monotonic() - started
+                is_touched = self._held.state == ReplicaState.UPDATING
+                if is_touched and isinstance(self._target, ModelTarget):
+                    self._target.touched()
+                failure = self._fail(incoming.id.version, error)
+                incoming.close()
+                text = f"{type(failure).__name__}: {failure}"
+                result = Result(
+                    self.name, os.getpid(), 0, seconds, error=text, is_touched=is_touched
+                )
+                session.tell(Done(incoming.id, result))
                 raise
             incoming.close()  # there is a newer one already
+
+    def _may_look(self) -> bool:
+        """True if there are files to look for a version in, and no rank was lost."""
+        is_whole = self._ranks is not None and self._ranks.is_met
+        return bool(self._paths) and (self.world_size == 1 or is_whole)
 
     def _may_wait(self, options: UpdateOptions, deadline: float) -> bool:
         """Wait a moment, and return True if a publisher may still come in time."""
@@ -358,7 +395,8 @@ class Replica:
         threading.Event().wait(_RETRY_SECONDS)
         return True
 
-    def _fail(self, incoming: Incoming, error: BaseException, seconds: float) -> None:
+    def _fail(self, version: int, error: BaseException) -> FlyweightError:
+        """End an update by an error: the old version stays, unless it was touched."""
         is_touched = self._held.state == ReplicaState.UPDATING
         failure = (
             error
@@ -366,18 +404,12 @@ class Replica:
             else LifecycleError(f"the update was interrupted: {error!r}")
         )
         self._held.fail(failure)
-        incoming.close()
-        version = self.version
-        outcome = f"it still holds version {version}"
+        outcome = f"it still holds version {self.version}"
         if is_touched:
-            if isinstance(self._target, ModelTarget):
-                self._target.touched()
             outcome = "the weights are not whole, update again before serving"
-        failure.note(f"replica {self.name!r}, version {incoming.id.version}: {outcome}")
-        text = f"{type(failure).__name__}: {failure}"
-        result = Result(self.name, os.getpid(), 0, seconds, error=text, is_touched=is_touched)
-        incoming.session.tell(Done(incoming.id, result))
-        announce("update.failed", version=incoming.id.version, name=self.name, error=str(failure))
+        failure.note(f"replica {self.name!r}, version {version}: {outcome}")
+        announce("update.failed", version=version, name=self.name, error=str(failure))
+        return failure
 
     def _join(self, options: UpdateOptions, deadline: float) -> tuple[Session, PublishId | None]:
         """Return a session in which all ranks are, and the version if all of them hold the same."""
@@ -403,11 +435,12 @@ class Replica:
         """Return the other ranks of the engine, which find each other at the publisher."""
         if self._ranks is None:
             found = self._rendezvous
+            group = f"{found.group}/engine {self.name}"  # others use the process group too
             if self.world_size > 1 and found.store is None:
                 self._store = self._store or FrontStore(self._address, self._me)
                 self._store.token(deadline)
-                found = replace(found, store=self._store, group=f"engine {self.name}")
-            self._ranks = Ranks(replace(found, token=self._me.token))
+                found = replace(found, store=self._store)
+            self._ranks = Ranks(replace(found, group=group, token=self._me.token))
         return self._ranks
 
     def _wait_connected(self, options: UpdateOptions, deadline: float) -> None:
@@ -457,18 +490,32 @@ class Replica:
             self._holder.start(new.holding)
 
     def _find(
-        self, session: Session, have: PublishId | None, options: UpdateOptions, deadline: float
+        self,
+        session: Session,
+        have: PublishId | None,
+        options: UpdateOptions,
+        deadline: float,
+        *,
+        may_wait: bool,
     ) -> tuple[PublishId, Available | None] | None:
         """Return the version that all ranks take; None if the one that they hold is enough.
 
         Rank 0 waits for a version, and gets where it is; the others then ask for the same.
+        may_wait: False raises _NotYet if the engine needs a version now and there is none.
         """
         found: list[Available | Current] = []
+        is_needed = have is None or options.version is not None or options.may_keep
+        is_brief = is_needed and not may_wait
 
         def find() -> None:
             if self.rank == 0:
-                wait = Wait(None, options.version, have, options.may_keep, 0.0)
-                found.append(self._wait(session, wait, options, deadline))
+                seconds = 0.0 if is_brief else seconds_for_holder(deadline)
+                wait = Wait(None, options.version, have, options.may_keep, seconds)
+                try:
+                    found.append(self._wait(session, wait, options, deadline))
+                except TransferTimeout:
+                    if not is_brief:
+                        raise
 
         try:
             said = self._all_ranks(deadline).step(
@@ -476,12 +523,15 @@ class Replica:
                 find,
                 deadline,
                 id=lambda: msgspec.to_builtins(getattr(found[0], "id", None)) if found else None,
+                is_there=lambda: bool(found),
             )
         except FlyweightError as error:
             if found and isinstance(found[0], Available):  # the trainer waits for this engine
                 text = f"{type(error).__name__}: {error}"
                 session.tell(Done(found[0].id, Result(self.name, os.getpid(), error=text)))
             raise
+        if not said[0]["is_there"]:
+            raise _NotYet(f"{session.front.channel.peer} has no version yet")
         if said[0]["id"] is None:
             return None
         available = found[0] if found else None
@@ -489,9 +539,12 @@ class Replica:
         return msgspec.convert(said[0]["id"], PublishId), available
 
     def _wait(
-        self, session: Session, wait: Wait, options: UpdateOptions, deadline: float
+        self,
+        session: Session,
+        wait: Wait,
+        options: UpdateOptions,
+        deadline: float,
     ) -> Available | Current:
-        wait = msgspec.structs.replace(wait, seconds=seconds_for_holder(deadline))
         ranks, peer = self._all_ranks(deadline), session.front.channel.peer
 
         def is_over() -> bool:
@@ -536,7 +589,7 @@ class Replica:
         def fetch() -> None:
             nonlocal is_here, available
             if available is None:
-                wait = Wait(incoming.id, None, None, False, 0.0)
+                wait = Wait(incoming.id, None, None, False, seconds_for_holder(deadline))
                 try:
                     found = self._wait(incoming.session, wait, options, deadline)
                 except VersionError:  # it cannot come any more
@@ -548,7 +601,7 @@ class Replica:
                 about = About(available.parent, available.values)
                 incoming.session.announce(incoming.id, about)
             if is_here and not incoming.is_verified:
-                _check_verified("nothing", incoming.id.version, options)
+                options.check_verified(incoming.id.version, "nothing")
 
         said = self._all_ranks(deadline).step("fetch", fetch, deadline, is_here=lambda: is_here)
         return available if all(each["is_here"] for each in said) else None
@@ -628,6 +681,11 @@ class Replica:
             report.overflows,
         )
         incoming.session.tell(Done(incoming.id, result))
+        return self._done(report, target.unused)
+
+    def _done(self, report: UpdateReport, unused: tuple[str, ...]) -> UpdateReport:
+        """Remember and announce what was committed."""
+        self._unused = unused
         last, self.last_version, self.report = self.last_version, report.version, report
         if last is not None and report.version < last:  # a trainer that was restarted may do so
             announce("update.went_back", version=report.version, before=last, name=self.name)
@@ -640,48 +698,105 @@ class Replica:
         )
         return report
 
-    def _from_files(self, options: UpdateOptions, deadline: float) -> UpdateReport | None:
-        """Load a version from the paths to fall back to; None if none of them has one."""
-        target = self._target
-        if not self._paths or not isinstance(target, ModelTarget):
-            return None
-        ranks, asked = self._all_ranks(deadline), monotonic()
-        found = stored_version(self._paths, options, self._held.taken)
-        said = ranks.step(
-            "look for files",
-            lambda: None,
-            deadline,
-            id=lambda: None if found is None else msgspec.to_builtins(found.id),
-        )
-        if found is None or any(each["id"] != said[0]["id"] for each in said):
-            return None
-        number = found.id.version
-        if not found.is_checked:
-            _check_verified("nothing", number, options)
-        paused: list[float] = []
+    def _from_files(
+        self, options: UpdateOptions, asked: float, missing: list[str]
+    ) -> UpdateReport | None:
+        """Load a version from the paths to fall back to; None if none of them has one.
+
+        missing: gets the reasons.
+        """
+        started = monotonic()
+        deadline = started + options.timeout_seconds
+        ranks, found = self._all_ranks(deadline), list[StoredVersion]()
+
+        def look() -> None:
+            self._held.forget_if_moved()
+            held = self._held.taken
+            each = stored_version(self._paths, options, held, files, missing)
+            if each is not None:
+                if each.id != held:
+                    check_fits(each, self._target)
+                    options.check_verified(each.id.version, each.verified)
+                found.append(each)
+
+        with ExitStack() as files:
+            said = ranks.step(
+                "look for files",
+                look,
+                deadline,
+                id=lambda: msgspec.to_builtins(found[0].id) if found else None,
+                is_held=lambda: bool(found) and found[0].id == self._held.taken,
+            )
+            if not found or any(each["id"] != said[0]["id"] for each in said):
+                return None
+            if all(each["is_held"] for each in said):
+                if self.report is None or not (options.may_keep or options.version is not None):
+                    return None
+                options.check_verified(self.report.version, self.report.verified)
+                return self.report
+            try:
+                return self._load(found[0], options, (asked, started), deadline)
+            except BaseException as error:
+                self._fail(found[0].id.version, error)
+                raise
+
+    def _load(
+        self,
+        found: StoredVersion,
+        options: UpdateOptions,
+        begun: tuple[float, float],
+        deadline: float,
+    ) -> UpdateReport:
+        ranks, target, number = self._all_ranks(deadline), self._target, found.id.version
+        looked, paused = monotonic(), list[float]()
+        if isinstance(target, ModelTarget) and not target.is_current():
+            if self._session is not None:  # it knows tensors that were replaced
+                self._session.close()
+                self._session = None
+            target.look()
 
         def pause() -> None:
             if options.before is not None:
                 options.before(number)
             paused.append(monotonic())
-            target.look()
+            if isinstance(target, ModelTarget):
+                target.check_current()
+            check()
+
+        def check() -> None:
+            if not self._is_open:
+                raise TransportError(f"replica {self.name!r} is closed")
 
         ranks.step("pause", pause, deadline)
+        if self.world_size > 1:
+            ranks.step("begin", check, deadline)
         self._held.begin_write()
-        try:
-            reports: list[UpdateReport] = []
-            end = monotonic() + COPY_SECONDS
-            ranks.step("write", lambda: reports.append(load_stored(found, target)), end)
-        except BaseException as error:
-            text = f"the update was interrupted: {error!r}"
-            failure = error if isinstance(error, FlyweightError) else LifecycleError(text)
-            self._held.fail(failure)
-            raise
+        self._incoming, self._progress = None, 0.0
+        reports: list[LoadReport] = []
+
+        def show(done: float) -> None:
+            self._progress = done
+
+        end = monotonic() + COPY_SECONDS + found.stored.manifest.nbytes / _SLOW_BYTES
+        ranks.step("write", lambda: reports.append(load_stored(found, target, show)), end)
         self._held.commit(found.id)
-        self.report = replace(reports[0], drain_seconds=paused[0] - asked)
-        self.last_version = number
-        announce("update.done", name=self.name, version=number, nbytes=reports[0].nbytes)
-        return self.report
+        if self._held.taken is None:
+            raise VersionError(f"{found.id} was loaded, and then forgotten: {self.failure}")
+        (asked, started), ended = begun, monotonic()
+        report = UpdateReport(
+            number,
+            found.stored.manifest.parent,
+            reports[0].nbytes,
+            ended - started,
+            started - asked,
+            looked - started,
+            paused[0] - looked,
+            ended - paused[0],
+            0.0,
+            "files",
+            found.verified,
+        )
+        return self._done(report, tuple(reports[0].unused))
 
     def _while_copying(self) -> None:
         target = self._target
@@ -728,9 +843,5 @@ class Replica:
         self.close()
 
 
-def _check_verified(verified: str, version: int, options: UpdateOptions) -> None:
-    if options.verify and verified == "nothing":
-        raise VersionError(
-            f"version {version} has no digests, and verify=True was asked for; publish with "
-            f"verify=True"
-        )
+class _NotYet(TransferTimeout):
+    """The publisher has no version yet, and files may have one."""

@@ -84,6 +84,11 @@ class Ranks:
             self._part()
 
     @property
+    def is_met(self) -> bool:
+        """True if the ranks are connected, as far as it is known."""
+        return self._group is not None and not self._group.is_over
+
+    @property
     def files(self) -> list[int]:
         """The open files to poll in the work of a step that waits long, besides its own."""
         return [] if self._group is None else self._group.files

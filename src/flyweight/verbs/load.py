@@ -155,6 +155,25 @@ def load(
     )
 
 
+def check_loadable(
+    stored: Stored,
+    into: object,
+    *,
+    layout: ModelLayout | None = None,
+    rank: int | None = None,
+    extra: Extra = "refuse",
+) -> None:
+    """Raise PlanError or SpecError if `load` with these arguments would; read no tensor."""
+    group = Group()
+    with collector_paused():
+        sink = _adapted(into, stored, layout, rank, group)
+        sink.check_writable()
+        matches = match(stored, sink)
+    may_leave = extra == "report" or layout is not None
+    if matches.missing or (matches.unused and not may_leave):
+        check_names(stored, matches, group, may_miss=False, may_leave=may_leave)
+
+
 def load_state_dict(
     state_dict: Mapping[str, object],
     path: PathLike,
