@@ -141,7 +141,7 @@ def is_caught(run: Path, child: subprocess.Popen[str]) -> bool:
     while child.poll() is None and fw.versions(run) == before and time.monotonic() < deadline:
         if list(run.glob(".draft-*/*.safetensors")):
             child.send_signal(signal.SIGSTOP)
-            time.sleep(0.01)  # until it really stands still
+            time.sleep(0.01)  # until it has really stopped
             if list(run.glob(".draft-*/*.safetensors")):
                 return True
             child.send_signal(signal.SIGCONT)
