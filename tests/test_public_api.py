@@ -6,15 +6,13 @@ def test_the_public_names_are_these_and_all_work():
     assert sorted(flyweight.__all__) == sorted(
         [
             "Box",
-            "CurveClient",
-            "CurveKeys",
-            "CurveServer",
             "FlyweightError",
             "ModelEngine",
             "ModelLayout",
             "Publisher",
             "Replica",
             "Sharded",
+            "Tls",
             "Worker",
             "__version__",
             "convert",

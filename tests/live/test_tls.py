@@ -1,12 +1,12 @@
 """Encrypted connections between a publisher, its replicas and relays of other hosts."""
 
 import pytest
-import trustme
 
 from child_processes import LIMIT, until
-from flyweight.errors import FlyweightError
-from flyweight.live import Publisher, Replica
+from flyweight.errors import FlyweightError, SpecError
+from flyweight.live import Publisher, Relay, Replica
 from flyweight.transports.tls import Tls
+from live.certificates import made_by_one_authority
 from live.one_process import TOKEN, fill, holds, model, relaying, taken
 
 
@@ -14,12 +14,12 @@ from live.one_process import TOKEN, fill, holds, model, relaying, taken
 def certificates(tmp_path_factory):
     """An authority, and certificates of this host that it and another one have signed."""
     directory = tmp_path_factory.mktemp("certificates")
-    authority, other = trustme.CA(), trustme.CA()
-    authority.cert_pem.write_to_path(directory / "authority")
-    other.cert_pem.write_to_path(directory / "other authority")
-    for name, signer in (("own", authority), ("other", other)):
-        made = signer.issue_cert("127.0.0.1")
-        made.private_key_and_cert_chain_pem.write_to_path(directory / name)
+    own, authority = made_by_one_authority(directory / "one", "127.0.0.1")
+    other, other_authority = made_by_one_authority(directory / "two", "127.0.0.1")
+    for name, path in {
+        "own": own, "authority": authority, "other": other, "other authority": other_authority,
+    }.items():  # fmt: skip
+        path.rename(directory / name)
     return directory
 
 
@@ -56,6 +56,16 @@ def test_a_relay_follows_an_encrypted_publisher(certificates, tmp_path):
         with Replica(sink, relay.address, token=TOKEN, name="engine") as replica:
             replica.update(timeout_seconds=LIMIT)
     assert holds(sink, 3)
+
+
+def test_a_relay_without_a_certificate_is_refused_before_it_runs(certificates, tmp_path):
+    tls = Tls(authority=certificates / "authority")
+    for address, on in [
+        ("tcp://127.0.0.1:9", f"unix:{tmp_path}"),
+        (f"unix:{tmp_path}", "tcp://127.0.0.1:0"),
+    ]:
+        with pytest.raises(SpecError, match="certificate"):
+            Relay(address, on, token=TOKEN, tls=tls)
 
 
 @pytest.mark.parametrize("mine", ["none", "no certificate", "of another authority", "distrust"])

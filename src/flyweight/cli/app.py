@@ -15,8 +15,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ import flyweight
 from flyweight import errors
 from flyweight.cli.output import err, set_json, wants_json
 from flyweight.errors import FlyweightError
+from flyweight.transports.tls import Tls
 
 EXIT_NO, EXIT_OTHER, EXIT_FAULT, EXIT_INTERRUPTED = 1, 5, 70, 130
 _EXIT_CODES: dict[type[FlyweightError], int] = {
@@ -158,3 +160,33 @@ token_file_option = click.option(
     help="Your own file with a token, instead of the one that the server or publisher writes.",
 )  # fmt: skip
 once_option = click.option("--once", is_flag=True, help="Show the present status, and exit.")
+
+
+def _tls_option(name: str, text: str) -> Callable[..., Any]:
+    return click.option(f"--tls-{name}", type=click.Path(), metavar="FILE", help=text)
+
+
+def tls_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options for certificates. The command gets them as `tls`; None without any."""
+
+    @wraps(command)
+    def with_tls(
+        *given: Any,
+        tls_certificate: str | None,
+        tls_key: str | None,
+        tls_authority: str | None,
+        **options: Any,
+    ) -> None:
+        tls = None
+        if tls_certificate or tls_key or tls_authority:
+            tls = Tls(certificate=tls_certificate, key=tls_key, authority=tls_authority)
+        command(*given, tls=tls, **options)
+
+    authority = _tls_option("authority", "Who must have signed the other side's certificate.")
+    key = _tls_option("key", "The private key of --tls-certificate.")
+    certificate = _tls_option(
+        "certificate", "Encrypt connections to other hosts, and show them this certificate."
+    )
+    for option in (authority, key, certificate):
+        with_tls = option(with_tls)
+    return with_tls

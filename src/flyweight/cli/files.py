@@ -17,11 +17,10 @@ from rich.tree import Tree
 from flyweight.cli.app import EXIT_NO, main, memory_option, path_argument, size, version_option
 from flyweight.cli.output import err, human, out, progress, show, table
 from flyweight.errors import SnapshotNotFound
-from flyweight.plans.fanout import MAX_TEXT_BYTES, Node, decode_nodes
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.verbs import compare, describe, find
 from flyweight.verbs.convert import convert as convert_weights
-from flyweight.verbs.plan import PlanReport, plan_fan_out
+from flyweight.verbs.plan import PlanReport
 from flyweight.verbs.plan import plan as make_plan
 
 FORMATS = ("snapshot", "hf", "dcp", "paddle", "safetensors", "pdparams")
@@ -175,18 +174,10 @@ class _LayoutFile(click.File):
             return ModelLayout.from_json(file.read(), repr(file.name))
 
 
-class _ReplicasFile(click.File):
-    """A file of replicas."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        with super().convert(value, param, ctx) as file:
-            return decode_nodes(file.read(MAX_TEXT_BYTES + 1), repr(file.name))
-
-
 @main.command()
-@click.argument("source", type=click.Path(), required=False)
+@click.argument("source", type=click.Path())
 @click.option(
-    "--into", type=_LayoutFile("rb"), metavar="LAYOUT",
+    "--into", type=_LayoutFile("rb"), required=True, metavar="LAYOUT",
     help="The layout to fill: a JSON file of a mesh and rules.",
 )  # fmt: skip
 @click.option(
@@ -195,59 +186,12 @@ class _ReplicasFile(click.File):
 )  # fmt: skip
 @click.option("--rank", type=click.IntRange(0), help="Plan for this sink rank only.")
 @click.option("--copies", "has_copies", is_flag=True, help="With --json, list every copy.")
-@click.option(
-    "--fan-out", "nodes", type=_ReplicasFile("rb"), metavar="FILE",
-    help="Show which replica would read from which instead. FILE has a line NAME HOST [GROUP] for "
-    "each replica, or a JSON list. Each reads all of SOURCE, if given.",
-)  # fmt: skip
-@click.option(
-    "--degree", type=click.IntRange(1), help="With --fan-out: how many hosts read from one host."
-)
 @version_option
 @memory_option
-def plan(
-    source: str | None,
-    has_copies: bool,
-    nodes: list[Node] | None,
-    degree: int | None,
-    **options: Any,
-) -> None:
+def plan(source: str, has_copies: bool, **options: Any) -> None:
     """Show which rank would copy what to which, to fill a layout from SOURCE; nothing is copied."""
-    if nodes is not None:
-        others = ("into", "source_layout", "rank")
-        if has_copies or any(options[each] is not None for each in others):
-            raise click.UsageError("--fan-out plans replicas; --into and its options plan ranks")
-        version = options["version"]
-        found: Any = plan_fan_out(nodes, degree=degree or 1, source=source, version=version)
-        show(found, lambda: _print_fan_out(found))
-        return
-    if degree is not None:
-        raise click.UsageError("--degree needs --fan-out")
-    if source is None or options["into"] is None:
-        raise click.UsageError("a plan needs SOURCE and --into, or --fan-out")
     report = make_plan(source, **options)
     show(report.record(has_copies=has_copies), lambda: _print_plan(report))
-
-
-def _print_fan_out(found: Mapping[str, Any]) -> None:
-    links = {"name": "replica", "host": "host", "group": "group", "reads_from": "reads from"}
-    groups = {"group": "group", "num_replicas": "replicas", "num_sent": "trainer sends"}
-    for records, heads in (
-        (found["links"], {**links, "num_hops": "hops", "nbytes": "bytes"}),
-        (found["groups"], {**groups, "num_hops": "most hops", "sent_bytes": "bytes sent"}),
-    ):
-        out.print(
-            table(*heads.values(), rows=([_cell(each, k) for k in heads] for each in records))
-        )
-
-
-def _cell(record: Mapping[str, Any], key: str) -> object:
-    value = record[key]
-    if key == "reads_from":
-        return value or "trainer"
-    if key == "num_sent":
-        return f"{value} ×"
-    return human(value) if key.endswith("bytes") and value is not None else value
 
 
 def _print_plan(report: PlanReport) -> None:
@@ -275,6 +219,9 @@ def _print_plan(report: PlanReport) -> None:
     out.print(
         f"peak memory of a sink rank: {human(report.peak_bytes)}, of which "
         f"{human(report.extra_bytes)} are extra"
+    )
+    out.print(
+        f"staging of a sink rank that takes them over the network: {human(report.staging_bytes)}"
     )
 
 
@@ -338,7 +285,8 @@ def doctor(path: str | None) -> None:
     rows = [(key, text(key, value)) for key, value in found.items() if key != "network"]
     network = found["network"]
     rows.append(("network", f"{network['engine']}: {network['why']}"))
-    rows += [(f"not {engine}", why) for engine, why in network["why_not"].items()]
+    if network["why_not"]:
+        rows.append(("not nixl", network["why_not"]))
     show(found, lambda: table(rows=rows, show_header=False))
 
 

@@ -137,8 +137,10 @@ def _introduced(channel: Channel, me: Identity, deadline: float) -> Channel:
         if isinstance(channel.wire, TlsWire):
             channel.wire.shake_hands(deadline)
         introduce(channel, me.name, me.token, deadline)
-    except BaseException:
+    except BaseException as error:
         channel.close()
+        if isinstance(error, PeerLost) and not channel.wire.is_local and me.tls is None:
+            error.note("if it encrypts connections, give tls= here too, a command --tls-authority")
         raise
     return channel
 

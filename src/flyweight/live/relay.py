@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic
 
@@ -81,6 +83,8 @@ class Relay:
         """
         self._address, self._on = parse_address(address), parse_address(on)
         self._token, self._tls = token, tls
+        if tls is not None and TcpAddress in (type(self._address), type(self._on)):
+            _ = tls.holder  # it serves other hosts, also the relays that fetch from it
         found = f"relay {os.uname().nodename}:{os.getpid()}" if name is None else name
         self._me = Identity(found, token=token or "", tls=tls)
         self._ways = Ways(transport="filled", staging_bytes=staging_bytes)
@@ -109,21 +113,16 @@ class Relay:
         claim = Claim(self._on, self._token) if isinstance(self._on, UnixAddress) else None
         try:
             session: Session | None = None
+            served: Session | None = None
             while not self._stopped.is_set():
-                try:
+                with self._patience():
                     if session is None or not session.is_alive:
-                        session = self._joined(session, claim)
-                    self._take_next(session)
-                except PeerRefused:
-                    raise
-                except FlyweightError as error:
-                    # A publisher that is gone may come back, and the next version may come whole.
-                    if not isinstance(error, (TransferTimeout, PeerLost, HandleGone)):
-                        announce(
-                            "update.failed", name=self._me.name, version=None, error=str(error)
-                        )
-                    if not isinstance(error, TransferTimeout):
-                        self._stopped.wait(_RETRY_SECONDS)
+                        session = self._joined(session)
+                    if served is session:
+                        self._take_next(session)
+                if session is not None and served is not session:
+                    self._serve(session, claim)
+                    served = session
         finally:
             for each in (self.holder, self._beside):
                 if each is not None:
@@ -134,8 +133,22 @@ class Relay:
             if claim is not None:
                 claim.close()
 
-    def _joined(self, last: Session | None, claim: Claim | None) -> Session:
-        """Return a session of the publisher, and serve what it has from now on."""
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Wait after a fault, which is announced unless the publisher is only gone."""
+        try:
+            yield
+        except PeerRefused:
+            raise
+        except FlyweightError as error:
+            # A publisher that is gone may come back, and the next version may come whole.
+            if not isinstance(error, (TransferTimeout, PeerLost, HandleGone)):
+                announce("update.failed", name=self._me.name, version=None, error=str(error))
+            if not isinstance(error, TransferTimeout):
+                self._stopped.wait(_RETRY_SECONDS)
+
+    def _joined(self, last: Session | None) -> Session:
+        """Return a session of the publisher."""
         deadline = monotonic() + TIMEOUT_SECONDS
         me = with_token(self._me, self._address)
         if self._beside is None and (place := serving_place(self._address, serve=True)):
@@ -148,16 +161,19 @@ class Relay:
             last.close()
         if self._beside is not None:
             self._beside.start(session.holding)
+        return session
+
+    def _serve(self, session: Session, claim: Claim | None) -> None:
+        """Let engines take what the publisher has from now on."""
         if self._offered is not None and self._offered.session != session.id:
             self._withdraw()
         catalog = _catalog_of(session.catalog, session.plan)
         if self.holder is None:
-            self.holder = self._opened(me.token if claim is None else claim.token)
+            self.holder = self._opened(session.me.token if claim is None else claim.token)
         self.holder.start(Holding(session.id, Plans(catalog), (self.holder.endpoint,)))
         nbytes = session.plan.nbytes
         found = {"address": str(self._on), "name": self._me.name}
         announce("relay.serving", **found, num_tensors=len(catalog.tensors), nbytes=nbytes)
-        return session
 
     def _opened(self, token: str) -> Holder:
         if isinstance(self._on, UnixAddress):

@@ -49,7 +49,10 @@ class Tls:
     def holder(self) -> ssl.SSLContext:
         """The context of a side that accepts connections."""
         if self.certificate is None:
-            raise SpecError("who accepts encrypted connections needs a certificate and its key")
+            raise SpecError(
+                "a publisher, a relay and a replica that serves others accept encrypted "
+                "connections, and there is no certificate: give one with its key, or serve=False"
+            )
         found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         found.num_tickets = 0  # nothing but messages follows the handshake
         if self.authority is not None:

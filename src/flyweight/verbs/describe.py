@@ -20,12 +20,10 @@ from flyweight.formats.snapshot import directory_name
 from flyweight.spec.manifest import Json
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import LocalStore, as_path, refused
-from flyweight.transports.network_engines import Engine, choose_engine, engines_here
-from flyweight.transports.read_server import ReadServer
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.worker_threads import default_threads
 
-_PACKAGES = "numpy xxhash msgspec pyzmq click rich torch paddlepaddle safetensors ml_dtypes"
+_PACKAGES = "numpy xxhash msgspec click rich torch paddlepaddle safetensors ml_dtypes"
 
 
 def inspect(path: PathLike, *, version: int | None = None) -> dict[str, Json]:
@@ -119,24 +117,27 @@ def doctor(path: PathLike | None = None) -> dict[str, Json]:
 
 
 def _network() -> dict[str, Json]:
-    """Try which engine would move bytes between this host and one like it, and why no other.
+    """Try whether NIXL would move bytes between this host and one like it, and why it would not.
 
-    An engine that is installed is started in a process of its own, where it can do no harm.
+    If it is installed, it is started in a process of its own, where it can do no harm.
     """
-    here, troubles = engines_here(), dict[str, str]()
-    for engine in (Engine.NIXL.value, Engine.MOONCAKE.value):
-        if getattr(here, engine):
-            try:
-                with closing(ReadServer(engine, address="127.0.0.1")) as server:
-                    server.describe()
-            except FlyweightError as error:
-                troubles[engine] = str(error)
-    usable = replace(here, **dict.fromkeys(troubles, ""))
+    # Imported here: nothing else that describes needs them.
+    from flyweight.transports.network_engines import choose_engine, engines_here  # noqa: PLC0415
+    from flyweight.transports.read_server import ReadServer  # noqa: PLC0415
+
+    here, trouble = engines_here(), ""
+    if here.nixl:
+        try:
+            with closing(ReadServer("nixl", address="127.0.0.1")) as server:
+                server.describe()
+        except FlyweightError as error:
+            trouble = str(error)
+    usable = replace(here, nixl="") if trouble else here
     choice = choose_engine(usable, usable)
     return {
         "engine": choice.engine.value,
         "why": choice.why,
-        "why_not": {**choice.why_not, **troubles},
+        "why_not": trouble or choice.why_not.get("nixl", ""),
         "rdma": list(here.rdma),
     }
 

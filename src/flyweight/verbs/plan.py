@@ -1,7 +1,4 @@
-"""Plan: which rank or file would give which bytes to which rank, without moving any.
-
-`plan_fan_out` does the same for replicas that read from each other.
-"""
+"""Plan: which rank or file would give which bytes to which rank, without moving any."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from flyweight.errors import SpecError
 from flyweight.formats.reader import WINDOW_BYTES
 from flyweight.formats.stored import Stored
 from flyweight.memory import MEMORY_BYTES, collector_paused
-from flyweight.plans.fanout import Node, fan_out
 from flyweight.plans.reshard import Plan, reshard
 from flyweight.ports import WINDOW_SLACK
 from flyweight.spec.layout import Shard
@@ -52,6 +48,14 @@ class PlanReport:
         return max(self.sink_bytes, default=0) + self.extra_bytes
 
     @property
+    def staging_bytes(self) -> int:
+        """What a sink rank stages at most if it takes the tensors from a publisher on another host.
+
+        `Replica(staging_bytes=)` must allow it. Casts change it.
+        """
+        return max(self.sink_bytes, default=0)
+
+    @property
     def source_bytes(self) -> list[int]:
         """What each source gives."""
         given = [0] * len(self.sources)
@@ -62,7 +66,11 @@ class PlanReport:
     def record(self, *, has_copies: bool = False) -> dict[str, object]:
         """Return the report as plain data, with `has_copies` every single copy too."""
         fields = {name: value for name, value in vars(self).items() if name != "plan"}
-        fields |= {"peak_bytes": self.peak_bytes, "source_bytes": self.source_bytes}
+        fields |= {
+            "peak_bytes": self.peak_bytes,
+            "staging_bytes": self.staging_bytes,
+            "source_bytes": self.source_bytes,
+        }
         if has_copies:
             fields["copies"] = [
                 {
@@ -148,25 +156,3 @@ def _sink_bytes(
         for shard in by_id[shards]:
             held[shard.rank] += count * spec.box_bytes(shard.box)
     return held
-
-
-def plan_fan_out(
-    nodes: Sequence[Node],
-    *,
-    degree: int = 1,
-    source: PathLike | Stored | None = None,
-    version: int | None = None,
-) -> dict[str, object]:
-    """Return which replica would read from which, as plain data; see `FanOut.record`.
-
-    Args:
-        nodes: The replicas.
-        degree: How many hosts read from one host.
-        source: The weights that each replica reads all of. Without them no bytes are counted.
-        version: The version of `source`; by default the newest.
-    """
-    planned = fan_out(nodes, degree=degree)
-    if source is None:
-        return planned.record()
-    with opened(source, version=version) as stored:
-        return planned.record({node.group: stored.manifest.nbytes for node in nodes})
