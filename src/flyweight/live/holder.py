@@ -181,8 +181,10 @@ class Conversation:
         self._holder, self._shelf, self._channel = holder, holder.shelf, channel
         self._reader, self._bell = self._shelf.enter(channel)
         self._holding: Holding | None = None
-        self._member: Join | None = None
+        self._join_said: Join | None = None
         """Who the reader is; None for connections for bytes, and for those that only watch."""
+        self._is_member = False
+        """True once the reader has said what it takes; listeners know of it then."""
         self._plans: dict[str, Plan] = {}
         self._lease: tuple[Served, int] | None = None
         self._shared: list[Bytes] = []
@@ -225,7 +227,7 @@ class Conversation:
 
     def _tell_listeners(self, kind: str, **fields: int | float | str) -> None:
         """Announce what a replica did, once the shelf knows of it."""
-        if (me := self._member) is not None:
+        if self._is_member and (me := self._join_said) is not None:
             announce(kind, name=me.name, rank=me.rank, pid=me.pid, **fields)
 
     def _push(self) -> None:
@@ -334,8 +336,7 @@ class Conversation:
         self._channel.peer = f"reader {join.name!r} rank {join.rank}"
         if not known:  # others are connections for bytes, of a reader that has joined before
             self._shelf.join(self._reader, join)
-            self._member = join
-            self._tell_listeners("replica.joined")
+            self._join_said = join
         table = None if known else holding.plans.catalog.table
         return Welcome(
             holding.session, table, self._holder.endpoint, holding.ranks, self._shelf.newest
@@ -352,6 +353,9 @@ class Conversation:
         holding = self._joined()
         plan = holding.plans.planned(Wanted.received(want, holding.plans.catalog))
         self._plans[plan.kind] = plan
+        if not self._is_member:
+            self._is_member = True
+            self._tell_listeners("replica.joined", nbytes=plan.nbytes)
         return Planned(plan.kind)
 
     def _planned(self, kind: str) -> Plan:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from logging import getLogger
 from time import monotonic
 
 import msgspec
@@ -60,6 +61,7 @@ from flyweight.verbs.load import LoadReport
 
 COPY_SECONDS = 60.0
 """The copy has a budget of its own: nothing that came before it can use it up."""
+_log = getLogger("flyweight.live")
 _FIRST_SECONDS = 10.0
 _RETRY_SECONDS, _LOOK_SECONDS = 0.05, 1.0
 _SLOW_BYTES = 64 << 20
@@ -689,6 +691,7 @@ class Replica:
         last, self.last_version, self.report = self.last_version, report.version, report
         if last is not None and report.version < last:  # a trainer that was restarted may do so
             announce("update.went_back", version=report.version, before=last, name=self.name)
+            _log.warning("%s went back from version %d to %d", self.name, last, report.version)
         announce(
             "update.done",
             name=self.name,
