@@ -54,7 +54,7 @@ def follow(root, num_ranks, rank, pipe):
             name: fw.Sharded(np.zeros(shape, tensors[name].dtype), tensors[name].shape, offset)
             for name, (offset, shape) in cut.items()
         }
-    options = {"rank": rank, "num_ranks": num_ranks} if num_ranks > 1 else {}
+    options = {"rank": rank, "world_size": num_ranks} if num_ranks > 1 else {}
     model = {**target, **{name: type(each)() for name, each in values.items()}}
     with fw.Replica(model, f"unix:{root}/at", name=f"tp{num_ranks}", **options) as replica:
         for version in VERSIONS:
@@ -137,7 +137,7 @@ def write(root, name, found):
     draft.rename(Path(root, f"{name}.pickle"))
 
 
-def train(rank, num_ranks, root, make, options, publish_options):
+def train(rank, num_ranks, root, make, options, publish_options, *, is_mapped):
     """Publish some versions of a model; every rank gets the same report."""
     import torch.distributed as dist
 
@@ -165,8 +165,9 @@ def train(rank, num_ranks, root, make, options, publish_options):
             assert publisher.version == report.version == version
             nbytes = sum(e.nbytes for e in found.values() if isinstance(e, np.ndarray))
             assert report.nbytes >= 2 * nbytes
-            if "transport" in options:
-                assert {each.strategy for each in report.replicas} == {options["transport"]}
+            ways = {each.transport for each in report.replicas}
+            assert ways == {"mapped" if is_mapped or options.get("keep") == "memory" else "filled"}
+            publisher.withdraw()  # nothing is read while the model changes
         dist.barrier()  # the engines may still be at work when another rank is done
 
 
@@ -269,7 +270,14 @@ def stages(rank, num_ranks):
         }
     if rank == 1:
         model |= {"uneven": fw.Sharded(whole[1:].copy(), (7, 5), (1, 0)), "only_1": "text"}
-    return stepping(model)
+    _, change = stepping(model)
+
+    def step(version):
+        change(version)
+        if rank == 1:
+            model["only_1"] = f"text of version {version}"
+
+    return model, step
 
 
 def tied(rank, num_ranks):
@@ -320,22 +328,22 @@ MAKERS = {
 CASES = {
     2: [
         ("fsdp", {}, {}),
-        ("fsdp", {"hold": True}, {"background": True}),
-        ("fsdp after forward", {"transport": "host"}, {"background": True}),
-        ("rows", {"bucket_bytes": 4096, "depth": 1}, {}),
-        ("all replicas", {"should_verify": False}, {}),
-        ("shared", {"transport": "mapped"}, {"background": True}),
+        ("fsdp", {"keep": "memory"}, {"background": True}),
+        ("fsdp after forward", {}, {"background": True}),
+        ("rows", {"keep": "in_place"}, {}),
+        ("all replicas", {"verify": False}, {}),
+        ("shared", {}, {"background": True}),
         ("tied", {"is_grouped": True}, {}),
-        ("tied", {"is_grouped": True, "hold": True}, {}),
+        ("tied", {"is_grouped": True, "keep": "memory"}, {}),
     ],
     4: [
-        ("fsdp", {"should_verify": False}, {"background": True}),
-        ("columns", {"hold": True}, {}),
+        ("fsdp", {"verify": False}, {"background": True}),
+        ("columns", {"keep": "memory"}, {}),
         ("replicas of rows", {}, {}),
         ("rows x columns", {}, {"background": True}),
         ("fsdp over tp", {}, {}),
         ("stages", {"is_grouped": True}, {}),
-        ("stages", {"is_grouped": True, "hold": True}, {}),
+        ("stages", {"is_grouped": True, "keep": "memory"}, {}),
     ],
 }
 
@@ -356,7 +364,11 @@ def all_cases(root, num_ranks):
             if options.pop("is_grouped", False):
                 options["process_group"] = dist.group.WORLD
             try:
-                train(rank, num_ranks, place, MAKERS[maker], options, publish_options)
+                is_mapped = maker == "shared"
+                train(
+                    rank, num_ranks, place, MAKERS[maker], options, publish_options,
+                    is_mapped=is_mapped,
+                )  # fmt: skip
             except BaseException as error:
                 raise AssertionError(f"case {maker!r} {options}") from error
 
@@ -453,7 +465,7 @@ def alone_in_a_job(rank, num_ranks, root):
     dist.barrier()
     half = fw.Sharded(torch.zeros(2, 3), (4, 3), (2 * rank, 0))
     with pytest.raises(PlanError, match="'w'"):
-        fw.Publisher({"w": half}, f"unix:{root}/at", rank=0, num_ranks=1)
+        fw.Publisher({"w": half}, f"unix:{root}/at", rank=0, world_size=1)
 
 
 def test_a_whole_model_in_a_job_is_published_alone(tmp_path):
@@ -464,8 +476,8 @@ def two_publishers(rank, num_ranks, root):
     """Two models of the same names, whose publishers the ranks make in different orders."""
     half = fw.Sharded(np.full((2, 3), rank), (4, 3), (2 * rank, 0))
     address = f"unix:{root}/{('policy', 'reference')[rank]}"
-    with pytest.raises(FlyweightError, match="policy.*reference"):
-        fw.Publisher({"w": half}, address, timeout_seconds=LIMIT)
+    with pytest.raises(FlyweightError, match=(r"\[1\]", "no publisher is at .*reference")[rank]):
+        fw.Publisher({"w": half}, address, timeout_seconds=1)
 
 
 def test_publishers_of_different_addresses_do_not_meet(tmp_path):

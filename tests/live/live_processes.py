@@ -33,6 +33,7 @@ LARGE = {f"layer.{n}": (1024, 1024) for n in range(16)}  # 64 MiB
 
 POINTS = {
     "found": (Replica, "_fetch", "before"),
+    "reclaiming": (Shelf, "reclaim", "before"),
     "withdrawn": (LeaseBook, "withdraw", "after"),
     "leasing": (Shelf, "lease", "before"),
     "leased": (Reader, "lease", "after"),
@@ -86,10 +87,11 @@ def values(name, shape, version):
 
 def shared(shape):
     """Return an array in memory that other processes can map, as torch's share_memory_ makes."""
-    nbytes = max(int(np.prod(shape)) * 4, 1)
+    num_items = int(np.prod(shape))
+    nbytes = 4 * max(num_items, 1)
     file = os.memfd_create("tensor")
     os.posix_fallocate(file, 0, nbytes)
-    array = np.frombuffer(mmap.mmap(file, nbytes), np.uint32)[: nbytes // 4].reshape(shape)
+    array = np.frombuffer(mmap.mmap(file, nbytes), np.uint32)[:num_items].reshape(shape)
     os.close(file)  # the mapping has a file of its own
     return array
 

@@ -236,6 +236,26 @@ def test_values_that_are_no_tensors_travel_with_the_version(transport):
         assert sink.version == 2
 
 
+def test_values_of_a_version_that_is_kept_are_its_own_until_it_is_withdrawn():
+    weights = {"w": np.ones(4, np.float32), "step": 7}
+    arrays = {"w": np.zeros(4, np.float32), "step": 0}
+    with (
+        Publisher(weights, ADDRESS, token=TOKEN, keep="memory") as source,
+        reader(arrays, source.address) as sink,
+    ):
+        source.publish(1)
+
+        def take():  # the next publish has looked at the model, and begins to withdraw this one
+            assert sink.update(1, timeout_seconds=LIMIT).version == 1
+            assert arrays["step"] == 7
+
+        weights["step"] = 8
+        with at("reclaiming", once(take)):
+            source.publish(2)
+        assert sink.update(timeout_seconds=LIMIT).version == 2
+        assert arrays["step"] == 8
+
+
 def test_empty_and_odd_tensors_arrive(publish, transport):
     rng = np.random.default_rng(3)
     weights = {

@@ -292,7 +292,6 @@ class Publisher:
         tables = [msgspec.convert(each["table"], RankTable) for each in said]
         catalog, blocks = Catalog.joined(tables)
         self._blocks: Integers = blocks[rank]
-        self._values = {k: v for each in reversed(tables) for k, v in each.values.items()}
         endpoints = tuple(msgspec.convert(each["endpoint"], Endpoint) for each in said)
         self._holding = Holding(str(said[0]["session"]), Plans(catalog), endpoints)
         holder.start(self._holding)
@@ -451,6 +450,7 @@ class Publisher:
             version=lambda: version,
             next=lambda: self._next_version,
             seconds=lambda: deadline - monotonic(),
+            values=lambda: dict(self._model.model.manifest.values),
         )
         if {each["version"] for each in said} != {version}:
             raise VersionError(f"the ranks publish versions {[each['version'] for each in said]}")
@@ -459,13 +459,14 @@ class Publisher:
         seconds = min(float(each["seconds"]) for each in said)
         deadline = monotonic() + seconds
         id = PublishId(self._holding.session, version)
+        values = {k: v for each in reversed(said) for k, v in each["values"].items()}
         self._last_version = version  # used up: no other content ever gets this number
         results: list[Result] = []
         pending: list[str] = []
 
         def serve() -> None:
             if self.rank == 0:
-                self.shelf.announce(id, About(self._parent, self._values))
+                self.shelf.announce(id, About(self._parent, values))
                 if self._keep is None or num_replicas:
                     done, missing = self.shelf.wait_served(id, num_replicas, deadline)
                     results.extend(done)
@@ -515,7 +516,6 @@ class Publisher:
         self._check_next(version)
         if self._model.refresh():
             self._memory = None
-        self._values.update(self._model.model.manifest.values)
         for device in self._model.devices:
             driver.synchronize(device, max(deadline - monotonic(), 0.001))
 
