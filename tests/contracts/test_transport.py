@@ -1,237 +1,331 @@
-"""What every transport promises. A new one joins by adding a line to TRANSPORTS."""
+"""What every way of the bytes promises. A new one joins by adding a line to WAYS."""
 
-import os
+import gc
 from collections.abc import Callable
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from child_processes import FORK, LIMIT, SPAWN, Child, resources, settled
-from fakes import FileHandle, FileTransport
-from flyweight.cuda import driver
-from flyweight.cuda.copies import Copier
-from flyweight.errors import HandleGone, TransportError
-from flyweight.memory import Buffer
-from flyweight.transports.cuda_ipc import CudaIpcHandle, CudaIpcTransport
-from flyweight.transports.data_sockets import DataConnection, DataServer, Welcome
-from flyweight.transports.fd_passing import FdConnection, FdServer
-from flyweight.transports.network import NetworkHandle, NetworkTransport
-from flyweight.transports.shared_memory import SharedMemoryHandle, SharedMemoryTransport
-from patience import patient  # noqa: F401
+import flyweight as fw
+from campaign import budget
+from child_processes import LIMIT, resources, settled, until
+from conftest import same
+from flyweight.errors import DigestMismatch, FlyweightError
+from live.live_processes import (
+    LARGE,
+    TOKEN,
+    at,
+    check_holds,
+    check_next_update,
+    once,
+    plain,
+    shared,
+)
+from live.one_process import in_background
 
-BUCKET = np.frombuffer(bytes(range(256)) * 4096, np.uint8)
-TOKEN = "secret"
-
-
-def on_host(data):
-    return Buffer.of(np.array(data))
-
-
-def on_device(data):
-    buffer = driver.allocate(0, len(data))
-    copier = Copier(0)
-    copier.copy(buffer, Buffer.of(np.array(data)))
-    copier.wait(LIMIT)
-    copier.close()
-    return buffer
+ADDRESS = "tcp://127.0.0.1:0"
 
 
-def bytes_at(buffer):
-    if buffer.device is None:
-        return buffer.items().tobytes()
-    found = np.empty(buffer.nbytes, np.uint8)
-    copier = Copier(buffer.device)
-    copier.copy(Buffer.of(found), buffer)
-    copier.wait(LIMIT)
-    copier.close()
-    return found.tobytes()
+def on_host(shape, dtype):
+    """Return an array that no other process can map."""
+    return np.zeros(shape, dtype)
+
+
+def in_shared_memory(shape, dtype):
+    """Return an array in memory without a name, which other processes can map."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return shared((-(-nbytes // 4),)).view(np.uint8)[:nbytes].view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How the suite makes a transport, on either side of a directory that both know."""
+class Way:
+    """A way of the bytes: its name in reports, and what makes a replica take it."""
 
-    offering: Callable
-    reading: Callable
-    """Return a context that gives a transport, for that directory."""
-    handle: type
-    memory: Callable = on_host
-    """Return a buffer that the transport can offer, with the given bytes."""
-    context: object = FORK
-    outlives_release: bool = True
-    """Whether a reader keeps what it has open although its offer is released."""
-
-
-@contextmanager
-def by_server(make, directory):
-    """Give a transport of ours that offers, through a server of file descriptors."""
-    server = FdServer(directory / "fds", token=TOKEN)
-    with closing(server), closing(make(fd_server=server)) as transport:
-        yield transport
+    name: str
+    make: Callable = on_host
+    """Makes a tensor of the trainer."""
+    make_words: Callable = plain
+    """Makes one in a process of its own."""
+    replica: dict = field(default_factory=dict)
+    publisher: dict = field(default_factory=dict)
+    is_mapped: bool = False
+    """Whether bytes come in the pause, from the trainer's memory."""
 
 
-@contextmanager
-def by_connection(make, directory):
-    connection = FdConnection(directory / "fds", token=TOKEN)
-    with closing(connection), closing(make(fd_connection=connection)) as transport:
-        yield transport
-
-
-@contextmanager
-def by_data_server(directory):
-    server = DataServer("127.0.0.1", token=TOKEN, welcome=Welcome(0, "session", "host"))
-    (directory / "port").write_text(str(server.port))
-    with closing(server), closing(NetworkTransport(server=server)) as transport:
-        yield transport
-
-
-@contextmanager
-def by_data_connection(directory):
-    port = int((directory / "port").read_text())
-    connection = DataConnection("127.0.0.1", port, token=TOKEN)
-    transport = NetworkTransport(connection=connection, token=TOKEN)
-    with closing(connection), closing(transport):
-        yield transport
-
-
-def by_file(directory):
-    return closing(FileTransport(directory))
-
-
-TRANSPORTS = {
-    "shared-memory": Kind(
-        partial(by_server, SharedMemoryTransport),
-        partial(by_connection, SharedMemoryTransport),
-        SharedMemoryHandle,
-    ),
-    "cuda-ipc": Kind(
-        partial(by_server, CudaIpcTransport),
-        partial(by_connection, CudaIpcTransport),
-        CudaIpcHandle,
-        on_device,
-        SPAWN,  # a forked process cannot use a driver that its parent has started
-        outlives_release=False,  # the owner of device memory must keep it for its readers
-    ),
-    "network": Kind(by_data_server, by_data_connection, NetworkHandle),
-    "a third party's": Kind(by_file, by_file, FileHandle),
+WAYS = {
+    "mapped": Way("mapped", in_shared_memory, shared, {"transport": "mapped"}, is_mapped=True),
+    "filled": Way("filled", replica={"transport": "filled"}),
+    "read": Way("read", replica={"transport": "read"}),
 }
-no_gpu = pytest.mark.skipif(not driver.num_devices(), reason="the CUDA driver is not here")
-MARKS = {"cuda-ipc": [pytest.mark.gpu, no_gpu]}
 
 
-@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in TRANSPORTS])
-def kind(request):
-    return TRANSPORTS[request.param]
+@pytest.fixture(params=WAYS)
+def way(request):
+    return WAYS[request.param]
 
 
-@pytest.fixture
-def offering(kind, tmp_path):
-    """A transport that offers, to children of the test that know its directory."""
-    with kind.offering(tmp_path) as transport:
-        yield transport
+@contextmanager
+def connected(way, source, *sinks, **options):
+    """Give a publisher, and a replica of it for each target."""
+    with ExitStack() as stack:
+        publisher = fw.Publisher(source, ADDRESS, token=TOKEN, **way.publisher, **options)
+        stack.enter_context(publisher)
+        replicas = [
+            stack.enter_context(
+                fw.Replica(each, publisher.address, token=TOKEN, name=f"{number}", **way.replica)
+            )
+            for number, each in enumerate(sinks)
+        ]
+        yield publisher, *replicas
 
 
-def read_elsewhere(kind, directory, text, pipe):
-    try:
-        with kind.reading(directory) as transport:
-            handle = msgspec.json.decode(text, type=kind.handle)
-            data = bytes_at(transport.open(handle))
-            transport.close_handle(handle)
-            transport.close_handle(handle)
-            return data
-    except TransportError as error:
-        return type(error).__name__
+def taken(publisher, version, *replicas, **options):
+    """Publish a version to replicas; return their reports, or errors."""
+    with ExitStack() as stack:
+        results = [
+            stack.enter_context(in_background(each.update, timeout_seconds=LIMIT, **options))
+            for each in replicas
+        ]
+        until(lambda: len(publisher.waiting) == len(replicas))
+        publisher.publish(version, timeout_seconds=LIMIT)
+        return [each() for each in results]
 
 
-def elsewhere(kind, directory, handle):
-    text = msgspec.json.encode(handle)
-    with Child(read_elsewhere, kind, directory, text, context=kind.context) as child:
-        return child.result()
+def random_array(make, dtype, *shape):
+    array = make(shape, dtype)
+    nbytes = int(np.prod(shape)) * array.itemsize
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    if array.dtype == bool:
+        data &= 1
+    array[...] = data.view(dtype).reshape(shape)
+    return array
 
 
-def test_another_process_opens_the_same_bytes_by_a_handle_that_went_through_json(
-    kind, offering, tmp_path
-):
-    handle = offering.offer(kind.memory(BUCKET))
-    assert elsewhere(kind, tmp_path, handle) == BUCKET.tobytes()
+def odd_arrays(make):
+    """Return arrays of every awkward kind, and one that is larger than what is read at once."""
+    one = random_array(make, "f4", 3, 5)
+    return {
+        "scalar": random_array(make, "f8"),
+        "empty": make((0, 3), "f4"),
+        "bytes": random_array(make, "u1", 7, 3),
+        "half": random_array(make, "f2", 5, 3, 2),
+        "transposed": random_array(make, "f4", 4, 6).T,
+        "sliced": random_array(make, "i8", 8, 8)[::2, 1::3],
+        "reversed": random_array(make, "f8", 9)[::-1],
+        "flag": random_array(make, "?", 3),
+        "complex": random_array(make, "c8", 3),
+        "large": random_array(make, "u1", (9 << 20) + 3),
+        "tied": one,
+        "tied too": one,
+    }
 
 
-def test_the_offering_process_can_open_its_own_handle(kind, offering):
-    handle = offering.offer(kind.memory(BUCKET))
-    assert bytes_at(offering.open(handle)) == BUCKET.tobytes()
+def zeros_of(arrays):
+    """Return arrays of the same kinds, other strides and ties, without their values."""
+    found = {name: np.zeros_like(each) for name, each in arrays.items()}
+    return {**found, "tied too": found["tied"]} if "tied too" in found else found
 
 
-def test_a_released_handle_is_gone_and_release_may_repeat(kind, offering, tmp_path):
-    handle = offering.offer(kind.memory(BUCKET))
-    offering.release(handle)
-    offering.release(handle)
-    assert elsewhere(kind, tmp_path, handle) == "HandleGone"
-    with pytest.raises(HandleGone):
-        offering.open(handle)
+@pytest.mark.parametrize("verify", [True, False])
+def test_tensors_of_every_kind_arrive_byte_for_byte_in_every_version(way, verify):
+    source = odd_arrays(way.make)
+    sink = zeros_of(source)
+    with connected(way, source, sink, verify=verify) as (publisher, replica):
+        for version in (1, 2, 3):
+            (report,) = taken(publisher, version, replica)
+            assert same(sink, source)
+            assert (report.version, report.transport) == (version, way.name)
+            assert report.verified == ("live" if verify else "nothing")
+            assert report.nbytes == sum(each.nbytes for each in source.values()) - 60
+            for each in source.values():
+                each[...] = each[::-1].copy() if each.ndim else each + 1
+    assert sink["tied"] is sink["tied too"]
 
 
-def test_a_part_of_a_buffer_can_be_offered(kind, offering, tmp_path):
-    buffer = kind.memory(BUCKET)
-    part = Buffer(buffer.address + 100, (50,), (1,), 1, buffer.owner, device=buffer.device)
-    assert elsewhere(kind, tmp_path, offering.offer(part)) == BUCKET[100:150].tobytes()
+@settings(
+    max_examples=budget(20, 1000),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_any_box_of_any_tensor_arrives_in_any_strides(way, data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    dtype = data.draw(st.sampled_from(["u1", "u2", "f4", "c16"]))
+    offset = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    box = tuple(
+        data.draw(st.integers(1, size - first)) for size, first in zip(shape, offset, strict=True)
+    )
+    whole = random_array(way.make, dtype, *shape)
+    part = np.zeros(box, dtype, order=data.draw(st.sampled_from("CF")))
+    sink = {"w": fw.Sharded(part, shape, offset)}
+    with connected(way, {"w": whole}, sink) as (publisher, replica):
+        (report,) = taken(publisher, 1, replica)
+        assert report.transport == way.name
+    index = tuple(slice(first, first + size) for first, size in zip(offset, box, strict=True))
+    assert part.tobytes() == whole[index].tobytes()
 
 
-def test_no_bytes_are_bytes_too(kind, offering, tmp_path):
-    buffer = kind.memory(BUCKET)
-    none = Buffer(buffer.address, (0,), (1,), 1, buffer.owner, device=buffer.device)
-    assert elsewhere(kind, tmp_path, offering.offer(none)) == b""
+def test_replicas_of_several_kinds_take_one_publish(way):
+    whole = random_array(way.make, "f4", 64, 48)
+    cuts = {(0, 0): np.s_[:32], (32, 0): np.s_[32:], (0, 24): np.s_[:, 24:]}
+    parts = [np.zeros_like(whole[cut], order="C") for cut in cuts.values()]
+    sinks = [
+        {"w": fw.Sharded(part, whole.shape, offset)}
+        for part, offset in zip(parts, cuts, strict=True)
+    ]
+    with connected(way, {"w": whole}, {"w": np.zeros_like(whole)}, *sinks) as (publisher, *all_):
+        for report in taken(publisher, 1, *all_):
+            assert report.transport == way.name
+    for part, cut in zip(parts, cuts.values(), strict=True):
+        assert part.tobytes() == whole[cut].tobytes()
 
 
-def test_a_handle_of_another_session_is_gone(kind, offering, tmp_path):
-    """C27: handles are typed records of a session; those of one that is over are refused."""
-    handle = offering.offer(kind.memory(BUCKET))
-    offering.close()
-    assert elsewhere(kind, tmp_path, handle) == "HandleGone"
+def test_nothing_is_written_before_the_pause(way):
+    source = odd_arrays(way.make)
+    sink, seen = zeros_of(source), []
+    before = zeros_of(source)
+    with connected(way, source, sink) as (publisher, replica):
+        (report,) = taken(
+            publisher, 1, replica, before=lambda version: seen.append(same(sink, before))
+        )
+        assert report.version == 1
+    assert seen == [True]
+    assert same(sink, source)
 
 
-@pytest.mark.parametrize("field", ["nbytes", "offset"])
-@pytest.mark.parametrize("value", [-1, 2**63])
-def test_a_handle_of_absurd_numbers_is_no_handle(kind, offering, field, value):
-    told = msgspec.to_builtins(offering.offer(kind.memory(BUCKET)))
-    with pytest.raises((TransportError, msgspec.ValidationError)):
-        msgspec.convert({**told, field: value}, kind.handle)
+def test_one_wrong_byte_is_never_served_and_the_next_version_is(way):
+    """The trainer changes a byte after its digest: whatever is written is held by nobody."""
+    source = odd_arrays(way.make)
+    sink = zeros_of(source)
+    with connected(way, source, sink) as (publisher, replica):
+        taken(publisher, 1, replica)
+        old = {name: each.copy() for name, each in sink.items()}
+
+        def spoil():
+            source["large"][5 << 20] ^= 1
+
+        with at("leased", once(spoil)):
+            (error,) = taken(publisher, 2, replica)
+        assert isinstance(error, DigestMismatch)
+        assert "'large'" in str(error)
+        if way.is_mapped:
+            assert (replica.version, str(replica.state)) == (None, "FAILED")
+        else:
+            assert (replica.version, str(replica.state)) == (1, "READY")
+            assert same(sink, old)
+        (report,) = taken(publisher, 3, replica)
+        assert report.version == 3
+        assert same(sink, source)
 
 
-def test_a_handle_that_reaches_beyond_its_memory_is_refused(kind, offering, tmp_path):
-    told = msgspec.to_builtins(offering.offer(kind.memory(BUCKET)))
-    try:
-        handle = msgspec.convert({**told, "nbytes": 1 << 50}, kind.handle)
-    except TransportError:
-        return  # it knows its own bounds
-    assert elsewhere(kind, tmp_path, handle) == "TransportError"
+def test_wrong_bytes_of_the_way_itself_are_found(way, monkeypatch):
+    """What arrives is digested where it was written, whatever the way did to it."""
+    from flyweight.live.incoming import Incoming
+
+    source = odd_arrays(way.make)
+    sink, copy = zeros_of(source), Incoming.copy
+
+    def spoiled(self, deadline, check):
+        for arrived in self.arrived.values():
+            largest = int(np.argmax(arrived.rows.nbytes))
+            if not way.is_mapped:
+                first = arrived.rows.address[largest]
+                segments = self.staging.memory.segments.values()
+                (segment,) = [
+                    each for each in segments if each.start <= first < each.start + each.nbytes
+                ]
+                segment.bytes[int(first) - segment.start] ^= 1
+            else:
+                source["large"][0] ^= 1
+        copy(self, deadline, check)
+
+    with connected(way, source, sink) as (publisher, replica):
+        monkeypatch.setattr(Incoming, "copy", spoiled)
+        (error,) = taken(publisher, 1, replica)
+        assert isinstance(error, DigestMismatch)
+        assert replica.version is None
+        monkeypatch.undo()
+        (report,) = taken(publisher, 2, replica)
+        assert report.version == 2
+        assert same(sink, source)
 
 
-def test_many_offers_and_releases_leak_nothing(kind, offering):
-    offering.release(offering.offer(kind.memory(BUCKET)))
-    before = resources()
-    for _ in range(50):
-        offering.release(offering.offer(kind.memory(BUCKET)))
-    assert settled(before) == before
+def pair(processes, way, shapes=LARGE, **options):
+    """Return a trainer and an engine of it in processes, both with version 1."""
+    trainer = processes.trainer(shapes=shapes, make=way.make_words, **way.publisher, **options)
+    address = trainer.told()
+    engine = processes.engine(address, name="engine", shapes=shapes, **way.replica)
+    engine.told()
+    check_next_update([trainer], [engine], 1)
+    return trainer, engine, address
 
 
-def hold_open(kind, directory, text, pipe):
-    with kind.reading(directory) as transport:
-        buffer = transport.open(msgspec.json.decode(text, type=kind.handle))
-        pipe.send(("open", os.getpid()))
-        pipe.recv()
-        return bytes_at(buffer)
+def test_a_dead_holder_ends_it_and_its_successor_goes_on(processes, way):
+    trainer, engine, address = pair(processes, way)
+    engine.send(("update", {"timeout_seconds": LIMIT, "stop_at": "leased"}))
+    trainer.send(("publish in the background", 2, {"waiting": 1, "timeout_seconds": LIMIT}))
+    assert engine.told() == "leased"
+    trainer.kill()
+    trainer.join()
+    engine.send("go on")
+    found = engine.told()
+    assert "PeerLost" in found["error"]
+    check_holds(found, 1)
+    again = processes.trainer(address, shapes=LARGE, make=way.make_words, **way.publisher)
+    again.told()
+    check_next_update([again], [engine], 1)
 
 
-def test_a_release_does_not_tear_what_a_reader_has_open(kind, offering, tmp_path):
-    if not kind.outlives_release:
-        pytest.skip("the owner of this memory must keep it for its readers")
-    handle = offering.offer(kind.memory(BUCKET))
-    with Child(hold_open, kind, tmp_path, msgspec.json.encode(handle)) as child:
-        child.told()
-        offering.release(handle)
-        child.send("go on")
-        assert child.result() == BUCKET.tobytes()
+def test_a_holder_that_stops_ends_it_at_the_deadline(processes, way):
+    trainer, engine, _ = pair(processes, way)
+    engine.send(("update", {"timeout_seconds": 1, "stop_at": "leased"}))
+    trainer.send(("publish", 2, {"waiting": 1, "timeout_seconds": LIMIT}))
+    assert engine.told() == "leased"
+    trainer.stop()
+    engine.send("go on")
+    found = engine.told()
+    if way.is_mapped and found["error"] is None:
+        check_holds(found, 2)  # mapped memory and its digests are there without the holder
+    else:
+        check_holds(found, 1)
+        assert found["error"]
+    trainer.go_on()
+    assert not isinstance(trainer.told(), FlyweightError)
+    check_next_update([trainer], [engine], 3)
+
+
+def test_a_reader_that_dies_in_the_middle_costs_the_holder_nothing(processes, way):
+    trainer, engine, address = pair(processes, way)
+    other = processes.engine(address, name="other", shapes=LARGE, **way.replica)
+    other.told()
+    engine.send(("update", {"timeout_seconds": LIMIT, "stop_at": "leased"}))
+    other.send(("update", {"version": 2, "timeout_seconds": LIMIT}))  # not 1, from the engine
+    trainer.send(("publish", 2, {"waiting": 2, "timeout_seconds": 600}))  # it would hang
+    assert engine.told() == "leased"
+    engine.kill()
+    check_holds(other.told(), 2)
+    assert "engine" not in trainer.told().pending
+    check_next_update([trainer], [other], 3)
+
+
+def test_updates_and_failed_attempts_leave_nothing_behind(way, collected):
+    source = odd_arrays(way.make)
+    sink = zeros_of(source)
+    with connected(way, source, sink) as (publisher, replica):
+
+        def attempts(first):
+            for version in range(first, first + 8, 2):
+                assert taken(publisher, version, replica)[0].version == version
+                with at("leased", once(lambda: np.negative(source["half"], out=source["half"]))):
+                    (error,) = taken(publisher, version + 1, replica)
+                assert isinstance(error, DigestMismatch)
+            assert taken(publisher, first + 8, replica)[0].version == first + 8
+            gc.collect()
+
+        attempts(1)
+        before = resources()
+        attempts(20)
+        assert settled(before) == before
