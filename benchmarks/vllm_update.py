@@ -1,9 +1,10 @@
 """For how long does a vLLM server answer nothing while it takes new weights?
 
 A real vLLM server on this machine's CPU, with a random model of about 0.5 GB in float32. It goes
-from weights A to B and back, by turns: by Flyweight, with the version staged and compared before the
-pause, or received and compared during the pause; and by vLLM's own `reload_weights` from files in the
-page cache, which compares nothing. Each is between vLLM's `/pause?mode=keep` and `/resume`.
+from weights A to B and back, by turns: by Flyweight, from memory of the trainer that is mapped, and
+from memory that the trainer copies into shared memory, both received and compared before the pause;
+by Flyweight, mapped, but copied and compared during the pause; and by vLLM's own `reload_weights` from
+files in the page cache, which compares nothing. Each is between `/pause?mode=keep` and `/resume`.
 
 The pause is the time between those two calls. What a client sees is the longest answer of one token
 during the update; requests follow each other without a break.
@@ -36,32 +37,45 @@ SIZE = {
 }  # fmt: skip
 
 
+class Trainer:
+    def __init__(self, weights, address, *, is_shared):
+        self.model = {name: torch.empty_like(each) for name, each in weights.items()}
+        if is_shared:
+            for each in self.model.values():
+                each.share_memory_()
+        self.publisher = fw.Publisher(self.model, address, keep="in_place")
+
+
 class Bench:
     def __init__(self, server, address, weights, models):
         self.server, self.models, self.weights = server, models, weights
-        # In shared memory, as on a GPU: vLLM's workers map it, and nothing is copied here.
-        self.model = {
-            name: torch.empty_like(each).share_memory_() for name, each in weights["A"].items()
-        }
-        self.publisher = fw.Publisher(self.model, address)
+        self.trainers = [
+            Trainer(weights["A"], f"{address}-{is_shared}", is_shared=is_shared)
+            for is_shared in (True, False)
+        ]
+        shared, private = self.trainers
         self.version = 0
         self.engines = {
-            "flyweight, staged": VllmEngine(server.address, address, in_flight="keep"),
-            "flyweight, during the pause": VllmEngine(
-                server.address, address, in_flight="keep", staging_bytes=0
-            ),
+            "flyweight, mapped": (shared, {}),
+            "flyweight, filled": (private, {}),
+            "flyweight, during the pause": (shared, {"staging_bytes": 0}),
         }
-        for each in self.engines.values():
-            assert str(each.operations.state) == "SERVING"
+        for how, (trainer, options) in self.engines.items():
+            engine = VllmEngine(
+                server.address, trainer.publisher.address, in_flight="keep", **options
+            )
+            assert str(engine.operations.state) == "SERVING"
+            self.engines[how] = trainer, engine
 
-    def flyweight(self, name, engine):
+    def flyweight(self, name, how):
+        trainer, engine = self.engines[how]
         for key, each in self.weights[name].items():
-            self.model[key].copy_(each)
+            trainer.model[key].copy_(each)
         self.version += 1
-        self.publisher.publish(self.version, stays=True)
-        self.engines[engine].update(self.version)
-        self.publisher.withdraw()
-        return self.engines[engine].operations.pause_seconds
+        trainer.publisher.publish(self.version)
+        engine.update(self.version)
+        trainer.publisher.withdraw()
+        return engine.operations.pause_seconds
 
     def reload(self, name):
         kwargs = {"weights_path": str(self.models / name)}
@@ -108,7 +122,8 @@ def main() -> None:
                     if number:  # the first turn warms caches and memory
                         pauses[how].append(took)
                         waits[how].append(longest)
-            bench.publisher.close()
+            for each in bench.trainers:
+                each.publisher.close()
     result = {
         how: {"pause": spread(pauses[how]), "longest answer": spread(waits[how])} for how in hows
     }

@@ -58,12 +58,12 @@ def learn(options: argparse.Namespace, directory: Path) -> bool:
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     rewards, greedy = [], {}
     with Server(directory / "policy", directory / "log") as server:
-        publisher = fw.Publisher(policy, f"unix:{directory}/run")
+        publisher = fw.Publisher(policy, f"unix:{directory}/run", keep="in_place")
         engine = VllmEngine(server.address, publisher.address, in_flight="keep")
         for step in range(1, options.steps + 1):
             texts = server.generate(options.samples, temperature=1.0, seed=step)
             rewards.append(improve(policy, optimizer, texts))
-            publisher.publish(step, stays=True)  # replicas may read it, until `withdraw`
+            publisher.publish(step)  # engines may read it, until `withdraw`
             report = engine.update(step)
             publisher.withdraw()
             greedy[step] = server.generate(1, temperature=0.0)[0]

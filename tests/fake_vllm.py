@@ -43,14 +43,14 @@ class Worker:
             if self.replica is None or by != self.connected_by:
                 if self.replica is not None:
                     self.replica.close()
-                ranks = {"rank": self.rank, "num_ranks": self.num_ranks}
-                self.replica = fw.Replica(self.loader, by[0], name=by[1], **ranks)
+                options = {"rank": self.rank, "world_size": self.num_ranks}
+                options["staging_bytes"] = request["staging_bytes"]
+                self.replica = fw.Replica(self.loader, by[0], name=by[1], **options)
                 self.connected_by = by
             if self.replica.version != request["held"]:
                 self.replica.forget("others have written the weights")
             return self.replica
 
-        self.loader.staging_bytes = request["staging_bytes"]
         self.update = BackgroundUpdate(
             request["update"],
             replica,
@@ -58,7 +58,7 @@ class Worker:
             last=self.update,
             version=request["version"],
             may_keep=request["may_keep"],
-            must_verify=request["must_verify"],
+            verify=request["verify"],
             timeout_seconds=request["timeout_seconds"],
         )
         self.update.start()

@@ -47,7 +47,7 @@ every_size = pytest.mark.parametrize(
 @pytest.fixture
 def publisher(address):
     model = arrays(1)
-    with fw.Publisher(model, address) as made:
+    with fw.Publisher(model, address, keep="in_place") as made:
         made.model = model
         yield made
 
@@ -65,7 +65,7 @@ def publish(publisher, version):
     publisher.withdraw()
     for name, array in arrays(version).items():
         publisher.model[name][:] = array
-    publisher.publish(version, stays=True)
+    publisher.publish(version)
     return version
 
 
@@ -245,7 +245,7 @@ def test_an_update_that_another_controller_takes_over_is_told_so(vllm, publisher
 def request(update, address):
     return {
         "update": update, "address": address, "name": "other", "version": 1, "held": None,
-        "may_keep": False, "must_verify": False, "staging_bytes": 0, "timeout_seconds": 5.0,
+        "may_keep": False, "verify": False, "staging_bytes": None, "timeout_seconds": 5.0,
     }  # fmt: skip
 
 
@@ -315,7 +315,7 @@ def test_data_parallel_engines_commit_together_although_one_is_seen(
         engine.update(publish(publisher, 1))
         assert are_at(vllm, 1)
         vllm.workers[-1].loader.error = ValueError("a worker of the second engine")
-        with pytest.raises(TransportError, match="second engine"):
+        with pytest.raises(LifecycleError, match="second engine"):
             engine.update(publish(publisher, 2), timeout_seconds=LIMIT)
         assert (engine.operations.state, vllm.version) == (State.FAILED, "1")
         assert vllm.is_paused
@@ -463,7 +463,13 @@ def test_a_vllm_without_the_routes_is_refused_by_their_names(address):
 
 @pytest.mark.parametrize(
     "options",
-    [{"in_flight": "later"}, {"staging_bytes": -1}, {"staging_bytes": 1.5}, {"name": 3}],
+    [
+        {"in_flight": "later"},
+        {"staging_bytes": -1},
+        {"staging_bytes": 1.5},
+        {"name": 3},
+        {"tls": {"server_key": "a"}},
+    ],
     ids=str,
 )
 def test_wrong_options_are_refused(options, address):

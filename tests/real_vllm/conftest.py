@@ -95,15 +95,15 @@ def address(tmp_path):
 
 
 class Trainer:
-    """A publisher of a model that becomes A or B."""
+    """A publisher of a model that becomes A or B, in memory that workers of vLLM map."""
 
-    def __init__(self, models, address, **options):
+    def __init__(self, models, address):
         self._models = models
         self.model = {}
         with fw.open(models / "A") as source:
             for name in source.manifest.names:
                 self.model[name] = self._read(source, name)
-        self.publisher = fw.Publisher(self.model, address, **options)
+        self.publisher = fw.Publisher(self.model, address, keep="in_place")
         self.version = 0
 
     @staticmethod
@@ -111,14 +111,15 @@ class Trainer:
         import torch
 
         spec = source.manifest.spec(name)
-        return torch.frombuffer(bytearray(source.read(name)), dtype=torch.float32).view(spec.shape)
+        found = torch.frombuffer(bytearray(source.read(name)), dtype=torch.float32)
+        return found.view(spec.shape).clone().share_memory_()
 
     def becomes(self, name):
         """Train the model into another one, and publish that; return its version."""
         self.publisher.withdraw()
         fw.load(self._models / name, into=self.model)
         self.version += 1
-        self.publisher.publish(self.version, stays=True)
+        self.publisher.publish(self.version)
         return self.version
 
     def close(self):

@@ -132,14 +132,14 @@ class Kind:
         found = []
         with (
             tempfile.TemporaryDirectory() as place,
-            fw.Publisher(live, f"unix:{place}/policy") as publisher,
+            fw.Publisher(live, f"unix:{place}/policy", keep="in_place") as publisher,
         ):
             self.engine = VllmEngine(self.llm, publisher.address, **how)
             for version, name in enumerate(names, 1):
                 for each, tensor in live.items():
                     tensor.copy_(tensors[name][each])
                 publisher.withdraw()
-                publisher.publish(version, stays=True)
+                publisher.publish(version)
                 self.engine.update(version)
                 found.append(tokens_of(self.llm))
         return found

@@ -1,7 +1,7 @@
 """A real vLLM of two data parallel engines: one server, which shows the status of the first one."""
 
 import pytest
-from dying_trainer import NUM_BUCKETS, check_dying_trainer
+from dying_trainer import check_dying_trainer, check_failed_load
 
 from child_processes import LIMIT
 from flyweight.engines.vllm import VllmEngine, publish_to
@@ -34,11 +34,16 @@ def test_all_engines_of_a_server_take_a_version_together(two_engines, trainer, a
     assert (result.error, result.report.version) == (None, 99)
 
 
-@pytest.mark.parametrize(
-    "num_buckets", [pytest.param(1, marks=pytest.mark.campaign), NUM_BUCKETS - 1]
-)
-def test_a_trainer_that_dies_in_mid_update_leaves_all_engines_failed_until_a_whole_update(
-    two_engines, trainer, models, address, tmp_path, num_buckets, answers
+def test_a_trainer_that_dies_between_two_engines_costs_neither_of_them_anything(
+    two_engines, trainer, models, address, tmp_path, answers
 ):
-    check_dying_trainer(two_engines, trainer, models, address, tmp_path, num_buckets)
+    # It dies when the second engine wants the version that the first one has.
+    check_dying_trainer(two_engines, trainer, models, address, tmp_path, "filling", 1)
+    assert answered(two_engines) == [answers["A"]] * NUM_REQUESTS
+
+
+def test_a_load_that_fails_leaves_all_engines_failed_until_a_whole_update(
+    two_engines, trainer, address, tmp_path, answers
+):
+    check_failed_load(two_engines, trainer, address, tmp_path)
     assert answered(two_engines) == [answers["A"]] * NUM_REQUESTS

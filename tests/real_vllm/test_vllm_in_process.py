@@ -9,8 +9,9 @@ import pytest
 from kinds_of_models import SAMPLING, Kind, tokens_of
 from vllm_processes import ENDLESS, LONGEST, OPTIONS, PROMPT
 
+import flyweight as fw
 from flyweight.engines.vllm import VllmEngine
-from flyweight.errors import LifecycleError, SpecError
+from flyweight.errors import LifecycleError, SpecError, TransportError
 from flyweight.lifecycle.states import State
 
 
@@ -63,11 +64,32 @@ def test_an_llm_that_is_paused_answers_nothing_until_it_resumes(llm, trainer, ad
 
 
 @pytest.mark.parametrize("staging_bytes", [0, 100_000, 1 << 30])
-def test_any_amount_may_be_staged(llm, trainer, address, answers, staging_bytes):
+def test_of_memory_that_is_mapped_any_amount_may_be_copied_before_the_pause(
+    llm, trainer, address, answers, staging_bytes
+):
     engine = VllmEngine(llm, address, staging_bytes=staging_bytes)
     for name in "BA":
-        engine.update(trainer.becomes(name))
+        assert engine.update(trainer.becomes(name)).transport == "mapped"
         assert tokens_of(llm) == answers[name]
+
+
+def test_what_cannot_be_mapped_must_fit_and_is_refused_before_vllm_is_touched(
+    llm, trainer, address, answers
+):
+    engine = VllmEngine(llm, address)
+    engine.update(version := trainer.becomes("A"))
+    trainer.close()
+    model = {name: each.clone() for name, each in trainer.model.items()}
+    nbytes = sum(each.nbytes for each in model.values())
+    with fw.Publisher(model, address, keep="in_place") as publisher:
+        publisher.publish(version + 1)
+        small = VllmEngine(llm, address, staging_bytes=nbytes - 1)
+        with pytest.raises(TransportError, match=f"{nbytes}.*staging_bytes"):
+            small.update(version + 1)
+        assert (small.operations.state, small.version) == (State.SERVING, version)
+        assert tokens_of(llm) == answers["A"]
+        assert VllmEngine(llm, address, staging_bytes=nbytes).update().transport == "filled"
+        assert tokens_of(llm) == answers["A"]
 
 
 def test_the_memory_of_weights_is_not_released(llm, trainer, address, answers):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dying_trainer import NUM_BUCKETS, check_dying_trainer, each_kill
+from dying_trainer import check_dying_trainer, check_failed_load, each_kill
 
 import flyweight as fw
 from flyweight.engines.vllm import VllmEngine, publish_to, update_all
@@ -42,8 +42,8 @@ def test_both_workers_refuse_what_does_not_fit_and_none_is_touched(server_of_two
     before = server_of_two.checksums()
     trainer.close()
     trainer.model.pop("lm_head.weight")
-    with fw.Publisher(trainer.model, address) as publisher:
-        publisher.publish(9, stays=True)
+    with fw.Publisher(trainer.model, address, keep="in_place") as publisher:
+        publisher.publish(9)
         with pytest.raises(PlanError, match="'lm_head.weight'"):
             engine.update(9)
     assert engine.operations.state is State.SERVING
@@ -51,11 +51,20 @@ def test_both_workers_refuse_what_does_not_fit_and_none_is_touched(server_of_two
     assert server_of_two.version() == str(version)
 
 
-@each_kill(NUM_BUCKETS - 1)
-def test_a_trainer_that_dies_in_mid_update_leaves_both_workers_failed_until_a_whole_update(
-    server_of_two, trainer, models, address, tmp_path, num_buckets
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.campaign), 1])
+@each_kill("filling")
+def test_a_trainer_that_dies_in_mid_update_costs_neither_worker_anything(
+    server_of_two, trainer, models, address, tmp_path, moment, number
 ):
-    check_dying_trainer(server_of_two, trainer, models, address, tmp_path, num_buckets)
+    if moment == "announcing" and number:
+        pytest.skip("a version is announced once")
+    check_dying_trainer(server_of_two, trainer, models, address, tmp_path, moment, number)
+
+
+def test_a_load_that_fails_leaves_both_workers_failed_until_a_whole_update(
+    server_of_two, trainer, address, tmp_path
+):
+    check_failed_load(server_of_two, trainer, address, tmp_path)
 
 
 def test_several_engines_update_at_once_and_each_has_its_result(

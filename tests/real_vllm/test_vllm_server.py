@@ -1,11 +1,10 @@
 """A real vLLM server, updated over HTTP while it serves, by trainers that may die."""
 
-import signal
 from time import monotonic
 
 import numpy as np
 import pytest
-from dying_trainer import check_dying_trainer, dying_trainer, each_kill
+from dying_trainer import check_dying_trainer, check_failed_load, dying_trainer, each_kill
 from vllm_processes import ENDLESS, PROMPT, Asking, Stream
 
 import flyweight as fw
@@ -19,7 +18,6 @@ from flyweight.errors import (
     PlanError,
     SpecError,
     TransferTimeout,
-    TransportError,
 )
 from flyweight.lifecycle.states import State
 
@@ -143,8 +141,8 @@ def test_tensors_that_do_not_fit_are_refused_before_vllm_is_touched(
     change(model)
     asking = Asking(server)
     asking.start()
-    with fw.Publisher(model, f"unix:{tmp_path}/other") as publisher:
-        publisher.publish(9, stays=True)
+    with fw.Publisher(model, f"unix:{tmp_path}/other", keep="in_place") as publisher:
+        publisher.publish(9)
         other = VllmEngine(server.address, f"unix:{tmp_path}/other")
         with pytest.raises(PlanError) as raised:
             other.update(9)
@@ -156,7 +154,7 @@ def test_tensors_that_do_not_fit_are_refused_before_vllm_is_touched(
     assert server.tokens() == answers["B"]
 
 
-@pytest.mark.parametrize("staging_bytes", [1 << 30, 0])
+@pytest.mark.parametrize("staging_bytes", [None, 0])
 def test_weights_that_change_after_their_digest_are_not_loaded(
     server, engine, trainer, answers, address, staging_bytes
 ):
@@ -165,7 +163,7 @@ def test_weights_that_change_after_their_digest_are_not_loaded(
     second = VllmEngine(server.address, address, name="second", staging_bytes=staging_bytes)
     with pytest.raises(DigestMismatch, match="'model.norm.weight'"):
         second.update(version)
-    if staging_bytes:
+    if staging_bytes is None:
         assert (second.operations.state, server.is_paused()) == (State.SERVING, False)
         assert server.tokens() == answers["B"]
     else:
@@ -222,43 +220,51 @@ def test_of_two_controllers_at_once_one_wins_and_the_other_is_told(
         assert server.tokens() == answers[name]
 
 
-@each_kill(13)
-def test_a_trainer_that_dies_in_mid_update_leaves_the_engine_failed_until_a_whole_update(
-    server, trainer, models, address, tmp_path, num_buckets
+@each_kill("leasing, mapped", "filling")
+def test_a_trainer_that_dies_while_its_version_is_on_its_way_costs_nothing(
+    server, trainer, models, address, tmp_path, moment
 ):
-    check_dying_trainer(server, trainer, models, address, tmp_path, num_buckets)
+    check_dying_trainer(server, trainer, models, address, tmp_path, moment)
 
 
-@pytest.mark.parametrize("num_buckets", [pytest.param(0, marks=pytest.mark.campaign), 13])
-def test_a_trainer_that_dies_while_a_version_is_staged_costs_nothing(
-    server, trainer, models, address, tmp_path, answers, num_buckets
-):
-    good = VllmEngine(server.address, address)
-    good.update(version := trainer.becomes("A"))
-    elsewhere = f"unix:{tmp_path}/dying"
-    with dying_trainer(models / "B", elsewhere, num_buckets, 7) as process:
-        bad = VllmEngine(server.address, elsewhere)
-        with pytest.raises(TransportError):
-            bad.update(7, timeout_seconds=LIMIT)
-        assert process.join() == -signal.SIGKILL
-    assert (bad.operations.state, server.is_paused()) == (State.SERVING, False)
-    assert (server.tokens(), server.version()) == (answers["A"], str(version))
-
-
-def test_a_failed_engine_recovers_by_its_own_next_update(
+def test_a_trainer_that_dies_once_its_version_is_staged_is_not_missed(
     server, trainer, models, address, tmp_path, answers
 ):
-    place = f"unix:{tmp_path}/changing"
-    with dying_trainer(models / "B", place, 10, 7):
-        engine = VllmEngine(server.address, place, staging_bytes=0)
-        with pytest.raises(TransportError):
-            engine.update(7, timeout_seconds=LIMIT)
+    VllmEngine(server.address, address).update(trainer.becomes("A"))
+    elsewhere = f"unix:{tmp_path}/dying"
+    with dying_trainer(models / "B", elsewhere, "filling", 7, number=-1) as process:
+        engine = VllmEngine(server.address, elsewhere)
+        pause = engine.pause
+
+        def pause_without_trainer(deadline):
+            process.kill()
+            process.join()
+            pause(deadline)
+
+        engine.pause = pause_without_trainer
+        assert engine.update(7).version == 7
+    assert (engine.operations.state, server.is_paused()) == (State.SERVING, False)
+    assert (server.tokens(), server.version()) == (answers["B"], "7")
+
+
+def test_a_load_that_fails_leaves_the_engine_failed_until_a_whole_update(
+    server, trainer, address, tmp_path
+):
+    check_failed_load(server, trainer, address, tmp_path)
+
+
+def test_a_failed_engine_recovers_by_its_own_next_update(server, trainer, address, answers):
+    engine = VllmEngine(server.address, address, staging_bytes=0)
+    engine.update(version := trainer.becomes("B"))
+    engine.forget("to load it again")
+    trainer.model["model.norm.weight"][0] += 1
+    with pytest.raises(DigestMismatch):
+        engine.update(version)
     assert engine.operations.state is State.FAILED
-    with fw.Publisher(trainer.model, place) as publisher:
-        publisher.publish(8, stays=True)
-        assert engine.update(8).version == 8
-        assert engine.operations.state is State.SERVING
-        assert server.tokens() == answers["A"]
+    new = trainer.becomes("A")
+    assert engine.update(new).version == new
+    assert engine.operations.state is State.SERVING
+    assert server.tokens() == answers["A"]
 
 
 def test_a_server_that_is_none_is_refused(address, server):

@@ -15,7 +15,8 @@ from flyweight.cli import tokens
 from flyweight.cli.app import exit_code, size
 from flyweight.cli.output import human, progress_of, show
 from flyweight.errors import FlyweightError
-from flyweight.live import Publisher, TcpAddress, parse_address
+from flyweight.live import Publisher
+from flyweight.transports.address import TcpAddress, parse_address
 from flyweight.verbs.find import open_source
 
 _POLL_SECONDS = 0.1
@@ -30,8 +31,9 @@ _OPTIONS = (
         help="vLLM: running requests finish, end, or go on with the new weights.",
     ),
     click.option(
-        "--staging", "staging_bytes", type=size, default="1G", show_default=True,
-        help="vLLM: how much each worker receives and checks before the pause.",
+        "--staging", "staging_bytes", type=size,
+        help="vLLM: the most memory of each worker for what it receives and checks before the "
+        "pause. By default all together take half of what is free.",
     ),
     click.option(
         "--on", "place", metavar="ADDRESS",
@@ -68,7 +70,7 @@ def update_vllm(
     version: int | None,
     as_version: int | None,
     in_flight: Any,
-    staging_bytes: int,
+    staging_bytes: int | None,
     place: str | None,
     timeout_seconds: float,
     token_file: Path | None,
@@ -88,9 +90,7 @@ def update_vllm(
             place = f"unix:{stack.enter_context(TemporaryDirectory(prefix='flyweight-'))}/policy"
         token = None if token_file is None else tokens.read_or_create(token_file)
         number = stored.manifest.version if as_version is None else as_version
-        publisher = stack.enter_context(
-            Publisher(stored, place, version=as_version, hold=len(servers) > 1, token=token)
-        )
+        publisher = stack.enter_context(Publisher(stored, place, version=as_version, token=token))
         engines: list[VllmEngine] = []
         results: dict[str, EngineUpdate] = {}
         for server in servers:

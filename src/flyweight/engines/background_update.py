@@ -112,7 +112,7 @@ class BackgroundUpdate:
         free: Callable[[], None] = lambda: None,
         version: int | None,
         may_keep: bool,
-        must_verify: bool,
+        verify: bool,
         timeout_seconds: float,
     ) -> None:
         """Prepare; `start` joins the publisher, waits for the version, and stages it.
@@ -133,7 +133,7 @@ class BackgroundUpdate:
             before=self._wait_for_pause,
             is_over=lambda: self._is_cancelled,
             may_keep=may_keep,
-            must_verify=must_verify,
+            verify=verify,
         )
         self._state, self._version = "waiting", version
         self._report: UpdateReport | None = None

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
+from dataclasses import fields
 from secrets import token_hex
-from time import monotonic, perf_counter
+from time import monotonic
 
 from flyweight.checks import check_text, check_version
 from flyweight.engines.vllm_control import InFlight, LlmControl, control_for
@@ -27,17 +28,19 @@ from flyweight.errors import (
     PeerFailed,
     SpecError,
     TransferTimeout,
+    listed,
 )
 from flyweight.events import announce
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
-from flyweight.live import parse_address
 from flyweight.ports import Engine, EngineHooks, UpdateOptions, UpdateReport, Weights
+from flyweight.transports.address import parse_address
+from flyweight.transports.tls import Tls
 
-STAGING_BYTES = 1 << 30
 _CANCEL_SECONDS = 0.1
 """How soon a pause that waits for requests ends when its update is cancelled."""
 _IN_FLIGHT = ("wait", "abort", "keep")
+_TLS = tuple(each.name for each in fields(Tls))
 
 
 class VllmEngine(EngineHooks):
@@ -53,10 +56,10 @@ class VllmEngine(EngineHooks):
         *,
         name: str | None = None,
         in_flight: InFlight = "wait",
-        staging_bytes: int = STAGING_BYTES,
+        staging_bytes: int | None = None,
         should_check_fit: bool = True,
         token_file: str | None = None,
-        server_key_file: str | None = None,
+        tls: Mapping[str, str | bool] | None = None,
         api_key: str | None = None,
     ) -> None:
         """Connect to a vLLM; it goes on serving.
@@ -67,12 +70,16 @@ class VllmEngine(EngineHooks):
         in_flight: what happens to requests that run when an update begins. 'wait' finishes them,
             'abort' ends them, 'keep' freezes them: they go on with the new weights, after their
             caches were computed anew, and vLLM reports which tokens came from which version.
-        staging_bytes: how much of a version each worker receives and checks before vLLM is paused.
-            The rest is received while it is paused.
+        staging_bytes: the most memory that each worker takes for what it receives and checks before
+            vLLM is paused; by default all workers together take half of what is free. What the
+            trainer shares with this host is copied before the pause as far as it fits, and the rest
+            during the pause; all else must fit.
         should_check_fit: whether names and shapes are tried on a copy of the model without memory
             before vLLM is touched.
-        token_file, server_key_file: files on the host of vLLM with the publisher's token, and with
-            its public key, if it is at a tcp address. The token itself is never sent to vLLM.
+        token_file: a file on the host of vLLM with the publisher's token, if that is at a tcp
+            address. The token itself is never sent to vLLM.
+        tls: the options of `fw.Tls`, with paths of files on the host of vLLM, if the publisher
+            encrypts: `{"authority": PATH}`, with "certificate" and "key" if it demands them.
         api_key: the key of the server; by default the variable VLLM_API_KEY.
 
         Raises MissingDependency if vLLM lacks a call that updates need, LifecycleError if it runs
@@ -82,8 +89,10 @@ class VllmEngine(EngineHooks):
         check_text("name", name)
         if in_flight not in _IN_FLIGHT:
             raise SpecError(f"in_flight is {in_flight!r}, not one of {', '.join(_IN_FLIGHT)}")
-        if type(staging_bytes) is not int or staging_bytes < 0:
+        if staging_bytes is not None and (type(staging_bytes) is not int or staging_bytes < 0):
             raise SpecError(f"staging_bytes is {staging_bytes!r}, expected a whole number from 0")
+        if unknown := [each for each in tls or () if each not in _TLS]:
+            raise SpecError(f"tls has {listed(unknown)}; it may have {', '.join(_TLS)}")
         self._control = control_for(server, api_key)
         self.name = f"vllm {self._control.place}" if name is None else name
         self._in_flight: InFlight = in_flight
@@ -93,7 +102,7 @@ class VllmEngine(EngineHooks):
             "staging_bytes": staging_bytes,
             "should_check_fit": should_check_fit,
             "token_file": token_file,
-            "server_key_file": server_key_file,
+            "tls": None if tls is None else dict(tls),
         }
         self._failure: FlyweightError | None = None
         """Why vLLM must not be resumed: an update has failed after it touched the weights."""
@@ -237,7 +246,7 @@ class VllmEngine(EngineHooks):
         Raises what ended the update. After an error that touched the weights, vLLM is not resumed
         until an update succeeds.
         """
-        started, deadline = perf_counter(), monotonic() + options.timeout_seconds
+        deadline = monotonic() + options.timeout_seconds
         update, workers = token_hex(8), self._workers
         request = {
             **self._how,
@@ -246,13 +255,12 @@ class VllmEngine(EngineHooks):
             "version": options.version,
             "held": self._version,
             "may_keep": options.may_keep,
-            "must_verify": options.must_verify,
+            "verify": options.verify,
         }
         try:
             staged = workers.stage(request, deadline, options.is_over)
-            waited = perf_counter() - started
             if staged[0]["state"] == "kept":
-                return self._report or workers.report(0.0, waited)
+                return self._report or workers.report()
             version = int(staged[0]["version"])
             if options.before is not None:
                 options.before(version)
@@ -260,7 +268,6 @@ class VllmEngine(EngineHooks):
         except BaseException as error:
             self._end_early(error, update)
             raise
-        loading = perf_counter()
         try:
             self._failure, self._version = PeerFailed("its weights are being written"), None
             workers.load(update, version, deadline)
@@ -271,7 +278,7 @@ class VllmEngine(EngineHooks):
             raise self._failure from error
         self._failure, self._version, self._session = None, version, workers.session
         self._has_loaded = self._has_updated = True
-        report = self._report = workers.report(perf_counter() - loading, waited)
+        report = self._report = workers.report()
         done = {"version": version, "nbytes": report.nbytes, "seconds": report.seconds}
         announce("update.done", name=self.name, **done)
         return report

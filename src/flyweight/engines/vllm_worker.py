@@ -1,7 +1,7 @@
 """FlyweightTransfer: Flyweight inside a worker of vLLM, its weight transfer backend 'flyweight'.
 
-An update has two parts. `init_transfer_engine` begins it: a thread joins the publisher, receives
-the first tensors of the version and checks them, while the worker serves. `update_weights`
+An update has two parts. `init_transfer_engine` begins it: a thread joins the publisher, and on a
+CPU receives all tensors of the version and checks them, while the worker serves. `update_weights`
 completes it, once `VllmEngine` has paused the engine. The worker's own thread loads all tensors in
 that one call, so no forward pass sees a half-loaded model. All workers of a server commit together:
 vLLM returns the status of its first data parallel engine only, which so speaks for all of them.
@@ -31,9 +31,11 @@ from flyweight.engines.background_update import BackgroundUpdate, MainThread
 from flyweight.engines.vllm_fit import check_fit
 from flyweight.engines.vllm_reload import check_can_reload, reload_weights, take_memory
 from flyweight.errors import FlyweightError, LifecycleError, PeerRefused, TransferTimeout
-from flyweight.live import CurveClient, CurveKeys, Replica
+from flyweight.live import Replica
+from flyweight.memory import Buffer, available_bytes
 from flyweight.spec.manifest import TensorSpec
 from flyweight.stores.private_file import read_token
+from flyweight.transports.tls import Tls
 
 _SHUTDOWN_SECONDS = 5.0
 _log = getLogger("flyweight.engines")
@@ -54,12 +56,15 @@ class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held: int | None
     """The version that the engine still holds."""
     may_keep: bool
-    must_verify: bool
-    staging_bytes: int
+    verify: bool
+    staging_bytes: int | None
+    """The most memory of each worker for what comes before the pause; None: its share of half of
+    what is free."""
     timeout_seconds: float
     should_check_fit: bool
     token_file: str | None
-    server_key_file: str | None
+    tls: dict[str, str | bool] | None
+    """The options of `Tls`, as files on the host of vLLM."""
 
 
 class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
@@ -129,7 +134,6 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
                 "text": text,
             }
             return
-        self._loader.staging_bytes = request.staging_bytes
         self._loader.should_check_fit = request.should_check_fit
         self._update = BackgroundUpdate(
             request.update,
@@ -139,27 +143,34 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             free=self._loader.spent.clear,
             version=request.version,
             may_keep=request.may_keep,
-            must_verify=request.must_verify,
+            verify=request.verify,
             timeout_seconds=request.timeout_seconds,
         )
         self._update.start()
 
     def _replica_for(self, request: UpdateRequest) -> Replica:
         """Return the replica of a request; a new one if it is to be connected otherwise."""
-        token_file, key_file = request.token_file, request.server_key_file
-        by = (request.address, request.name, request.num_engines, token_file, key_file)
+        token_file, tls = request.token_file, request.tls
+        how = (request.num_engines, request.staging_bytes, token_file, tls)
+        by = (request.address, request.name, *how)
         if self._replica is None or by != self._connected_by:
             self._close_replica()
             parallel = self.parallel_config
             before = parallel.data_parallel_index if request.num_engines > 1 else 0
+            num_ranks = request.num_engines * parallel.world_size
+            staging_bytes = request.staging_bytes
+            if staging_bytes is None:
+                staging_bytes = available_bytes() // (2 * num_ranks)  # all are on this host
             self._replica = Replica(
                 self._loader,
                 request.address,
                 name=request.name,
                 rank=before * parallel.world_size + parallel.rank,
-                num_ranks=request.num_engines * parallel.world_size,
+                world_size=num_ranks,
+                staging_bytes=staging_bytes,
                 token=_token(token_file),
-                curve=_curve(key_file),
+                tls=None if tls is None else Tls(**tls),  # type: ignore[arg-type]
+                serve=tls is None or "certificate" in tls,
             )
             self._connected_by = by
         if self._replica.version != request.held:  # others may have written the weights since
@@ -198,7 +209,7 @@ class FlyweightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         vLLM must not serve what a failed update has left, even if a user resumes it by hand: now a
         forward pass ends with an error. The next update puts the parameters back.
         """
-        if self._replica is not None and self._replica.state == "failed":
+        if self._replica is not None and self._replica.state == "FAILED":
             self._is_whole = False
             take_memory(self.model)
 
@@ -246,23 +257,23 @@ class VllmLoader(Loader):
     should_check_fit = True
 
     def __init__(self, transfer: FlyweightTransfer) -> None:
-        self._transfer = transfer
+        self._transfer, self._is_loading = transfer, False
         self.spent: list[Any] = []
-        """Tensors that were staged and are loaded, whose memory is freed after the pause."""
+        """Tensors from before the pause, which are freed after it: that takes long."""
         super().__init__(self._load, "torch", str(transfer.device))
 
     def _load(self, weights: Iterator[tuple[str, Any]]) -> None:
-        load = partial(self._transfer.load, self._kept(weights))
-        self._transfer.in_own_thread(load, is_load=True)
+        self._is_loading = True
+        try:
+            self._transfer.in_own_thread(partial(self._transfer.load, weights), is_load=True)
+        finally:
+            self._is_loading = False
 
-    def _kept(self, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield tensors, and keep those that were staged on the host: to free them takes long."""
-        left = 0 if self.place else self.staging_bytes
-        for name, tensor in weights:
-            left -= tensor.nbytes
-            if left >= 0:
-                self.spent.append(tensor)
-            yield name, tensor
+    def fresh(self, spec: TensorSpec) -> tuple[Any, Buffer]:
+        tensor, memory = super().fresh(spec)
+        if not self._is_loading:
+            self.spent.append(tensor)
+        return tensor, memory
 
     def choose(self, tensors: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         """Return the tensors of each layer together; raise PlanError if vLLM cannot load them."""
@@ -310,7 +321,3 @@ def _token(path: str | None) -> str | None:
     if token is None:
         raise PeerRefused(f"there is no token file {path!r} on the host of vLLM")
     return token
-
-
-def _curve(path: str | None) -> CurveClient | None:
-    return None if path is None else CurveClient(CurveKeys.read_public(path))

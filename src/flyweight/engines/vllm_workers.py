@@ -216,20 +216,22 @@ class VllmWorkers:
                     error.note(f"worker {each['rank']} of vLLM's {len(self.status)}")
                 raise error
 
-    def report(self, seconds: float, waited_seconds: float) -> UpdateReport:
+    def report(self) -> UpdateReport:
         """Return one report from those of all workers: all bytes, and the slowest times."""
         found = [UpdateReport(**each["report"]) for each in self.status]
+        ways = {way for each in found for way in each.transport.split("+")}
         return UpdateReport(
-            found[0].version,
-            found[0].parent,
-            self.num_engines * sum(each.nbytes for each in found),
-            seconds,
-            waited_seconds,
-            max(each.copy_seconds for each in found),
-            max(each.verify_seconds for each in found),
-            "+".join(sorted({each.strategy for each in found})),
-            found[0].origin,
-            found[0].verified,
+            version=found[0].version,
+            parent=found[0].parent,
+            nbytes=self.num_engines * sum(each.nbytes for each in found),
+            seconds=max(each.seconds for each in found),
+            wait_seconds=max(each.wait_seconds for each in found),
+            fetch_seconds=max(each.fetch_seconds for each in found),
+            drain_seconds=max(each.drain_seconds for each in found),
+            copy_seconds=max(each.copy_seconds for each in found),
+            verify_seconds=max(each.verify_seconds for each in found),
+            transport="+".join(sorted(ways)),
+            verified=found[0].verified,
         )
 
 
