@@ -44,7 +44,8 @@ class AbortableEngine(ModelEngine):
 
 def engine(address, cell, options, pipe):
     """Serve until told to end; `request` begins one that runs until `finish`."""
-    model = weights(0, options.pop("nbytes", NBYTES))
+    model, store = weights(0, options.pop("nbytes", NBYTES)), options.pop("store", None)
+    fallback = [] if store is None else [store]
     machine = AbortableEngine(model)
     running = []
 
@@ -54,7 +55,7 @@ def engine(address, cell, options, pipe):
             assert machine.finish.wait(LIMIT)
 
     with (
-        fw.Replica(model, address, name="engine") as replica,
+        fw.Replica(model, address, name="engine", fallback=fallback) as replica,
         Worker(machine, replica, cell, **options),
     ):
         pipe.send(("ready", None))
@@ -73,7 +74,7 @@ def engine(address, cell, options, pipe):
 
 
 class Engine(Child):
-    """An engine's process."""
+    """An engine's process; with `store=` it falls back on the versions there."""
 
     def __init__(self, address, cell, **options):
         super().__init__(engine, address, cell, options)
@@ -84,10 +85,10 @@ class Engine(Child):
         assert self.told() == ("did", word)
 
 
-def trainer(address, store, nbytes, pipe):
-    """Publish what the pipe names; older versions rest in the store."""
+def trainer(address, nbytes, pipe):
+    """Publish what the pipe names."""
     model = weights(0, nbytes)
-    with fw.Publisher(model, address, hold=True, store=store) as publisher:
+    with fw.Publisher(model, address, keep="memory") as publisher:
         pipe.send(("ready", None))
         while (version := pipe.recv()) is not None:
             assign(model, version)
@@ -101,8 +102,8 @@ class Trainer(Child):
     def __init__(self, address, store, nbytes=NBYTES):
         for version in VERSIONS:
             fw.save(weights(version, nbytes), store, version=version)
-        super().__init__(trainer, address, str(store), nbytes)
-        self.address, self.place = address, store.parent
+        super().__init__(trainer, address, nbytes)
+        self.address, self.store, self.place = address, store, store.parent
         assert self.told() == ("ready", None)
         self.publish(VERSIONS[-1])
 

@@ -318,7 +318,7 @@ class FakeWeights:
                 options.before(new)
             self._fill(new)
             self.version, self.session, self.progress = new, "fake", 1.0
-        return UpdateReport(new, None, 0, 0.0, 0.0, 0.0, 0.0, "fake", "published", "nothing")
+        return UpdateReport(new, None, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "fake", "nothing")
 
     def forget(self, reason):
         self.version = None

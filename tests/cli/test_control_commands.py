@@ -26,7 +26,7 @@ def running(place):
     words = ["serve", "--replica", f"engine={cell}", "--port", 0, "--run", place / "run"]
     with (
         Trainer(address, place / "versions"),
-        Engine(address, cell, should_follow=False) as engine,
+        Engine(address, cell, store=place / "versions", should_follow=False) as engine,
         start(*words, "--store", place / "versions", "--json") as served,
     ):
         told = json.loads(served.line())

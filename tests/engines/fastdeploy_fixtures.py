@@ -44,6 +44,6 @@ def cell(pid):
 def source(address, tmp_path):
     """Version 1, in files and at a publisher; with what a manager is told of them."""
     fw.save(Net(1), tmp_path, version=1)
-    with fw.Publisher(Net(1), address, hold=True) as publisher:
+    with fw.Publisher(Net(1), address, keep="memory") as publisher:
         publisher.publish(1)
         yield lambda strategy, **more: config(tmp_path, strategy, address=address, **more)

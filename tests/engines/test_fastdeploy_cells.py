@@ -23,6 +23,7 @@ from flyweight.engines.fastdeploy import DynamicWeightManager
 from flyweight.engines.legacy_cells import KV_CACHE, LegacyCell
 from flyweight.errors import (
     LifecycleError,
+    PeerLost,
     ShapeMismatch,
     SpecError,
     StoreError,
@@ -69,7 +70,7 @@ def test_the_worker_loop_drives_the_manager(tmp_path, open_manager, cell, pid): 
 def test_an_update_that_brings_nothing_is_not_normal(address, tmp_path, open_manager, cell, pid):
     """C24: a trainer that waits for NORMAL must not take the old policy for its new one."""
     trainer, target = Net(1), Net()
-    with fw.Publisher(trainer, address, hold=True) as publisher:
+    with fw.Publisher(trainer, address, keep="memory") as publisher:
         publisher.publish(1)
         manager = open_manager(config(tmp_path, "ipc", address=address), target)
         runner = Runner(manager)
@@ -86,7 +87,7 @@ def test_an_update_that_brings_nothing_is_not_normal(address, tmp_path, open_man
         asked()
         assert (cell.status, manager.version, manager.health) == (NORMAL, 2, "serving")
         assert holds(target, 2)
-    with little_time(manager), pytest.raises(TransferTimeout, match="publisher"):
+    with little_time(manager), pytest.raises(PeerLost, match="publisher"):
         asked()
     assert (cell.status, manager.version, manager.health) == (CLEARED, 2, "paused")
 
@@ -95,7 +96,7 @@ def test_an_update_that_waits_is_normal_once_the_version_is_there(
     address, tmp_path, open_manager, cell, pid, threads
 ):
     trainer, target = Net(1), Net()
-    with fw.Publisher(trainer, address, hold=True) as publisher:
+    with fw.Publisher(trainer, address, keep="memory") as publisher:
         publisher.publish(1)
         manager = open_manager(config(tmp_path, "ipc", address=address), target)
         cell.ask(UPDATING)

@@ -30,7 +30,7 @@ pytest_plugins = ["fastdeploy_fixtures"]
 
 def test_weights_are_copied_not_shared(address, tmp_path, open_manager):  # C14
     trainer, target = Net(1), Net()
-    with fw.Publisher(trainer, address, hold=True) as publisher:
+    with fw.Publisher(trainer, address, keep="memory") as publisher:
         publisher.publish(1)
         open_manager(config(tmp_path, "ipc", address=address), target)
         trainer.up.weight.set_value(paddle.zeros([4, 8]))  # the optimizer steps
@@ -46,7 +46,7 @@ def test_tensors_of_other_strides_are_filled_and_keep_them(
     target = paddle.nn.Layer()
     target.register_buffer("t", paddle.zeros([4, 3], "int64").t())
     assert target.t.strides == [1, 3]
-    with fw.Publisher({"t": rows}, address, hold=True) as publisher:
+    with fw.Publisher({"t": rows}, address, keep="memory") as publisher:
         publisher.publish(1)
         manager = open_manager(config(tmp_path, strategy, address=address), target)
         manager.clear_parameters()

@@ -96,7 +96,7 @@ def open_source(address, tmp_path):
 
     def make(state=trained):
         trainer = state(0)
-        publisher = fw.Publisher(trainer, address, hold=True)
+        publisher = fw.Publisher(trainer, address, keep="memory")
         opened.append(publisher)
         return Source(tmp_path, publisher, trainer, state)
 
@@ -425,7 +425,7 @@ def test_files_that_a_loader_refuses_half_way_leave_nothing_of_the_publishers_ve
     """C24, C28: to fill by name, the same error means that nothing was written."""
     (tmp_path / "version.yaml").write_text("step: 1")
     engine = InPlace()
-    with fw.Publisher(trained(1), address, hold=True) as publisher:
+    with fw.Publisher(trained(1), address, keep="memory") as publisher:
         publisher.publish(1)
         manager = open_by("rsync", engine)
     fw.save(trained(2), tmp_path, version=2)

@@ -46,7 +46,7 @@ def test_parameters_that_were_replaced_are_filled_with_the_same_version(
     address, tmp_path, open_manager, strategy
 ):
     fw.save(Net(2), tmp_path, version=2)
-    with fw.Publisher(Net(2), address, hold=True) as publisher:
+    with fw.Publisher(Net(2), address, keep="memory") as publisher:
         publisher.publish(2)
         target = Net()
         manager = open_manager(config(tmp_path, strategy, address=address), target)

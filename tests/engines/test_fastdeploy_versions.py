@@ -39,7 +39,7 @@ def test_a_version_is_taken_from_the_store_or_from_its_publisher(
     assert 0 < answer["sync_cost"] <= answer["total_cost"]
     assert answer["sync_cost"] + answer["update_cost"] == pytest.approx(answer["total_cost"])
     assert (manager.health, holds(target, 6)) == ("serving", True)
-    with fw.Publisher(Net(9), address, hold=True) as publisher:
+    with fw.Publisher(Net(9), address, keep="memory") as publisher:
         publisher.publish(9)
         manager.update_weights_by_rdma(9, verify_checksum=True)
         assert (manager.version, holds(target, 9)) == (9, True)
@@ -68,7 +68,7 @@ def test_old_files_are_not_asked_for_by_a_number(tmp_path, open_manager):  # C18
 
 def test_checksums_that_are_asked_for_are_never_skipped(address, tmp_path, open_manager):  # C18
     trainer, target = Net(1), Net()
-    with fw.Publisher(trainer, address, hold=True, should_verify=False) as publisher:
+    with fw.Publisher(trainer, address, keep="memory", verify=False) as publisher:
         publisher.publish(1)
         manager = open_manager(config(tmp_path, "ipc", address=address), target)
         assert manager.update_weights_by_rdma(1)["version"] == "1"

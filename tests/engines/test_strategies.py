@@ -28,11 +28,11 @@ from flyweight.errors import (
     ChecksumMismatch,
     DTypeMismatch,
     LifecycleError,
+    PeerLost,
     PlanError,
     ShapeMismatch,
     SnapshotNotFound,
     SpecError,
-    TransferTimeout,
 )
 from flyweight.events import listening
 
@@ -114,7 +114,7 @@ def test_names_that_the_model_lacks_are_counted_and_reported(tmp_path, open_mana
     (event,) = (each for each in events if each.kind == "weights.unmatched")
     assert event.fields == {"count": 1, "names": "'lm.extra'"}
     with pytest.raises(PlanError, match="lm.extra"):
-        DynamicWeightManager(config(tmp_path, extra="refuse"), Net(), 0)
+        DynamicWeightManager(config(tmp_path, strict=True), Net(), 0)
 
 
 def with_more(version):
@@ -130,7 +130,7 @@ def test_names_of_a_publisher_that_the_model_lacks_are_counted_and_reported(
     (tmp_path / "version.yaml").write_text("step: 1")
     target, events = Net(), []
     told = config(tmp_path, strategy, address=address)
-    with fw.Publisher(with_more(1), address, hold=True) as publisher, listening(events.append):
+    with fw.Publisher(with_more(1), address, keep="memory") as publisher, listening(events.append):
         publisher.publish(1)
         manager = open_manager(told, target)
         assert holds(target, 1)
@@ -140,7 +140,7 @@ def test_names_of_a_publisher_that_the_model_lacks_are_counted_and_reported(
         assert found == [{"count": 2, "names": "'ema', 'value_head.w'"}]
         with pytest.raises(PlanError, match="ema.*value_head"):
             DynamicWeightManager(
-                config(tmp_path, strategy, address=address, extra="refuse"), Net(), 0
+                config(tmp_path, strategy, address=address, strict=True), Net(), 0
             )
 
 
@@ -155,7 +155,7 @@ def test_what_the_model_lacks_is_told_of_the_source_that_was_taken_from_last(
     (tmp_path / "version.yaml").write_text("step: 2")
     manager = open_manager(config(tmp_path, "rsync", address=address), Net())
     assert manager.unmatched == ["lm.extra"]
-    with fw.Publisher(with_more(3), address, hold=True) as publisher:
+    with fw.Publisher(with_more(3), address, keep="memory") as publisher:
         publisher.publish(3)
         manager.update_weights_by_rdma(3)
         assert manager.unmatched == ["ema", "value_head.w"]
@@ -167,8 +167,8 @@ def test_a_second_name_of_a_tensor_that_is_wanted_is_not_left_out(address):  # C
     shared = paddle.ones([3])
     trainer = {"embed": shared, "head": shared, "ema": paddle.zeros([2])}
     with (
-        fw.Publisher(trainer, address, hold=True) as publisher,
-        fw.Replica({"head": paddle.zeros([3])}, address, extra="report") as replica,
+        fw.Publisher(trainer, address, keep="memory") as publisher,
+        fw.Replica({"head": paddle.zeros([3])}, address, strict=False) as replica,
     ):
         assert replica.unused == ()  # nothing was taken yet
         publisher.publish(1)
@@ -180,7 +180,7 @@ def train(address, without, pipe):
     """A trainer of its own: has two tensors more than the models, and may lack some of theirs."""
     paddle.set_device("cpu")
     state = {name: each for name, each in with_more(1).items() if name not in without}
-    with fw.Publisher(state, address, hold=True) as publisher:
+    with fw.Publisher(state, address, keep="memory") as publisher:
         publisher.publish(1)
         pipe.send("published")
         pipe.recv()
@@ -218,10 +218,10 @@ def test_a_publishers_other_dtype_and_shape_are_refused_by_the_same_types(
     address, tmp_path, open_manager, wrong, kind, builtin, words
 ):  # C13
     target = Net()
-    with fw.Publisher(Net(1), address, hold=True) as publisher:
+    with fw.Publisher(Net(1), address, keep="memory") as publisher:
         publisher.publish(1)
         manager = open_manager(config(tmp_path, "ipc", address=address), target)
-    with fw.Publisher(Net(2, **wrong), address, hold=True) as publisher:
+    with fw.Publisher(Net(2, **wrong), address, keep="memory") as publisher:
         publisher.publish(2)
         with pytest.raises(kind, match=words) as caught:
             manager.update_parameters()
@@ -285,10 +285,10 @@ def test_damaged_weights_are_never_served(tmp_path, open_manager, cell, pid):  #
     assert holds(target, 2)
 
 
-def test_no_publisher_is_a_timeout_and_leaves_nothing_open(address, tmp_path):  # C24
+def test_no_publisher_is_an_error_and_leaves_nothing_open(address, tmp_path):  # C24
     before = {each.name for each in threading.enumerate()}
     told = config(tmp_path, "ipc", address=address, timeout_seconds=0.2)
-    with pytest.raises(TransferTimeout, match="publisher"):
+    with pytest.raises(PeerLost, match="publisher"):
         DynamicWeightManager(told, Net(), 0)
     assert {each.name for each in threading.enumerate()} <= before
 
@@ -303,7 +303,7 @@ class Draft(paddle.nn.Layer):
 def test_models_of_a_list_share_names_and_are_one_version(address, tmp_path, open_manager):  # C19
     trainer = {**Net(1).state_dict(), **Draft(1).state_dict()}
     main, draft = Net(), Draft()
-    with fw.Publisher(trainer, address, hold=True) as publisher:
+    with fw.Publisher(trainer, address, keep="memory") as publisher:
         publisher.publish(1)
         manager = open_manager(config(tmp_path, "ipc_async", address=address), [main, draft])
     assert manager.model_list == [main, draft]

@@ -20,8 +20,8 @@ def main():
     address, cells = f"unix:{place}/policy", [place / f"engine-{n}.cell" for n in range(2)]
     with (
         Trainer(address, place / "run", nbytes=NBYTES) as trainer,
-        Engine(address, cells[0], nbytes=NBYTES) as engine,
-        Engine(address, cells[1], nbytes=NBYTES),
+        Engine(address, cells[0], store=place / "run", nbytes=NBYTES) as engine,
+        Engine(address, cells[1], store=place / "run", nbytes=NBYTES),
         serving([Control(cell, 1) for cell in cells], str(place / "run")) as site,
         chromium(1120, 1510) as browser,
     ):

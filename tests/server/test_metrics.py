@@ -78,7 +78,7 @@ def test_a_real_round_is_measured_in_seconds_and_bytes(tmp_path, address):
 
     cell = tmp_path / "e.cell"
     with (
-        fw.Publisher(trained, address, hold=True) as publisher,
+        fw.Publisher(trained, address, keep="memory") as publisher,
         fw.Replica(load, address, framework="numpy") as replica,
         fw.Worker(fw.ModelEngine(model), replica, cell, should_follow=False),
         serving([Control(cell, name="e")]) as site,

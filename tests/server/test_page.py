@@ -20,7 +20,7 @@ def running(tmp_path_factory, browser):
     address, cell = f"unix:{place}/policy", place / "engine.cell"
     with (
         Trainer(address, place / "run"),
-        Engine(address, cell, should_follow=False) as engine,
+        Engine(address, cell, store=place / "run", should_follow=False) as engine,
         serving([Control(cell, 1, name="engine-0")], str(place / "run")) as site,
     ):
         site.engine = engine

@@ -32,7 +32,7 @@ def test_a_killed_engine_is_reported_and_can_come_back(trained):
         )
         assert site.ask("POST", "/v1/pause")[0] == 503
         assert site.ask("GET", "/update_model_weight")[0] == 404
-        with Engine(trained.address, cell, should_follow=False) as engine:
+        with Engine(trained.address, cell, store=trained.store, should_follow=False) as engine:
             site.good("POST", "/v1/update_weights")
             engine.kill(signal.SIGKILL)
             until(lambda: site.ask("GET", "/health")[0] == 503)
@@ -50,7 +50,7 @@ def test_a_killed_engine_is_reported_and_can_come_back(trained):
 def test_killing_an_engine_ends_its_operation(trained, threads):
     cell = trained.place / "victim.cell"
     with (
-        Engine(trained.address, cell, should_follow=False) as engine,
+        Engine(trained.address, cell, store=trained.store, should_follow=False) as engine,
         serving([Control(cell, 1, name="victim")]) as site,
     ):
         site.good("POST", "/v1/update_weights")
@@ -77,7 +77,7 @@ class Served(Command):
 def test_a_server_that_replaces_a_killed_one_reports_the_same_state(trained, threads):
     """C25: the engine goes on, and the next server waits for the operation it works on."""
     cell = trained.place / "kept.cell"
-    with Engine(trained.address, cell, should_follow=False) as engine:
+    with Engine(trained.address, cell, store=trained.store, should_follow=False) as engine:
         with Served(trained.place, cell) as served:
             served.site.good("POST", "/v1/update_weights")
             engine.tell("request")
@@ -120,7 +120,7 @@ def served(cell, pipe):
 def test_an_engine_finishes_what_a_killed_server_requested(trained, threads, tmp_path, path, state):
     """C25"""
     cell = tmp_path / "engine.cell"
-    with Engine(trained.address, cell, should_follow=False) as engine:
+    with Engine(trained.address, cell, store=trained.store, should_follow=False) as engine:
         with Child(served, cell) as first:
             site = Site(first.told()[1], TOKEN)
             site.good("POST", "/v1/update_weights")
@@ -141,7 +141,7 @@ def test_an_engine_finishes_what_a_killed_server_requested(trained, threads, tmp
 
 def test_a_closing_server_answers_its_callers_and_the_engine_goes_on(trained, threads):
     cell = trained.place / "parted.cell"
-    with Engine(trained.address, cell, should_follow=False) as engine:
+    with Engine(trained.address, cell, store=trained.store, should_follow=False) as engine:
         with serving([Control(cell, 1, name="engine")]) as site:
             site.good("POST", "/v1/update_weights")
             engine.tell("request")

@@ -21,7 +21,7 @@ def running(trained):
     """An engine that updates only on request, and a control server for it."""
     cell = trained.place / "engine.cell"
     with (
-        Engine(trained.address, cell, should_follow=False) as engine,
+        Engine(trained.address, cell, store=trained.store, should_follow=False) as engine,
         serving([Control(cell, 1, name="engine")], str(trained.place / "run")) as site,
     ):
         site.engine = engine

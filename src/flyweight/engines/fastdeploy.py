@@ -94,7 +94,7 @@ class DynamicWeightManager:
             rendezvous = deployment.rendezvous()
             self._ranks = RankAgreement(replace(rendezvous, group=f"{rendezvous.group}/calls"))
             closing.callback(self._ranks.close)
-            self._weights = ModelWeights(filled, deployment, rendezvous.rank, self._ranks)
+            self._weights = ModelWeights(filled, deployment, self._ranks)
             closing.callback(self._weights.close)
             self._engine = FastDeployEngine(
                 self._hooks,
@@ -225,7 +225,7 @@ class DynamicWeightManager:
         started = perf_counter()
         self._weights.seconds = 0.0
         with self._call(None, LegacyStatus.UPDATING):
-            self._update(number, must_verify=bool(verify_checksum))
+            self._update(number, verify=bool(verify_checksum))
         self._version_text, total = text, perf_counter() - started
         return {
             "sync_cost": self._weights.seconds,
@@ -308,13 +308,13 @@ class DynamicWeightManager:
             return None
         return version_number(self._version_text or self.read_model_version_from_file())
 
-    def _update(self, version: int | None, *, must_verify: bool = False) -> None:
+    def _update(self, version: int | None, *, verify: bool = False) -> None:
         before, now = self._deployment.strategy, check_strategy(self.load_config.load_strategy)
         if now != before:
             raise SpecError(
                 f"load_strategy was {before!r} and is {now!r}; make another manager for that"
             )
-        self._operations.update(version, must_verify=must_verify, timeout_seconds=self._seconds)
+        self._operations.update(version, verify=verify, timeout_seconds=self._seconds)
 
     def _clear(self) -> None:
         self._operations.clear({Tag.WEIGHTS}, timeout_seconds=self._seconds)

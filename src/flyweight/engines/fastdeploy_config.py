@@ -2,7 +2,7 @@
 
 Every call of the manager looks its strategy up in `STRATEGIES`. `ipc` and `ipc_async` are the
 same here: the publisher chooses the transport. `rsync` gets a named version from the publisher,
-over the network if that is on another host, and from snapshots while there is no publisher.
+over the network if that is on another host, or else from snapshots.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flyweight.errors import MissingDependency, PeerRefused, SpecError, VersionE
 from flyweight.events import emit
 from flyweight.formats.legacy import SHARED_DIRECTORY
 from flyweight.formats.snapshot import number_in
-from flyweight.live import CurveClient, CurveKeys, TcpAddress, parse_address
 from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.spec.model_layout import ModelLayout
 from flyweight.stores.local import as_path
 from flyweight.stores.private_file import read_token
+from flyweight.transports.address import TcpAddress, parse_address
+from flyweight.transports.tls import Tls
 from flyweight.verbs.find import PathLike
-from flyweight.verbs.load import Extra
 
 STRATEGIES: Mapping[str, Collection[str]] = {
     "ipc_snapshot": ("files", "old files"),
@@ -37,7 +37,8 @@ STRATEGIES: Mapping[str, Collection[str]] = {
     "rsync": ("publisher", "files"),
 }
 """The sources of each strategy, nearest first. Old files are those of FastDeploy's trainers."""
-_RSYNC_OPTIONS = ("address", "token", "token_file", "server_key", "store", "timeout_seconds")
+_TLS_OPTIONS = ("tls_certificate", "tls_key", "tls_authority")
+_RSYNC_OPTIONS = ("address", "token", "token_file", *_TLS_OPTIONS, "store", "timeout_seconds")
 _MAX_YAML_BYTES = 1 << 16
 _log = getLogger("flyweight.fastdeploy")
 
@@ -53,8 +54,12 @@ class FastDeployOptions:
     """The publisher's token; one at a tcp address always has one."""
     token_file: PathLike | None = None
     """A file that holds the token, and that only this user can read, in place of `token`."""
-    server_key: PathLike | None = None
-    """The file with the public key (NAME.pub) of a publisher that encrypts messages."""
+    tls_authority: PathLike | None = None
+    """The file with the authority that signs the certificate of a publisher that uses TLS."""
+    tls_certificate: PathLike | None = None
+    """The file with this engine's certificate, if the publisher demands one."""
+    tls_key: PathLike | None = None
+    """The file with the private key of that certificate."""
     store: PathLike | None = None
     """The directory of snapshots for 'rsync'; by default the model's directory."""
     shared_directory: PathLike = SHARED_DIRECTORY
@@ -63,8 +68,8 @@ class FastDeployOptions:
     """The path of a status cell, through which a control server sees and drives this engine."""
     layout: ModelLayout | None = None
     """Which of the trainer's tensors this engine's tensors hold, and under which names."""
-    extra: Extra = "report"
-    """Whether to 'refuse' or to 'report' tensors that a source has and the models lack."""
+    strict: bool = False
+    """Whether a source with tensors that the models lack is refused; else they are reported."""
     load_weights: bool = True
     """Whether models that have a `load_weights` load by it; False: they are filled by name."""
     partial_over: int | None = None
@@ -75,8 +80,8 @@ class FastDeployOptions:
 
     def __post_init__(self) -> None:
         check_seconds("timeout_seconds", self.timeout_seconds)
-        if self.extra not in ("refuse", "report"):
-            raise SpecError(f"extra is {self.extra!r}, not 'refuse' or 'report'")
+        if type(self.strict) is not bool:
+            raise SpecError(f"strict is {self.strict!r}, not True or False")
         if self.token is not None and self.token_file is not None:
             raise SpecError("token and token_file are both given; give one of them")
 
@@ -129,11 +134,10 @@ class FastDeployOptions:
             )
         return self.token
 
-    def curve(self) -> CurveClient | None:
-        """Return what encrypts messages to the publisher, if its public key was given."""
-        if self.server_key is None:
-            return None
-        return CurveClient(CurveKeys.read_public(self.server_key))
+    def tls(self) -> Tls | None:
+        """Return the certificates for a publisher that uses TLS, if any were given."""
+        given = {name.removeprefix("tls_"): getattr(self, name) for name in _TLS_OPTIONS}
+        return Tls(**given) if any(each is not None for each in given.values()) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -16,17 +15,17 @@ from flyweight.errors import FlyweightError, LifecycleError, SpecError, listed
 from flyweight.events import emit
 from flyweight.formats.stored import Stored
 from flyweight.lifecycle.engine_steps import named
-from flyweight.lifecycle.weights import NearestWeights, StoredWeights
+from flyweight.lifecycle.weights import StoredWeights
 from flyweight.live import Replica
 from flyweight.ports import UpdateOptions, UpdateReport, Weights
 from flyweight.ranks.agreement import RankAgreement
+from flyweight.ranks.process_group import default_group
 from flyweight.verbs.find import PathLike, open_source
-from flyweight.verbs.load import LoadReport, load
+from flyweight.verbs.load import LoadReport
+from flyweight.verbs.load_by import load_by
 
 REPLACED = "parameters were replaced after they were filled, or lost their memory; update"
 _NO_MEMORY = "parameters had no memory"
-_STREAM_BYTES = 256 << 20
-"""How many bytes are read from files at a time for a model's own loader."""
 
 
 class FileWeights(StoredWeights):
@@ -50,8 +49,6 @@ class FileWeights(StoredWeights):
         """
         super().__init__(model if load is None else {}, path, **options)
         self._load, self._legacy = load, legacy
-        self.unused: tuple[str, ...] = ()
-        """Tensors of the last files that the model lacks."""
 
     def _opened(self, version: int | None) -> Stored:
         return open_source(self._path, version=version, **(self._legacy or {}))
@@ -63,56 +60,24 @@ class FileWeights(StoredWeights):
 
     def _loaded(self, stored: Stored) -> LoadReport:
         if self._load is None:
-            report = super()._loaded(stored)
-            self.unused = tuple(report.unused)
-            return report
-        started, reports = perf_counter(), list[LoadReport]()
+            return super()._loaded(stored)
         self._version, self.progress = None, 0.0
-        self._load(self._tensors(stored, self._load, reports))
-        counts = ("num_tensors", "nbytes", "read_bytes", "checked_bytes")
-        sums = {name: sum(getattr(each, name) for each in reports) for name in counts}
-        return replace(reports[-1], **sums, seconds=perf_counter() - started)
-
-    def _tensors(
-        self, stored: Stored, function: Load, reports: list[LoadReport]
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors of files, reading a bounded number of bytes at a time."""
-        loader = Loader(function, "paddle", sys.modules["paddle"].get_device())
-        left = list(stored.manifest.tensors.items())[::-1]
-        total = max(sum(spec.nbytes for _, spec in left), 1)
-        while left:
-            fresh: dict[str, Any] = {}
-            nbytes = 0
-            while left and (not fresh or nbytes + left[-1][1].nbytes <= _STREAM_BYTES):
-                name, spec = left.pop()
-                fresh[name], nbytes = loader.fresh(spec)[0], nbytes + spec.nbytes
-            reports.append(load(stored, into=fresh, extra="report"))
-            self.progress += nbytes / total
-            for name in list(fresh):
-                yield name, fresh.pop(name)
+        loader = Loader(self._load, "paddle", sys.modules["paddle"].get_device())
+        return load_by(loader, stored, self._show)
 
 
 class ModelWeights(Weights):
-    """The models' weights, from a publisher, from files, or from the nearer of both.
+    """The models' weights, from a publisher or from files.
 
     An update gives memory to parameters that have none, lets models with loaders load, and
     succeeds only if the models then still have the tensors that were filled.
     """
 
-    def __init__(
-        self, models: Models, deployment: Deployment, rank: int, ranks: RankAgreement
-    ) -> None:
-        """Open the sources of the strategy; a publisher beside files may be missing.
-
-        rank: this one of the ranks that serve a version together.
-        """
+    def __init__(self, models: Models, deployment: Deployment, ranks: RankAgreement) -> None:
+        """Open the source of the strategy; a publisher beside files may be missing."""
         self._models = models
         num_given = named("give_memory", models.give_memory)
-        self._replica, self._files = _opened_sources(models, deployment, rank, ranks)
-        sources = [each for each in (self._replica, self._files) if each is not None]
-        self._source: Weights = sources[0]
-        if self._replica is not None and self._files is not None:
-            self._source = NearestWeights(self._replica, self._files)
+        self._source = _opened_source(models, deployment, ranks)
         self._report: UpdateReport | None = None
         self.unmatched: list[str] = []
         """Tensors that the source of the last update has and the models lack."""
@@ -171,8 +136,7 @@ class ModelWeights(Weights):
             raise LifecycleError(REPLACED)
         if report is not self._report:  # else the version was held, and nothing was transferred
             self._report = report
-            source = self._files if report.strategy == "files" else self._replica
-            names = models.unmatched if models.has_loaders or source is None else source.unused
+            names = models.unmatched if models.has_loaders else self._source.unused
             self.unmatched = sorted(names)
             if names:
                 emit("weights.unmatched", count=len(names), names=listed(names))
@@ -187,57 +151,65 @@ class ModelWeights(Weights):
 
     def close(self) -> None:
         """Disconnect from the publisher, if there is one. Safe to repeat."""
-        if self._replica is not None:
-            self._replica.close()
+        if isinstance(self._source, Replica):
+            self._source.close()
 
 
-def _opened_sources(
-    models: Models, deployment: Deployment, rank: int, ranks: RankAgreement
-) -> tuple[Replica | None, FileWeights | None]:
+def _opened_source(
+    models: Models, deployment: Deployment, ranks: RankAgreement
+) -> Replica | FileWeights:
     options, sources = deployment.options, STRATEGIES[deployment.strategy]
     load = models.load if models.has_loaders else None
-    how: dict[str, Any] = {"layout": options.layout, "extra": options.extra}
-    cut = {} if options.layout is None else {"rank": deployment.rank}
-    replica = files = None
-    if "files" in sources:
-        path = deployment.directory if options.store is None else options.store
+    layout_rank = None if options.layout is None else deployment.rank
+    store = deployment.directory if options.store is None else options.store
+    if "publisher" not in sources or ("files" in sources and options.address is None):
         legacy = None
         if "old files" in sources:
-            path = deployment.directory
+            store = deployment.directory
             legacy = {
                 "rank": deployment.global_rank,
                 "legacy_id": deployment.gpu_id,
                 "shared_directory": options.shared_directory,
             }
-        files = FileWeights(
+        return FileWeights(
             models.state,
-            path,
+            store,
             load=load,
             legacy=legacy,
             partial_over=options.partial_over,
-            **how,
-            **cut,
+            layout=options.layout,
+            rank=layout_rank,
+            strict=options.strict,
         )
-    if "publisher" in sources and (files is None or options.address is not None):
-        if options.address is None:
-            raise SpecError(
-                "no address of a publisher; set config.flyweight = {'address': 'unix:DIRECTORY'}, "
-                "or 'tcp://HOST:PORT'"
-            )
-        replica = Replica(
-            models.state if load is None else load,
-            options.address,
-            name=_replica_name(deployment, ranks),
-            rank=rank,
-            num_ranks=ranks.num_ranks,
-            layout_rank=None if options.layout is None else deployment.rank,
-            framework="paddle",
-            device=sys.modules["paddle"].get_device(),
-            token=options.secret(),
-            curve=options.curve(),
-            **how,
+    if options.address is None:
+        raise SpecError(
+            "no address of a publisher; set config.flyweight = {'address': 'unix:DIRECTORY'}, or "
+            "'tcp://HOST:PORT'"
         )
-    return replica, files
+    if options.partial_over is not None:
+        raise SpecError(
+            f"partial_over={options.partial_over} is for files, and a publisher at "
+            f"{options.address} has every parameter; leave one of them out"
+        )
+    group = None
+    if ranks.num_ranks > 1:
+        group = default_group() if deployment.group is None else deployment.group
+    tls = options.tls()
+    return Replica(
+        models.state if load is None else load,
+        options.address,
+        name=_replica_name(deployment, ranks),
+        token=options.secret(),
+        tls=tls,
+        serve=tls is None or tls.certificate is not None,
+        fallback=[store] if "files" in sources else [],
+        layout=options.layout,
+        layout_rank=layout_rank,
+        strict=options.strict,
+        framework="paddle",
+        device=sys.modules["paddle"].get_device(),
+        process_group=group,
+    )
 
 
 def _replica_name(deployment: Deployment, ranks: RankAgreement) -> str:

@@ -52,8 +52,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tags: tuple[Tag, ...] = ()
     may_drain: bool = True
     """Whether running requests are drained; otherwise an engine that has some refuses."""
-    must_verify: bool = False
-    """Whether an update from a source without checksums is refused."""
+    verify: bool = False
+    """Whether an update to a version without checksums is refused."""
     should_abort: bool = False
     """Whether running requests are aborted instead of finished."""
     timeout_seconds: float = 60.0

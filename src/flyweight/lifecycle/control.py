@@ -49,7 +49,7 @@ class RequestOptions(TypedDict, total=False):
     version: int | None
     tags: Sequence[str]
     may_drain: bool
-    must_verify: bool
+    verify: bool
     should_abort: bool
     should_resume: bool
     timeout_seconds: float
@@ -108,7 +108,7 @@ class Control:
             version: the version for UPDATE or RESTORE; None for a newer one.
             tags: what to CLEAR or RESTORE ("weights", "kv_cache"); () for all.
             may_drain: whether running requests are drained; otherwise an engine with some refuses.
-            must_verify: refuse an update from a source without checksums.
+            verify: refuse an update to a version without checksums.
             should_abort: abort running requests at a PAUSE.
             should_resume: serve afterwards.
             timeout_seconds: for the whole operation.

@@ -55,7 +55,7 @@ class Operations:
             raise SpecError(
                 f"the engine has {ranks.num_ranks} ranks and its weights come for "
                 f"{weights.num_ranks}; give the replicas of all ranks one name: "
-                f"Replica(..., name=, rank=, num_ranks={ranks.num_ranks})"
+                f"Replica(..., name=, rank=, world_size={ranks.num_ranks})"
             )
         self._weights, self._observe = weights, observe
         wants = {"should_serve": should_serve, "is_serving": is_serving}
@@ -200,7 +200,7 @@ class Operations:
         version: int | None = None,
         *,
         may_drain: bool = True,
-        must_verify: bool = False,
+        verify: bool = False,
         is_restore: bool = False,
         timeout_seconds: float = 60.0,
         is_over: Callable[[], bool] = lambda: False,
@@ -218,7 +218,7 @@ class Operations:
         Args:
             version: the version to load; None for the next newer one.
             may_drain: whether running requests are drained; otherwise they refuse the update.
-            must_verify: refuse a source without checksums.
+            verify: refuse a version without checksums.
             is_restore: ranks that hold a version keep it.
             timeout_seconds: for the whole operation.
             is_over: checked while waiting; True ends the wait early, after the source's `wake`.
@@ -235,7 +235,7 @@ class Operations:
                     timeout_seconds=timeout_seconds,
                     is_over=is_over,
                     may_keep=committed[0] is None or committed != self._answered,
-                    must_verify=must_verify,
+                    verify=verify,
                 ),
                 deadline=deadline,
                 before=lambda: None,

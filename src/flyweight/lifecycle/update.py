@@ -120,8 +120,6 @@ class Update:
 
     def _begin(self, found: int) -> None:
         """Pause this rank for version `found`, before the first byte is written on any rank."""
-        if self.is_begun:
-            raise LifecycleError(f"version {found} was begun after another attempt had ended")
         if not self.options.is_requested:
             self.deadline = monotonic() + ROUND_SECONDS
         self.before()

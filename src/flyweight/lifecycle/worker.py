@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from time import monotonic
 
-from flyweight.errors import FlyweightError, LifecycleError, SpecError, TransferTimeout
+from flyweight.errors import FlyweightError, LifecycleError, PeerLost, SpecError, TransferTimeout
 from flyweight.events import announce
 from flyweight.lifecycle.cell import Cell, RankRecord, Request
 from flyweight.lifecycle.operations import Operations
@@ -98,12 +97,6 @@ class Worker:
         except BaseException:
             self._cell.close()
             raise
-
-    @property
-    def machine(self) -> Operations:
-        """The old name of `operations`, for one more release."""
-        warnings.warn("Worker.machine is now Worker.operations", DeprecationWarning, stacklevel=2)
-        return self.operations
 
     def _continue_after_restart(self, last: RankRecord | None) -> None:
         """Continue with the record of this rank's previous process, if there was one."""
@@ -201,7 +194,7 @@ class Worker:
                 operations.update(
                     request.version,
                     may_drain=request.may_drain,
-                    must_verify=request.must_verify,
+                    verify=request.verify,
                     timeout_seconds=_left(request),
                     is_over=self._is_over.is_set,
                 )
@@ -242,9 +235,8 @@ class Worker:
             except FlyweightError as error:
                 self._last_problem = str(error)
                 self.write_record()
-                if (
-                    self.operations.state is State.SERVING
-                ):  # do not pause a serving engine again and again
+                # Do not pause a serving engine again and again; a lost source pauses nothing.
+                if self.operations.state is State.SERVING and not isinstance(error, PeerLost):
                     rest_seconds = min(2 * rest_seconds, _FOLLOW_SECONDS)
                 self._is_over.wait(rest_seconds)
 

@@ -108,7 +108,7 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             version=self.version_number,
             tags=tags_named(self.tags) if self.tags else request.tags,
             may_drain=one_of(WhenServing, self.when_serving, "when_serving") is WhenServing.DRAIN,
-            must_verify=self.verify_checksum,
+            verify=self.verify_checksum,
             timeout_seconds=self.timeout,
         )
 
