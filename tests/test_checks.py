@@ -7,7 +7,6 @@ import pytest
 
 from flyweight.checks import (
     check_memory_bytes,
-    check_ranks,
     check_seconds,
     check_threads,
     check_version,
@@ -63,9 +62,3 @@ def test_a_value_that_is_none_of_an_enum_is_answered_with_all_of_them():
     assert one_of(Colour, "red", "colour") is Colour.RED
     with pytest.raises(SpecError, match="colour is 'green', expected 'red' or 'blue'"):
         one_of(Colour, "green", "colour")
-
-
-@pytest.mark.parametrize(("rank", "num_ranks"), [(0, None), (None, 2), (None, None)])
-def test_a_rank_and_the_number_of_ranks_come_together(rank, num_ranks):
-    with pytest.raises(SpecError, match=f"rank is {rank} and num_ranks is {num_ranks}; give both"):
-        check_ranks(rank, num_ranks)

@@ -60,10 +60,3 @@ def test_a_refusal_of_the_operating_system_keeps_its_number_in_another_process(a
 def test_only_our_own_errors_are_made_by_name(kind, made):
     error = errors.error_named(kind, "full")
     assert (type(error), str(error)) == (type(made), str(made))
-
-
-def test_ranks_are_listed_in_order_and_the_rest_is_counted():
-    assert errors.ranks_listed([3]) == "rank 3"
-    assert errors.ranks_listed({10, 2}) == "ranks 2, 10"
-    assert errors.ranks_listed(range(1, 13)) == "ranks 1, 2, 3, 4, 5 and 7 more"
-    assert errors.listed_by_value({0: 5, 1: 6, 2: 6}) == "5 on rank 0, 6 on ranks 1, 2"

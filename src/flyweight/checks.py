@@ -9,7 +9,6 @@ from typing import TypeVar
 from flyweight.errors import SpecError
 
 MIN_MEMORY_BYTES = 1 << 20
-MAX_RANKS = 1 << 16
 _MAX_SECONDS = 1e6  # what a system's clock can wait for
 
 EnumT = TypeVar("EnumT", bound=Enum)
@@ -55,17 +54,6 @@ def one_of(kind: type[EnumT], value: str, what: str) -> EnumT:
     except ValueError:
         names = " or ".join(repr(each.value) for each in kind)
         raise SpecError(f"{what} is {value!r}, expected {names}") from None
-
-
-def check_ranks(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
-    """Return a rank and the number of ranks; raise SpecError unless the rank is one of them."""
-    if rank is None or num_ranks is None:
-        raise SpecError(f"rank is {rank!r} and num_ranks is {num_ranks!r}; give both")
-    if type(num_ranks) is not int or not 1 <= num_ranks <= MAX_RANKS:
-        raise SpecError(f"num_ranks is {num_ranks!r}, expected 1 to {MAX_RANKS}")
-    if type(rank) is not int or not 0 <= rank < num_ranks:
-        raise SpecError(f"rank is {rank!r}, expected 0 to {num_ranks - 1}")
-    return rank, num_ranks
 
 
 def check_text(name: str, text: object, *, is_secret: bool = False) -> None:

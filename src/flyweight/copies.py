@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from flyweight.cuda import driver
-from flyweight.cuda.copies import LAUNCH_BYTES, Copier, tensor_at
+from flyweight.cuda.copies import Copier, tensor_at
 from flyweight.cuda.copy_tasks import run_bytes
 from flyweight.cuda.digest_kernel import DeviceDigests
 from flyweight.digest import SMALL_BYTES, Digest, DigestKind, Words, short_digests, small_digests
@@ -59,28 +59,22 @@ class SmallBlocks:
     def __len__(self) -> int:
         return len(self._address)
 
-    def run(
-        self, deadline: float, on_progress: Callable[[int], None], *, should_hash: bool
-    ) -> tuple[Words, float]:
-        """Copy the blocks; return the hash of each if it should, and the seconds that took.
+    def run(self, deadline: float, *, should_hash: bool) -> Words:
+        """Copy the blocks; return the hash of each if it should.
 
         Blocks without a source are only hashed.
         """
         hashes: Words = np.zeros(len(self), np.uint64)
-        spent = 0.0
         for first, end in self._batches:
             check_time(deadline, len(self))
             # Objects for one batch, not for all blocks: those would take megabytes all the time.
             sinks, sizes = self._address[first:end].tolist(), self._nbytes[first:end].tolist()
             if self._source is not None:
                 deque(map(ctypes.memmove, sinks, self._source[first:end].tolist(), sizes), maxlen=0)
-                on_progress(sum(sizes))
             if should_hash:
-                started = perf_counter()
                 found = map(xxhash.xxh3_64_intdigest, self._views(sinks, sizes))
                 hashes[first:end] = np.fromiter(found, np.uint64, end - first)
-                spent += perf_counter() - started
-        return hashes, spent
+        return hashes
 
     def _views(self, addresses: list[int], sizes: list[int]) -> list[Any]:
         view_at = self._view_at
@@ -98,23 +92,11 @@ class BufferCopies:
 
     sink: BufferTable
     source: BufferTable
-    region: Integers
-    """The number of the digest that the bytes of each row belong to."""
-    offset: Integers
-    """Where the bytes start in what is digested, in row-major order and without a gap."""
-
-    @classmethod
-    def whole(cls, sink: BufferTable, source: BufferTable, region: Integers) -> BufferCopies:
-        """Return copies of whole regions."""
-        return cls(sink, source, region, np.zeros_like(region))
-
-    def __len__(self) -> int:
-        return len(self.region)
+    number: Integers
+    """The number of the digest of each row's bytes."""
 
     def take(self, rows: NDArray[Any]) -> BufferCopies:
-        return BufferCopies(
-            self.sink.take(rows), self.source.take(rows), self.region[rows], self.offset[rows]
-        )
+        return BufferCopies(self.sink.take(rows), self.source.take(rows), self.number[rows])
 
 
 @dataclass(frozen=True)
@@ -123,17 +105,19 @@ class _Chunk:
 
     sink: Items
     source: Items | None
-    region: int
+    number: int
+    """Of the digest that its bytes belong to."""
     offset: int
+    """Where they start there, in row-major order."""
 
 
-def _chunks(region: int, offset: int, sink: Buffer, source: Buffer | None) -> list[_Chunk]:
+def _chunks(number: int, sink: Buffer, source: Buffer | None) -> list[_Chunk]:
     width, shape = sink.item_bytes, sink.shape
     if not sink.nbytes:
         return []
     flat, flat_source = sink.flat(), None if source is None else source.flat()
     if flat is not None and (source is None or flat_source is not None):
-        return _flat_chunks(region, offset, flat, flat_source)
+        return _flat_chunks(number, flat, flat_source)
     strides = [width * each for each in strides_of(shape)]
     found = []
     for box in blocks(shape, max(_CHUNK_BYTES // width, 1)):
@@ -142,19 +126,18 @@ def _chunks(region: int, offset: int, sink: Buffer, source: Buffer | None) -> li
             _Chunk(
                 sink.block(box).items(),
                 None if source is None else source.block(box).items(),
-                region,
-                offset + at,
+                number,
+                at,
             )
         )
     return found
 
 
-def _flat_chunks(region: int, offset: int, sink: Bytes, source: Bytes | None) -> list[_Chunk]:
+def _flat_chunks(number: int, sink: Bytes, source: Bytes | None) -> list[_Chunk]:
     """Cut bytes where the rows of digests end, so that each row is in one chunk."""
-    first = _CHUNK_BYTES - offset % _CHUNK_BYTES
-    cuts = [0, *range(first, len(sink), _CHUNK_BYTES), len(sink)]
+    cuts = [*range(0, len(sink), _CHUNK_BYTES), len(sink)]
     return [
-        _Chunk(sink[a:b], None if source is None else source[a:b], region, offset + a)
+        _Chunk(sink[a:b], None if source is None else source[a:b], number, a)
         for a, b in pairwise(cuts)
     ]
 
@@ -189,34 +172,21 @@ def _run_chunks(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadli
 class PreparedCopies:
     """Copies that run again in every round."""
 
-    def __init__(
-        self,
-        copies: BufferCopies,
-        copiers: Copiers,
-        region_bytes: Integers,
-        *,
-        is_bucket: bool = False,
-    ) -> None:
-        """Prepare copies; `region_bytes` has the size of each region that they belong to."""
+    def __init__(self, copies: BufferCopies, copiers: Copiers) -> None:
         sink, source = copies.sink, copies.source
         is_host = (sink.device == HOST) & (source.device == HOST)
         is_small = is_host & sink.is_contiguous & source.is_contiguous
-        is_small &= (sink.nbytes <= SMALL_BYTES) & (sink.nbytes == region_bytes[copies.region])
+        is_small &= sink.nbytes <= SMALL_BYTES
         small = copies.take(is_small)
-        self.small_regions = small.region
-        """The regions whose bytes come in one small contiguous copy each."""
+        self.small = small.number
+        """The numbers of what is small and contiguous."""
         self._small = SmallBlocks(small.sink, small.source)
         self._chunks = [
             chunk
             for row in np.flatnonzero(is_host & ~is_small).tolist()
-            for chunk in _chunks(
-                int(copies.region[row]),
-                int(copies.offset[row]),
-                sink.buffer(row),
-                source.buffer(row),
-            )
+            for chunk in _chunks(int(copies.number[row]), sink.buffer(row), source.buffer(row))
         ]
-        self._on_devices = copiers.prepare(copies.take(~is_host), is_bucket=is_bucket)
+        self._on_devices = copiers.prepare(copies.take(~is_host))
         self._is_started = False
         self._kept: BufferCopies | None = copies  # chunks do not own their memory, tables do
 
@@ -237,37 +207,30 @@ class PreparedCopies:
         *,
         hashes: Words | None = None,
         running: Mapping[int, Digest] | None = None,
-        on_progress: Callable[[int], None] = lambda nbytes: None,
-    ) -> float:
-        """Copy everything; return the seconds of it that went into digests.
+    ) -> None:
+        """Copy everything, and digest what arrived on the host where it was written.
 
-        Copied bytes are read back from the destination. `hashes` takes the XXH3 of each of
-        `small_regions`; chunks of other regions are added to the digest in `running`, if there is
-        one. `on_progress` is called with the bytes that the host has copied.
+        `hashes` takes the XXH3 of each of `small`; other bytes are added to their digest in
+        `running`, if there is one.
         """
-        spent: list[float] = []
 
         def work(chunk: _Chunk) -> None:
             assert chunk.source is not None
             np.copyto(chunk.sink, chunk.source)
-            on_progress(chunk.sink.nbytes)
-            digest = None if running is None else running.get(chunk.region)
+            digest = None if running is None else running.get(chunk.number)
             if digest is not None:
-                started = perf_counter()
                 digest.add(chunk.offset, _bytes(chunk.sink))
-                spent.append(perf_counter() - started)
 
         if not self._is_started:
             self.start()
         self._is_started = False
         if self._chunks:
             _run_chunks(self._chunks, work, deadline)
-        found, seconds = self._small.run(deadline, on_progress, should_hash=hashes is not None)
+        found = self._small.run(deadline, should_hash=hashes is not None)
         if hashes is not None:
-            hashes[self.small_regions] = found
+            hashes[self.small] = found
         for each in self._on_devices:
             each.wait(deadline)
-        return seconds + sum(spent) / (_num_threads(self._chunks) if spent else 1)
 
     def close(self) -> None:
         """Free what was prepared; an error's traceback that still has it keeps no memory alive."""
@@ -280,9 +243,7 @@ class PreparedCopies:
 class PreparedDeviceCopies:
     """Prepared copies from or to one device."""
 
-    def __init__(
-        self, device: int, copier: Copier, copies: BufferCopies, *, is_bucket: bool
-    ) -> None:
+    def __init__(self, device: int, copier: Copier, copies: BufferCopies) -> None:
         self._device, self._copier = device, copier
         sink, source = copies.sink, copies.source
         is_strided = (sink.device == source.device) & (sink.nbytes > _RUN_BYTES)
@@ -290,10 +251,8 @@ class PreparedDeviceCopies:
         rows = np.flatnonzero(is_strided).tolist()
         self.strided = [(tensor_at(sink.buffer(n)), tensor_at(source.buffer(n))) for n in rows]
         """Copies by torch: the driver would split them into tiny runs."""
-        # A bucket is small: to queue each of its copies takes longer than to run one kernel.
-        most = 1 << 62 if is_bucket else LAUNCH_BYTES
         plain = copies.take(~is_strided)
-        self._table = copier.table(plain.sink, plain.source, launch_bytes=most)
+        self._table = copier.table(plain.sink, plain.source)
 
     def start(self) -> None:
         self._copier.run(self._table)
@@ -310,29 +269,21 @@ class PreparedDeviceCopies:
 
 
 class Copiers:
-    """The copiers of each device, made when they are first needed.
-
-    Buckets alternate between two, so that one can be waited for while the next is copied.
-    """
+    """The copiers of each device, made when they are first needed."""
 
     def __init__(self) -> None:
-        self._copiers: dict[tuple[int, int], Copier] = {}
-        self._turn = 0
+        self._copiers: dict[int, Copier] = {}
 
-    def prepare(self, copies: BufferCopies, *, is_bucket: bool) -> list[PreparedDeviceCopies]:
+    def prepare(self, copies: BufferCopies) -> list[PreparedDeviceCopies]:
         """Group copies by the device that runs them: the sink's device if it has one."""
-        self._turn ^= 1
         sink, source = copies.sink.device, copies.source.device
         on = np.where(sink == HOST, source, sink)
         found = []
         for device in np.unique(on).tolist():
-            key = device, self._turn if is_bucket else 0
-            if key not in self._copiers:
-                self._copiers[key] = Copier(device)
+            if device not in self._copiers:
+                self._copiers[device] = Copier(device)
             some = copies.take(on == device)
-            found.append(
-                PreparedDeviceCopies(device, self._copiers[key], some, is_bucket=is_bucket)
-            )
+            found.append(PreparedDeviceCopies(device, self._copiers[device], some))
         return found
 
     def close(self) -> None:
@@ -356,7 +307,7 @@ class PreparedDigests:
         self._chunks = [
             chunk
             for row in self._large.tolist()
-            for chunk in _chunks(row, 0, memory.buffer(row), None)
+            for chunk in _chunks(row, memory.buffer(row), None)
         ]
         self._on_devices: list[tuple[Integers, DeviceDigests]] = []
         for device in np.unique(memory.device[~is_host]).tolist():
@@ -380,13 +331,13 @@ class PreparedDigests:
         if self._chunks:
             _run_chunks(
                 self._chunks,
-                lambda chunk: running[chunk.region].add(chunk.offset, _bytes(chunk.sink)),
+                lambda chunk: running[chunk.number].add(chunk.offset, _bytes(chunk.sink)),
                 deadline,
             )
         for row, each in running.items():
             found[row] = each.value()
         if kind == "xxh3":
-            hashes, _ = self._hashed.run(deadline, lambda nbytes: None, should_hash=True)
+            hashes = self._hashed.run(deadline, should_hash=True)
             found[self._flat] = short_digests(sizes[self._flat], hashes)
         else:
             found[self._flat] = small_digests(self._hashed.bytes(), kind)

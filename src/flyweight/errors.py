@@ -25,7 +25,7 @@ FlyweightError
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 
 class FlyweightError(Exception):
@@ -117,21 +117,6 @@ def listed(names: Collection[str]) -> str:
     """Return the first five of `names`, quoted, and the number of the rest."""
     head = ", ".join(repr(name) for name in sorted(names)[:5])
     return head if len(names) <= 5 else f"{head} and {len(names) - 5} more"
-
-
-def ranks_listed(ranks: Collection[int]) -> str:
-    """Return 'rank 3', or 'ranks 1, 2, 3, 4, 5 and 7 more'."""
-    head = ", ".join(str(rank) for rank in sorted(ranks)[:5])
-    more = f" and {len(ranks) - 5} more" if len(ranks) > 5 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {head}{more}"
-
-
-def listed_by_value(values: Mapping[int, object]) -> str:
-    """Return the values of ranks, each with the ranks that have it: '5 on rank 0, 6 on rank 1'."""
-    ranks: dict[object, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {ranks_listed(found)}" for value, found in ranks.items())
 
 
 def error_named(kind: str, text: str) -> FlyweightError:

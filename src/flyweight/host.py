@@ -48,23 +48,6 @@ def location() -> str:
     return f"{network} {socket.gethostname()}"
 
 
-def birth_of(pid: int | None = None) -> tuple[int, int] | None:
-    """Return a process's id and its start in clock ticks since boot, or None if it is not visible.
-
-    This process by default. A process that gets the same id later has another start. A process in a
-    container has one id inside and another outside: its own, from the inside, is returned.
-    """
-    at = "/proc/self" if pid is None else f"/proc/{pid}"
-    try:
-        with open(f"{at}/stat", encoding="utf-8", errors="replace") as file:
-            started = int(file.read().rpartition(")")[2].split()[19])
-        with open(f"{at}/status", encoding="utf-8", errors="replace") as file:
-            numbers = [line.split()[-1] for line in file if line.startswith("NSpid:")]
-        return int(numbers[0]), started
-    except (OSError, IndexError, ValueError):
-        return None
-
-
 def opened(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file and return its descriptor, with a raised limit on open files if necessary."""
     try:
@@ -123,13 +106,13 @@ def exposure(found: os.stat_result, *, bits: int = 0o077) -> str:
     return f"is of user {found.st_uid} with mode {mode:o}"
 
 
-def locked(file: int, offset: int, nbytes: int, *, is_shared: bool = False) -> bool:
+def locked(file: int, offset: int, nbytes: int) -> bool:
     """Lock a range of bytes (0 for all); return False if another open file holds a lock there.
 
     The lock belongs to the open file description: it ends with the last process that holds it, also
     if that is killed, and a forked child's close does not end it.
     """
-    return _lock_call(file, _F_OFD_SETLK, offset, nbytes, is_shared=is_shared) is not None
+    return _lock_call(file, _F_OFD_SETLK, offset, nbytes) is not None
 
 
 def locked_bytes(file: int, offset: int) -> int | None:
@@ -144,13 +127,10 @@ def locked_bytes(file: int, offset: int) -> int | None:
     return None if kind == fcntl.F_UNLCK else int(nbytes)
 
 
-def _lock_call(
-    file: int, call: int, offset: int, nbytes: int, *, is_shared: bool = False
-) -> bytes | None:
+def _lock_call(file: int, call: int, offset: int, nbytes: int) -> bytes | None:
     """Return the kernel's answer, or None if another open file holds the lock."""
-    kind = fcntl.F_RDLCK if is_shared else fcntl.F_WRLCK
     try:
-        return fcntl.fcntl(file, call, _LOCK.pack(kind, os.SEEK_SET, offset, nbytes, 0))
+        return fcntl.fcntl(file, call, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, nbytes, 0))
     except OSError as cause:
         if cause.errno in (errno.EAGAIN, errno.EACCES):
             return None

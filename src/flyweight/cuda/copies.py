@@ -36,7 +36,7 @@ _NUM_STREAMS = 8
 _PIECE_BYTES = 256 << 20  # small enough that one huge tensor keeps all streams busy
 _NOT_READY = 600
 _HOST, _DEVICE = 1, 2
-LAUNCH_BYTES = 32 << 20
+_LAUNCH_BYTES = 32 << 20
 """Copies of this size and more are as fast by the driver as by the kernel."""
 
 
@@ -163,16 +163,14 @@ class Copier:
         finally:
             self._pop(self._popped)
 
-    def table(
-        self, sink: BufferTable, source: BufferTable, *, launch_bytes: int = LAUNCH_BYTES
-    ) -> CopyTable:
+    def table(self, sink: BufferTable, source: BufferTable) -> CopyTable:
         """Return a table of copies, from each row of `source` to that of `sink`, for `run`.
 
-        One launch of a kernel makes those of less than `launch_bytes` that are contiguous: for
-        thousands of small tensors, many times faster than queueing each one. A table takes 24
-        bytes of device memory per 128 KiB until `free_table`. Raises as `copy` does.
+        One launch of a kernel makes the small ones that are contiguous: for thousands of tensors,
+        many times faster than queueing each one. A table takes 24 bytes of device memory per
+        128 KiB until `free_table`. Raises as `copy` does.
         """
-        is_flat = kernel_rows(sink, source, self._device, launch_bytes)
+        is_flat = kernel_rows(sink, source, self._device, _LAUNCH_BYTES)
         left = np.flatnonzero(~is_flat & (sink.nbytes > 0))
         rest = tuple((sink.buffer(row), source.buffer(row)) for row in left.tolist())
         for pair in rest:

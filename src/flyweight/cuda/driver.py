@@ -51,7 +51,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuGetErrorString": (c_int, c_void_p),
     "cuDeviceGetCount": (c_void_p,),
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
-    "cuDeviceCanAccessPeer": (c_void_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (c_void_p,),
@@ -188,14 +187,6 @@ def device_named(name: str) -> int | None:
     return next((device for device in range(num_devices()) if uuid(device) == name), None)
 
 
-def can_access_peer(device: int, other: int) -> bool:
-    """True if kernels and copies of `device` reach the memory of `other` directly."""
-    _init()
-    answer = c_int()
-    call("cuDeviceCanAccessPeer", byref(answer), device, other)
-    return bool(answer.value)
-
-
 def synchronize(device: int, timeout_seconds: float) -> None:
     """Wait until everything that this process has queued on the device, on any stream, is done.
 
@@ -266,7 +257,6 @@ class Allocation:
     can_ipc: bool
     can_export: bool
     is_managed: bool
-    is_pooled: bool
 
 
 def allocation_at(device: int, address: int) -> Allocation:
@@ -286,7 +276,7 @@ def allocation_at(device: int, address: int) -> Allocation:
                 _attribute(address, _MAPPING_BYTES, c_size_t()),
                 _attribute(address, _BLOCK_ID, c_uint64()),
             )
-    return Allocation(*place, can_ipc, is_fd and not pool, is_managed, bool(pool))
+    return Allocation(*place, can_ipc, is_fd and not pool, is_managed)
 
 
 def _attribute(address: int, attribute: int, value: Any) -> int:

@@ -46,7 +46,7 @@ from flyweight.live.messages import (
 )
 from flyweight.live.plan import Plan, Stream
 from flyweight.live.publish_id import PublishId
-from flyweight.memory import Buffer, Bytes
+from flyweight.memory import Bytes
 from flyweight.memory_table import BufferTable, Integers
 from flyweight.transports.address import (
     Address,
@@ -57,8 +57,8 @@ from flyweight.transports.address import (
     this_host,
 )
 from flyweight.transports.channel import Channel, Message, introduce
-from flyweight.transports.device_segments import open_segment
-from flyweight.transports.segments import Segment, map_segment, mapped_rows
+from flyweight.transports.device_segments import open_segments
+from flyweight.transports.segments import Segment, mapped_rows
 from flyweight.transports.tls import Tls, TlsWire
 from flyweight.transports.wire import Wire
 
@@ -339,15 +339,5 @@ def _mapped(
     layout: Layout, files: Sequence[int], shape: Integers, item_bytes: Integers
 ) -> BufferTable:
     """Map the segments of a holder, and return where its blocks lie in them."""
-    mapped: list[Bytes | Buffer] = []
-    coming = list(files)
-    needed = sum(1 if isinstance(each, int) else each.num_files for each in layout.segments)
-    if len(coming) != needed:
-        raise TransportError(f"{len(coming)} files came for segments that need {needed}")
-    for each in layout.segments:
-        if isinstance(each, int):
-            mapped.append(map_segment(coming.pop(0), nbytes=each))
-        else:
-            own, coming = coming[: each.num_files], coming[each.num_files :]
-            mapped.append(open_segment(each, own))
+    mapped = open_segments(layout.segments, files)
     return mapped_rows(layout.places, mapped, shape, item_bytes)

@@ -39,8 +39,8 @@ class RowCopies:
         self._sink, self._nbytes, self._copiers = sink, sink.nbytes, Copiers()
         is_cast = np.zeros(len(sink), bool) if cast is None else cast[:, 0] >= 0
         plain = np.flatnonzero(~is_cast)
-        copies = BufferCopies.whole(sink.take(plain), source.take(plain), plain)
-        self._prepared = PreparedCopies(copies, self._copiers, self._nbytes)
+        copies = BufferCopies(sink.take(plain), source.take(plain), plain)
+        self._prepared = PreparedCopies(copies, self._copiers)
         self._casts: list[PreparedCasts | _DeviceCasts | _BouncedCasts] = []
         if cast is not None and is_cast.any():
             self._casts = _prepared_casts(sink, source, cast)
@@ -50,7 +50,7 @@ class RowCopies:
         """The time of the last run for digests that were not computed while it copied."""
         is_last = doubles(sink) | is_cast  # digested after everything has arrived
         is_small = np.zeros(len(sink), bool)
-        is_small[self._prepared.small_regions] = True
+        is_small[self._prepared.small] = True
         self._small = np.flatnonzero(is_small & ~is_last)
         self._large = np.flatnonzero(~is_small & ~is_last).tolist()
         self._last = np.flatnonzero(is_last)
@@ -194,8 +194,8 @@ class _BouncedCasts:
         self._scratch, self._copiers = _Scratch(source, before, after), Copiers()
         self._copies = []
         for rows, table, _ in self._scratch.batches:
-            copies = BufferCopies.whole(sink.take(rows), table, np.arange(len(rows)))
-            self._copies.append(PreparedCopies(copies, self._copiers, table.nbytes))
+            copies = BufferCopies(sink.take(rows), table, np.arange(len(rows)))
+            self._copies.append(PreparedCopies(copies, self._copiers))
 
     def run(self, deadline: float) -> Integers:
         found = []

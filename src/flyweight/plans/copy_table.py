@@ -111,13 +111,6 @@ class BoxTable:
     def box(self, row: int) -> Box:
         return Box(tuple(self.offset[row].tolist()), tuple(self.shape[row].tolist()))
 
-    def is_same(self, other: BoxTable) -> bool:
-        """True if the other table has the same rows."""
-        return all(
-            np.array_equal(getattr(self, name), getattr(other, name))
-            for name in ("tensor", "offset", "shape")
-        )
-
     def widened(self, num_dims: int) -> BoxTable:
         """Return the same boxes with leading dims of size 1 added, up to this number of dims."""
         extra = num_dims - self.num_dims
@@ -173,23 +166,15 @@ class CopyTable:
     """Counted from the corner of the source's and the sink's box."""
     shape: Integers
 
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @cached_property
-    def num_items(self) -> Integers:
-        found: Integers = self.shape.prod(axis=1, dtype=np.int64)
-        return found
-
 
 def plan_copies(
     sources: BoxTable,
     sinks: BoxTable,
     names: Sequence[str],
     *,
-    source_ranks: Integers | None = None,
-    source_places: Integers | None = None,
-    sink_places: Integers | None = None,
+    source_ranks: Integers,
+    source_places: Integers,
+    sink_places: Integers,
 ) -> CopyTable:
     """Return the copies that fill every sink box; raise PlanError if some item cannot come.
 
@@ -197,16 +182,14 @@ def plan_copies(
     one on the sink's own place is taken; of those that are left, the one on the rank that has the
     fewest items to send. The same tables always give the same copies.
 
-    source_ranks: the rank that holds each source box; otherwise a tensor's first box is on
-    rank 0, its second on rank 1 and so on.
-    source_places, sink_places: the device of each box, as a number; both or neither.
+    source_ranks: the rank that holds each source box.
+    source_places, sink_places: the device of each box, as a number.
     """
     num_dims = max(sources.num_dims, sinks.num_dims)
     sources, sinks = sources.widened(num_dims), sinks.widened(num_dims)
     _check_pairs(sources, sinks, names)
     fills = _all_fills(sources, sinks, names)
-    ranks = _turns(sources, len(names)) if source_ranks is None else source_ranks
-    chosen = _chosen_sources(fills, ranks, source_places, sink_places)
+    chosen = _chosen_sources(fills, source_ranks, source_places, sink_places)
     if not fills:
         none, empty = np.empty(0, np.int64), np.empty((0, num_dims), np.int64)
         return CopyTable(none, none, empty, empty, empty)
@@ -285,14 +268,6 @@ def _is_alike(boxes: BoxTable, rows: Integers) -> NDArray[np.bool_]:
     return found
 
 
-def _turns(boxes: BoxTable, num_tensors: int) -> Integers:
-    """Return the position of each box among those of its tensor."""
-    order, first, counts = boxes.rows_of(num_tensors)
-    turns = np.empty(len(order), np.int64)
-    turns[order] = np.arange(len(order)) - np.repeat(first, counts)
-    return turns
-
-
 @dataclass(frozen=True, eq=False)
 class _Fill:
     """Boxes that sinks want, of tensors that are cut alike, and the sources that hold each."""
@@ -348,10 +323,7 @@ def _fills(route: Route, held: Integers, taken: Integers) -> Iterator[_Fill]:
 
 
 def _chosen_sources(
-    fills: Sequence[_Fill],
-    ranks: Integers,
-    source_places: Integers | None,
-    sink_places: Integers | None,
+    fills: Sequence[_Fill], ranks: Integers, source_places: Integers, sink_places: Integers
 ) -> list[Integers]:
     """Return the source of each tensor of each fill."""
     loads = np.zeros(int(ranks.max(initial=0)) + 1, np.int64)
@@ -365,10 +337,9 @@ def _chosen_sources(
     several.sort(key=lambda number: -int(fills[number].num_items[0]))
     for number in several:  # the largest first: small ones make even what is left
         fill = fills[number]
-        holders = ranks[fill.held]
-        if source_places is not None and sink_places is not None:
-            is_near = source_places[fill.held] == sink_places[fill.taken][:, None]
-            holders = np.where(is_near | ~is_near.any(axis=1, keepdims=True), holders, -1)
+        is_near = source_places[fill.held] == sink_places[fill.taken][:, None]
+        is_open = is_near | ~is_near.any(axis=1, keepdims=True)
+        holders = np.where(is_open, ranks[fill.held], -1)
         signatures = np.zeros(len(holders), np.uint64)
         for column in holders.T:
             signatures = _mixed(signatures + column.astype(np.uint64))

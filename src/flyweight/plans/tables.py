@@ -93,44 +93,9 @@ class Boxes(Table, frozen=True):
         return found
 
 
-def received_boxes(sent: Boxes | None, whole: BoxTable) -> BoxTable:
-    """Return boxes that were sent; None is one box for each tensor, which is all of it."""
-    return whole if sent is None else sent.table(whole)
-
-
-class Places(Table, frozen=True):
-    """Where a replica can map some of the publisher's blocks; strides are in bytes."""
-
-    num_dims: int
-    source: bytes
-    """The number of each block."""
-    handle: bytes
-    """The index of its memory in the list of handles."""
-    start: bytes
-    """The byte of that memory at which its first item starts."""
-    strides: bytes
-
-
-class Pieces(Table, frozen=True):
-    """The contents of buckets: items of the publisher's blocks, in row-major order."""
-
-    num_dims: int
-    bucket: bytes
-    source: bytes
-    offset: bytes
-    shape: bytes
-    at: bytes
-    """The byte of its bucket at which each piece starts."""
-
-
 def packed(table: Integers | Sequence[int]) -> bytes:
     """Return numbers as bytes of a message."""
     return np.ascontiguousarray(table, "<i8").tobytes()
-
-
-def packed_columns(num_columns: int, tables: Sequence[tuple[Integers, ...]]) -> list[bytes]:
-    """Return the columns of tables that follow each other, as bytes of a message."""
-    return [b"".join(packed(each[n]) for each in tables) for n in range(num_columns)]
 
 
 def numbers(data: bytes, num_columns: int | None = None) -> Integers:
