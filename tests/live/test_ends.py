@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from child_processes import LIMIT, until
+from child_processes import LIMIT, run_python, until
 from flyweight.errors import FlyweightError, TransportError, VersionError
 from flyweight.live import Publisher
 from live.live_processes import TOKEN, at, free_address, once
@@ -167,3 +167,21 @@ def test_an_object_of_a_forked_parent_is_refused_in_the_child(pair):
         os._exit(refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     check_next_update(source, weights, (sink, arrays))
+
+
+EXITS = """
+import weakref
+from flyweight.live import Replica
+
+class Engine:
+    pass
+
+engine, replicas = Engine(), []
+weakref.finalize(engine, lambda: [(each.wake(), each.close()) for each in replicas])
+replicas.append(Replica(dict, "unix:nowhere", framework="numpy"))
+"""
+
+
+def test_a_replica_is_woken_and_closed_by_a_hook_of_an_interpreter_that_exits(tmp_path):
+    done = run_python(EXITS, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")

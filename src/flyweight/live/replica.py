@@ -153,7 +153,8 @@ class Replica:
         self._hearing = threading.Lock()
         """Held by the thread that takes what the publisher sends: an update, or who only looks."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._bell)  # not by close: another thread may ring it
+        # Not by close, nor when the interpreter exits: another thread, or a hook, may ring it.
+        weakref.finalize(self, os.close, self._bell).atexit = False
         self._incoming: Incoming | None = None
         self._progress = 0.0
         """How much of the last update from files is done."""
