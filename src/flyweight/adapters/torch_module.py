@@ -268,8 +268,7 @@ class PlainTensors:
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         found = list({id(each): each for each in tensors}.values())
-        self._groups = [found[n : n + _GROUP] for n in range(0, len(found), _GROUP)]
-        self._numbers = [list(range(len(group))) for group in self._groups]
+        self._groups = [tuple(found[n : n + _GROUP]) for n in range(0, len(found), _GROUP)]
         self._addresses = list(map(_addresses, self._groups))
         kinds: dict[object, object] = {}  # few: no need to keep one for each tensor
         self._layouts = [
@@ -284,10 +283,7 @@ class PlainTensors:
         return self._addresses, self._layouts
 
     def have_same_addresses(self) -> bool:
-        are_at = _address_check() if self._groups else None
-        if are_at is None:
-            return all(map(eq, map(_addresses, self._groups), self._addresses))
-        return all(map(are_at, self._groups, self._addresses, self._numbers))
+        return all(map(eq, map(_addresses, self._groups), self._addresses))
 
     def have_same_layouts(self) -> bool:
         """True if all tensors still have their shapes, strides and dtypes."""
@@ -303,14 +299,6 @@ class PlainTensors:
 
 def _addresses(tensors: Sequence[Any]) -> list[int]:
     return list(map(_torch().Tensor.data_ptr, tensors))
-
-
-@cache
-def _address_check() -> Callable[[list[Any], list[int], list[int]], bool] | None:
-    """Return torch's own function for very many addresses, which builds with CUDA have."""
-    found: Callable[[list[Any], list[int], list[int]], bool] | None
-    found = getattr(_torch()._C, "_tensors_data_ptrs_at_indices_equal", None)
-    return found
 
 
 def _layouts(tensors: Sequence[Any]) -> list[object]:
