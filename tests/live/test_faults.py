@@ -305,8 +305,8 @@ def test_a_replica_that_is_sent_to_its_own_address_goes_elsewhere(pair, monkeypa
     with monkeypatch.context() as patch:
         find = type(sink)._find
 
-        def found(self, *arguments):
-            id, available = find(self, *arguments)
+        def found(self, *arguments, **options):
+            id, available = find(self, *arguments, **options)
             here = self._holder.endpoint
             return id, reader.Available(id, None, {}, (here, *available.holders))
 
@@ -344,7 +344,7 @@ def test_a_segment_that_could_not_be_mapped_is_sent_again(pair, monkeypatch):
     source, weights, sink, arrays = pair("mapped", keep="memory")
     source.publish(1)
     with monkeypatch.context() as patch:
-        patch.setattr(reader, "map_segment", raising(TransportError("no map")))
+        patch.setattr(reader, "open_segments", raising(TransportError("no map")))
         with pytest.raises(TransportError, match="no map"):
             sink.update(timeout_seconds=LIMIT)
     id = PublishId(source.shelf.newest.session, 1)

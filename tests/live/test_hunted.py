@@ -419,8 +419,8 @@ def test_a_version_that_comes_late_has_all_the_time_to_be_fetched(monkeypatch):
     weights, arrays = model(1), model()
     find = Replica._find
 
-    def late(self, session, have, options, deadline):
-        found = find(self, session, have, options, deadline)
+    def late(self, session, have, options, deadline, **more):
+        found = find(self, session, have, options, deadline, **more)
         until(lambda: monotonic() > deadline)
         return found
 

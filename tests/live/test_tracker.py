@@ -315,6 +315,34 @@ def test_an_engine_whose_ranks_have_fetched_everything_is_missing_and_needs_nobo
     assert (tracker.needing(id_(1)), tracker.missing(id_(1))) == ([], ["e"])
 
 
+def test_an_engine_needs_the_trainer_until_each_of_its_ranks_has_asked():
+    """Else the trainer withdraws the version that rank 0 has, before rank 1 asks for it."""
+    tracker = Tracker()
+    for rank in range(2):
+        join(tracker, rank, "e", rank, 2)
+    tracker.wait(0, "k0", None)
+    tracker.announce(id_(1))
+    tracker.staged(0, id_(1))
+    assert tracker.needing(id_(1)) == ["e"]
+    assert holders(tracker, 1, "k1") == []
+    assert tracker.needing(id_(1)) == ["e"]
+    tracker.staged(1, id_(1))
+    assert (tracker.needing(id_(1)), tracker.missing(id_(1))) == ([], ["e"])
+
+
+def test_an_engine_that_has_failed_needs_nobody_though_a_rank_never_asked():
+    tracker = Tracker()
+    for rank in range(3):
+        join(tracker, rank, "e", rank, 3)
+    tracker.announce(id_(1))
+    for rank in range(2):
+        holders(tracker, rank)
+        tracker.staged(rank, id_(1))
+    assert tracker.needing(id_(1)) == ["e"]
+    tracker.done(0, id_(1), Result("e", error="PeerLost: rank 2 is gone"))
+    assert tracker.needing(id_(1)) == []
+
+
 def test_readers_that_were_lost_before_they_were_told_have_no_result():
     tracker = waiting(2)
     tracker.lose(0)
@@ -648,7 +676,8 @@ class Ranks:
         is_missing = None in errors
         assert self.tracker.missing(id_(self.version)) == ["e"] * is_missing
         needs = [rank not in self.complete for rank in self.ended if self.ended[rank] is None]
-        assert self.tracker.needing(id_(self.version)) == ["e"] * any(needs)
+        lacks_one = len(self.ended) == 1 and is_missing
+        assert self.tracker.needing(id_(self.version)) == ["e"] * (any(needs) or lacks_one)
         found = outcomes(self.tracker, id_(self.version))
         if is_missing or not errors:
             assert found == {}

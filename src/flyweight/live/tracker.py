@@ -267,10 +267,24 @@ class Tracker:
         return sorted({name for (name, _), result in ended.items() if result is None})
 
     def needing(self, id: PublishId) -> list[str]:
-        """Return the names of the missing engines with ranks that have not fetched everything."""
-        version = self._version
-        needing = version.ended.keys() - version.staged if id == self._newest else set()
-        return sorted({each[0] for each in needing if version.ended[each] is None})
+        """Return the names of the missing engines that have not fetched everything.
+
+        A rank of theirs has not, or has still to ask for the version while those that did go on.
+        """
+        version, told = self._version, dict[str, list[tuple[str, int]]]()
+        for each in version.ended if id == self._newest else ():
+            told.setdefault(each[0], []).append(each)
+        found = []
+        for name, ranks in told.items():
+            ended = [version.ended[each] for each in ranks]
+            is_staged = version.staged.issuperset(
+                each for each in ranks if version.ended[each] is None
+            )
+            has_failed = any(each is not None and each.error for each in ended)
+            lacks_ranks = len(ranks) < version.num_ranks[name] and not has_failed
+            if None in ended and (lacks_ranks or not is_staged):
+                found.append(name)
+        return sorted(found)
 
     def results(self, id: PublishId) -> list[Result]:
         """Return one result for each engine that was told and is not missing, or was refused."""
