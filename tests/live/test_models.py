@@ -289,3 +289,8 @@ def test_a_model_without_tensors_cannot_be_published():
 def test_a_rank_alone_says_nothing(tmp_path):
     with pytest.raises(SpecError, match="world_size"):
         Replica({"a": np.zeros(3)}, f"unix:{tmp_path}/policy", name="engine", rank=1)
+
+
+def test_ranks_need_a_port_at_which_they_find_each_other():
+    with pytest.raises(SpecError, match="port 0"):
+        Publisher({"a": np.zeros(3)}, ADDRESS, token=TOKEN, rank=1, world_size=2)

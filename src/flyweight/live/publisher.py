@@ -245,6 +245,11 @@ class Publisher:
             )
         if found.num_ranks == 1 and not self._model.names:
             raise SpecError(f"{type(thing).__name__} holds no tensors")
+        if found.num_ranks > 1 and isinstance(self._place, TcpAddress) and not self._place.port:
+            raise SpecError(
+                f"{found.num_ranks} ranks meet at {self._place}, and port 0 is another one for "
+                f"each of them; choose a port"
+            )
         if found.num_ranks > 1 and (unknown := undeclared_shards(thing)):
             raise SpecError(
                 f"{len(unknown)} tensors are marked as the part of one rank and do not say which "
