@@ -50,7 +50,7 @@ class FrontStore:
     """The texts at the front of a trainer, which may start later."""
 
     def __init__(self, address: Address, me: Identity) -> None:
-        self._address, self._me = address, me
+        self._address, self._me, self._token = address, me, ""
         self._channel: Channel | None = None
         self._is_open = True
         self._posted: dict[str, str] = {}
@@ -61,7 +61,7 @@ class FrontStore:
         """Connect to the front, and return its token."""
         with self._lock:
             self._connected(deadline)
-            return self._me.token
+            return self._token
 
     def set(self, key: str, text: str, deadline: float) -> None:
         with self._lock:
@@ -79,7 +79,7 @@ class FrontStore:
                     self._channel.close()
                 me = with_token(self._me, self._address)
                 self._channel = open_channel(self._address.endpoint, me, deadline)
-                self._me = me
+                self._token = me.token
                 for key, text in self._posted.items():
                     self._channel.send(Post(key, text), deadline)
             except (PeerLost, PeerRefused):  # a token that was read may be of an earlier one

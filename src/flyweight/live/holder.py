@@ -116,6 +116,7 @@ class Holder:
         self._process = os.getpid()
         path = local or f"@flyweight-{secrets.token_hex(12)}"
         servers, place = [listening(path)], ""
+        self._file = _file_at(path)
         try:
             if remote is not None:
                 server, found = listening_tcp(remote)
@@ -169,9 +170,19 @@ class Holder:
         deadline = monotonic() + _PARTING_SECONDS
         for each in list(self._threads):  # none may run while the interpreter ends
             each.join(max(deadline - monotonic(), 0))
-        if not self.endpoint.local.startswith("@"):
+        path = self.endpoint.local
+        if self._file is not None and _file_at(path) == self._file:  # else it is of another holder
             with suppress(OSError):
-                os.unlink(self.endpoint.local)
+                os.unlink(path)
+
+
+def _file_at(path: str) -> tuple[int, int] | None:
+    """Return the file that a socket has; None for a name in no file system."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class Conversation:

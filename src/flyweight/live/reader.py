@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic
+from typing import TypeVar
 
 from flyweight.errors import (
     HandleGone,
@@ -88,6 +89,23 @@ def with_token(me: Identity, address: Address) -> Identity:
     if isinstance(address, UnixAddress):
         return replace(me, token=address.token())
     raise SpecError(f"{address} needs the token of its publisher: token=")
+
+
+Found = TypeVar("Found")
+
+
+def with_newest_token(
+    me: Identity, address: Address, connect: Callable[[Identity], Found]
+) -> tuple[Identity, Found]:
+    """Connect with the token of an address; once more if it was that of an earlier publisher."""
+    known = with_token(me, address)
+    try:
+        return known, connect(known)
+    except PeerRefused:
+        again = with_token(me, address)
+        if again.token == known.token:
+            raise
+        return again, connect(again)
 
 
 @dataclass(frozen=True, eq=False)

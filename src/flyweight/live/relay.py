@@ -150,9 +150,9 @@ class Relay:
     def _joined(self, last: Session | None) -> Session:
         """Return a session of the publisher."""
         deadline = monotonic() + TIMEOUT_SECONDS
-        me = with_token(self._me, self._address)
+        me, token = self._me, with_token(self._me, self._address).token
         if self._beside is None and (place := serving_place(self._address, serve=True)):
-            self._beside = Holder(self._staged, me.token, remote=place, tls=self._tls)
+            self._beside = Holder(self._staged, token, remote=place, tls=self._tls)
         if self._beside is not None:
             me = replace(me, serves_at=self._beside.endpoint)
         receiver = Receiver(me, WholeTensors(), self._ways, self._staged)

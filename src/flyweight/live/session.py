@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from time import monotonic
 from typing import Literal, get_args
 
@@ -24,7 +24,7 @@ from flyweight.live.messages import Declined, Done, Mistrust, Planned, Staged
 from flyweight.live.offer import About
 from flyweight.live.plan import Plans, make_plan
 from flyweight.live.publish_id import PublishId
-from flyweight.live.reader import Identity, Reader, with_token
+from flyweight.live.reader import Identity, Reader, with_newest_token
 from flyweight.live.rows import RowCopies, doubles
 from flyweight.live.shelf import Shelf
 from flyweight.live.staging import WITHDRAW_SECONDS, Staging, StagingMemory
@@ -74,6 +74,10 @@ def serving_place(address: Address, *, serve: str | bool) -> TcpAddress | None:
             raise SpecError(f"serve is {serve!r}, expected 'tcp://HOST:PORT' of this host")
         return place
     return TcpAddress(local_host_for(address.host), 0)
+
+
+def _front_at(address: Address, deadline: float, me: Identity) -> Reader:
+    return Reader.connect(address.endpoint, me, deadline)
 
 
 @dataclass(frozen=True)
@@ -146,12 +150,11 @@ class Session:
         for address in addresses:
             soon = min(deadline, monotonic() + connect_seconds)
             try:
-                known = replace(receiver, me=with_token(me, address))
-                front = Reader.connect(address.endpoint, known.me, soon)
+                known, front = with_newest_token(me, address, partial(_front_at, address, soon))
                 if front.welcome.here == me.serves_at:
                     front.close()
                     raise PeerLost(f"{address} is this replica itself")
-                return cls(front, known, deadline)
+                return cls(front, replace(receiver, me=known), deadline)
             except (PeerLost, TransferTimeout) as error:
                 reasons.append(str(error))
         raise PeerLost(f"replica {me.name!r} finds no holder: {'; '.join(reasons)}")

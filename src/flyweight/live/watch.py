@@ -13,7 +13,7 @@ import msgspec
 from flyweight.checks import check_seconds
 from flyweight.errors import HandleGone, PeerLost
 from flyweight.live.messages import News, Watch
-from flyweight.live.reader import Identity, open_channel, with_token
+from flyweight.live.reader import Identity, open_channel, with_newest_token
 from flyweight.transports.address import parse_address
 from flyweight.transports.channel import Channel, Message
 from flyweight.transports.tls import Tls
@@ -62,7 +62,9 @@ def _begun(address: str, me: Identity, deadline: float) -> tuple[Channel, News]:
     place = parse_address(address)
     while True:
         try:
-            channel = open_channel(place.endpoint, with_token(me, place), deadline)
+            _, channel = with_newest_token(
+                me, place, lambda known: open_channel(place.endpoint, known, deadline)
+            )
             try:
                 return channel, channel.call(Watch(), News, deadline)
             except BaseException:

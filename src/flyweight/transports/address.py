@@ -291,9 +291,12 @@ class Claim:
         self.token = secrets.token_hex(_TOKEN_DIGITS // 2) if token is None else check_token(token)
         address.socket_of(0)
         address.make_directory()
-        is_reused = self._was_used()
-        if not is_reused:  # before anything is made in somebody's directory
-            self._check_free()
+        if not self._was_used():  # before anything is made in somebody's directory
+            try:
+                self._check_free()
+            except SpecError:
+                if not self._was_used():  # else another publisher has started meanwhile
+                    raise
         self._lock = self._acquire_lock()
         call_in_child(self._unlock)
         try:
