@@ -105,6 +105,20 @@ def test_may_keep_is_answered_at_once_by_the_last_report(pair):
     check_next_update(source, weights, (sink, arrays))
 
 
+def test_a_version_that_is_held_is_confirmed_after_newer_ones_and_keeps_no_other(pair):
+    source, weights, sink, arrays = pair
+    source.publish(1)
+    report = sink.update(timeout_seconds=LIMIT)
+    source.withdraw()
+    fill(weights, 2)
+    source.publish(2)
+    assert sink.update(1, timeout_seconds=600) is report
+    assert sink.update(2, may_keep=True, timeout_seconds=LIMIT).version == 2
+    with pytest.raises(VersionError, match="version 1 cannot come any more"):
+        sink.update(1, may_keep=True, timeout_seconds=600)  # though it holds the newest
+    assert holds(arrays, 2)
+
+
 def test_a_version_that_cannot_come_any_more_is_refused_at_once(pair):
     source, weights, sink, arrays = pair
     source.publish(5)

@@ -69,6 +69,13 @@ class Incoming:
         self._loading: Loading | None = None
 
     @property
+    def progress(self) -> float:
+        """How much has been fetched, and then how much the loader has taken, from 0 to 1."""
+        if self._loading is not None and self._loading.has_begun:
+            return self._loading.progress
+        return 1.0 if self.staging is None else self.staging.progress
+
+    @property
     def transport(self) -> str:
         return "+".join(sorted(self.ways))
 

@@ -99,6 +99,8 @@ class Loading:
         self._batches = deque(_batches(self._nbytes))
         self._filled: deque[tuple[str, Any]] = deque()
         self._num_taken = 0
+        self.has_begun = False
+        """True once the loader was called."""
         self._failure: FlyweightError | None = None
 
     def prepare(self, room: int, deadline: float) -> bool:
@@ -113,11 +115,17 @@ class Loading:
             self._fill_next(deadline)
         return not self._batches
 
+    @property
+    def progress(self) -> float:
+        """How much the loader has taken, from 0 to 1."""
+        return self._num_taken / max(len(self._names), 1)
+
     def run(self, deadline: float) -> None:
         """Call the loader; raise DigestMismatch, before it gets the tensor, if one is wrong.
 
         Raises TransportError if it leaves tensors, and what the loader itself raises.
         """
+        self.has_begun = True
         weights = self._weights(deadline)
         try:
             self._loader.load(weights)

@@ -48,7 +48,7 @@ from flyweight.live.reader import Identity, seconds_for_holder
 from flyweight.live.report import TIMEOUT_SECONDS
 from flyweight.live.session import Receiver, Session, TransportChoice, Ways, serving_place
 from flyweight.live.shelf import Shelf
-from flyweight.live.target import LoaderTarget, ModelTarget, target_of
+from flyweight.live.target import REPLACED, LoaderTarget, ModelTarget, target_of
 from flyweight.live.tracker import Result
 from flyweight.ports import UpdateOptions, UpdateReport
 from flyweight.ranks.agreement import Ranks
@@ -235,11 +235,11 @@ class Replica:
 
     @property
     def progress(self) -> float:
-        """How much of the current or last update has been fetched, from 0 to 1."""
+        """How much of the current or last update has been fetched, or loaded by a function."""
         incoming = self._incoming
         if incoming is None:
             return self._progress
-        return 1.0 if incoming.staging is None else incoming.staging.progress
+        return incoming.progress
 
     def check_servable(self) -> None:
         """Raise VersionError unless the model holds a complete version; call it before serving."""
@@ -290,6 +290,8 @@ class Replica:
     def take(self, options: UpdateOptions) -> UpdateReport:
         """Do as `update`, which explains the options."""
         self._check_open()
+        if options.version is not None:  # then no other one is enough
+            options = replace(options, may_keep=False)
         if not self._updating.acquire(blocking=False):
             raise TransportError(f"an update of replica {self.name!r} is under way")
         try:
@@ -364,7 +366,11 @@ class Replica:
             if found is None:
                 assert self.report is not None
                 options.check_verified(self.report.version, self.report.verified)
-                return self.report
+                if self.version is not None:
+                    return self.report
+                if self.world_size > 1:
+                    raise VersionError(f"{REPLACED} while an update waited; update again")
+                continue
             incoming, started = Incoming(session, found[0]), monotonic()
             self._incoming, deadline = incoming, started + options.timeout_seconds
             try:

@@ -265,7 +265,9 @@ class Shelf:
             newest, wanted = self._tracker.newest, wait.id
             if newest is not None and wait.version is not None:
                 wanted = PublishId(newest.session, wait.version)
-            if newest is not None and newest == wait.have and (wait.may_keep or wanted == newest):
+            if newest is not None and newest == wait.have and wait.may_keep:
+                return Current()
+            if wanted is not None and wanted == wait.have:  # what this id names never changes
                 return Current()
             is_offered = newest in self._leases.offered
             found = self._tracker.answer(reader, kind, wanted, wait.have, is_offered=is_offered)
