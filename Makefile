@@ -41,8 +41,8 @@ mutants: .venv/.test
 
 benchmarks: .venv/.test
 	$(PIP) -r benchmarks/requirements.txt
-	for question in load save growth ranks replicas planning background live_update lifecycle many_tensors source_ranks network_reads; do $(BIN)/python benchmarks/$$question.py || exit 1; done
-	for question in round ranks line fan-out; do $(BIN)/python benchmarks/network.py $$question || exit 1; done
+	for question in load save growth ranks replicas planning background live_update lifecycle source_ranks network_reads; do $(BIN)/python benchmarks/$$question.py || exit 1; done
+	for question in update ranks line fan-out; do $(BIN)/python benchmarks/network.py $$question || exit 1; done
 
 .venv/.demo: pyproject.toml
 	$(SET_UP_BEGINS)

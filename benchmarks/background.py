@@ -1,4 +1,4 @@
-"""How long does training stand still for a save, in the background and not?
+"""For how long does a save stop training, in the background and not?
 
 The model is on the GPU if there is one. A save in the background returns after one copy to staging
 memory; the limit is that copy alone, into memory that was used before: on the CPU by one `copy_` for each
@@ -55,7 +55,7 @@ def main() -> None:
         runs["not in the background"].add(lambda: fw.save(weights, root))
         fw.prune(root, keep=1)
     rows = {name: each.summary(total) for name, each in runs.items()}
-    print_rows(f"training stands still, {total / 2**30:.1f} GiB on the {device}", rows)
+    print_rows(f"training stops, {total / 2**30:.1f} GiB on the {device}", rows)
     shutil.rmtree(root)
     result: dict[str, object] = {"bytes": total, "device": device, "repeats": options.repeats}
     if device == "cuda":

@@ -1,445 +1,362 @@
-"""How long does it take to bring new weights from a trainer to replicas on its host?
+"""For how long does an engine pause for new weights from a trainer on its host, or on its GPU?
 
-The trainer is this process, each replica a process of its own that already asks when `publish` is
-called. What is timed is all of `publish`: afterwards every replica has the weights, and with
-verification has proved it. The limits are plain copies in this process between pages that were used
-before: one, of one thread, for weights in shared memory, and two, in and out, for weights that are not.
-A second limit, of all cores, is worked out: the bytes to copy and to digest over what all cores do at once.
+A trainer and its engines are processes with a model each. The pause is from the return of `before` to
+the end of `update`, by the engine's clock; of several engines the longest counts. The limit is one plain
+copy of the same bytes: a loop over the tensors on the host, by one thread, which lets ours, by all cores,
+be faster; one flat copy on a device (`--device cuda`).
+What is verified is read once more. Beside it is a peer, written anew from its description: vLLM packs
+tensors into one buffer that both processes map, in lock-step, and verifies nothing. Its pause is all of
+it, as the engine writes from the first buffer on.
+
+All ways take turns in one run. `publish` is by the trainer's clock and has its digests, which come
+before the pause. A join is what `Replica()` and its first update take longer than a steady update.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
+import multiprocessing
 import os
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.multiprocessing
-import xxhash
-import zmq
-from measure import Child, Runs, llm_shapes, llm_weights, nbytes, print_rows, record, spread
+from measure import Child, record, spread
+from torch.multiprocessing.reductions import reduce_tensor
 
 import flyweight as fw
-from flyweight.digest import digest
 
-MIB = 1 << 20
-TIMEOUT_SECONDS = 60.0
-ASK_SECONDS = 0.02  # what a replica is given to ask, before the clock starts
+SHAPES: dict[str, list[tuple[tuple[int, ...], int]]] = {
+    "1 MB": [((256, 100), 20)],
+    "8 MB": [((1024, 1024), 4), ((512,), 42)],
+    "20,000 of 16 KiB": [((8192,), 20_000)],
+    "50,000 of 32 KiB": [((16384,), 50_000)],
+    "512 MiB": [((4096, 4096), 16)],
+    "Qwen3-8B": [
+        ((4096, 4096), 72), ((1024, 4096), 72), ((128,), 72), ((12288, 4096), 108),
+        ((4096,), 73), ((151936, 4096), 2),
+    ],
+}  # fmt: skip
+TIMEOUT_SECONDS = 120.0
+PACKED_BYTES = 1 << 30  # vLLM's default
+WARM_UP = 2
+Commands = Mapping[str, Callable[..., object]]
 Weights = dict[str, torch.Tensor]
 
 
-def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.view(torch.uint8).reshape(-1).numpy()
+@dataclass
+class Way:
+    """One way to bring the weights over, and what its turns took."""
+
+    name: str
+    transport: str = "mapped"
+    verify: bool = True
+    cast: bool = False
+    num_engines: int = 1
+    is_peer: bool = False
+    turns: list[dict[str, float]] = field(default_factory=list)
+    joins: list[float] = field(default_factory=list)
 
 
-def sums(weights: Weights) -> list[int]:
-    """A checksum of each tensor's bytes, which has nothing to do with our digest."""
-    return [xxhash.xxh3_64_intdigest(as_bytes(tensor)) for tensor in weights.values()]
+def ways_of(model: str, device: str) -> list[Way]:
+    ways = [
+        Way("mapped, not verified", verify=False),
+        Way("mapped"),
+        Way("filled, not verified", "filled", verify=False),
+        Way("filled", "filled"),
+    ]
+    if model not in ("512 MiB", "Qwen3-8B"):
+        return ways
+    ways += [Way("packed, as vLLM's", is_peer=True), Way("cast from float32", cast=True)]
+    several = (4,) if device == "cuda" else (2, 4, 8)
+    for num in several:
+        ways += [
+            Way(f"{num} engines, not verified", verify=False, num_engines=num),
+            Way(f"{num} engines", num_engines=num),
+        ]
+    return ways
 
 
-# What a replica does.
+def weights_of(model: str, device: str, dtype: torch.dtype, *, is_shared: bool) -> Weights:
+    """Return the tensors of a model, on the host one after the other in one file."""
+    shapes = [shape for shape, count in SHAPES[model] for _ in range(count)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    if device != "cpu":
+        made = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    else:
+        nbytes = dtype.itemsize * sum(sizes)
+        if is_shared:
+            file = os.memfd_create("weights")
+            os.posix_fallocate(file, 0, nbytes)
+            memory = torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+        else:
+            memory = torch.zeros(nbytes, dtype=torch.uint8)
+        parts = memory.view(dtype).split(sizes)
+        made = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return {f"layers.{number}.weight": tensor for number, tensor in enumerate(made)}
 
 
-def replica(shapes: Mapping[str, tuple[int, ...]], queue: Any = None, pipe: str = "") -> dict[str, Callable[..., object]]:  # fmt: skip
-    """A process with a model, and everything that can be done to it, by name."""
-    weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    parameters = {name: as_bytes(tensor) for name, tensor in weights.items()}
-    joined: dict[str, fw.Replica] = {}
-    socket = zmq.Context.instance().socket(zmq.PAIR)
-    socket.setsockopt(zmq.RCVTIMEO, int(1000 * TIMEOUT_SECONDS))
-    if pipe:
-        socket.connect(pipe)
+def buckets(weights: Weights) -> Iterator[list[tuple[str, int, int]]]:
+    """Cut a model into lists of (name, start, bytes) that fit into the peer's buffer."""
+    found: list[tuple[str, int, int]] = []
+    at = 0
+    for name, tensor in weights.items():
+        if found and at + tensor.nbytes > PACKED_BYTES:
+            yield found
+            found, at = [], 0
+        found.append((name, at, tensor.nbytes))
+        at += tensor.nbytes
+    yield found
 
-    def join(address: str) -> None:
-        joined[address] = fw.Replica(weights, address)
 
-    def leave(address: str) -> None:
-        joined.pop(address).close()
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
 
-    def update(address: str, num_rounds: int = 1) -> tuple[float, str, str]:
-        for _ in range(num_rounds):
-            report = joined[address].update(timeout_seconds=TIMEOUT_SECONDS)
-        return report.seconds, report.strategy, report.verified
 
-    def take_torch() -> None:
-        for name, tensor in queue.get(timeout=TIMEOUT_SECONDS).items():
-            weights[name].copy_(tensor)
+def trainer(model: str, device: str, line: Connection) -> Commands:
+    torch.set_num_threads(1)
+    weights: dict[torch.dtype, Weights] = {}
+    opened: dict[str, tuple[fw.Publisher, Weights]] = {}
+    buffer: list[torch.Tensor] = []
 
-    def take_zmq() -> None:
-        for into in parameters.values():
-            np.copyto(into, np.frombuffer(socket.recv(copy=False), np.uint8))
+    def held(dtype: torch.dtype) -> Weights:
+        if dtype not in weights:
+            weights[dtype] = weights_of(model, device, dtype, is_shared=True)
+        return weights[dtype]
 
-    def echo(num_rounds: int) -> None:
-        for _ in range(num_rounds):
-            socket.send(socket.recv())
+    def opens(address: str, verify: bool, cast: bool) -> None:
+        mine = held(torch.float32 if cast else torch.bfloat16)
+        opened[address] = fw.Publisher(mine, address, verify=verify), mine
 
-    def clear() -> None:
-        for into in parameters.values():
-            into.fill(0)
+    def change(address: str, version: int) -> None:
+        for tensor in list(opened[address][1].values())[:: 97 if version % 9 else 1]:
+            tensor.fill_(version)
+        synchronize(device)
+
+    def publish(address: str, version: int, num_engines: int) -> dict[str, float]:
+        started = time.perf_counter()
+        report = opened[address][0].publish(
+            version, num_replicas=num_engines, timeout_seconds=TIMEOUT_SECONDS
+        )
+        seconds = time.perf_counter() - started
+        assert not report.failed, report
+        return {"publish": seconds, "digest": report.digest_seconds}
+
+    def pack(version: int) -> dict[str, float]:
+        mine = held(torch.bfloat16)
+        plan = list(buckets(mine))
+        if not buffer:
+            size = max(sum(nbytes for _, _, nbytes in each) for each in plan)
+            made = torch.empty(size, dtype=torch.uint8, device=device)
+            buffer.append(made if device != "cpu" else made.share_memory_())
+        for tensor in mine.values():
+            tensor.fill_(version)
+        synchronize(device)
+        started = time.perf_counter()
+        for each in plan:
+            for name, at, nbytes in each:
+                buffer[0][at : at + nbytes].copy_(mine[name].view(-1).view(torch.uint8))
+            synchronize(device)
+            line.send((reduce_tensor(buffer[0]), each))
+            assert line.poll(TIMEOUT_SECONDS)
+            line.recv()
+        seconds = time.perf_counter() - started
+        return {"publish": seconds, "pause": seconds}
 
     return {
-        "join": join, "leave": leave, "update": update, "take_torch": take_torch,
-        "take_zmq": take_zmq, "echo": echo, "clear": clear, "sums": lambda: sums(weights),
+        "open": opens, "change": change, "publish": publish, "pack": pack,
+        "waiting": lambda address: len(opened[address][0].waiting),
+        "num_buckets": lambda: len(list(buckets(held(torch.bfloat16)))),
+        "close": lambda address: opened.pop(address)[0].close(),
     }  # fmt: skip
 
 
-@dataclass
-class Rounds:
-    """One way to bring the weights over, and what its rounds told."""
+def engine(model: str, device: str, name: str, line: Connection | None) -> Commands:
+    torch.set_num_threads(1)
+    mine = weights_of(model, device, torch.bfloat16, is_shared=False)
+    others: Weights = {}
+    joined: dict[str, fw.Replica] = {}
 
-    word: str
-    """What the replicas are to do meanwhile."""
-    words: tuple[object, ...]
-    weights: Weights
-    go: Callable[[], object]
-    """Returns when all replicas have the weights."""
-    replicas: Sequence[Child]
-    runs: Runs = field(default_factory=Runs)
-    told: list[Any] = field(default_factory=list)
+    def join(address: str, transport: Any, cast: bool) -> float:
+        started = time.perf_counter()
+        joined[address] = fw.Replica(mine, address, name=name, transport=transport, cast=cast)
+        return time.perf_counter() - started
 
-    def run(self) -> None:
-        for each in self.replicas:
-            each.tell(self.word, *self.words)
-        time.sleep(ASK_SECONDS)
-        self.runs.add(lambda: self.told.append(self.go()))
-
-    def settle(self) -> None:
-        """Hear what replicas said, unless that was the end of the round itself."""
-        if self.word == "update":
-            self.told[-1] = self.told[-1], [each.answer(TIMEOUT_SECONDS) for each in self.replicas]
-
-    def check(self) -> None:
-        """Run once more, into cleared replicas, and compare every byte."""
-        for each in self.replicas:
-            each.ask("clear")
-        for tensor in self.weights.values():
-            tensor[0] += 1
-        self.run()
-        self.settle()
-        expected = sums(self.weights)
-        for each in self.replicas:
-            assert each.ask("sums") == expected, f"other bytes by {self.word} {self.words}"
-        self.runs.seconds.pop()
-        self.runs.extra_bytes.pop()
-        self.told.pop()
-
-    def summary(self, total: int) -> dict[str, object]:
-        row = self.runs.summary(total)
-        row["seconds_median"] = round(statistics.median(self.runs.seconds), 4)
-        if self.word == "update":
-            reports = [report for report, _ in self.told]
-            parts = [part for report in reports for part in report.replicas]
-            updates = [update for _, each in self.told for update in each]
-            row["strategy"], row["verified"] = updates[0][1:]
-            row["replica"] = spread(seconds for seconds, _, _ in updates)
-            row["replica_copy"] = spread(part.copy_seconds for part in parts)
-            row["replica_verify"] = spread(part.verify_seconds for part in parts)
-            row["publisher_digest"] = spread(report.digest_seconds for report in reports)
-        return row
-
-
-def publishing(publisher: fw.Publisher, weights: Weights, replicas: Sequence[Child]) -> Rounds:
-    """Rounds of a publisher; its replicas join."""
-    for each in replicas:
-        each.ask("join", publisher.address)
-    versions = iter(range(1, 1 << 30))
-
-    def go() -> object:
-        report = publisher.publish(
-            next(versions), num_replicas=len(replicas), timeout_seconds=TIMEOUT_SECONDS
+    def update(address: str, version: int) -> dict[str, float]:
+        paused: list[float] = []
+        report = joined[address].update(
+            before=lambda _: paused.append(time.perf_counter()), timeout_seconds=TIMEOUT_SECONDS
         )
-        assert len(report.replicas) == len(replicas), report
-        assert not report.failed, report.failed[0].error
-        return report
+        pause = time.perf_counter() - paused[0]
+        for tensor in list(mine.values())[:: 97 if version % 9 else 1]:
+            assert bool((tensor == version).all())
+        return {
+            "pause": pause, "update": report.seconds, "fetch": report.fetch_seconds,
+            "verify": report.verify_seconds,
+        }  # fmt: skip
 
-    return Rounds("update", (publisher.address,), weights, go, replicas)
-
-
-def in_turn(ways: Mapping[str, Rounds | Callable[[], object]], repeats: int) -> dict[str, Runs]:
-    """Run each way in turn, after two rounds that are not kept; check bytes at the end."""
-    runs = {name: Runs() for name in ways}
-    for repeat in range(repeats + 2):
-        for name, way in ways.items():
-            if isinstance(way, Rounds):
-                if repeat == 2:
-                    way.runs, way.told = Runs(), []
-                way.run()
-                way.settle()
-                runs[name] = way.runs
-            else:
-                if repeat == 2:
-                    runs[name] = Runs()
-                runs[name].add(way)
-    for way in ways.values():
-        if isinstance(way, Rounds):
-            way.check()
-    return runs
-
-
-# What the machine can do.
-
-
-def copy(into: Weights, source: Weights) -> None:
-    for name, tensor in source.items():
-        np.copyto(as_bytes(into[name]), as_bytes(tensor))
-
-
-def copy_by_all(into: Weights, source: Weights) -> None:
-    """One plain copy, cut over all cores."""
-    num_cpus = len(os.sched_getaffinity(0))
-
-    def part(number: int) -> None:
-        for name, tensor in source.items():
-            sink, data = as_bytes(into[name]), as_bytes(tensor)
-            low, high = (len(data) * each // num_cpus for each in (number, number + 1))
-            np.copyto(sink[low:high], data[low:high])
-
-    threads = [threading.Thread(target=part, args=(n,)) for n in range(num_cpus)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def digest_rates(total: int, repeats: int) -> dict[str, object]:
-    """GB/s of one core over memory that is in no cache."""
-    data = np.random.default_rng(0).integers(0, 255, total, np.uint8)
-    rates = {}
-    for name, work in {"digest": digest, "xxh3": xxhash.xxh3_64_intdigest}.items():
-        seconds = []
-        for _ in range(repeats + 1):
+    def plain_copy() -> float:
+        if device == "cpu":
+            if not others:
+                others.update(weights_of(model, device, torch.bfloat16, is_shared=False))
             started = time.perf_counter()
-            work(data)
-            seconds.append(time.perf_counter() - started)
-        for how, value in (("", statistics.median(seconds[1:])), ("_best", min(seconds[1:]))):
-            rates[f"{name}_gb_per_second_of_one_core{how}"] = round(total / 1e9 / value, 2)
-    return rates
+            for key, tensor in mine.items():
+                tensor.copy_(others[key])
+            return time.perf_counter() - started
+        total = sum(tensor.nbytes for tensor in mine.values())
+        sink, source = (torch.empty(total, dtype=torch.uint8, device=device) for _ in range(2))
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        sink.copy_(source)
+        first.record()
+        sink.copy_(source)
+        last.record()
+        last.synchronize()
+        del sink, source
+        torch.cuda.empty_cache()
+        return float(first.elapsed_time(last)) / 1000
+
+    def unpack(num_buckets: int, version: int) -> None:
+        assert line is not None
+        last = None  # kept, so that the buffer stays mapped from bucket to bucket
+        for _ in range(num_buckets):
+            assert line.poll(TIMEOUT_SECONDS)
+            (rebuild, args), layout = line.recv()
+            last = rebuild(*args)
+            for key, at, nbytes in layout:
+                tensor = mine[key]
+                tensor.copy_(last[at : at + nbytes].view(tensor.dtype).view(tensor.shape))
+            synchronize(device)
+            line.send(True)
+        del last
+        assert all(bool((tensor == version).all()) for tensor in mine.values())
+
+    return {
+        "join": join, "update": update, "plain_copy": plain_copy, "unpack": unpack,
+        "leave": lambda address: joined.pop(address).close(),
+    }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cores:
-    """What all cores did at once at best, in GB/s: other work on the machine lowers no limit."""
+class Bench:
+    """A trainer and engines with one model, and what can be done with them."""
 
-    copy: float
-    digest: float
+    def __init__(self, model: str, device: str, num_engines: int, place: str) -> None:
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        self._place = place
+        self.trainer = Child(trainer, model, device, ours)
+        self.engines = [
+            Child(engine, model, device, f"engine {n}", theirs if n == 0 else None)
+            for n in range(num_engines)
+        ]
 
-    def limit(self, total: int, copies: float, digests: float) -> float:
-        """Return the seconds for so many copies and digests of `total` bytes."""
-        return total / 1e9 * (copies / self.copy + digests / self.digest)
+    def measure(self, ways: Sequence[Way], turns: int) -> dict[str, Any]:
+        copies = []
+        for turn in range(WARM_UP + turns):
+            copy = self.engines[0].ask("plain_copy", timeout_seconds=TIMEOUT_SECONDS)
+            if turn >= WARM_UP:
+                copies.append(copy)
+            for way in ways:
+                found = self._packed(way, turn + 1) if way.is_peer else self._updated(way, turn + 1)
+                if turn >= WARM_UP:
+                    way.turns.append(found)
+        for way in ways:
+            if not way.is_peer:
+                self._close(way)
+        limit = statistics.median(copies)
+        return {"plain copy": spread(copies), **{way.name: summary(way, limit) for way in ways}}
 
+    def _at(self, way: Way) -> str:
+        return f"unix:{self._place}/{''.join(each for each in way.name if each.isalnum())}"
 
-# The three parts.
+    def _updated(self, way: Way, version: int) -> dict[str, float]:
+        address, engines = self._at(way), self.engines[: way.num_engines]
+        if version == 1:
+            self.trainer.ask("open", address, way.verify, way.cast)
+            for each in engines:
+                took = each.ask("join", address, way.transport, way.cast)
+                way.joins.append(took)
+        self.trainer.ask("change", address, version)
+        for each in engines:
+            each.tell("update", address, version)
+        while self.trainer.ask("waiting", address) < len(engines):
+            pass
+        published = self.trainer.ask(
+            "publish", address, version, len(engines), timeout_seconds=TIMEOUT_SECONDS
+        )
+        answers = [each.answer(TIMEOUT_SECONDS) for each in engines]
+        found = {key: max(each[key] for each in answers) for key in answers[0]}
+        if version == 1:
+            way.joins = [each + found["update"] for each in way.joins]
+        return found | published
 
+    def _packed(self, way: Way, version: int) -> dict[str, float]:
+        num_buckets = self.trainer.ask("num_buckets", timeout_seconds=TIMEOUT_SECONDS)
+        self.engines[0].tell("unpack", num_buckets, version)
+        found: dict[str, float] = self.trainer.ask("pack", version, timeout_seconds=TIMEOUT_SECONDS)
+        self.engines[0].answer(TIMEOUT_SECONDS)
+        return found
 
-def one_replica(options: argparse.Namespace, place: Path) -> tuple[dict[str, object], Cores]:
-    """Rounds of a large model beside plain copies and what others do."""
-    total = int(options.gib * 2**30)
-    private = llm_weights(total)
-    shared = {name: tensor.clone().share_memory_() for name, tensor in private.items()}
-    spare = {name: torch.zeros_like(tensor) for name, tensor in private.items()}
-    total = nbytes(private)
-    queue = torch.multiprocessing.get_context("spawn").Queue()
-    pipe = f"ipc://{place}/bytes"
-    socket = zmq.Context.instance().socket(zmq.PAIR)
-    socket.bind(pipe)
-    child = Child(replica, llm_shapes(total), queue, pipe)
-    publishers: list[fw.Publisher] = []
+    def _close(self, way: Way) -> None:
+        for each in self.engines[: way.num_engines]:
+            each.ask("leave", self._at(way))
+        self.trainer.ask("close", self._at(way))
 
-    def ours(weights: Weights, strategy: str, **more: Any) -> Rounds:
-        address = f"unix:{place}/policy{len(publishers)}"
-        publishers.append(fw.Publisher(weights, address, transport=strategy, **more))
-        return publishing(publishers[-1], weights, [child])
-
-    def by_torch() -> None:
-        queue.put(shared)
-        child.answer(TIMEOUT_SECONDS)
-
-    def by_zmq() -> None:
-        for tensor in private.values():
-            socket.send(as_bytes(tensor), copy=False)
-        child.answer(TIMEOUT_SECONDS)
-
-    ways: dict[str, Rounds | Callable[[], object]] = {
-        "limit: one memcpy": lambda: copy(spare, shared),
-        "mapped": ours(shared, "mapped", should_verify=False),
-        "mapped, verified": ours(shared, "mapped"),
-        "torch.multiprocessing queue": Rounds("take_torch", (), shared, by_torch, [child]),
-        "limit: two memcpys": lambda: (copy(shared, private), copy(spare, shared)),
-        "host buckets": ours(private, "host", should_verify=False),
-        "host buckets, verified": ours(private, "host"),
-        "hold": ours(private, "auto", hold=True, should_verify=False),
-        "hold, verified": ours(private, "auto", hold=True),
-        "ZMQ bytes": Rounds("take_zmq", (), private, by_zmq, [child]),
-        "memcpy by all cores": lambda: copy_by_all(spare, private),
-    }
-    try:
-        runs = in_turn(ways, options.repeats)
-    finally:
-        child.close()
-        for publisher in publishers:
-            publisher.close()
-        socket.close()
-    rows = {
-        name: way.summary(total) if isinstance(way, Rounds) else runs[name].summary(total)
-        for name, way in ways.items()
-    }
-    rates = digest_rates(min(total, 256 * MIB), options.repeats)
-    num_cpus = len(os.sched_getaffinity(0))
-    cores = Cores(
-        copy=float(str(rows["memcpy by all cores"]["gb_per_second_max"])),
-        digest=num_cpus * float(str(rates["digest_gb_per_second_of_one_core_best"])),
-    )
-    found: dict[str, object] = {"bytes": total, "tensors": len(private), **rates}
-    found["memcpy by all cores"] = rows["memcpy by all cores"]
-    names = list(ways)
-    groups = {"one copy": names[:4], "two copies": names[4:10]}
-    for copies, (title, group) in enumerate(groups.items(), start=1):
-        some = {name: rows[name] for name in group}
-        limit = statistics.median(runs[group[0]].seconds)
-        for name in group[1:]:
-            digests = 2 if name.endswith("verified") else 0
-            seconds = float(str(rows[name]["seconds_median"]))
-            rows[name]["of_plain_copies"] = round(seconds / limit, 3)
-            of_all = cores.limit(total, copies, digests)
-            rows[name]["limit_of_all_cores_seconds"] = round(of_all, 4)
-            rows[name]["of_limit_of_all_cores"] = round(seconds / of_all, 3)
-        print_rows(f"{title}, {total / 2**30:.1f} GiB to one replica", some)
-        for name in group[1:]:
-            row = rows[name]
-            print(
-                f"{name:32s} {row['of_plain_copies']:5.2f} times the plain copies,"
-                f" {row['of_limit_of_all_cores']:5.2f} times the limit of all cores"
-            )
-        found[title] = some
-    print(f"digest of one core {rates['digest_gb_per_second_of_one_core']} GB/s, "
-          f"memcpy of all cores {cores.copy} GB/s at best")  # fmt: skip
-    return found, cores
+    def close(self) -> None:
+        for each in (*self.engines, self.trainer):
+            each.close()
 
 
-def control(options: argparse.Namespace, place: Path) -> dict[str, object]:
-    """Rounds of a model so small that only the talk costs."""
-    shapes = {f"layers.{n}.weight": (256, 100) for n in range(20)}
-    pipe = f"ipc://{place}/echo"
-    socket = zmq.Context.instance().socket(zmq.PAIR)
-    socket.setsockopt(zmq.RCVTIMEO, int(1000 * TIMEOUT_SECONDS))
-    socket.bind(pipe)
-    child = Child(replica, shapes, None, pipe)
-    rows: dict[str, object] = {}
-
-    def kept(name: str, seconds: Sequence[float]) -> None:
-        found = np.array(seconds) * 1e6
-        row = {f"p{p}_us": round(float(np.percentile(found, p)), 1) for p in (50, 99)}
-        rows[name] = {**row, "max_us": round(float(found.max()), 1)}
-        print(f"{name:32s} p50 {row['p50_us']:7.1f} us   p99 {row['p99_us']:7.1f} us   max {found.max():7.1f} us")  # fmt: skip
-
-    print(f"\nwhole publish() of 1 MB in 20 tensors, {options.rounds} rounds")
-    try:
-        child.ask("clear")  # it is up
-        child.tell("echo", options.rounds)
-        seconds = []
-        for _ in range(options.rounds):
-            started = time.perf_counter()
-            socket.send(b"." * 64)
-            socket.recv()
-            seconds.append(time.perf_counter() - started)
-        child.answer(TIMEOUT_SECONDS)
-        kept("ZMQ, there and back", seconds)
-        for strategy in ("host", "mapped"):
-            for should_verify in (False, True):
-                weights = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}  # fmt: skip
-                if strategy == "mapped":
-                    weights = {name: tensor.share_memory_() for name, tensor in weights.items()}
-                name = f"{strategy}{', verified' if should_verify else ''}"
-                address = f"unix:{place}/{strategy}{should_verify}"
-                with fw.Publisher(
-                    weights, address, transport=strategy, should_verify=should_verify
-                ) as publisher:
-                    rounds = publishing(publisher, weights, [child])
-                    child.tell("update", publisher.address, 20 + options.rounds)
-                    for _ in range(20):
-                        rounds.go()
-                    seconds, inner = [], []
-                    for _ in range(options.rounds):
-                        started = time.perf_counter()
-                        report = rounds.go()
-                        seconds.append(time.perf_counter() - started)
-                        inner.append(report.seconds)  # type: ignore[attr-defined]
-                    child.answer(TIMEOUT_SECONDS)
-                    kept(name, seconds)
-                    kept(f"{name}, without the wait", inner)
-                    rounds.check()
-                    child.ask("leave", publisher.address)
-    finally:
-        child.close()
-        socket.close()
-    return {"bytes": 20 * 256 * 100 * 2, "rounds": options.rounds, "publish": rows}
-
-
-def many_replicas(options: argparse.Namespace, place: Path, cores: Cores) -> dict[str, object]:
-    """The same weights to more and more replicas at once."""
-    private = llm_weights(int(options.each_mib * MIB))
-    shared = {name: tensor.clone().share_memory_() for name, tensor in private.items()}
-    total = nbytes(private)
-    children = [Child(replica, llm_shapes(total)) for _ in range(max(options.replicas))]
-    rows: dict[str, object] = {}
-    print(f"\n{total / MIB:.0f} MiB to each of several replicas\n{'':32s} seconds median (min..max)  GB/s in all   of limit")  # fmt: skip
-    try:
-        for num in options.replicas:
-            for strategy, weights in (("host", private), ("mapped", shared)):
-                for should_verify in (False, True):
-                    name = f"{num} {strategy}{', verified' if should_verify else ''}"
-                    with fw.Publisher(
-                        weights,
-                        f"unix:{place}/{name.replace(' ', '').replace(',', '')}",
-                        transport=strategy,
-                        should_verify=should_verify,
-                    ) as publisher:
-                        rounds = publishing(publisher, weights, children[:num])
-                        in_turn({name: rounds}, options.repeats)
-                        row = rounds.summary(num * total)
-                        for child in children[:num]:
-                            child.ask("leave", publisher.address)
-                    copies = num + (strategy == "host")
-                    limit = cores.limit(total, copies, (1 + num) * should_verify)
-                    median = float(str(row["seconds_median"]))
-                    row["limit_of_all_cores_seconds"] = round(limit, 4)
-                    row["of_limit_of_all_cores"] = round(median / limit, 3)
-                    rows[name] = row
-                    low, high = min(rounds.runs.seconds), max(rounds.runs.seconds)
-                    print(f"{name:32s} {median:6.3f} ({low:6.3f}..{high:6.3f})       {row['gb_per_second_median']:6.2f}        {row['of_limit_of_all_cores']:5.2f} times")  # fmt: skip
-    finally:
-        for child in children:
-            child.close()
-    return {"bytes_each": total, "tensors": len(private), "rounds": rows}
+def summary(way: Way, limit: float) -> dict[str, Any]:
+    row: dict[str, Any] = {key: spread(each[key] for each in way.turns) for key in way.turns[0]}
+    copies = way.num_engines * 1000 * limit
+    row["plain copies over pause"] = round(copies / row["pause"]["median_ms"], 3)
+    if way.joins:
+        steady = statistics.median(each["update"] for each in way.turns)
+        row["join_seconds"] = round(max(way.joins) - steady, 3)
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=2.0)
-    parser.add_argument("--each-mib", type=float, default=512.0)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=2000, help="of the small model")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="small sizes; keeps no record")
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--models", nargs="+", choices=SHAPES)
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="a small model; keeps no record")
     options = parser.parse_args()
+    on_host = ["1 MB", "20,000 of 16 KiB", "512 MiB"]
+    on_device = ["8 MB", "50,000 of 32 KiB", "Qwen3-8B"]
+    models = options.models or (on_host if options.device == "cpu" else on_device)
     if options.quick:
-        options.gib, options.each_mib, options.rounds, options.repeats = 0.25, 160, 100, 3
-        options.replicas = [1, 2]
-    with tempfile.TemporaryDirectory(prefix="flyweight-bench-") as scratch:
-        one, cores = one_replica(options, Path(scratch))
-        result: dict[str, object] = {"repeats": options.repeats, "one replica": one}
-        result["control"] = control(options, Path(scratch))
-        result["several replicas"] = many_replicas(options, Path(scratch), cores)
+        models, options.turns = ["1 MB"], 3
+    results: dict[str, Any] = {}
+    for model in models:
+        ways = ways_of(model, options.device)
+        with tempfile.TemporaryDirectory(prefix="flyweight-bench-") as place:
+            most = max(way.num_engines for way in ways)
+            bench = Bench(model, options.device, most, str(Path(place)))
+            try:
+                results[model] = bench.measure(ways, options.turns)
+            finally:
+                bench.close()
+        copy = results[model]["plain copy"]["median_ms"]
+        print(f"\n{model}: plain copy {copy} ms\n{'':28s}{'pause':>10s}{'of limit':>10s}{'publish':>10s}{'digest':>10s}{'join s':>8s}")  # fmt: skip
+        for way in ways:
+            row = results[model][way.name]
+            cells = [f"{row[key]['median_ms']:10.2f}" if key in row else " " * 10 for key in ("publish", "digest")]  # fmt: skip
+            print(f"{way.name:28s}{row['pause']['median_ms']:10.2f}{row['plain copies over pause']:10.2f}{''.join(cells)}{row.get('join_seconds', float('nan')):8.2f}")  # fmt: skip
     if not options.quick:
-        record(str(__doc__).splitlines()[0], result, "pyzmq")
+        kept: dict[str, object] = {"turns": options.turns, "results": results}
+        if options.device == "cuda":
+            kept["gpu"] = torch.cuda.get_device_name()
+        name = "live_update" if options.device == "cpu" else "live_update_cuda"
+        record(str(__doc__).splitlines()[0], kept, "triton", name=name)
 
 
 if __name__ == "__main__":

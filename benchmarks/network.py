@@ -1,26 +1,27 @@
-"""How fast does a round over the network bring weights to replicas, against flat reads and the line?
+"""How fast do updates over the network bring weights to replicas, against flat reads and the line?
 
-`round`: one trainer, one replica, on loopback. Flat reads of the same bytes by two plain sockets, and
-by NIXL if it is installed, take turns with our rounds: by sockets, and by NIXL if it is installed.
+`update`: one trainer, one replica, on loopback. Flat reads of the same bytes by two plain sockets take
+turns with our updates, of a replica that reads and of one on the trainer's host.
 `ranks`: the same with two trainer ranks and two engine ranks, which cut the tensors differently.
 `line`: between two hosts (network namespaces) at 1 Gbit/s; the limit is what TCP leaves of that.
 `fan-out`: 1 and 8 replicas, each on a host of its own at 400 Mbit/s, and what leaves the trainer.
 
-Two times are kept of a round: that of the slowest replica, from its first message to its commit, and
-that of all of `publish`, which includes the digests of the trainer. Every run checks what arrived.
+Three times are kept of an update: that of the slowest replica, from the moment at which the version was
+there to its commit; its pause, from the return of `before` to the end of `update`; and that of all of
+`publish`, which includes the digests of the trainer. Every run checks what arrived.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
+import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,11 @@ LOOPBACK = "127.0.0.1"
 LINE_MBIT, FLEET_MBIT = 1000, 400
 PAYLOAD = 1448 / 1514
 """The share of a full packet that is payload."""
-KINDS: dict[str, dict[str, Any]] = {
-    "unverified": {"should_verify": False}, "verified": {"should_verify": True},
-    "unverified by nixl": {"should_verify": False, "network_engine": "nixl"},
-    "verified by nixl": {"should_verify": True, "network_engine": "nixl"},
+KINDS: dict[str, tuple[bool, str]] = {
+    "unverified": (False, "read"), "verified": (True, "read"),
+    "verified, on the trainer's host": (True, "filled"),
 }  # fmt: skip
-BY_SOCKETS = ("unverified", "verified")
+"""Whether digests are compared, and the way of the bytes."""
 Commands = dict[str, Callable[..., object]]
 
 
@@ -71,17 +71,6 @@ def tensors_of(model: Mapping[str, Any]) -> list[torch.Tensor]:
     return [getattr(each, "tensor", each) for each in model.values()]
 
 
-def cpu_seconds() -> float:
-    """Return the CPU time of this process, and of the one that serves its memory by NIXL."""
-    found = time.process_time()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            words = path.read_text().rpartition(")")[2].split()
-            if int(words[1]) == os.getpid():
-                found += (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-    return found
-
-
 def trainer(sizes: tuple[int, int], places: Mapping[str, str], rank: int, num_ranks: int, meeting: str) -> Commands:  # fmt: skip
     """A rank with a publisher of each kind."""
     model = model_of(*sizes, 0, rank, num_ranks)
@@ -91,7 +80,8 @@ def trainer(sizes: tuple[int, int], places: Mapping[str, str], rank: int, num_ra
         )
     options = {"token": TOKEN, "timeout_seconds": TIMEOUT_SECONDS}
     publishers = {
-        kind: fw.Publisher(model, place, **KINDS[kind], **options) for kind, place in places.items()
+        kind: fw.Publisher(model, place, verify=KINDS[kind][0], **options)
+        for kind, place in places.items()
     }
 
     def publish(kind: str, version: int, num_replicas: int) -> tuple[float, str]:
@@ -107,7 +97,7 @@ def trainer(sizes: tuple[int, int], places: Mapping[str, str], rank: int, num_ra
 
     return {
         "addresses": lambda: {kind: each.address for kind, each in publishers.items()},
-        "fill": fill, "publish": publish, "cpu": cpu_seconds,
+        "fill": fill, "publish": publish, "cpu": time.process_time,
         "close": lambda: [each.close() for each in publishers.values()],
     }  # fmt: skip
 
@@ -115,18 +105,21 @@ def trainer(sizes: tuple[int, int], places: Mapping[str, str], rank: int, num_ra
 def replica(sizes: tuple[int, int], addresses: Mapping[str, str], rank: int, num_ranks: int, name: str) -> Commands:  # fmt: skip
     """A rank of an engine, with a replica of each kind."""
     model = model_of(*sizes, 1, rank, num_ranks)
-    ranks = {"rank": rank, "num_ranks": num_ranks} if num_ranks > 1 else {}
+    ranks = {"rank": rank, "world_size": num_ranks} if num_ranks > 1 else {}
     joined = {
-        kind: fw.Replica(model, address, token=TOKEN, name=name, **ranks)
+        kind: fw.Replica(model, address, token=TOKEN, name=name, transport=KINDS[kind][1], **ranks)
         for kind, address in addresses.items()
     }
 
-    def update(kind: str) -> float:
-        report = joined[kind].update(timeout_seconds=TIMEOUT_SECONDS)
-        assert report.verified == ("live" if KINDS[kind]["should_verify"] else "nothing"), (
-            report.verified
+    def update(kind: str) -> tuple[float, float]:
+        paused: list[float] = []
+        report = joined[kind].update(
+            before=lambda _: paused.append(time.perf_counter()), timeout_seconds=TIMEOUT_SECONDS
         )
-        return report.seconds
+        pause = time.perf_counter() - paused[0]
+        assert report.transport == KINDS[kind][1], report.transport
+        assert report.verified == ("live" if KINDS[kind][0] else "nothing"), report.verified
+        return report.seconds, pause
 
     def holds(value: int) -> bool:
         bits = torch.tensor(value).to(torch.bfloat16).view(torch.int16)
@@ -141,26 +134,25 @@ def replica(sizes: tuple[int, int], addresses: Mapping[str, str], rank: int, num
 def flat_source(nbytes: int, ip: str) -> Commands:
     memory = np.zeros(nbytes, np.uint8)
     port = flat_reads.serve_sockets(memory, ip)
-    server = flat_reads.NixlServer(memory) if flat_reads.nixl() and ip == LOOPBACK else None
-    described = {"port": port, "nixl": server and server.description}
-    commands: Commands = {"describe": lambda: described, "fill": memory.fill, "cpu": time.process_time}  # fmt: skip
-    return commands | ({"start": server.start, "stop": server.stop} if server else {})
+    return {"port": lambda: port, "fill": memory.fill, "cpu": time.process_time}
 
 
-def flat_sink(nbytes: int, ip: str, served: Mapping[str, Any]) -> Commands:
+def flat_sink(nbytes: int, ip: str, port: int) -> Commands:
     memory = np.zeros(nbytes, np.uint8)
-    sockets = flat_reads.SocketReader(memory, ip, served["port"], TIMEOUT_SECONDS)
-    agents = served["nixl"] and flat_reads.NixlReader(memory, served["nixl"], TIMEOUT_SECONDS)
+    sockets = flat_reads.SocketReader(memory, ip, port, TIMEOUT_SECONDS)
 
-    def read(num_agents: int) -> float:
+    def read() -> float:
         started = time.perf_counter()
-        if num_agents:
-            agents.read(num_agents)
-        else:
-            sockets.read()
+        sockets.read()
         return time.perf_counter() - started
 
     return {"read": read, "holds": lambda value: bool((memory == value).all()), "cpu": time.process_time}  # fmt: skip
+
+
+def free_port() -> int:
+    """Return a port of the loopback that was free just now."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def on_host(host: netns.Host, commands: Callable[..., Commands], *args: object) -> Commands:
@@ -240,33 +232,21 @@ class Processes(ExitStack):
     def flat(self, source_host: netns.Host | str, sink_host: netns.Host | str, ip: str) -> dict[str, Contender]:  # fmt: skip
         """Return the flat reads."""
         source = self.start(source_host, flat_source, self.sizes[0], ip)
-        served = source.ask("describe", timeout_seconds=TIMEOUT_SECONDS)
-        sink = self.start(sink_host, flat_sink, self.sizes[0], ip, served)
+        port = source.ask("port", timeout_seconds=TIMEOUT_SECONDS)
+        sink = self.start(sink_host, flat_sink, self.sizes[0], ip, port)
 
-        def read(num_agents: int) -> dict[str, float]:
-            if num_agents:
-                source.ask("start")
-            seconds = sink.ask("read", num_agents, timeout_seconds=TIMEOUT_SECONDS)
-            if num_agents:
-                source.ask("stop")
-            return {"seconds": seconds}
+        def read(number: int) -> dict[str, float]:
+            return {"seconds": sink.ask("read", timeout_seconds=TIMEOUT_SECONDS)}
 
-        kinds = {"flat, sockets": 0}
-        if served["nixl"]:
-            kinds |= {"flat, nixl": 1, f"flat, nixl x{flat_reads.STREAMS}": flat_reads.STREAMS}
-        return {
-            name: Contender([source], [sink], lambda _, num=num_agents: read(num))
-            for name, num_agents in kinds.items()
-        }
+        return {"flat, sockets": Contender([source], [sink], read)}
 
-    def rounds(
+    def updates(
         self, source_host: netns.Host | str, sink_hosts: Sequence[netns.Host | str], ip: str,
-        *, num_ranks: int = 1, kinds: Sequence[str] = BY_SOCKETS,
+        *, num_ranks: int = 1, kinds: Sequence[str] = ("unverified", "verified"),
     ) -> dict[str, Contender]:  # fmt: skip
-        """Return our rounds: to a replica on each host, all of which have as many ranks."""
+        """Return our updates: of a replica on each host, all of which have as many ranks."""
         name = secrets.token_hex(4)
-        scheme = f"unix:{self._scratch}/{name}-" if self.options.address == "unix" else f"tcp://{ip}:0"  # fmt: skip
-        places = {kind: scheme + (kind if self.options.address == "unix" else "") for kind in kinds}
+        places = {kind: f"tcp://{ip}:{free_port() if num_ranks > 1 else 0}" for kind in kinds}
         meeting = f"{self._scratch}/{name}.meeting"
         trainers = [self.start(source_host, trainer, self.sizes, places, rank, num_ranks, meeting) for rank in range(num_ranks)]  # fmt: skip
         addresses = trainers[0].ask("addresses", timeout_seconds=TIMEOUT_SECONDS)
@@ -285,11 +265,15 @@ class Processes(ExitStack):
             for child in trainers:
                 child.tell("publish", kind, version, len(sink_hosts))
             (published, self.report), *_ = [each.answer(TIMEOUT_SECONDS) for each in trainers]
-            took = [each.answer(TIMEOUT_SECONDS) for each in engines]
-            return {"seconds": max(took), "publish_seconds": published}
+            took, paused = zip(*(each.answer(TIMEOUT_SECONDS) for each in engines), strict=True)
+            return {
+                "seconds": max(took),
+                "pause_seconds": max(paused),
+                "publish_seconds": published,
+            }
 
         return {
-            f"round, {kind}": Contender(
+            f"update, {kind}": Contender(
                 trainers, engines, lambda number, kind=kind: run(kind, number)
             )
             for kind in kinds
@@ -335,17 +319,19 @@ def compared(contenders: dict[str, Contender], nbytes: int, repeats: int) -> dic
 # The questions.
 
 
-def ask_round(options: argparse.Namespace, num_ranks: int = 1) -> dict[str, object]:
+def ask_update(options: argparse.Namespace, num_ranks: int = 1) -> dict[str, object]:
     with Processes(options) as processes:
         flat = processes.flat("trainer", "engine", LOOPBACK)
-        kinds = tuple(KINDS) if flat_reads.nixl() and options.address == "tcp" else BY_SOCKETS
-        ours = processes.rounds("trainer", ["engine"], LOOPBACK, num_ranks=num_ranks, kinds=kinds)
+        ours = processes.updates("trainer", ["engine"], LOOPBACK, num_ranks=num_ranks)
+        ours |= processes.updates(
+            "trainer", ["trainer"], LOOPBACK, num_ranks=num_ranks, kinds=[*KINDS][2:]
+        )
         result = compared(flat | ours, processes.sizes[0], options.repeats)
         return {**result, "report": processes.report}
 
 
 def ask_ranks(options: argparse.Namespace) -> dict[str, object]:
-    return ask_round(options, num_ranks=2)
+    return ask_update(options, num_ranks=2)
 
 
 def ask_line(options: argparse.Namespace) -> dict[str, object]:
@@ -353,13 +339,14 @@ def ask_line(options: argparse.Namespace) -> dict[str, object]:
     with netns.two_hosts() as (a, b), Processes(options) as processes:
         for host in (a, b):
             host.rate(LINE_MBIT)
-        contenders = processes.flat(a, b, a.ip) | processes.rounds(a, [b], a.ip)
+        contenders = processes.flat(a, b, a.ip) | processes.updates(a, [b], a.ip)
         result = compared(contenders, processes.sizes[0], options.repeats)
     result["limit_gb_per_second"] = round(limit / 1e9, 4)
     result["of_limit"] = {
         name: {
             what: round(processes.sizes[0] / statistics.median(seconds) / limit, 3)
             for what, seconds in each.seconds.items()
+            if what != "pause_seconds"
         }
         for name, each in contenders.items()
     }
@@ -374,7 +361,7 @@ def ask_fan_out(options: argparse.Namespace) -> dict[str, object]:
     ):
         contenders = {}
         for num in options.replicas:
-            (each,) = processes.rounds(host, members[:num], host.ip, kinds=["verified"]).values()
+            (each,) = processes.updates(host, members[:num], host.ip, kinds=["verified"]).values()
             each.host = host
             contenders[f"{num} replicas"] = each
         result = compared(contenders, processes.sizes[0], options.repeats)
@@ -391,7 +378,7 @@ def ask_fan_out(options: argparse.Namespace) -> dict[str, object]:
 
 
 QUESTIONS = {
-    "round": (ask_round, 1024, 9), "ranks": (ask_ranks, 1024, 9),
+    "update": (ask_update, 1024, 9), "ranks": (ask_ranks, 1024, 9),
     "line": (ask_line, 256, 3), "fan-out": (ask_fan_out, 128, 3),
 }  # fmt: skip
 
@@ -403,7 +390,6 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=256)
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8], help="of fan-out")
-    parser.add_argument("--address", choices=["tcp", "unix"], default="tcp", help="unix: to try this file")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="keep a record")
     options = parser.parse_args()
     ask, mib, repeats = QUESTIONS[options.question]
@@ -411,10 +397,10 @@ def main() -> None:
     options.repeats = repeats if options.repeats is None else options.repeats
     if (options.mib << 20) % (4 * COLUMNS * options.tensors):
         parser.error(f"{options.mib} MiB are not {options.tensors} tensors of rows that can be cut")
-    result = {"address": options.address, "tensors": options.tensors, **ask(options)}
+    result = {"tensors": options.tensors, **ask(options)}
     if options.json:
         name = f"network_{options.question.replace('-', '_')}"
-        record(str(__doc__).splitlines()[0], result, "pyzmq", flat_reads.nixl_package(), name=name)
+        record(str(__doc__).splitlines()[0], result, name=name)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import Child, llm_shapes, record, spread
@@ -35,13 +36,13 @@ def part(shape: tuple[int, ...], dim: int, rank: int, num_ranks: int, is_shared:
     return fw.Sharded(tensor.share_memory_() if is_shared else tensor, shape, offset)
 
 
-def trainer(address: str, total_bytes: int, rank: int, num_ranks: int, lane: str) -> dict[str, Callable[..., object]]:  # fmt: skip
-    is_shared = lane == "shared"
+def trainer(address: str, total_bytes: int, rank: int, num_ranks: int, transport: str) -> dict[str, Callable[..., object]]:  # fmt: skip
+    is_shared = transport == "mapped"
     shapes = llm_shapes(total_bytes)
     model = {name: part(shape, 0, rank, num_ranks, is_shared) for name, shape in shapes.items()}
     if is_shared:
         model = {n: e if isinstance(e, fw.Sharded) else e.share_memory_() for n, e in model.items()}
-    publisher = fw.Publisher(model, address, rank=rank, num_ranks=num_ranks)
+    publisher = fw.Publisher(model, address, rank=rank, world_size=num_ranks)
     version = 0
 
     def publish() -> tuple[float, int, str]:
@@ -54,14 +55,18 @@ def trainer(address: str, total_bytes: int, rank: int, num_ranks: int, lane: str
     return {"publish": publish, "close": publisher.close}
 
 
-def engine(address: str, total_bytes: int, rank: int) -> dict[str, Callable[..., object]]:
+def engine(
+    address: str, total_bytes: int, rank: int, transport: Any
+) -> dict[str, Callable[..., object]]:
     shapes = llm_shapes(total_bytes)
     model = {name: part(shape, 1, rank, ENGINE_RANKS, False) for name, shape in shapes.items()}
-    replica = fw.Replica(model, address, name="engine", rank=rank, num_ranks=ENGINE_RANKS)
+    replica = fw.Replica(
+        model, address, name="engine", transport=transport, rank=rank, world_size=ENGINE_RANKS
+    )
 
     def update() -> float:
         report = replica.update(timeout_seconds=TIMEOUT_SECONDS)
-        assert report.verified
+        assert report.verified == "live"
         return report.seconds
 
     return {"update": update, "close": replica.close}
@@ -70,14 +75,14 @@ def engine(address: str, total_bytes: int, rank: int) -> dict[str, Callable[...,
 class Job:
     """A trainer and its engine."""
 
-    def __init__(self, place: str, total_bytes: int, num_ranks: int, lane: str) -> None:
+    def __init__(self, place: str, total_bytes: int, num_ranks: int, transport: str) -> None:
         address = f"unix:{Path(place) / str(num_ranks)}"
         ranks = range(num_ranks)
-        self.sources = [Child(trainer, address, total_bytes, rank, num_ranks, lane) for rank in ranks]  # fmt: skip
-        self.engines = [Child(engine, address, total_bytes, rank) for rank in range(ENGINE_RANKS)]
+        self.sources = [Child(trainer, address, total_bytes, rank, num_ranks, transport) for rank in ranks]  # fmt: skip
+        self.engines = [Child(engine, address, total_bytes, rank, transport) for rank in range(ENGINE_RANKS)]  # fmt: skip
 
-    def round(self) -> tuple[float, float, int]:
-        """Return the seconds of a round on the slower engine rank, of the publish, and the bytes."""
+    def update(self) -> tuple[float, float, int]:
+        """Return the seconds of an update on the slower engine rank, of the publish, and the bytes."""
         for each in self.engines:
             each.tell("update")
         time.sleep(0.05)
@@ -93,24 +98,24 @@ class Job:
             each.close()
 
 
-def measure(total_bytes: int, lane: str, repeats: int) -> dict[str, object]:
+def measure(total_bytes: int, transport: str, repeats: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        jobs = {num_ranks: Job(place, total_bytes, num_ranks, lane) for num_ranks in (1, 2)}
+        jobs = {num_ranks: Job(place, total_bytes, num_ranks, transport) for num_ranks in (1, 2)}
         times: dict[int, list[float]] = {1: [], 2: []}
         publishes: dict[int, list[float]] = {1: [], 2: []}
         for turn in range(repeats + 1):
             for num_ranks, job in jobs.items():
-                seconds, published, nbytes = job.round()
+                seconds, published, nbytes = job.update()
                 if turn:  # the first one makes plans and maps memory
                     times[num_ranks].append(seconds)
                     publishes[num_ranks].append(published)
-            print(lane, *(f"{n} ranks: {t[-1]:.3f} s" for n, t in times.items() if t))
+            print(transport, *(f"{n} ranks: {t[-1]:.3f} s" for n, t in times.items() if t))
         print(*(job.report for job in jobs.values()), sep="\n")
         for job in jobs.values():
             job.close()
     ratios = [one / two for one, two in zip(times[1], times[2], strict=True)]
     return {
-        "lane": lane,
+        "transport": transport,
         "bytes": nbytes,
         "one_rank": spread(times[1]),
         "two_ranks": spread(times[2]),
@@ -129,11 +134,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--lanes", nargs="+", default=["shared", "buckets"])
+    parser.add_argument("--transports", nargs="+", default=["mapped", "filled"])
     given = parser.parse_args()
     rows = []
-    for lane in given.lanes:
-        rows.append(measure(given.mib << 20, lane, given.repeats))
+    for transport in given.transports:
+        rows.append(measure(given.mib << 20, transport, given.repeats))
         print(rows[-1])
     question = "Do two trainer ranks feed an engine of two ranks as fast as one does?"
     record(question, {"repeats": given.repeats, "rows": rows})
