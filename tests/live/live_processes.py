@@ -180,6 +180,9 @@ def trainer(address, options, pipe):
                 case "await", number:
                     until(lambda number=number: len(publisher.waiting) >= number)
                     pipe.send("waiting")
+                case ("until lost",):
+                    until(lambda: not publisher.replicas)
+                    pipe.send("lost")
                 case ("withdraw",):
                     publisher.withdraw()
                     pipe.send("withdrawn")

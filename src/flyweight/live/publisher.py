@@ -53,6 +53,7 @@ from flyweight.transports.address import (
     TcpAddress,
     UnixAddress,
     check_token,
+    host_facing,
     local_host_for,
     parse_address,
 )
@@ -273,7 +274,7 @@ class Publisher:
             if rendezvous.store is None:
                 store = OwnStore(self.shelf) if rank == 0 else front
                 rendezvous = replace(rendezvous, store=store, group="publisher")
-            self._ranks = Ranks(replace(rendezvous, token=secret))
+            self._ranks = Ranks(replace(rendezvous, token=secret, host=host_facing(place)))
         if rank:
             self._holder = self._opened(secret, tls, rank)
         holder = self._holder

@@ -54,7 +54,7 @@ from flyweight.ports import UpdateOptions, UpdateReport
 from flyweight.ranks.agreement import Ranks
 from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.spec.model_layout import ModelLayout
-from flyweight.transports.address import parse_address
+from flyweight.transports.address import host_facing, parse_address
 from flyweight.transports.tls import Tls
 from flyweight.verbs.find import PathLike
 from flyweight.verbs.load import LoadReport
@@ -449,7 +449,8 @@ class Replica:
                 self._store = self._store or FrontStore(self._address, self._me)
                 self._store.token(deadline)
                 found = replace(found, store=self._store)
-            self._ranks = Ranks(replace(found, group=group, token=self._me.token))
+            host = host_facing(self._address)
+            self._ranks = Ranks(replace(found, group=group, token=self._me.token, host=host))
         return self._ranks
 
     def _wait_connected(self, options: UpdateOptions, deadline: float) -> None:

@@ -252,6 +252,20 @@ def local_host_for(host: str) -> str:
         raise PeerLost(f"cannot reach host {host!r}: {cause}") from cause
 
 
+def host_facing(address: Address) -> str:
+    """Return the address of this host at which others that reach `address` find it; "" if unknown.
+
+    Not a loopback: `address` may then be one end of a tunnel to another host.
+    """
+    if not isinstance(address, TcpAddress) or address.is_any:
+        return ""
+    try:
+        found = local_host_for(address.host)
+    except PeerLost:
+        return ""
+    return "" if found == "::1" or found.startswith("127.") else found
+
+
 def peer_user(connection: socket.socket) -> int:
     """Return the user of the process at the other end of a Unix socket."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
