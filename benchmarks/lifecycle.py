@@ -2,8 +2,8 @@
 
 Four parts. `reaction`: from the moment a controller writes a request until the worker's process has
 it, by the clock that both share, beside a worker that looks at an int32 in shared memory every 10 ms,
-in turns with it; and a whole PAUSE until all ranks have answered. `pause`: how long requests stand
-still for an update of a shared-memory model, beside its copy alone. `idle`: what a worker takes of a
+in turns with it; and a whole PAUSE until all ranks have answered. `pause`: how long requests wait
+for an update of a shared-memory model, beside its verified copy alone. `idle`: what a worker takes of a
 core while nobody asks. `health`: how soon `flyweight serve` says how an engine is while large updates
 follow each other.
 """
@@ -253,10 +253,10 @@ def engine(shapes: Mapping[str, tuple[int, ...]], address: str, cell: str) -> di
     asking = threading.Thread(target=ask_on, daemon=True)
     asking.start()
 
-    def finished(num_rounds: int) -> dict[str, float]:
-        """Return what the round of that number took, once it is over."""
+    def finished(num_updates: int) -> dict[str, float]:
+        """Return what the update of that number took, once it is over."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while worker.operations.num_rounds < num_rounds or worker.operations.state != "SERVING":
+        while worker.operations.num_rounds < num_updates or worker.operations.state != "SERVING":
             assert time.monotonic() < deadline, worker.operations.failure
             time.sleep(0.002)
         time.sleep(0.01)  # for the request that waited
@@ -266,9 +266,8 @@ def engine(shapes: Mapping[str, tuple[int, ...]], address: str, cell: str) -> di
         return {
             "pause": worker.operations.pause_seconds,
             "no_answer": gap,
-            "round": report.seconds,
+            "update": report.seconds,
             "copy": report.copy_seconds,
-            "verify": report.verify_seconds,
         }
 
     def close() -> None:
@@ -309,7 +308,7 @@ def pause(options: argparse.Namespace, place: Path) -> dict[str, object]:
         weights = shared_weights(int(mib * 2**20))
         total = nbytes(weights)
         address = f"unix:{place}/pause{mib:g}"
-        with fw.Publisher(weights, address, transport="mapped") as publisher:
+        with fw.Publisher(weights, address) as publisher:
             child = Child(engine, shapes_of(weights), address, str(place / f"update{mib:g}.cell"))
             try:
                 child.ask("ready")
@@ -328,9 +327,6 @@ def pause(options: argparse.Namespace, place: Path) -> dict[str, object]:
         row: dict[str, Any] = {key: spread(each[key] for each in found) for key in found[0]}
         medians = {key: statistics.median(each[key] for each in found) for key in found[0]}
         row["pause_of_copy"] = round(medians["pause"] / medians["copy"], 3)
-        row["pause_of_copy_and_verify"] = round(
-            medians["pause"] / (medians["copy"] + medians["verify"]), 3
-        )
         row["bytes"], row["tensors"] = total, len(weights)
         rows[f"{mib:g} MiB"] = row
         show(
@@ -445,7 +441,7 @@ def health(options: argparse.Namespace, place: Path) -> dict[str, object]:
     address, cell = f"unix:{place}/health", str(place / "health.cell")
     words = [sys.executable, "-m", "flyweight.cli", "serve", "--json", "--port", "0", "--run", str(place / "run"), "--replica", f"engine={cell}"]  # fmt: skip
     with (
-        fw.Publisher(weights, address, transport="mapped") as publisher,
+        fw.Publisher(weights, address) as publisher,
         subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server,
     ):
         child = Child(engine, shapes_of(weights), address, cell)
@@ -464,7 +460,7 @@ def health(options: argparse.Namespace, place: Path) -> dict[str, object]:
                 while time.monotonic() < deadline:
                     version += 1
                     publisher.publish(version, num_replicas=1, timeout_seconds=TIMEOUT_SECONDS)
-                    rounds.append(child.ask("finished", version)["round"])
+                    rounds.append(child.ask("finished", version)["update"])
                 meanwhile = probe.answer(options.health_seconds + TIMEOUT_SECONDS)
                 child.ask("close")
             finally:
@@ -521,7 +517,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="flyweight-bench-") as scratch:
         result = {name: part(options, Path(scratch)) for name, part in parts.items()}
     if not options.fast and options.only is None:
-        record(str(__doc__).splitlines()[0], result, "pyzmq", "starlette", "uvicorn")
+        record(str(__doc__).splitlines()[0], result, "starlette", "uvicorn")
 
 
 if __name__ == "__main__":
