@@ -7,6 +7,7 @@ import numpy as np
 
 from child_processes import LIMIT
 from flyweight.live import Replica, UpdateReport
+from flyweight.live.publish_id import PublishId
 from flyweight.live.relay import Relay
 from live.live_processes import TOKEN, shared
 
@@ -32,6 +33,30 @@ def fill(arrays, version):
 
 def holds(arrays, version):
     return all((each == version).all() for each in arrays.values())
+
+
+def is_free(publisher, version):
+    """True if nobody can lease a version of a publisher, and nobody has a lease of it."""
+    return publisher.shelf._leases.is_free(_id(publisher, version))
+
+
+def is_leased(publisher, version):
+    """True while somebody has a lease of a version."""
+    return bool(publisher.shelf._leases.readers(_id(publisher, version)))
+
+
+def is_offered(publisher, version):
+    return _id(publisher, version) in publisher.shelf._leases.offered
+
+
+def _id(publisher, version):
+    return PublishId(publisher.shelf._last.session, version)
+
+
+def staged(replica):
+    """Return the staging that others may fetch from a replica: its memory and its version."""
+    (found,) = replica._shelf._offers.values()
+    return found
 
 
 def raising(error):

@@ -23,7 +23,6 @@ from flyweight.errors import (
 )
 from flyweight.live import Publisher, fetch, incoming, publisher, reader
 from flyweight.live.incoming import Incoming
-from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Reader
 from live.live_processes import TOKEN, at, once
 from live.one_process import (
@@ -31,9 +30,12 @@ from live.one_process import (
     fill,
     holds,
     in_background,
+    is_free,
+    is_leased,
     mappable,
     model,
     raising,
+    staged,
 )
 from live.one_process import reader as replica_of
 
@@ -163,8 +165,7 @@ def test_a_publish_that_raises_leaves_no_offer_and_no_lease(pair, keep, error, t
         until(lambda: source.waiting)
         with at("serving", interrupt), pytest.raises(error):
             source.publish(1, num_replicas=1, timeout_seconds=LIMIT)
-        assert not source.shelf._leases.offered
-        assert not source.shelf._leases.withdrawn
+        assert is_free(source, 1)
         fill(weights, 7)  # user code goes on
         has_raised.set()
         if keep != "memory":  # a copy does not change
@@ -202,8 +203,7 @@ def test_what_changes_in_staging_after_it_was_verified_is_noticed(pair, transpor
     source.publish(1)
 
     def before(version):
-        (staging,) = sink._shelf._offers.values()
-        staging.memory.segments[0].bytes[5] ^= 1
+        staged(sink).memory.segments[0].bytes[5] ^= 1
 
     with pytest.raises(DigestMismatch, match="where they were written"):
         sink.update(timeout_seconds=LIMIT, before=before)
@@ -230,7 +230,7 @@ def test_staging_memory_comes_back_only_without_leases_even_after_ctrl_c(pair, m
             in_background(child.update, timeout_seconds=LIMIT) as result,
         ):
             assert is_reading.wait(LIMIT)
-            (staging,) = parent._shelf._offers.values()
+            staging = staged(parent)
             fill(weights, 2)
             source.publish(2)
             with monkeypatch.context() as patch:
@@ -347,8 +347,7 @@ def test_a_segment_that_could_not_be_mapped_is_sent_again(pair, monkeypatch):
         patch.setattr(reader, "open_segments", raising(TransportError("no map")))
         with pytest.raises(TransportError, match="no map"):
             sink.update(timeout_seconds=LIMIT)
-    id = PublishId(source.shelf.newest.session, 1)
-    until(lambda: not source.shelf._leases.readers(id))
+    until(lambda: not is_leased(source, 1))
     assert sink.update(timeout_seconds=LIMIT).version == 1
     check_next_update(source, weights, (sink, arrays))
 
@@ -401,8 +400,7 @@ def test_one_flipped_byte_at_a_parent_costs_a_range(pair):
     source, weights, parent, arrays = pair("read", keep="memory")
     source.publish(1)
     parent.update(timeout_seconds=LIMIT)
-    (staging,) = parent._shelf._offers.values()
-    staging.memory.segments[0].bytes[5] ^= 1
+    staged(parent).memory.segments[0].bytes[5] ^= 1
     child_arrays = model()
     with replica_of(child_arrays, source.address, "read", name="child") as child:
         assert child.update(timeout_seconds=LIMIT).version == 1

@@ -12,7 +12,7 @@ from flyweight.errors import DigestMismatch, TransferTimeout, TransportError
 from flyweight.live import Publisher, Replica
 from live.live_processes import LARGE, TOKEN, at, check_holds, check_next_update, once
 from live.one_process import check_next_update as check_both
-from live.one_process import fill, holds, in_background, model, raising, reader
+from live.one_process import fill, holds, in_background, model, raising, reader, staged
 
 
 @pytest.fixture
@@ -27,8 +27,7 @@ def pair():
 
 
 def staging_of(replica):
-    (staging,) = replica._shelf._offers.values()
-    return staging.memory.segments[0]
+    return staged(replica).memory.segments[0]
 
 
 def test_staging_is_used_again_for_the_next_version(pair):

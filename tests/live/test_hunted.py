@@ -39,6 +39,8 @@ from live.one_process import (
     fill,
     holds,
     in_background,
+    is_free,
+    is_leased,
     mappable,
     model,
     raising,
@@ -254,7 +256,7 @@ def test_a_lease_whose_digests_fail_is_over(monkeypatch, transport):
             with pytest.raises(FlyweightError, match="digests took too long"):
                 sink.update(timeout_seconds=LIMIT)
         source.shelf.withdraw(source.shelf.newest)
-        assert not source.shelf._leases.withdrawn
+        assert is_free(source, 0)
         check_next_update(source, weights, (sink, arrays))
 
 
@@ -272,8 +274,7 @@ def test_a_lease_that_one_rank_refuses_is_left_at_no_other_rank(monkeypatch, tmp
 
     def fail(self, plan, rank, deadline):
         if readers_thread() and rank == 0:
-            other = sources[1].shelf
-            until(lambda: other._leases.readers(other._last))
+            until(lambda: is_leased(sources[1], 1))
             raise TransportError("a device failed")
         return digests(self, plan, rank, deadline)
 
@@ -285,8 +286,7 @@ def test_a_lease_that_one_rank_refuses_is_left_at_no_other_rank(monkeypatch, tmp
             with pytest.raises(TransportError, match="a device failed"):
                 sink.update(timeout_seconds=LIMIT)
         for each in sources:
-            each.shelf.withdraw(each.shelf._last)
-            until(lambda each=each: not each.shelf._leases.withdrawn)
+            until(lambda each=each: not is_leased(each, 1))
 
 
 # Ranks of an engine.
