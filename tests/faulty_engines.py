@@ -54,7 +54,7 @@ class Room:
 
     def __init__(self, stack, address, *, nbytes=1 << 16, **options):
         self.trainer, self.model = weights(0, nbytes), weights(0, nbytes)
-        self.publisher = stack.enter_context(fw.Publisher(self.trainer, address, hold=True))
+        self.publisher = stack.enter_context(fw.Publisher(self.trainer, address, keep="memory"))
         self.replica = stack.enter_context(fw.Replica(self.model, address))
         self.engine = FaultyEngine(self.model)
         self.operations = Operations(self.engine, self.replica, **options)

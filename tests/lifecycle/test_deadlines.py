@@ -17,7 +17,7 @@ from flyweight.errors import Busy, LifecycleError, PeerLost, TransferTimeout
 from flyweight.lifecycle.cell import Cell, Request
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import Signal, State
-from flyweight.lifecycle.weights import NearestWeights, StoredWeights
+from flyweight.lifecycle.weights import StoredWeights
 from flyweight.ports import UpdateOptions
 from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
@@ -135,10 +135,9 @@ def test_what_waits_for_a_version_ends_at_its_deadline(store, tmp_path, address,
     stored.take(UpdateOptions(version=2, timeout_seconds=LIMIT, **options))
     with (
         fw.Publisher(weights(0), address),
-        fw.Replica(nearest, address) as first,
+        fw.Replica(nearest, address, fallback=[tmp_path / "empty"]) as both,
         fw.Replica(asked, address) as second,
     ):
-        both = NearestWeights(first, StoredWeights(nearest, tmp_path / "empty"))
         operations = Operations(fw.ModelEngine(asked), second)
         waits = {
             "stored": (

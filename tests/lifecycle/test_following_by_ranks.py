@@ -19,7 +19,7 @@ def test_rounds_and_operations_that_cross_do_not_hold_each_other_up(address, thr
     for module in ("operations", "update"):  # a pause has less time than a round
         monkeypatch.setattr(f"flyweight.lifecycle.{module}.ROUND_SECONDS", 3 * LIMIT)
     with ExitStack() as stack:
-        pair = Pair(stack, address, threads, hold=True)
+        pair = Pair(stack, address, threads, keep="memory")
         is_over = threading.Event()
 
         def follow(operations):

@@ -74,7 +74,7 @@ def cleared_and_back(make, num, address, pipe):
     model = make(num)
     wanted, before = as_bytes(model), identity(model)
     nbytes = sum(map(len, wanted.values()))
-    with fw.Publisher(model, address, hold=True) as publisher:
+    with fw.Publisher(model, address, keep="memory") as publisher:
         publisher.publish(1)
         with fw.Replica(model, address) as replica:
             operations = Operations(ModelEngine(model), replica)

@@ -40,7 +40,7 @@ def test_a_replica_says_that_it_went_back(address, train, threads, caplog):
     assert (back["name"], back["before"], back["version"]) == ("engine", 73, 1)
     (line,) = (each for each in caplog.records if each.name == "flyweight.live")
     assert line.levelno == logging.WARNING
-    assert line.getMessage() == "replica engine went back from version 73 to 1"
+    assert line.getMessage() == "engine went back from version 73 to 1"
 
 
 def test_a_restarted_trainer_shows_in_status_and_metrics(address, train, tmp_path):

@@ -206,7 +206,7 @@ def test_a_loader_that_raises_anything_fails_the_engine_and_the_next_one_heals_i
             model[name][...] = tensor
 
     with (
-        fw.Publisher(weights(1), address, hold=True) as publisher,
+        fw.Publisher(weights(1), address, keep="memory") as publisher,
         fw.Replica(load, address, framework="numpy") as replica,
     ):
         operations = Operations(ModelEngine(model), replica)
@@ -230,7 +230,7 @@ def test_the_percent_of_an_update_grows_while_it_comes(address):
             model[name][...] = tensor
 
     with (
-        fw.Publisher(model, address, hold=True, bucket_bytes=1 << 14) as publisher,
+        fw.Publisher(model, address, keep="memory") as publisher,
         fw.Replica(load, address, framework="numpy") as replica,
     ):
         operations = Operations(ModelEngine(model), replica)
@@ -419,9 +419,12 @@ def test_an_engine_that_serves_already_goes_on_until_its_first_update(address, t
         with pytest.raises(TransferTimeout):
             operations.update(9, timeout_seconds=0.2)
         assert operations.state is State.SERVING
-    with fw.Publisher(model, address) as publisher, fw.Replica(target, address) as replica:
+    with (
+        fw.Publisher(model, address, keep="memory") as publisher,
+        fw.Replica(target, address) as replica,
+    ):
         operations = Operations(engine, replica, is_serving=True)
-        publisher.publish(1, stays=True)
+        publisher.publish(1)
         operations.update(1)
         assert (operations.state, operations.version) == (State.SERVING, 1)
         with engine.request(LIMIT) as version:

@@ -54,7 +54,7 @@ class Pair:
         self.operations, self.replicas, self.weights = [], [], []
         for rank, model in enumerate(self.models):
             engine, ranks = self.engines[rank], self.ranks[rank]
-            replica = fw.Replica(model, address, name="pair", rank=rank, num_ranks=2)
+            replica = fw.Replica(model, address, name="pair", rank=rank, world_size=2)
             self.replicas.append(stack.enter_context(replica))
             self.weights.append(SlowWeights(self.replicas[-1]))
             self.operations.append(Operations(engine, self.weights[-1], ranks))
@@ -126,7 +126,7 @@ class Pair:
 @pytest.fixture
 def pair(address, threads):
     with ExitStack() as stack:
-        found = Pair(stack, address, threads, hold=True)
+        found = Pair(stack, address, threads, keep="memory")
         assert found.update(1) == [None, None]
         assert found.states == [State.SERVING, State.SERVING]
         yield found
@@ -189,7 +189,7 @@ def test_a_replica_that_does_not_know_the_other_ranks_is_refused(address):
     """It would take versions alone."""
     model = weights(0)
     ranks = RankAgreement(Rendezvous(0, 2, FakeRendezvousStore(), "pair"))
-    with fw.Replica(model, address) as replica, pytest.raises(SpecError, match="num_ranks=2"):
+    with fw.Replica(model, address) as replica, pytest.raises(SpecError, match="world_size=2"):
         Operations(FaultyEngine(model), replica, ranks)
 
 
