@@ -1,11 +1,18 @@
 """What a publisher keeps between two publishes: nothing, a copy, or the model's own memory."""
 
 import threading
+from time import monotonic
 
 import pytest
 
 from child_processes import LIMIT, resources, settled, until
-from flyweight.errors import DigestMismatch, SpecError, TransferTimeout, VersionError
+from flyweight.errors import (
+    DigestMismatch,
+    SpecError,
+    TransferTimeout,
+    TransportError,
+    VersionError,
+)
 from flyweight.live import Publisher
 from live.live_processes import TOKEN, at, once
 from live.one_process import (
@@ -13,6 +20,7 @@ from live.one_process import (
     fill,
     holds,
     in_background,
+    is_offered,
     mappable,
     model,
     reader,
@@ -140,7 +148,7 @@ def test_withdraw_waits_for_engines_that_read():
         with in_background(sink.update, timeout_seconds=LIMIT, before=before) as result:
             assert is_pausing.wait(LIMIT)
             with in_background(source.withdraw) as withdrawn:
-                until(lambda: source.shelf._leases.withdrawn)
+                until(lambda: not is_offered(source, 1))
                 may_go_on.set()
                 assert withdrawn() is None
             fill(weights, 2)
@@ -202,3 +210,30 @@ def test_background_in_place_is_refused():
 def test_keep_is_one_of_three():
     with pytest.raises(SpecError, match="keep is 'disk', not None, 'memory' or 'in_place'"):
         Publisher(model(), ADDRESS, token=TOKEN, keep="disk")
+
+
+def test_a_pause_may_take_longer_than_a_lease_while_the_version_is_kept(monkeypatch):
+    monkeypatch.setattr("flyweight.live.publisher.RECLAIM_SECONDS", 2.0)
+    weights, arrays = mappable(1), model()
+    with (
+        Publisher(weights, ADDRESS, token=TOKEN, keep="in_place") as source,
+        reader(arrays, source.address, "mapped", name="engine") as sink,
+    ):
+        source.publish(1)
+
+        def pause(version):
+            end = monotonic() + 2.1
+            until(lambda: monotonic() > end)
+
+        assert sink.update(timeout_seconds=LIMIT, before=pause).version == 1
+        assert holds(arrays, 1)
+
+        def pause_too_long(version):
+            pause(version)
+            source.withdraw()
+
+        source.publish(2)
+        with pytest.raises((TransportError, VersionError)):
+            sink.update(timeout_seconds=LIMIT, before=pause_too_long)
+        assert sink.version == 1
+        assert holds(arrays, 1)

@@ -236,15 +236,25 @@ class Incoming:
         now, seconds = monotonic(), _LEAST_SECONDS + self.session.plan.nbytes / _SLOW_BYTES
         if now > deadline:
             raise TransferTimeout(f"everything was here {now - deadline:.2g} s too late to begin")
-        for each in self.arrived.values():
-            if each.source is not None:
-                each.source.check_lease()
-                if now + seconds > each.until:
-                    raise TransferTimeout(
-                        f"{each.source.channel.peer} keeps {self.id} for {each.until - now:.2g} s, "
-                        f"and the copy may take {seconds:.2g} s; pause sooner, or publish with a "
-                        f"longer timeout_seconds"
-                    )
+        for rank, each in self.arrived.items():
+            if each.source is None:
+                continue
+            each.source.check_lease()
+            until = each.until
+            if now + seconds > until:  # the pause took long
+                until = self._renew_lease(each.source, rank, deadline)
+            if now + seconds > until:
+                raise TransferTimeout(
+                    f"{each.source.channel.peer} keeps {self.id} for {until - now:.2g} s, and the "
+                    f"copy may take {seconds:.2g} s; pause sooner, or publish with a longer "
+                    f"timeout_seconds"
+                )
+
+    def _renew_lease(self, source: Reader, rank: int, deadline: float) -> float:
+        """Go on with a lease, if the version is still offered; return until when it runs now."""
+        kinds = [self.session.plan.kind]
+        asked = source.ask_lease(self.id, kinds, rank, deadline, can_map=True)
+        return source.lease(asked, deadline, self.session.blocks_of(rank)).until
 
     def copy(self, deadline: float, check: Callable[[], None]) -> None:
         """Copy everything into the model, and verify it where it was written.
