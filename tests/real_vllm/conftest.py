@@ -1,6 +1,8 @@
 """Fixtures of the tests with a real vLLM: models A and B, servers, and what fresh loads answer."""
 
+import gc
 import os
+import warnings
 
 import pytest
 
@@ -19,6 +21,12 @@ def pytest_configure(config):
     # vLLM leaves sockets and files for the collector to close.
     for kind in ("ResourceWarning", "pytest.PytestUnraisableExceptionWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::{kind}")
+
+
+def pytest_sessionfinish():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
