@@ -63,6 +63,7 @@ def test_the_demo_survives_its_kills_and_every_engine_ends_with_the_trainers_bit
     assert trainer["version"] not in trainer["held"].values()
     assert [each["process"] for each in all_of("caught_up")] == ["engine-1"]
     assert {each["process"] for each in all_of("stayed")} == {"engine-1", "engine-2"}
+    assert all(each["was_taken"] for each in all_of("stayed"))  # fetched before the pause
     assert min(all_of("answered")[0]["num_answered"].values()) >= 10
     first, second = all_of("trainer")
     assert first["recovered"] is None
