@@ -21,7 +21,7 @@ def test_memory_is_free_after_the_last_lease_of_a_withdrawn_version():
     book.take(id_(1), 8)
     assert not book.is_free(id_(1))
     book.withdraw(id_(1))
-    assert (book.offered, book.withdrawn) == (set(), {id_(1)})
+    assert book.offered == set()
     with pytest.raises(VersionError, match="version 1 of session 3fa9c1 is not offered any more"):
         book.take(id_(1), 9)
     book.release(id_(1), 7)
@@ -29,7 +29,6 @@ def test_memory_is_free_after_the_last_lease_of_a_withdrawn_version():
     assert not book.is_free(id_(1))
     book.lose(8)
     assert book.is_free(id_(1))
-    assert book.withdrawn == set()
 
 
 def test_a_reader_leases_several_versions_one_after_the_other():
@@ -116,7 +115,6 @@ class Memory:
         for version in (1, 2):
             readers, is_offered = self.readers(version), version in self.offered
             assert self.book.readers(id_(version)) == readers
-            assert (id_(version) in self.book.withdrawn) == (bool(readers) and not is_offered)
             assert self.book.is_free(id_(version)) == (not readers and not is_offered)
 
 

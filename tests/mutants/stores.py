@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         "a token file that other users can read is taken",
         "stores/private_file.py",
-        "    if whose := exposure(found, bits=bits):\n",
+        "    if whose := exposure(found):\n",
         "    if whose := exposure(found, bits=0):\n",
         "tests/cli/test_tokens.py tests/server/test_tokens_and_proofs.py",
     ),

@@ -37,11 +37,6 @@ class ModelBlock:
         strides = block.strides[extra:] if extra >= 0 else (0,) * -extra + block.strides
         return replace(block, shape=shape, strides=strides)
 
-    @property
-    def buffer(self) -> Buffer | None:
-        """The memory, on the host or on a CUDA device; None on other devices."""
-        return None if self.tensor.buffer is None else self.memory
-
     def items(self) -> Items | None:
         """View the box's items where they lie, or None if the CPU cannot reach them."""
         return self.memory.items() if self.tensor.device is None else None

@@ -83,7 +83,7 @@ def server_token(path: Path) -> Iterator[str]:
             while True:
                 file = os.open(path, flags, 0o600)
                 files.callback(os.close, file)
-                check_private(file, path, "token file")
+                check_private(file, path)
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as cause:

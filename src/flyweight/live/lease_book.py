@@ -25,11 +25,6 @@ class LeaseBook:
         """The versions that can be leased."""
         return set(self._offered)
 
-    @property
-    def withdrawn(self) -> set[PublishId]:
-        """The versions that cannot be leased any more, and are still read."""
-        return set(self._leases.values()) - self._offered
-
     def offer(self, id: PublishId) -> None:
         assert self.is_free(id), f"{id} is in use"
         self._offered.add(id)

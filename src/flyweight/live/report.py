@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from flyweight.errors import FlyweightError, TransferTimeout, error_named
+from flyweight.errors import TransferTimeout
 from flyweight.live.tracker import Result
 from flyweight.plans.tables import Table
 
@@ -54,12 +54,6 @@ class PublishReport(Table, frozen=True):
         reasons = [f"{each.name!r}: {each.error}" for each in self.failed[:_MAX_REASONS]]
         more = len(self.failed) - len(reasons)
         return "; ".join([text, *reasons, *([f"and {more} more"] if more else [])])
-
-
-def error_of(result: Result) -> FlyweightError | None:
-    """Return why a replica failed, as an error of its class."""
-    kind, _, text = result.error.partition(": ")
-    return error_named(kind, text) if result.error else None
 
 
 class Publication:

@@ -14,18 +14,14 @@ from flyweight.errors import PeerRefused
 from flyweight.host import exposure
 from flyweight.stores.local import refused
 
-OTHERS_READ_OR_WRITE, OTHERS_WRITE = 0o077, 0o022
 _MAX_TOKEN_BYTES = 256
-_REMEDIES = {OTHERS_READ_OR_WRITE: ("600", "chmod 600"), OTHERS_WRITE: ("644", "chmod go-w")}
 
 
-def read_private(
-    path: Path, max_bytes: int, what: str, *, bits: int = OTHERS_READ_OR_WRITE
-) -> bytes | None:
-    """Return at most `max_bytes` + 1 bytes of a file, or None if there is no file.
+def read_token(path: Path) -> str | None:
+    """Return the token in a file, or None if there is no file.
 
-    Raises PeerRefused if other users may access it in the ways that `bits` names, or if it is no
-    regular file, and StoreError if it cannot be read. `what` names the kind of file in errors.
+    Raises PeerRefused if other users can read the file, or if it is no regular file, and StoreError
+    if it cannot be read.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -33,16 +29,17 @@ def read_private(
             flags |= os.O_NOFOLLOW
         elif whose := exposure(path.lstat(), bits=0):
             raise PeerRefused(
-                f"{what} {str(path)!r} is a link that {whose}; it must be of user "
+                f"token file {str(path)!r} is a link that {whose}; it must be of user "
                 f"{os.geteuid()} or root, or be the file itself"
             )
         with open(os.open(path, flags), "rb", buffering=0) as file:
-            check_private(file.fileno(), path, what, bits=bits)
-            return file.read(max_bytes + 1)
+            check_private(file.fileno(), path)
+            text = file.read(_MAX_TOKEN_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as cause:
-        raise refused(cause, f"{what} {str(path)!r}") from cause
+        raise refused(cause, f"token file {str(path)!r}") from cause
+    return check_token(text.decode("ascii", "replace"), repr(str(path)))
 
 
 def check_token(text: str, place: str) -> str:
@@ -56,30 +53,23 @@ def check_token(text: str, place: str) -> str:
     return text
 
 
-def read_token(path: Path) -> str | None:
-    """Return the token in a file, or None if there is no file; raise if others can read it."""
-    text = read_private(path, _MAX_TOKEN_BYTES, "token file")
-    return None if text is None else check_token(text.decode("ascii", "replace"), repr(str(path)))
-
-
-def check_private(file: int, path: Path, what: str, *, bits: int = OTHERS_READ_OR_WRITE) -> None:
-    """Raise PeerRefused unless an open file is a regular one without these mode bits."""
+def check_private(file: int, path: Path) -> None:
+    """Raise PeerRefused unless an open file is a regular one that no other user can access."""
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
-        raise PeerRefused(f"{what} {str(path)!r} is not a regular file")
-    if whose := exposure(found, bits=bits):
-        mode, remedy = _REMEDIES[bits]
+        raise PeerRefused(f"token file {str(path)!r} is not a regular file")
+    if whose := exposure(found):
         raise PeerRefused(
-            f"{what} {str(path)!r} {whose}; it must be of user {os.geteuid()} with mode "
-            f"{mode}: {remedy} it, or choose another"
+            f"token file {str(path)!r} {whose}; it must be of user {os.geteuid()} with mode 600: "
+            f"chmod 600 it, or choose another"
         )
 
 
-def create_private(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+def create_private(path: Path, content: bytes) -> None:
     """Write a file, whole at once; raise FileExistsError if the path exists, or OSError."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
+    file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         os.write(file, content)
         os.link(draft, path)
