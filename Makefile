@@ -41,8 +41,8 @@ mutants: .venv/.test
 
 benchmarks: .venv/.test
 	$(PIP) -r benchmarks/requirements.txt
-	for question in load save growth ranks replicas planning background live_update lifecycle source_ranks network_reads; do $(BIN)/python benchmarks/$$question.py || exit 1; done
-	for question in update ranks line fan-out; do $(BIN)/python benchmarks/network.py $$question || exit 1; done
+	for question in load save growth ranks replicas planning background live_update lifecycle source_ranks; do $(BIN)/python benchmarks/$$question.py || exit 1; done
+	for question in update ranks line fan-out; do $(BIN)/python benchmarks/network.py $$question --json || exit 1; done
 
 .venv/.demo: pyproject.toml
 	$(SET_UP_BEGINS)
@@ -55,7 +55,7 @@ benchmarks: .venv/.test
 	$(SET_UP_BEGINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) --editable '.[frameworks,test]'
-	$(PIP) --no-deps nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+	$(PIP) --no-deps nixl-cu12==1.5.1
 	touch .venv/.demo $@
 	$(SET_UP_ENDS)
 
