@@ -412,7 +412,7 @@ def idle(options: argparse.Namespace, place: Path) -> dict[str, object]:
     return {"seconds": round(seconds, 1), "waiting": rows}
 
 
-# How soon health is told.
+# How soon health is answered.
 
 
 def prober(host: str, port: int) -> dict[str, Callable[..., object]]:

@@ -67,7 +67,7 @@ class Story:
 
     def play(self):
         """Play the story to its end, and return whether all its claims are true."""
-        supervisor, options = self._supervisor, self._options
+        supervisor = self._supervisor
         self._tell_beginning()
         supervisor.start()
         users = [engine.users for engine in supervisor.engines]

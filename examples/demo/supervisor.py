@@ -126,7 +126,7 @@ class Supervisor:
         self.is_kill_expected = False
         """Whether the trainer's next end is part of the story."""
         self.pending_step = None
-        """A published step that was not told yet."""
+        """A published step that was not shown yet."""
         self._page = ""
         self._inbox, self._closing = SimpleQueue(), ExitStack()
 
