@@ -19,6 +19,7 @@ from flyweight.errors import StoreError
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OPEN_FILES = "/proc/self/fd"
+_SPARE_FILES = 64
 _LOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37  # Linux; not every build of Python names them
 
@@ -68,6 +69,12 @@ def raise_file_limit() -> bool:
     except (OSError, ValueError):  # the system's own limit was lowered meanwhile
         return False
     return True
+
+
+def make_room(file: int) -> None:
+    """Raise the limit on open files if this one, the lowest that was free, comes near to it."""
+    if file + _SPARE_FILES >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+        raise_file_limit()
 
 
 def has_room(num_files: int) -> bool:

@@ -7,6 +7,7 @@ was ended so comes again, and silent strangers cannot keep it out.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
@@ -24,6 +25,7 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.forks import call_in_child
+from flyweight.host import make_room, raise_file_limit
 from flyweight.transports.address import keep_alive, peer_user
 from flyweight.transports.channel import (
     HEADER,
@@ -127,9 +129,12 @@ class Door:
                 connection, peer = server.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no file is free, or the peer has left again
+            except OSError as cause:  # no file is free, or the peer has left again
+                if cause.errno == errno.EMFILE and raise_file_limit():
+                    continue
                 self._paused_until = monotonic() + _PAUSE_SECONDS
                 return
+            make_room(connection.fileno())  # a member needs more than one
             if len(self._strangers) >= PLACES:
                 oldest = next(iter(self._strangers.values()))
                 self._send_away(oldest, PeerLost("too many come at once; come again"))
