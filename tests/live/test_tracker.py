@@ -128,9 +128,6 @@ def test_readers_of_another_kind_have_chains_of_their_own():
     for reader in range(4):
         join(tracker, reader, host="one" if reader < 2 else "")
     assert [holders(tracker, *each) for each in enumerate(kinds)] == [[], [], [0], [1]]
-    assert tracker.readers_of("other") == {1, 3}
-    tracker.lose(1)
-    assert tracker.readers_of("other") == {3}
 
 
 def test_a_child_of_a_lost_parent_is_sent_to_the_next_above_it():

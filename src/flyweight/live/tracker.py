@@ -86,7 +86,6 @@ class _Reader:
     place: str
     """The address at which it serves; "" if it does not."""
     host: str
-    kind: str = ""
 
     @property
     def member(self) -> tuple[str, int]:
@@ -142,10 +141,6 @@ class Tracker:
         """Return the names of the engines that wait for a version."""
         return sorted({self._readers[reader].name for reader in self._waiting})
 
-    def readers_of(self, kind: str) -> set[int]:
-        """Return the readers whose last question was for a kind."""
-        return {reader for reader, each in self._readers.items() if each.kind == kind}
-
     # What readers do.
 
     def join(
@@ -178,7 +173,6 @@ class Tracker:
     ) -> None:
         """Count a reader among those that wait, for any version but `have` or for one number."""
         self._waiting[reader] = kind, have, version
-        self._readers[reader].kind = kind
 
     def stop_waiting(self, reader: int) -> None:
         self._waiting.pop(reader, None)
@@ -196,7 +190,7 @@ class Tracker:
 
         wanted: the version to wait for; None: any but `have`. `is_offered`: by the trainer.
         """
-        newest, self._readers[reader].kind = self._newest, kind
+        newest = self._newest
         if newest is None or (wanted is None and newest == have):
             return None
         if wanted is None and have is not None and have.follows(newest):  # this front lags behind
