@@ -15,7 +15,7 @@ MUTANTS = [
         "adapters/identity.py",
         "            and all(memory_of(leaf) == memory for memory_of, leaf, memory in self._others)\n",
         "",
-        "tests/adapters/test_identity.py tests/live/test_replaced_in_rounds.py",
+        "tests/adapters/test_identity.py tests/live/test_models.py",
     ),
     Mutant(
         "a release also frees the neighbours on a tensor's first and last page",

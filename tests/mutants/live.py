@@ -99,7 +99,7 @@ MUTANTS = [
         "live/reader.py",
         "        if planned.kind != plan.kind:\n",
         "        if not planned.kind:\n",
-        "tests/leasing",
+        "tests/live",
     ),
     Mutant(
         "a fallback loads another version than was asked for",
@@ -128,5 +128,12 @@ MUTANTS = [
         "            self._rows[plan] = rows, RowDigests(rows, plan.digest, stream.cast)\n",
         "            self._rows[plan] = rows, RowDigests(rows, plan.digest)\n",
         "tests/live/test_casts_on_the_way.py",
+    ),
+    Mutant(
+        "listeners do not learn why an update failed",
+        "live/holder.py",
+        "                    error=found.error,\n",
+        '                    error="",\n',
+        "tests/live/test_events.py",
     ),
 ]

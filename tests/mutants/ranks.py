@@ -53,25 +53,4 @@ MUTANTS = [
         "        return [{name: each",
         "tests/ranks/test_steps.py",
     ),
-    Mutant(
-        "a rank obeys its own verdict though another one was stored first",
-        "ranks/decision.py",
-        "            return self._decided(name, question, error)\n",
-        "            self._decided(name, question, error)\n            return proposal\n",
-        "tests/ranks/test_decision.py",
-    ),
-    Mutant(
-        "verdicts are removed while another rank can still ask for them",
-        "ranks/decision.py",
-        "        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
-        "",
-        "tests/ranks/test_decision.py",
-    ),
-    Mutant(
-        "a text that a killed rank did not finish is read as whole",
-        "ranks/file_store.py",
-        "        return text.decode() if digest == _digest(text) else None\n",
-        "        return text.decode() if digest else None\n",
-        "tests/ranks/test_file_store.py",
-    ),
 ]

@@ -72,18 +72,4 @@ MUTANTS = [
         "if is_own:",
         "tests/plans/test_shares.py tests/plans/test_merged_source.py",
     ),
-    Mutant(
-        "a bucket may be a piece larger than its limit",
-        "plans/buckets.py",
-        'np.searchsorted(end, start[first] + bucket_bytes, side="right")',
-        'np.searchsorted(end, start[first] + bucket_bytes, side="right") + 1',
-        "tests/plans/test_buckets.py",
-    ),
-    Mutant(
-        "what reads from a lost replica reads from the trainer, not from the one before",
-        "plans/fanout.py",
-        "        above = self.parents[name]\n",
-        "        above = TRAINER\n",
-        "tests/plans/test_fanout.py",
-    ),
 ]

@@ -83,4 +83,11 @@ MUTANTS = [
         "    for rank, manifest in enumerate(written[:0]):\n",
         "tests/verbs/test_agree.py tests/verbs/test_check_replicas.py",
     ),
+    Mutant(
+        "the staging that a plan shows is that of the rank that takes least",
+        "verbs/plan.py",
+        "        return max(self.sink_bytes, default=0)\n",
+        "        return min(self.sink_bytes, default=0)\n",
+        "tests/verbs/test_plan.py",
+    ),
 ]
