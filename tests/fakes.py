@@ -5,6 +5,8 @@ import threading
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -98,7 +100,7 @@ class MemoryDraft:
 
 
 class FakeRendezvousStore:
-    """A store store in one process."""
+    """A store in one process."""
 
     def __init__(self):
         self._texts = {}
@@ -108,6 +110,28 @@ class FakeRendezvousStore:
 
     def get(self, key, deadline):
         return self._texts.get(key)
+
+
+class FileRendezvousStore:
+    """A store in a directory, for ranks in several processes."""
+
+    def __init__(self, directory):
+        self._directory = Path(directory)
+
+    def _path(self, key):
+        return self._directory / quote(key, safe="")
+
+    def set(self, key, text, deadline):
+        self._directory.mkdir(exist_ok=True)
+        draft = self._directory / f".{secrets.token_hex(8)}"
+        draft.write_text(text)
+        draft.rename(self._path(key))
+
+    def get(self, key, deadline):
+        try:
+            return self._path(key).read_text()
+        except FileNotFoundError:
+            return None
 
 
 @dataclass(frozen=True)

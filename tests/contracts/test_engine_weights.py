@@ -11,8 +11,8 @@ import pytest
 import flyweight as fw
 from child_processes import LIMIT, in_time
 from fakes import FakeWeights
-from flyweight.errors import TransferTimeout, VersionError
-from flyweight.lifecycle.weights import NearestWeights, StoredWeights
+from flyweight.errors import PeerLost, TransferTimeout, VersionError
+from flyweight.lifecycle.weights import StoredWeights
 from flyweight.ports import UpdateOptions, Weights
 
 SOON, LATE = 0.3, 2 * LIMIT
@@ -47,27 +47,34 @@ def stored(tmp_path):
 
 
 @contextmanager
-def live(tmp_path, make=lambda replica, model: replica):
+def live(tmp_path, **options):
     model, trainer = zeros(), zeros()
     with ExitStack() as stack:
         address = f"unix:{tmp_path}/live"
-        publisher = stack.enter_context(fw.Publisher(trainer, address, hold=True))
-        replica = stack.enter_context(fw.Replica(model, address))
+        publisher = stack.enter_context(fw.Publisher(trainer, address, keep="memory"))
+        replica = stack.enter_context(fw.Replica(model, address, **options))
 
         def publish(version):
             fill(trainer, version)
             publisher.publish(version)
 
-        yield Held(make(replica, model), model, publish)
+        yield Held(replica, model, publish)
 
 
 @contextmanager
-def nearest(tmp_path):
-    def make(replica, model):
-        return NearestWeights(replica, StoredWeights(model, tmp_path / "run"))
+def fallen_back(tmp_path):
+    """Nobody publishes."""
+    model = zeros()
 
-    with live(tmp_path, make) as held:
-        yield held
+    def publish(version):
+        fw.save(fill(zeros(), version), tmp_path / "run", version=version)
+
+    with fw.Replica(model, f"unix:{tmp_path}/live", fallback=[tmp_path / "run"]) as replica:
+        yield Held(replica, model, publish)
+
+
+def live_or_stored(tmp_path):
+    return live(tmp_path, fallback=[tmp_path / "run"])
 
 
 @contextmanager
@@ -80,7 +87,8 @@ def third_party(tmp_path):
 WEIGHTS = {
     "a replica": live,
     "snapshots": stored,
-    "the nearest of both": nearest,
+    "a replica that may fall back": live_or_stored,
+    "a replica that falls back on snapshots": fallen_back,
     "a third party's": third_party,
 }
 
@@ -150,7 +158,7 @@ def test_a_version_that_is_held_is_not_transferred_again(held):
 def test_the_next_version_is_waited_for_until_the_deadline(held):
     held.publish(1)
     update(held)
-    with in_time(SOON), pytest.raises(TransferTimeout):
+    with in_time(SOON), pytest.raises((TransferTimeout, PeerLost)):
         update(held, seconds=SOON)
 
 
@@ -165,7 +173,7 @@ def test_a_wait_ends_early_once_it_is_over_and_woken(held):
 
     timer = threading.Timer(SOON, end)  # an update that begins to wait only later ends as well
     timer.start()
-    with in_time(0), pytest.raises(TransferTimeout):
+    with in_time(0), pytest.raises((TransferTimeout, PeerLost)):
         update(held, seconds=LATE, is_over=is_over.is_set)
     timer.join(LIMIT)
 

@@ -1,8 +1,7 @@
-"""Every way in which an update of several ranks can be cut off: one version or none, never two.
+"""Every way in which several ranks that load files can be cut off: one version or none, never two.
 
-The operations and sources of weights are the real ones. A round is the real pure function, with its
-leader killed before each single message. The ranks' exchange is replaced by one that loses answers,
-or a rank, at each step.
+The operations and the weights are the real ones. The ranks' exchange is replaced by one that loses
+answers, or a rank, at each step.
 """
 
 import threading
@@ -13,17 +12,13 @@ import pytest
 
 import flyweight as fw
 from child_processes import LIMIT
-from flyweight.errors import FlyweightError, LifecycleError, PeerLost, TransferTimeout
+from flyweight.errors import FlyweightError, LifecycleError, PeerLost
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
-from flyweight.lifecycle.weights import NearestWeights, StoredWeights, _should_read
-from flyweight.live.round import Reported, SourceReady, start, step
-from flyweight.ports import UpdateReport
+from flyweight.lifecycle.weights import StoredWeights
 from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
-
-QUESTION = {"write": "write", "keep": "write", "commit": "commit", "fail": "commit"}
 
 
 class Died(BaseException):
@@ -82,85 +77,15 @@ class HubAgreement(RankAgreement):
         return self._hub.exchange(self._rank, mine)
 
 
-def outcomes(num_ranks, num_messages):
-    """Run a round whose leader is killed after so many messages; return how each rank ends.
-
-    Each is 'nothing' (no Begin), 'kept', 'failed' or 'new'; also whether the leader was killed.
-    """
-    state, stored, heard = start(1, {"engine": num_ranks}), {}, [[] for _ in range(num_ranks)]
-    sent, todo = 0, [SourceReady(0)]
-    reports = {"begin": "drained", "write": "done"}
-
-    def decided(proposal):
-        return stored.setdefault(QUESTION[proposal], proposal)
-
-    while todo and sent <= num_messages:
-        state, actions = step(state, todo.pop(0))
-        for action in actions:
-            if action.what in ("begin", "write", "commit"):
-                for rank in range(num_ranks):
-                    sent += 1
-                    if sent > num_messages:
-                        break
-                    heard[rank].append(action.what)
-                    if action.what in QUESTION:
-                        decided(action.what)  # a rank stores what it hears before it obeys
-                    if action.what in reports:
-                        todo.append(Reported("engine", rank, reports[action.what]))
-    ends = []
-    for words in heard:
-        if not words:
-            ends.append("nothing")
-        elif "commit" in words:
-            ends.append("new")
-        elif "write" in words:
-            ends.append("new" if decided("fail") == "commit" else "failed")
-        else:
-            ends.append("kept" if decided("keep") == "keep" else "failed")
-    return ends, sent > num_messages
-
-
-class RoundReplica:
-    """A replica whose next round ends as `ends` says; without, no publisher is there."""
-
-    def __init__(self, model, num_ranks):
-        self._model, self.num_ranks = model, num_ranks
-        self.version, self.session, self.progress, self.state = None, "", 0.0, "empty"
-        self.last_version = self.end = self.next_version = None
-        self.is_connected = False
-
-    def take(self, options, *, peer_seconds):
-        end, self.end = self.end, None
-        if end in (None, "nothing"):
-            raise TransferTimeout("no publisher came in time")
-        options.before(self.next_version)
-        if end == "kept":
-            raise PeerLost("the publisher is gone")
-        self.state, self.version = "updating", None
-        self._model["w"][...] = self.next_version if end == "new" else -1
-        if end == "failed":
-            self.state = "failed"
-            raise PeerLost("the publisher is gone, and the weights are not whole")
-        self.version, self.session, self.state = self.next_version, "published", "ready"
-        return UpdateReport(self.version, None, 0, 0.0, 0.0, 0.0, 0.0, "x", "published", "live")
-
-    def forget(self, reason, *, loaded=None):
-        self.version, self.state = None, "empty"
-
-    def wake(self):
-        pass
-
-
 class Engine:
     """The ranks of an engine, in threads."""
 
     def __init__(self, num_ranks, run, threads):
         self._threads, self.ranks = threads, range(num_ranks)
         self.models = [{"w": np.zeros(4)} for _ in self.ranks]
-        self.replicas = [RoundReplica(model, num_ranks) for model in self.models]
         self.operations = []
         for rank in self.ranks:
-            weights = NearestWeights(self.replicas[rank], StoredWeights(self.models[rank], run))
+            weights = StoredWeights(self.models[rank], run)
             agreement = HubAgreement(Hub(num_ranks), rank)
             self.operations.append(Operations(ModelEngine(self.models[rank]), weights, agreement))
 
@@ -181,10 +106,6 @@ class Engine:
 
         futures = [self._threads.submit(update, rank) for rank in self.ranks]
         return [future.result(LIMIT) for future in futures]
-
-    def publish(self, version, ends):
-        for replica, end in zip(self.replicas, ends, strict=True):
-            replica.next_version, replica.end = version, end
 
     def check(self, *, dead=(), is_whole=True):
         """Check that all living ranks serve one version, or none does; return the version."""
@@ -217,37 +138,9 @@ def subsets(ranks):
     return chain.from_iterable(combinations(ranks, size) for size in range(1, len(ranks) + 1))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_publisher_killed_at_any_message_leaves_one_version_and_the_next_snapshot_heals(
-    tmp_path, threads, num_ranks
-):
-    killed_at, seen = 0, set()
-    while True:
-        ends, was_killed = outcomes(num_ranks, killed_at)
-        run = tmp_path / str(killed_at)
-        save(run, 1)
-        engine = Engine(num_ranks, run, threads)
-        assert engine.update(Hub(num_ranks)) == [None] * num_ranks  # nobody publishes: version 1
-        assert engine.check() == 1
-        save(run, 3)
-        engine.publish(2, ends)
-        raised = engine.update(Hub(num_ranks))
-        seen.add(version := engine.check())
-        assert all(each is None for each in raised) == (version in (2, 3)), raised
-        assert not any("a rank is gone" in str(each) for each in raised)  # none was waited for
-        save(run, 4)
-        assert engine.update(Hub(num_ranks)) == [None] * num_ranks
-        assert engine.check() == 4
-        if not was_killed:
-            break
-        killed_at += 1
-    assert seen == {1, 2, 3, None}  # no Begin was heard: all fall back to version 3
-    assert killed_at == 3 * num_ranks  # Begin, Write and Commit, to each rank
-
-
 @pytest.fixture
 def newer(run, threads):
-    """A function that falls back to version 2 with a fault, and how many exchanges that takes."""
+    """A function that loads version 2 with a fault, and how many exchanges that takes."""
 
     def made(num_ranks, *, broken=None, **fault):
         engine = Engine(num_ranks, run, threads)
@@ -265,12 +158,10 @@ def newer(run, threads):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_fallback_to_a_snapshot_that_loses_answers_leaves_one_version_and_is_healed(
-    newer, num_ranks
-):
+def test_a_load_that_loses_answers_leaves_one_version_and_is_healed(newer, num_ranks):
     engine, hub, raised = newer(num_ranks)
     assert (raised, engine.check()) == ([None] * num_ranks, 2)
-    assert hub.num_done == 5  # update, choose a source, found, drained, loaded
+    assert hub.num_done == 4  # update, found, drained, loaded
     ends = set()
     for fault_at in range(hub.num_done):
         for deaf in subsets(range(num_ranks)):
@@ -287,7 +178,7 @@ def test_a_rank_without_weights_that_loses_answers_is_healed_with_the_others(
     run, threads, num_ranks
 ):
     """The others hold the version that it loads: they drain with it, and do not serve without it."""
-    for fault_at in range(5):
+    for fault_at in range(4):
         for deaf in subsets(range(num_ranks)):
             engine = Engine(num_ranks, run, threads)
             assert engine.update(Hub(num_ranks)) == [None] * num_ranks
@@ -295,7 +186,7 @@ def test_a_rank_without_weights_that_loses_answers_is_healed_with_the_others(
             engine.operations[1]._weights.forget("started again")
             engine.update(Hub(num_ranks, fault_at=fault_at, deaf=deaf))
             states = [each.state for each in engine.operations]
-            if fault_at in (3, 4):  # drained or loaded: a deaf rank knows nothing of the others
+            if fault_at in (2, 3):  # drained or loaded: a deaf rank knows nothing of the others
                 assert [states[rank] for rank in deaf] == [State.FAILED] * len(deaf), fault_at
             assert engine.update(Hub(num_ranks)) == [None] * num_ranks
             assert engine.check() == 1
@@ -314,35 +205,9 @@ def test_a_rank_that_cannot_drain_for_a_snapshot_leaves_all_at_the_old_version(n
     assert engine.check() == 2
 
 
-def answer(held, newest, *, is_there=False, may_keep_file=False):
-    return {"held": held, "newest": newest, "is_there": is_there, "may_keep_file": may_keep_file}
-
-
-@pytest.mark.parametrize(
-    ("said", "reads"),
-    [
-        ([answer(None, 3)], True),
-        ([answer(None, -1)], True),
-        ([answer(2, 3)], True),
-        ([answer(3, 3)], False),
-        ([answer(2, 3, is_there=True)], False),
-        ([answer(3, 3, may_keep_file=True)], True),
-        ([answer(2, 3), answer(None, 3)], True),
-        ([answer(3, 3), answer(None, 3, is_there=True)], True),
-        ([answer(5, 3), answer(None, 3)], False),
-        ([answer(2, 3), answer(2, 3, is_there=True)], False),
-        ([answer(2, 3), answer(3, 3)], False),
-        ([answer(2, 3), answer(2, 2)], False),
-    ],
-)
-def test_ranks_read_files_if_none_of_them_goes_back(said, reads):
-    assert _should_read(None, said) is reads
-    assert _should_read(1, said)  # a version that is requested is looked for everywhere
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_killed_in_a_fallback_to_a_snapshot_leaves_the_others_one_version(newer, num_ranks):
-    for fault_at in range(5):
+def test_a_rank_killed_in_a_load_leaves_the_others_one_version(newer, num_ranks):
+    for fault_at in range(4):
         for dies in range(num_ranks):
             others = [rank for rank in range(num_ranks) if rank != dies]
             for deaf in [(), *subsets(others)]:
@@ -351,4 +216,4 @@ def test_a_rank_killed_in_a_fallback_to_a_snapshot_leaves_the_others_one_version
                 version = engine.check(dead={dies}, is_whole=len(deaf) in (0, len(others)))
                 if deaf == ():
                     assert all(isinstance(raised[rank], FlyweightError) for rank in others)
-                    assert version in ((1,) if fault_at in (1, 2) else (None,)), fault_at
+                    assert version in ((1,) if fault_at == 1 else (None,)), fault_at

@@ -15,6 +15,7 @@ from fakes import FakeRendezvousStore
 from flyweight.engines.strategies import FileWeights
 from flyweight.errors import (
     ChecksumMismatch,
+    PeerLost,
     PlanError,
     ShapeMismatch,
     TransferTimeout,
@@ -24,7 +25,7 @@ from flyweight.events import listening
 from flyweight.lifecycle.engine import ModelEngine
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
-from flyweight.lifecycle.weights import NearestWeights, StoredWeights
+from flyweight.lifecycle.weights import StoredWeights
 from flyweight.ports import UpdateOptions
 from flyweight.ranks.agreement import RankAgreement
 from flyweight.ranks.rendezvous import Rendezvous
@@ -191,7 +192,7 @@ def test_values_that_are_read_beside_tensors_do_not_make_them_others(tmp_path):
 def test_a_tensor_replaced_while_a_machine_follows_is_not_served(address, threads):
     target, source = model(), model(1)
     with (
-        fw.Publisher(source, address, hold=True) as publisher,
+        fw.Publisher(source, address, keep="memory") as publisher,
         fw.Replica(target, address) as replica,
     ):
         publisher.publish(1)
@@ -286,62 +287,63 @@ def test_files_without_a_version_are_not_answered_by_one_that_they_never_had(tmp
         take(weights, 0, **WAY)
 
 
-# The nearest of both.
+# A publisher's, or else files.
 
 
 @pytest.fixture
-def near(address, tmp_path):
-    """A model that takes what is nearest, and its source."""
+def replica(address, tmp_path):
+    """A replica that falls back on snapshots, and its model."""
     target = model()
-    with fw.Replica(target, address) as replica:
-        yield target, NearestWeights(replica, StoredWeights(target, tmp_path / "store"))
+    with fw.Replica(target, address, fallback=[tmp_path / "store"]) as replica:
+        yield replica, target
 
 
-def test_a_newer_snapshot_is_taken_while_no_publisher_is_there(
-    near, address, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("flyweight.lifecycle.weights._PATIENCE_SECONDS", 0.1)
-    target, weights = near
+def test_a_newer_snapshot_is_taken_while_no_publisher_is_there(replica, address, tmp_path):
+    weights, target = replica
     fw.save(model(1), tmp_path / "store", version=1)
     operations = Operations(ModelEngine(target), weights)
     operations.update()
     fw.save(model(2), tmp_path / "store", version=2)
-    operations.update()  # asked for
+    operations.update()  # by a request
     assert (operations.version, target["w"][0, 0]) == (2, 2)
     fw.save(model(3), tmp_path / "store", version=3)
-    assert operations.follow(timeout_seconds=LIMIT, is_over=lambda: False)  # or not
+    assert operations.follow(timeout_seconds=LIMIT, is_over=lambda: False)  # or without one
     assert (operations.version, target["w"][0, 0]) == (3, 3)
-    assert not operations.follow(timeout_seconds=0.4, is_over=lambda: False)
-    with fw.Publisher(model(6), address, hold=True) as publisher:
+    with pytest.raises(PeerLost, match="publisher"):
+        operations.follow(timeout_seconds=0.4, is_over=lambda: False)
+    with fw.Publisher(model(6), address, keep="memory") as publisher:
         publisher.publish(6)
         operations.update()
         assert (operations.version, target["w"][0, 0]) == (6, 6)
         fw.save(model(7), tmp_path / "store", version=7)
-        # Who is there decides.
+        # The publisher decides while it is there.
         assert not operations.follow(timeout_seconds=0.4, is_over=lambda: False)
     assert operations.follow(timeout_seconds=LIMIT, is_over=lambda: False)
     assert (operations.version, target["w"][0, 0]) == (7, 7)
 
 
-def test_an_older_snapshot_is_not_taken_over_a_publishers_version(near, address, tmp_path):
-    target, weights = near
-    with fw.Publisher(model(6), address, hold=True) as publisher:
+def test_an_older_snapshot_is_not_taken_over_a_publishers_version(replica, address, tmp_path):
+    weights, target = replica
+    with fw.Publisher(model(6), address, keep="memory") as publisher:
         publisher.publish(6)
         take(weights, **WAY)
     fw.save(model(5), tmp_path / "store", version=5)
-    with pytest.raises(TransferTimeout):
+    with pytest.raises(PeerLost):
         take(weights, **WAY | SOON)
     assert (weights.version, target["w"][0, 0]) == (6, 6)
 
 
-def test_the_session_is_that_of_what_was_written_last(near, address, tmp_path):
-    _, weights = near
+def test_the_session_is_that_of_what_was_written_last(replica, address, tmp_path):
+    weights, _ = replica
     plain = StoredWeights(model(), tmp_path / "store")
     fw.save(model(1), tmp_path / "store", version=1)
     take(plain, **WAY)
     take(weights, **WAY)
     assert weights.session == plain.session
-    with fw.Publisher(model(2), address, hold=True) as publisher, fw.Replica(model(), address) as other:  # fmt: skip
+    with (
+        fw.Publisher(model(2), address, keep="memory") as publisher,
+        fw.Replica(model(), address) as other,
+    ):
         publisher.publish(2)
         other.update(timeout_seconds=LIMIT)
         take(weights, **WAY)
@@ -352,14 +354,16 @@ def test_the_session_is_that_of_what_was_written_last(near, address, tmp_path):
     assert (weights.version, weights.session) == (3, plain.session)
 
 
-def test_a_snapshot_that_does_not_fit_leaves_a_publishers_version(near, address, tmp_path):
-    target, weights = near
-    with fw.Publisher(model(1), address, hold=True) as publisher:
+def test_a_snapshot_that_does_not_fit_leaves_a_publishers_version_served(
+    replica, address, tmp_path
+):
+    weights, target = replica
+    operations = Operations(ModelEngine(target), weights)
+    with fw.Publisher(model(1), address, keep="memory") as publisher:
         publisher.publish(1)
-        take(weights, **WAY)
-    held = weights.version, weights.session
+        operations.update(timeout_seconds=LIMIT)
     fw.save(model(2, (32, 64)), tmp_path / "store", version=2)
     with pytest.raises(ShapeMismatch):
-        take(weights, **WAY)
-    assert (weights.version, weights.session) == held
+        operations.update(timeout_seconds=LIMIT)
+    assert (operations.state, operations.version) == (State.SERVING, 1)
     assert (target["w"] == 1).all()
