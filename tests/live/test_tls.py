@@ -3,7 +3,7 @@
 import pytest
 
 from child_processes import LIMIT, until
-from flyweight.errors import FlyweightError, SpecError
+from flyweight.errors import SpecError, TransportError
 from flyweight.live import Publisher, Relay, Replica
 from flyweight.transports.tls import Tls
 from live.certificates import made_by_one_authority
@@ -76,16 +76,14 @@ def test_who_has_no_right_certificate_gets_nothing(certificates, mine):
         "of another authority": both(certificates, "other"),
         "distrust": both(certificates, authority="other authority"),
     }[mine]
-    sink = model()
-    with (
-        Publisher(
-            model(3), "tcp://127.0.0.1:0", token=TOKEN, tls=both(certificates), keep="in_place"
-        ) as publisher,
-        pytest.raises(FlyweightError),
-    ):
+    sink, options = model(), {"transport": "read", "serve": False, "name": "engine"}
+    with Publisher(
+        model(3), "tcp://127.0.0.1:0", token=TOKEN, tls=both(certificates), keep="in_place"
+    ) as publisher:
         publisher.publish(1)
-        with Replica(
-            sink, publisher.address, token=TOKEN, tls=tls, transport="read", name="engine"
-        ) as replica:
+        with (
+            pytest.raises(TransportError),
+            Replica(sink, publisher.address, token=TOKEN, tls=tls, **options) as replica,
+        ):
             replica.update(timeout_seconds=3)
     assert holds(sink, 0)
