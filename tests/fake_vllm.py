@@ -81,7 +81,6 @@ class Worker:
 
     def close(self):
         if self.update is not None:
-            self.update.cancel()
             self.update.join(LIMIT)
         if self.replica is not None:
             self.replica.close()
@@ -126,10 +125,16 @@ class FakeVllm:
     def restart(self):
         """Lose everything, as a new process does."""
         with self._beginning:
-            for each in self.workers:
-                each.close()
+            self._close_workers()
             self.workers = [Worker(each.rank, each.num_ranks) for each in self.workers]
             self.version, self.is_paused = "default", False
+
+    def _close_workers(self):
+        for each in self.workers:  # first all: a rank waits for what the others say
+            if each.update is not None:
+                each.update.cancel()
+        for each in self.workers:
+            each.close()
 
     @contextmanager
     def request(self, seconds):
@@ -209,8 +214,7 @@ class FakeVllm:
         with self.changed:
             self.is_paused = False
             self.changed.notify_all()
-        for each in self.workers:
-            each.close()
+        self._close_workers()
         self._server.shutdown()
         self._server.server_close()
 

@@ -388,6 +388,17 @@ def test_cancel_ends_a_wait_and_the_next_update_works(vllm, publisher, address, 
     assert are_at(vllm, 1)
 
 
+@every_size
+def test_cancel_ends_a_wait_for_a_trainer_that_is_not_there(vllm, address, threads):
+    engine = VllmEngine(vllm.address, address)
+    update = threads.submit(engine.update, 1, timeout_seconds=3 * LIMIT)
+    until(lambda: all(each.update is not None for each in vllm.workers))
+    engine.cancel()
+    with pytest.raises(TransferTimeout):
+        update.result(LIMIT)
+    until(lambda: all(each.update.status()["state"] == "failed" for each in vllm.workers))
+
+
 def test_publishing_to_engines_waits_for_those_that_come_and_for_no_others(publisher, address):
     with FakeVllm() as first, FakeVllm(2) as second, FakeVllm() as third:
         engines = [VllmEngine(each.address, address) for each in (first, second, third)]

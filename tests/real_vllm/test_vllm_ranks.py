@@ -83,7 +83,7 @@ def test_several_engines_update_at_once_and_each_has_its_result(
     monkeypatch.setattr(lost, "update", lambda version, **_: update(version, timeout_seconds=0.5))
     first, second = update_all([engine, lost], trainer.becomes("A"))
     assert (first.error, first.state) == (None, State.SERVING)
-    assert isinstance(second.error, TransferTimeout)
+    assert isinstance(second.error, PeerLost | TransferTimeout)
     assert (second.name, second.report, second.state) == ("lost", None, State.SERVING)
     assert server.tokens() == answers["A"]
     assert server_of_two.version() == str(version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from time import monotonic, sleep
 
 from flyweight.errors import PeerLost, PeerRefused, SpecError, TransportError
@@ -57,10 +58,10 @@ class FrontStore:
         """A front that is started again has lost what was left at the one before."""
         self._lock = threading.Lock()
 
-    def token(self, deadline: float) -> str:
-        """Connect to the front, and return its token."""
+    def token(self, deadline: float, is_over: Callable[[], bool] = lambda: False) -> str:
+        """Connect to the front, and return its token; wait for a front unless `is_over`."""
         with self._lock:
-            self._connected(deadline)
+            self._connected(deadline, is_over)
             return self._token
 
     def set(self, key: str, text: str, deadline: float) -> None:
@@ -72,7 +73,7 @@ class FrontStore:
         with self._lock:
             return self._connected(deadline).call(Look(key, 0.0), Posted, deadline).text
 
-    def _connected(self, deadline: float) -> Channel:
+    def _connected(self, deadline: float, is_over: Callable[[], bool] = lambda: False) -> Channel:
         while self._is_open and (self._channel is None or self._channel.is_broken):
             try:
                 if self._channel is not None:
@@ -83,7 +84,7 @@ class FrontStore:
                 for key, text in self._posted.items():
                     self._channel.send(Post(key, text), deadline)
             except (PeerLost, PeerRefused):  # a token that was read may be of an earlier one
-                if monotonic() + _RETRY_SECONDS > deadline:
+                if monotonic() + _RETRY_SECONDS > deadline or is_over():
                     raise
                 sleep(_RETRY_SECONDS)
         if not self._is_open or self._channel is None:

@@ -422,7 +422,7 @@ class Replica:
 
     def _join(self, options: UpdateOptions, deadline: float) -> tuple[Session, PublishId | None]:
         """Return a session in which all ranks are, and the version if all of them hold the same."""
-        self._all_ranks(deadline).renew()
+        self._all_ranks(deadline, options.is_over).renew()
         while True:
             said = self._all_ranks(deadline).step(
                 "join the trainer",
@@ -440,14 +440,14 @@ class Replica:
             if monotonic() > deadline:
                 raise TransferTimeout("the ranks did not meet in one session of the trainer")
 
-    def _all_ranks(self, deadline: float) -> Ranks:
+    def _all_ranks(self, deadline: float, is_over: Callable[[], bool] = lambda: False) -> Ranks:
         """Return the other ranks of the engine, which find each other at the publisher."""
         if self._ranks is None:
             found = self._rendezvous
             group = f"{found.group}/engine {self.name}"  # others use the process group too
             if self.world_size > 1 and found.store is None:
                 self._store = self._store or FrontStore(self._address, self._me)
-                self._store.token(deadline)
+                self._store.token(deadline, is_over)
                 found = replace(found, store=self._store)
             host = host_facing(self._address)
             self._ranks = Ranks(replace(found, group=group, token=self._me.token, host=host))
