@@ -75,6 +75,9 @@ class FastDeployOptions:
     partial_over: int | None = None
     """The version that the models already hold of parameters that files lack; None: no file may
     lack a parameter."""
+    staging_bytes: int | None = None
+    """The most host memory for a version that arrives before the pause, as all of it does from
+    another host; by default half of what is free."""
     timeout_seconds: float = 60.0
     """How long to wait for a version, and for the other ranks."""
 

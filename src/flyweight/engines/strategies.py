@@ -201,6 +201,7 @@ def _opened_source(
         name=_replica_name(deployment, ranks),
         token=options.secret(),
         tls=tls,
+        staging_bytes=options.staging_bytes,
         serve=tls is None or tls.certificate is not None,
         fallback=[store] if "files" in sources else [],
         layout=options.layout,
