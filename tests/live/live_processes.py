@@ -23,6 +23,7 @@ from flyweight.live.holder import Conversation
 from flyweight.live.incoming import Incoming
 from flyweight.live.lease_book import LeaseBook
 from flyweight.live.reader import Reader
+from flyweight.live.relay import Relay
 from flyweight.live.rows import RowCopies
 from flyweight.live.shelf import Shelf
 from flyweight.live.staging import Staging
@@ -237,6 +238,18 @@ def engine(address, options, pipe):
             pipe.send({**found, "error": error, "report": report})
 
 
+def relay(address, on, pipe):
+    """Run a relay, and say where it serves once it does."""
+    found = Relay(address, on, token=TOKEN)
+
+    def tell():
+        until(lambda: found.holder is not None)
+        pipe.send(found.address)
+
+    threading.Thread(target=tell).start()
+    found.run()
+
+
 def _stop(pipe, point, hear):
     pipe.send(point)
     assert hear() == "go on"
@@ -294,6 +307,11 @@ class Processes:
 
     def engine(self, address, **options):
         return self._stack.enter_context(Child(engine, address, options, context=FORK))
+
+    def relay(self, address, on):
+        found = self._stack.enter_context(Child(relay, address, on, context=FORK))
+        assert isinstance(said := found.told(), str), said
+        return found
 
     def pair(self, *, transport="auto", name="engine", shapes=SHAPES, **options):
         """Return a trainer and an engine of it."""

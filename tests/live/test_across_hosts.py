@@ -8,14 +8,13 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
-from child_processes import LIMIT, until
-from flyweight.live.relay import Relay
+from child_processes import LIMIT
 from live.live_processes import (
-    TOKEN,
     check_holds,
     check_next_update,
     engine,
     plain,
+    relay,
     shared,
     trainer,
 )
@@ -44,7 +43,7 @@ class Started:
 
     def relay(self, host, address, on):
         found = self._stack.enter_context(host.child(relay, address, on))
-        assert found.told() == "serving"
+        assert found.told() == on
         return found
 
 
@@ -58,18 +57,6 @@ def start():
 def hosts():
     with two_hosts() as found:
         yield found
-
-
-def relay(address, on, pipe):
-    """Run a relay, and say once it serves."""
-    found = Relay(address, on, token=TOKEN)
-
-    def tell():
-        until(lambda: found.holder is not None)
-        pipe.send("serving")
-
-    threading.Thread(target=tell).start()
-    found.run()
 
 
 @pytest.fixture

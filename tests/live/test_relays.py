@@ -1,6 +1,7 @@
 """Relays: one staging on a host, which engines of any kind map."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from flyweight.adapters.sharded import Sharded
 from flyweight.errors import PeerRefused
 from flyweight.live import Publisher, Replica
 from flyweight.live.relay import Relay
+from live.live_processes import check_next_update as check_processes
 from live.one_process import (
     SHAPES,
     TOKEN,
@@ -118,3 +120,38 @@ def test_a_version_that_an_engine_still_reads_stays_as_it_is(tmp_path):
             assert holds(sink, 1)
             assert replica.update(2, timeout_seconds=LIMIT).version == 2
             assert holds(sink, 2)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("point", ["asking", "found", "leased", "before", "copy"])
+def test_a_relay_that_ends_leaves_its_engines_with_a_whole_version_or_none(
+    processes, tmp_path, point, is_killed
+):
+    trainer = processes.trainer(keep="memory")
+    address, on = trainer.told(), f"unix:{tmp_path}/relay"
+    relay = processes.relay(address, on)
+    engine = processes.engine(on, name="engine")
+    engine.told()
+    check_all = partial(check_processes, [trainer], [engine])
+    check_all(1)
+    engine.send(("update", {"version": 2, "timeout_seconds": 3, "stop_at": point}))
+    if point == "asking":
+        assert engine.told() == point
+    trainer.send(("publish", 2, {"num_replicas": 1, "timeout_seconds": LIMIT}))
+    assert trainer.told().version == 2
+    if point != "asking":
+        assert engine.told() == point
+    relay.kill() if is_killed else relay.stop()
+    engine.send("go on")
+    found = engine.told()
+    if found["version"] is None:
+        assert (found["state"], point) == ("FAILED", "copy")
+    else:
+        assert found["is_complete"], found
+        assert found["version"] == (1 if found["error"] else 2)
+    if is_killed:
+        relay.join()
+        processes.relay(address, on)
+    else:
+        relay.go_on()
+    check_all(3)
