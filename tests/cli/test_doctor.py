@@ -125,33 +125,32 @@ def test_without_nixl_doctor_says_how_to_install_it_and_imports_none(tmp_path):
     bare = path_without(("nixl",), tmp_path)
     text, data, modules = told(run_python(NETWORK, *bare, timeout=3 * LIMIT))
     assert (text[0], text[2], data[0], data[2]) == (0, "", 0, "")
-    assert "sockets: there is no RDMA device" in " ".join(text[1].split())
-    assert "not nixl" in text[1]
+    assert "read: transport 'rdma' needs NIXL" in " ".join(text[1].split())
     network = json.loads(data[1])["network"]
-    assert network["engine"] == "sockets"
-    assert "pip install --no-deps nixl" in network["why_not"]
+    assert network["transport"] == "read"
+    assert "pip install --no-deps nixl" in network["why"]
     assert not {each.split(".")[0] for each in modules} & {"nixl_cu12", "nixl_cu13"}
 
 
 BROKEN = """
 import json, os
-from flyweight.transports import network_engines, read_process
-network_engines._installed = lambda packages: "1.5.1" if "nixl-cu12" in packages else ""
-network_engines.rdma_devices = lambda: ("card",)
-environment = read_process._environment
-read_process._environment = lambda: {**environment(), "PYTHONPATH": os.environ["BROKEN"]}
+from flyweight.transports import nixl
+nixl.nixl_version = lambda: "1.5.1"
+nixl.rdma_devices = lambda: ("card",)
+environment = nixl._environment
+nixl._environment = lambda: {**environment(), "PYTHONPATH": os.environ["BROKEN"]}
 from flyweight.verbs.describe import _network
 print(json.dumps(_network()))
 """
 
 
-def test_an_engine_that_breaks_at_its_start_is_named_and_not_chosen(tmp_path, monkeypatch):
-    """The engine's process ends as if a library had crashed in it; this one goes on."""
+def test_nixl_that_breaks_at_its_start_is_named_and_not_chosen(tmp_path, monkeypatch):
+    """The process ends as if a library had crashed in it; this one goes on."""
     package = tmp_path / "flyweight"
     package.mkdir()
     (package / "__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     monkeypatch.setenv("BROKEN", str(tmp_path))
     (network,) = told(run_python(BROKEN))
-    assert network["engine"] == "sockets"
-    assert network["why_not"] == "the process of nixl ended with SIGSEGV"
-    assert network["why"].startswith("NIXL cannot be used")
+    assert network["transport"] == "read"
+    assert network["why"] == "the process of NIXL ended with SIGSEGV"
+    assert network["rdma"] == ["card"]

@@ -284,9 +284,7 @@ def doctor(path: str | None) -> None:
 
     rows = [(key, text(key, value)) for key, value in found.items() if key != "network"]
     network = found["network"]
-    rows.append(("network", f"{network['engine']}: {network['why']}"))
-    if network["why_not"]:
-        rows.append(("not nixl", network["why_not"]))
+    rows.append(("network", f"{network['transport']}: {network['why']}"))
     show(found, lambda: table(rows=rows, show_header=False))
 
 

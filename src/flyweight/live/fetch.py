@@ -1,7 +1,8 @@
 """Fetch: brings a stream into staging from a list of holders, best first.
 
 If a holder dies, refuses or makes no progress, the next one is asked for what is missing. Nothing
-waits beyond the deadline of the update.
+waits beyond the deadline of the update. Where both hosts have NIXL, ranges are pulled by RDMA; once
+that fails, the rest comes over sockets, unless the user asked for RDMA.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import count
+from logging import getLogger
 from time import monotonic
 
-from flyweight.errors import FlyweightError, PeerLost, TransferTimeout
+from flyweight.errors import FlyweightError, PeerLost, TransferTimeout, TransportError
+from flyweight.live.messages import Later, Pull
 from flyweight.live.plan import Plan
 from flyweight.live.reader import Identity, Reader
 from flyweight.live.staging import Range, Staging
 from flyweight.transports.address import Endpoint
+from flyweight.transports.nixl import NUM_SLOTS, NixlPuller
 from flyweight.worker_threads import run_on_threads
 
+_log = getLogger("flyweight.live")
 NUM_CONNECTIONS = 2
 _SEVERAL_BYTES = 32 << 20
 """Below this, more connections than one cost more than they save."""
-_AHEAD = 2
+_AHEAD = NUM_SLOTS
 """How many ranges are asked for before the first of them has arrived."""
 STALL_SECONDS = 3.0
 """A holder that makes no progress for this long is left."""
@@ -67,8 +73,20 @@ class Connections:
 class Fetch:
     """Fetches the streams of one version; safe to use from one thread for each rank."""
 
-    def __init__(self, staging: Staging, connections: Connections, deadline: float) -> None:
+    def __init__(
+        self,
+        staging: Staging,
+        connections: Connections,
+        deadline: float,
+        puller: NixlPuller | None = None,
+        *,
+        must_pull: bool = False,
+    ) -> None:
+        """puller: brings bytes by RDMA, from holders that let it. must_pull: take no other way."""
         self._staging, self._connections, self._deadline = staging, connections, deadline
+        self._puller, self._must_pull = puller, must_pull
+        self._can_pull = puller is not None
+        """False once NIXL has failed."""
 
     def run(self, rank: int, holders: Sequence[Endpoint]) -> None:
         """Fetch the stream of a rank; raise PeerLost, with all reasons, if no holder gives it."""
@@ -79,6 +97,8 @@ class Fetch:
                 return
             except FlyweightError as error:
                 reasons.append(f"{endpoint}: {error}")
+                if self._puller is not None and not self._puller.is_fenced:
+                    raise  # the staging is still written, so nothing else may be
                 if self._staging.is_unproven(rank):
                     raise PeerLost(
                         f"{'; '.join(reasons)}; nothing is verified, so what came from there "
@@ -120,32 +140,58 @@ class Fetch:
     def _lease(self, reader: Reader, rank: int, deadline: float) -> bool:
         """Lease the version; return True if its digests came with the lease."""
         staging, plan = self._staging, self._staging.memory.plan
-        asked = reader.ask_lease(staging.id, [plan.kind], rank, deadline, can_map=False)
+        can_pull = self._pulls_from(reader)
+        if can_pull and self._puller is not None:
+            self._puller.begin()  # while the holder starts its own
+        asked = reader.ask_lease(staging.id, [plan.kind], rank, deadline, can_pull=can_pull)
         leased = reader.lease(asked, deadline).leased
         staging.set_digests(rank, leased.digests[0], leased.overflows[0])
         return bool(leased.digests[0])
 
+    def _pulls_from(self, reader: Reader) -> bool:
+        """True if ranges are pulled by NIXL; raise if the user asked for that, and it cannot be."""
+        theirs, ours = reader.welcome.nixl, self._puller.way if self._puller is not None else ""
+        if self._must_pull and theirs != ours:
+            raise TransportError(
+                f"transport='rdma' was asked for, and {reader.channel.peer} has NIXL {theirs!r}, "
+                f"this host {ours!r}; make them the same, or use transport='auto'"
+            )
+        is_remote = not reader.channel.wire.is_local
+        return self._can_pull and theirs == ours and is_remote
+
     def _fetch_ranges(self, reader: Reader, ranges: Iterator[Range]) -> None:
-        staging, coming, progress = self._staging, deque[tuple[int, Range]](), -1
-        kind = staging.memory.plan.kind
+        staging, coming, progress = self._staging, deque[tuple[int, Range, bool]](), -1
+        kind, slots = staging.memory.plan.kind, count()
 
         def ask(each: Range) -> None:
-            number = reader.ask_range(kind, each.start, each.stop, STALL_SECONDS, self._deadline)
-            coming.append((number, each))
+            slot = next(slots) % NUM_SLOTS if self._pulls_from(reader) else None
+            span, seconds = (each.start, each.stop), STALL_SECONDS
+            number = reader.ask_range(kind, span, seconds, self._deadline, slot=slot)
+            coming.append((number, each, slot is not None))
 
         def receive() -> None:
             nonlocal progress
-            number, first = coming.popleft()
-            later = reader.receive_range(
-                number, staging.space(first), STALL_SECONDS, self._deadline
+            number, first, can_pull = coming.popleft()
+            found = reader.receive_range(
+                number, staging.space(first), STALL_SECONDS, self._deadline, can_pull=can_pull
             )
-            if later is None:
-                staging.arrived(first, reader.endpoint)
-            elif later.arrived_bytes <= progress:
-                raise TransferTimeout(f"{reader.channel.peer} has made no progress")
-            else:
-                progress = later.arrived_bytes
-                ask(first)
+            match found:
+                case None if self._must_pull:
+                    raise TransportError(
+                        f"{reader.channel.peer} sends bytes over sockets, since NIXL does not "
+                        f"work there, or still starts; update again"
+                    )
+                case None:
+                    staging.arrived(first, reader.endpoint, "read")
+                case Pull() if self._pull(first, found):
+                    staging.arrived(first, reader.endpoint, "rdma")
+                case Later() if found.arrived_bytes <= progress:
+                    raise TransferTimeout(f"{reader.channel.peer} has made no progress")
+                case Later():
+                    progress = found.arrived_bytes
+                    ask(first)
+                case Pull():
+                    ask(first)
 
         for each in ranges:
             ask(each)
@@ -153,3 +199,25 @@ class Fetch:
                 receive()
         while coming:
             receive()
+
+    def _pull(self, each: Range, found: Pull) -> bool:
+        """Pull a range; return False if NIXL does not work, and sockets may be used instead."""
+        if self._puller is None or not self._can_pull:
+            return False
+        try:
+            self._puller.pull(
+                found.keys,
+                found.pieces,
+                self._staging.memory.segments[each.rank],
+                each.start,
+                each.stop,
+                stall_seconds=STALL_SECONDS,
+                deadline=self._deadline,
+            )
+        except FlyweightError as error:
+            if self._must_pull or not self._puller.is_fenced:
+                raise
+            self._can_pull = False
+            _log.warning("bytes come over sockets, since NIXL failed: %s", error)
+            return False
+        return True

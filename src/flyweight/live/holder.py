@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from logging import getLogger
@@ -45,6 +46,7 @@ from flyweight.live.messages import (
     Planned,
     Post,
     Posted,
+    Pull,
     Read,
     Release,
     Released,
@@ -71,6 +73,7 @@ from flyweight.transports.address import (
 )
 from flyweight.transports.channel import Channel, Frame, Message
 from flyweight.transports.door import Door
+from flyweight.transports.nixl import NixlServer, Window, nixl_here
 from flyweight.transports.segments import Segment, map_segment
 from flyweight.transports.tls import Tls
 from flyweight.transports.wire import FOREVER
@@ -117,12 +120,15 @@ class Holder:
         path = local or f"@flyweight-{secrets.token_hex(12)}"
         servers, place = [listening(path)], ""
         self._file = _file_at(path)
+        self.nixl: NixlServer | None = None
         try:
             if remote is not None:
                 server, found = listening_tcp(remote)
                 servers.append(server)
                 named = TcpAddress(os.uname().nodename, found.port) if found.is_any else found
                 place = named.place
+                if tls is None and nixl_here():  # NIXL encrypts nothing
+                    self.nixl = NixlServer()
             self._door = Door(servers, token, MESSAGES, tls)
         except BaseException:
             for each in servers:
@@ -170,6 +176,8 @@ class Holder:
         deadline = monotonic() + _PARTING_SECONDS
         for each in list(self._threads):  # none may run while the interpreter ends
             each.join(max(deadline - monotonic(), 0))
+        if self.nixl is not None:
+            self.nixl.close()
         path = self.endpoint.local
         if self._file is not None and _file_at(path) == self._file:  # else it is of another holder
             with suppress(OSError):
@@ -200,6 +208,8 @@ class Conversation:
         self._lease: tuple[Served, int] | None = None
         self._shared: list[Bytes] = []
         self._fills: dict[tuple[str, int], tuple[object, Copies]] = {}
+        self._window: Window | None = None
+        """What this reader can pull."""
         self._shown: News | None = None
         """What this reader saw last, if it watches."""
         self._told: PublishId | None = None
@@ -235,6 +245,7 @@ class Conversation:
             self._tell_listeners("replica.lost", error=why)
             for _, copies in self._fills.values():
                 copies.close()
+            self._close_window()
 
     def _tell_listeners(self, kind: str, **fields: int | float | str) -> None:
         """Announce what a replica did, once the shelf knows of it."""
@@ -349,8 +360,14 @@ class Conversation:
             self._shelf.join(self._reader, join)
             self._join_said = join
         table = None if known else holding.plans.catalog.table
+        nixl = self._holder.nixl
         return Welcome(
-            holding.session, table, self._holder.endpoint, holding.ranks, self._shelf.newest
+            holding.session,
+            table,
+            self._holder.endpoint,
+            holding.ranks,
+            self._shelf.newest,
+            "" if nixl is None else nixl.way,
         )
 
     def _joined(self) -> Holding:
@@ -422,11 +439,29 @@ class Conversation:
                     for each in placed.segments
                 )
                 mapped = Layout(tuple(handles), placed.table(table))
+        if lease.can_pull:
+            self._open_window(offer.segments(rank), (deadline - monotonic()) / 2)
         digests, overflows = tuple(each for each, _ in found), tuple(each for _, each in found)
         seconds = offer.lease_seconds
         self._send(
             Leased(lease.id, rank, seconds, digests, overflows, layout, mapped), number, files
         )
+
+    def _open_window(self, segments: Sequence[Segment], seconds: float) -> None:
+        """Let the reader pull what it has leased, if NIXL can be used; else it reads."""
+        try:
+            if self._window is None and self._holder.nixl is not None:
+                self._window = Window(self._holder.nixl)
+            if self._window is not None:
+                self._window.cover(segments, seconds)
+        except FlyweightError as error:
+            self._close_window()
+            _log.warning("%s cannot pull by NIXL: %s", self._channel.peer, error)
+
+    def _close_window(self) -> None:
+        window, self._window = self._window, None
+        if window is not None:
+            window.close()
 
     def _leased(self) -> tuple[Served, int]:
         if self._lease is None:
@@ -445,6 +480,11 @@ class Conversation:
             self._send(Later(arrived), number)
             return
         parts = offer.parts(plan, rank, start, stop)
+        if read.slot is not None and self._window is not None:
+            keys, pieces = self._window.place(parts, read.slot)
+            self._channel.sent_bytes += read.nbytes
+            self._send(Pull(keys, pieces), number)
+            return
         self._channel.send(Data(), monotonic() + _SEND_SECONDS, number=number, parts=parts)
 
     def _share(self, share: Share, frame: Frame) -> Shared:

@@ -167,7 +167,8 @@ class Incoming:
     ) -> None:
         session = self.session
         staging = self.staging = session.stage(self.id, ranks, deadline)
-        fetch = Fetch(staging, session.connections, deadline)
+        must_pull = session.ways.transport == "rdma"
+        fetch = Fetch(staging, session.connections, deadline, session.puller, must_pull=must_pull)
 
         def run(todo: Iterator[int]) -> None:
             for rank in todo:
@@ -184,7 +185,7 @@ class Incoming:
                 self.overflows += overflows
                 rows = staging.memory.rows[rank]
                 self.arrived[rank] = Arrived(rows, digests, None, FOREVER)
-                self.ways.add("filled" if rank in filled else "read")
+                self.ways |= staging.ways(rank) or {"filled" if rank in filled else "read"}
         except BaseException as error:
             failure = error if isinstance(error, FlyweightError) else TransportError(repr(error))
             staging.fail(failure)
@@ -202,7 +203,7 @@ class Incoming:
         source.fill(plan.kind, staging.memory.segments[rank], 0, deadline)
         staging.set_digests(rank, leased.digests[0], leased.overflows[0])
         for each in staging.missing(rank):
-            staging.arrived(each, source.endpoint)
+            staging.arrived(each, source.endpoint, "filled")
         source.release(deadline, is_proof=not leased.digests[0])
 
     def _verify_staged(

@@ -6,7 +6,8 @@ Want: boxes of my model            Planned
 Declined: the model does not fit   Planned, without a kind
 Wait: for another version          Available, Current, NotYet or Superseded
 Lease: let me read it              Leased, with open files if the memory can be mapped
-Read: a range of a stream          Data and the bytes, or Later if they are not there in time
+Read: a range of a stream          Data and the bytes; Pull, where NIXL finds them; or Later if
+                                   they are not there in time
 Share: memory of mine              Shared           the holder may write there
 Fill: a stream into that memory    Filled
 Release: was it still all the way? Released
@@ -28,12 +29,14 @@ from flyweight.live.publish_id import PublishId
 from flyweight.live.tracker import Result
 from flyweight.plans.tables import Boxes, Table, Tensors
 from flyweight.spec.manifest import Leaf
+from flyweight.spec.strict_json import Number
 from flyweight.transports.address import Endpoint
 from flyweight.transports.channel import Message, Messages
 from flyweight.transports.device_segments import DeviceHandle
 from flyweight.transports.segments import Places
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
+Key = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
 
 
 class Join(Message, frozen=True):
@@ -73,6 +76,8 @@ class Welcome(Message, frozen=True):
     ranks: tuple[Endpoint, ...]
     """Where the trainer's ranks are; empty if this holder is not the trainer."""
     newest: PublishId | None
+    nixl: Text = ""
+    """What readers need to pull by NIXL; "" if they cannot."""
 
 
 class Want(Message, frozen=True):
@@ -150,6 +155,8 @@ class Lease(Message, frozen=True):
     """The layouts that the reader has mapped."""
     seconds: float
     """How long to wait for a version that is on its way to the holder."""
+    can_pull: bool = False
+    """Whether ranges are to be pulled by NIXL."""
 
 
 class Layout(Message, frozen=True):
@@ -181,10 +188,20 @@ class Read(Message, frozen=True):
     nbytes: int
     seconds: float
     """How long to wait for bytes that are on their way to the holder."""
+    slot: int | None = None
+    """The reader can pull the bytes, and now pulls nothing from this slot of its own."""
 
 
 class Data(Message, frozen=True):
     """The bytes follow, without a frame."""
+
+
+class Pull(Message, frozen=True):
+    """The bytes lie where NIXL finds them, until the lease ends or the slot is used again."""
+
+    keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=64)]
+    pieces: Annotated[tuple[tuple[Number, Number], ...], msgspec.Meta(max_length=1024)]
+    """Addresses there, and numbers of bytes."""
 
 
 class Later(Message, frozen=True):
@@ -286,6 +303,6 @@ class News(Message, frozen=True):
 
 MESSAGES = Messages(
     Join, Welcome, Want, Declined, Planned, Wait, Available, Current, NotYet, Superseded, Cancel,
-    Announced, Lease, Leased, Read, Data, Later, Share, Shared, Fill, Filled, Release, Released,
-    Staged, Mistrust, Done, Post, Look, Posted, Watch, News,
+    Announced, Lease, Leased, Read, Data, Pull, Later, Share, Shared, Fill, Filled, Release,
+    Released, Staged, Mistrust, Done, Post, Look, Posted, Watch, News,
 )  # fmt: skip

@@ -68,6 +68,9 @@ class Served(Protocol):
     def mappable(self, rank: int) -> tuple[Placed, BufferTable] | None:
         """Where readers on this host can map a rank's blocks; None if they must fetch them."""
 
+    def segments(self, rank: int) -> Sequence[Segment]:
+        """Return the shared memory that its bytes lie in, as far as they do."""
+
     def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
         """Return the digests of a stream, empty if the trainer does not verify, and overflows."""
 
@@ -176,6 +179,10 @@ class Offer:
     def mappable(self, rank: int) -> tuple[Placed, BufferTable] | None:
         placed = self.memory.placed
         return None if placed is None or rank != self.memory.rank else (placed, self.memory.table)
+
+    def segments(self, rank: int) -> Sequence[Segment]:
+        placed = self.memory.placed
+        return [each for each in placed.segments if isinstance(each, Segment)] if placed else []
 
     def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
         with self._lock:

@@ -35,6 +35,7 @@ from flyweight.live.messages import (
     Mistrust,
     NotYet,
     Planned,
+    Pull,
     Read,
     Release,
     Released,
@@ -249,11 +250,19 @@ class Reader:
         return found
 
     def ask_lease(
-        self, id: PublishId, kinds: Sequence[str], rank: int, deadline: float, *, can_map: bool
+        self,
+        id: PublishId,
+        kinds: Sequence[str],
+        rank: int,
+        deadline: float,
+        *,
+        can_map: bool = False,
+        can_pull: bool = False,
     ) -> AskedLease:
         """Ask for a lease; several holders can be asked before the first one answers."""
         layouts, seconds = tuple(self._mapped), seconds_for_holder(deadline)
-        lease, now = Lease(id, tuple(kinds), rank, can_map, layouts, seconds), monotonic()
+        lease = Lease(id, tuple(kinds), rank, can_map, layouts, seconds, can_pull)
+        now = monotonic()
         return AskedLease(self.channel.ask(lease, deadline), lease, now)
 
     def lease(
@@ -303,18 +312,42 @@ class Reader:
                     f"{self.channel.peer} ended the lease: {error}; update again"
                 ) from error
 
-    def ask_range(self, kind: str, start: int, stop: int, seconds: float, deadline: float) -> int:
-        """Ask for a range of the leased stream; several may be on their way."""
-        return self.channel.ask(Read(kind, start, stop - start, seconds), deadline)
+    def ask_range(
+        self,
+        kind: str,
+        span: tuple[int, int],
+        seconds: float,
+        deadline: float,
+        *,
+        slot: int | None = None,
+    ) -> int:
+        """Ask for a range of the leased stream; several may be on their way.
+
+        slot: where the holder may pack it, so that it can be pulled.
+        """
+        start, stop = span
+        return self.channel.ask(Read(kind, start, stop - start, seconds, slot), deadline)
 
     def receive_range(
-        self, number: int, data: Bytes, stall_seconds: float, deadline: float
-    ) -> Later | None:
-        """Receive the range that was asked for first; return Later if it was not there in time."""
+        self,
+        number: int,
+        data: Bytes,
+        stall_seconds: float,
+        deadline: float,
+        *,
+        can_pull: bool = False,
+    ) -> Later | Pull | None:
+        """Receive the range that was asked for first.
+
+        Returns Later if it was not there in time, and Pull, which `can_pull` must allow, if it can
+        be pulled.
+        """
         soon = min(deadline, monotonic() + 2 * stall_seconds)
-        frame = self.channel.answer(number, (Data, Later), soon)
+        frame = self.channel.answer(
+            number, (Data, Later, Pull) if can_pull else (Data, Later), soon
+        )
         frame.close()
-        if isinstance(frame.message, Later):
+        if isinstance(frame.message, (Later, Pull)):
             return frame.message
         self.channel.receive_bytes(data, deadline, stall_seconds)
         return None

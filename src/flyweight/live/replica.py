@@ -102,8 +102,9 @@ class Replica:
         token: the publisher's token; at a `unix:` address it may be in a file next to its sockets.
         tls: certificates, if the publisher encrypts what goes to other hosts.
         transport: how bytes come. 'mapped' maps the trainer's memory; 'filled' has the trainer
-            write into shared memory of this host; 'read' uses the network; 'auto' takes the first
-            of them that is possible.
+            write into shared memory of this host; 'read' uses sockets; 'auto' takes the first of
+            them that is possible, and 'rdma' instead of 'read' where both hosts have NIXL and an
+            RDMA device. NIXL does not encrypt, so that needs a connection without `tls`.
         staging_bytes: the most memory for what comes before `before` is called; by default half of
             what is free. A version that is not mapped must fit. Tensors of a function on the host
             are made then as far as they fit, and the rest of them while it loads.
@@ -123,6 +124,10 @@ class Replica:
             are ready, and none holds a new version before all do.
         """
         check_text("token", token, is_secret=True)
+        if transport == "rdma" and tls is not None:
+            raise SpecError(
+                "transport='rdma' with tls=: NIXL does not encrypt; take one or the other"
+            )
         self._address, self._process = parse_address(address), os.getpid()
         if rank is not None and world_size is None and layout is None:
             raise SpecError(f"rank is {rank!r} of how many? give world_size=, or a layout=")
@@ -139,7 +144,12 @@ class Replica:
         )
         self._ways = Ways(transport=transport, staging_bytes=staging_bytes)
         self._me = Identity(
-            self.name, self.rank, self.world_size, token or "", tls, is_remote=transport == "read"
+            self.name,
+            self.rank,
+            self.world_size,
+            token or "",
+            tls,
+            is_remote=transport in ("read", "rdma"),
         )
         self._held = HeldVersion(self._is_current)
         self._shelf = Shelf()

@@ -39,8 +39,9 @@ from flyweight.transports.address import (
     local_host_for,
     parse_address,
 )
+from flyweight.transports.nixl import NixlPuller, check_nixl, nixl_here
 
-TransportChoice = Literal["auto", "mapped", "filled", "read"]
+TransportChoice = Literal["auto", "mapped", "filled", "read", "rdma"]
 TRANSPORTS = get_args(TransportChoice)
 _CONNECT_SECONDS = 10.0
 
@@ -56,6 +57,8 @@ class Ways:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise SpecError(f"transport is {self.transport!r}, not one of {', '.join(TRANSPORTS)}")
+        if self.transport == "rdma":
+            check_nixl()
 
     def room(self, staged: int) -> int:
         """Return how much memory is left for tensors of a loader, beside what is staged."""
@@ -111,6 +114,8 @@ class Session:
         """What the shelf has of ours."""
         """True once holders may still write memory that was given up: they must let go of it."""
         self._copies: dict[int, tuple[BufferTable, RowCopies]] = {}
+        self.puller = self._new_puller()
+        """What brings bytes by RDMA, where both hosts can."""
         try:
             self._plan_together(deadline)
             self.connections = Connections(self.me, self.id, self.plan)
@@ -121,6 +126,10 @@ class Session:
             for each in self._readers:
                 each.close()
             raise
+
+    def _new_puller(self) -> NixlPuller | None:
+        may_pull = self.me.tls is None and self.ways.transport != "read"
+        return NixlPuller() if self.front.endpoint.remote and may_pull and nixl_here() else None
 
     def _plan_together(self, deadline: float) -> None:
         table = self.front.welcome.catalog
@@ -188,7 +197,8 @@ class Session:
     @property
     def is_alive(self) -> bool:
         """False after anything failed on a connection, or once a holder has ended one."""
-        return not any(each.channel.is_broken for each in self._readers)
+        is_fenced = self.puller is None or self.puller.is_fenced
+        return is_fenced and not any(each.channel.is_broken for each in self._readers)
 
     @property
     def _readers(self) -> set[Reader]:
@@ -264,12 +274,12 @@ class Session:
         memory = self._memory.pop(tuple(ranks), None)
         self._memory.clear()
         if memory is None:
-            is_filled = any(rank in self._ranks for rank in ranks)
+            is_writable = self.puller is not None or any(rank in self._ranks for rank in ranks)
             memory = StagingMemory(
                 self.plan,
                 ranks,
                 limit_bytes=self.ways.staging_bytes,
-                is_filled=is_filled,
+                is_writable=is_writable,
                 devices=self.target.devices,
             )
         staging, self._staged = Staging(id, memory), id
@@ -302,5 +312,7 @@ class Session:
         for each in self._readers:
             each.close()
         self.connections.close()
+        if self.puller is not None:
+            self.puller.close()
         self.withdraw(monotonic())
         self.throw_copies_away()

@@ -53,15 +53,15 @@ class StagingMemory:
         ranks: Sequence[int],
         *,
         limit_bytes: int | None,
-        is_filled: bool,
+        is_writable: bool,
         devices: Sequence[int],
     ) -> None:
         """Allocate; raise TransportError, with both values, if it is more than is allowed.
 
-        is_filled: whether holders write the memory.
+        is_writable: whether other processes write the memory: holders, or that of NIXL.
         devices: those that copy from it, for which it is pinned.
         """
-        self.plan, self.ranks, self.is_filled = plan, tuple(ranks), is_filled
+        self.plan, self.ranks = plan, tuple(ranks)
         total = sum(plan.streams[rank].total for rank in ranks)
         limit = available_bytes() // 2 if limit_bytes is None else limit_bytes
         if total > limit:
@@ -74,7 +74,7 @@ class StagingMemory:
         self.digests: dict[int, RowDigests] = {}
         for rank in ranks:
             stream = plan.streams[rank]
-            segment = Segment.allocate(stream.total, is_writable_by_readers=is_filled)
+            segment = Segment.allocate(stream.total, is_writable_by_readers=is_writable)
             memory = Buffer.flat_at(segment.start, segment.nbytes, segment)
             owner = [segment, *(pinned(device, memory) for device in devices)]
             self.segments[rank] = segment
@@ -96,6 +96,7 @@ class Staging:
             rank: np.zeros(-(-total // RANGE_BYTES), bool) for rank, total in totals.items()
         }
         self._from: dict[Range, Endpoint] = {}
+        self._ways: dict[int, set[str]] = {rank: set() for rank in memory.ranks}
         self._arrived_bytes = 0
         self._digests: dict[int, tuple[bytes, int]] = {}
         self._failure: FlyweightError | None = None
@@ -117,8 +118,13 @@ class Staging:
     def space(self, each: Range) -> Bytes:
         return self.memory.segments[each.rank].bytes[each.start : each.stop]
 
-    def arrived(self, each: Range, holder: Endpoint) -> None:
+    def ways(self, rank: int) -> set[str]:
+        """Return how a stream has come."""
+        return self._ways[rank]
+
+    def arrived(self, each: Range, holder: Endpoint, way: str) -> None:
         with self._changed:
+            self._ways[each.rank].add(way)
             self._arrived[each.rank][each.start // RANGE_BYTES] = True
             self._from[each] = holder
             self._arrived_bytes += each.nbytes
@@ -170,6 +176,10 @@ class Staging:
 
     def mappable(self, rank: int) -> tuple[Placed, BufferTable] | None:
         return None
+
+    def segments(self, rank: int) -> Sequence[Segment]:
+        self._check(rank)
+        return [self.memory.segments[rank]]
 
     def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
         self._check(rank)

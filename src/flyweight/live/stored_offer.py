@@ -32,7 +32,7 @@ from flyweight.plans.tables import Boxes, Tensors, packed
 from flyweight.spec.box import Box, boxes_of_range
 from flyweight.spec.layout import Shard
 from flyweight.spec.manifest import Extent
-from flyweight.transports.segments import Placed
+from flyweight.transports.segments import Placed, Segment
 from flyweight.worker_threads import default_threads
 
 _READ_BYTES = 64 << 20
@@ -229,6 +229,9 @@ class StoredOffer:
 
     def mappable(self, rank: int) -> tuple[Placed, BufferTable] | None:
         return None
+
+    def segments(self, rank: int) -> Sequence[Segment]:
+        return []
 
     def _stream(self, plan: Plan, rank: int) -> _StoredStream:
         if rank:

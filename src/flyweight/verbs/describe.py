@@ -11,8 +11,6 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from flyweight import __version__
 from flyweight.adapters import torch_module
 from flyweight.errors import FlyweightError
@@ -20,6 +18,7 @@ from flyweight.formats.snapshot import directory_name
 from flyweight.spec.manifest import Json
 from flyweight.stores.draft import LocalDraft
 from flyweight.stores.local import LocalStore, as_path, refused
+from flyweight.transports.nixl import NixlServer, check_nixl, nixl_version, rdma_devices
 from flyweight.verbs.find import PathLike, open_source, versions
 from flyweight.worker_threads import default_threads
 
@@ -117,29 +116,18 @@ def doctor(path: PathLike | None = None) -> dict[str, Json]:
 
 
 def _network() -> dict[str, Json]:
-    """Try whether NIXL would move bytes between this host and one like it, and why it would not.
+    """Say how weights would come from another host like this one, and why not by RDMA.
 
-    If it is installed, it is started in a process of its own, where it can do no harm.
+    NIXL is started in a process of its own, where it can do no harm.
     """
-    # Imported here: nothing else that describes needs them.
-    from flyweight.transports.network_engines import choose_engine, engines_here  # noqa: PLC0415
-    from flyweight.transports.read_server import ReadServer  # noqa: PLC0415
-
-    here, trouble = engines_here(), ""
-    if here.nixl:
-        try:
-            with closing(ReadServer("nixl", address="127.0.0.1")) as server:
-                server.describe()
-        except FlyweightError as error:
-            trouble = str(error)
-    usable = replace(here, nixl="") if trouble else here
-    choice = choose_engine(usable, usable)
-    return {
-        "engine": choice.engine.value,
-        "why": choice.why,
-        "why_not": trouble or choice.why_not.get("nixl", ""),
-        "rdma": list(here.rdma),
-    }
+    transport, why = "rdma", f"NIXL {nixl_version()} works"
+    try:
+        check_nixl()
+        with closing(NixlServer()) as server:
+            server.running()
+    except FlyweightError as error:
+        transport, why = "read", str(error)
+    return {"transport": transport, "why": why, "rdma": list(rdma_devices())}
 
 
 def _disk(place: Path) -> dict[str, Json]:
