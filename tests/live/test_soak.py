@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from campaign import SEED
-from child_processes import FORK, LIMIT, Child, resources, settled, shared_files
+from child_processes import FORK, LIMIT, Child, resources, settled
 from flyweight.errors import FlyweightError
 from flyweight.live import Publisher, Replica
 from live.live_processes import SHAPES, TOKEN, Part, free_address, plain, relay, shared
@@ -53,7 +53,7 @@ def trainer(address, keep, make, first, last, pipe):
 )
 @pytest.mark.parametrize("keep", ["memory", "in_place"])
 def test_many_versions_with_faults_leave_everybody_whole_and_nothing_behind(tmp_path, keep, last):
-    chance, files, before = random.Random(SEED), shared_files(), resources()
+    chance, before = random.Random(SEED), resources()
     address, on = free_address(), f"unix:{tmp_path}/relay"
     make = shared if keep == "in_place" else plain
     ways = ["auto", "filled", "read", "read", "auto"]
@@ -102,5 +102,4 @@ def test_many_versions_with_faults_leave_everybody_whole_and_nothing_behind(tmp_
         source.send("all have it")
         assert source.result() is None
     assert last < NUM_VERSIONS or min(faults.values()) >= 5, faults
-    assert shared_files() == files
     assert settled(before) == before
