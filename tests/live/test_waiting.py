@@ -17,6 +17,7 @@ from live.one_process import (
     model,
     raising,
     reader,
+    taken,
 )
 
 ADDRESS = "tcp://127.0.0.1:0"
@@ -50,6 +51,12 @@ def test_the_newest_version_is_known_without_an_update(pair):
     source.publish(2)
     until(lambda: sink.newest == 2)
     assert sink.version == 1
+
+
+def test_a_version_that_an_update_waited_for_is_the_newest(pair):
+    source, _, sink, _ = pair
+    taken(source, 1, sink)
+    assert (sink.version, sink.newest) == (1, 1)
 
 
 def test_other_threads_may_look_while_an_update_waits(pair):
@@ -245,7 +252,7 @@ def test_two_updates_at_once_are_refused(pair):
     source, weights, sink, arrays = pair
     with in_background(sink.update, timeout_seconds=LIMIT) as result:
         until(lambda: source.waiting)
-        with pytest.raises(TransportError, match="an update of replica 'engine' is under way"):
+        with pytest.raises(TransportError, match="under way"):
             sink.update()
         source.publish(1)
         assert result().version == 1

@@ -136,4 +136,32 @@ MUTANTS = [
         '                    error="",\n',
         "tests/live/test_events.py",
     ),
+    Mutant(
+        "a check of live memory finds nothing that differs",
+        "live/check_live.py",
+        "        is_equal[stream.sink[found != wanted]] = False\n",
+        "        pass\n",
+        "tests/live/test_check_live.py",
+    ),
+    Mutant(
+        "a check of live memory takes another version than was asked for",
+        "live/check_live.py",
+        "            if version in (None, newest.version):\n",
+        "            if True:\n",
+        "tests/live/test_check_live.py",
+    ),
+    Mutant(
+        "the digests of where a loader puts a version are lost with the trainer",
+        "live/incoming.py",
+        "        if self.is_verified:\n            self._keep_digests(deadline)\n",
+        "",
+        "tests/live/test_check_live.py",
+    ),
+    Mutant(
+        "a row outside of its tensor is taken",
+        "adapters/rows.py",
+        "            if len(box.shape) != len(spec.shape) or not Box.whole(spec.shape).contains(box):\n",
+        "            if len(box.shape) != len(spec.shape):\n",
+        "tests/live/test_check_live.py",
+    ),
 ]

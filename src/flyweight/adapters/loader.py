@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from flyweight.adapters import numpy_dict, paddle_layer, torch_module
+from flyweight.adapters.rows import Rows
 from flyweight.adapters.tensor import Tensor
 from flyweight.cuda import driver
 from flyweight.errors import MissingDependency, SpecError
@@ -25,10 +26,16 @@ _FRAMEWORKS = {
 class Loader:
     """Makes tensors of a framework, and passes them to a function one by one."""
 
-    def __init__(self, load: Load, framework: Framework, device: str) -> None:
+    def __init__(
+        self, load: Load, framework: Framework, device: str, *, rows: Rows | None = None
+    ) -> None:
+        """Make tensors of a framework on a device for a function.
+
+        rows: where the function puts them, for `Replica.check_live`.
+        """
         if framework not in _FRAMEWORKS:
             raise SpecError(f"framework is {framework!r}, not 'torch', 'paddle' or 'numpy'")
-        self.load, self._device = load, device
+        self.load, self.rows, self._device = load, rows, device
         self._framework, package = _FRAMEWORKS[framework]
         try:
             _, buffer = self.fresh(TensorSpec(DTYPES["u8"], (1,)))

@@ -7,6 +7,7 @@ offer.py       a version in memory           incoming.py   one version on its wa
 stored_offer.py  a version in files          loader.py     an engine's own loader
 catalog.py     what a trainer has            target.py     what an engine wants
 plan.py        who copies what from where    rows.py       copies and digests, prepared once
+check_live.py  digests of what lies in live memory
 fetch.py       ranges from several holders   staging.py    a version that arrives over the network
 messages.py    what goes over a connection   report.py     what users get back
 front_store.py where ranks find each other   fallback.py   where versions are while nobody publishes
@@ -18,7 +19,7 @@ from flyweight.live.messages import News
 from flyweight.live.publisher import Keep, Publisher
 from flyweight.live.relay import Relay
 from flyweight.live.replica import Replica
-from flyweight.live.report import Publication, PublishReport
+from flyweight.live.report import LiveReport, Publication, PublishReport
 from flyweight.live.session import TRANSPORTS
 from flyweight.live.watch import record, watch
 from flyweight.ports import UpdateReport
@@ -26,6 +27,7 @@ from flyweight.ports import UpdateReport
 __all__ = [
     "TRANSPORTS",
     "Keep",
+    "LiveReport",
     "News",
     "Publication",
     "PublishReport",

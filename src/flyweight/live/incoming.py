@@ -27,7 +27,7 @@ from flyweight.live.loader import Loading
 from flyweight.live.messages import Leased, Mistrust, Staged
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Reader
-from flyweight.live.rows import check_digests
+from flyweight.live.rows import check_digests, words_of
 from flyweight.live.session import Session
 from flyweight.live.staging import Staging
 from flyweight.live.target import LoaderTarget
@@ -36,6 +36,7 @@ from flyweight.transports.address import Endpoint
 from flyweight.worker_threads import run_on_threads
 
 _RELEASE_SECONDS = 2.0
+_DIGEST_SECONDS = 5.0
 _SLOW_BYTES = 2 << 30
 """A copy is expected to do so many bytes in a second, at least."""
 _LEAST_SECONDS = 0.01
@@ -60,6 +61,8 @@ class Incoming:
     def __init__(self, session: Session, id: PublishId) -> None:
         self.session, self.id = session, id
         self.arrived: dict[int, Arrived] = {}
+        self._digests: dict[str, dict[int, bytes]] = {}
+        """Those that came with leases, by kind and source rank."""
         self.staging: Staging | None = None
         self.ways: set[str] = set()
         self.overflows = 0
@@ -107,10 +110,23 @@ class Incoming:
                 "tensors that are one here are several at the trainer, and nothing is verified, so "
                 "they may differ; publish with verify=True, or tie them there too"
             )
+        if self.is_verified:
+            self._keep_digests(deadline)
         self._prepare_loading(deadline)
         if all(each.source is None for each in self.arrived.values()):
             self.session.tell(Staged(self.id))
         return True
+
+    def _keep_digests(self, deadline: float) -> None:
+        """Keep all digests for `check_live`, which may come when the trainer has gone on."""
+        session, soon = self.session, min(deadline, monotonic() + _DIGEST_SECONDS)
+        self._digests[session.plan.kind] = {
+            rank: each.digests for rank, each in self.arrived.items()
+        }
+        session.known = self.id, self._digests
+        for plan in session.plans[1:]:  # of ranks that gave no lease of it, as on other hosts
+            with suppress(FlyweightError):  # then `check_live` asks for a lease
+                self._digests[plan.kind] = session.digests(plan, self.id, soon)
 
     def _prepare_loading(self, deadline: float) -> None:
         """Make what an engine's loader will get; if that is all of it, the trainer may go on."""
@@ -130,14 +146,10 @@ class Incoming:
         session, plan = self.session, self.session.plan
         asked = {}
         for rank in ranks:
-            source = session.beside(rank)
+            source, can_map = session.beside(rank), session.can_map(rank)
             assert source is not None
-            asked[rank] = (
-                source,
-                source.ask_lease(
-                    self.id, [plan.kind], rank, deadline, can_map=session.can_map(rank)
-                ),
-            )
+            kinds = [each.kind for each in session.plans if rank in each.streams]
+            asked[rank] = source, source.ask_lease(self.id, kinds, rank, deadline, can_map=can_map)
         filled: dict[int, Leased] = {}
         for rank in ranks:
             source, request = asked.pop(rank)
@@ -149,6 +161,8 @@ class Incoming:
                 for other, _ in asked.values():  # a lease may be on its way
                     other.close()
                 raise
+            for kind, known in zip(request.lease.kinds, found.leased.digests, strict=True):
+                self._digests.setdefault(kind, {})[rank] = known
             if found.blocks is None:
                 filled[rank] = found.leased
                 continue
@@ -222,7 +236,7 @@ class Incoming:
         try:
             self._check(rank, found, digests, "as they arrived")
         except DigestMismatch:
-            wrong = np.flatnonzero(found != _words(digests)).tolist()
+            wrong = np.flatnonzero(found != words_of(digests)).tolist()
             bad = staging.spoiled(rank, wrong)
             if not bad & set(holders):
                 raise  # the trainer's own memory has changed
@@ -308,7 +322,7 @@ class Incoming:
         session = self.session
         path = f"from rank {rank} of the trainer to replica {session.me.name!r}, {where}"
         tensor = session.plan.streams[rank].tensor
-        check_digests(found, _words(digests), tensor, session.catalog.names, path)
+        check_digests(found, words_of(digests), tensor, session.catalog.names, path)
 
     def close(self) -> None:
         """End the leases of the trainer's memory. Staging is served until the next update."""
@@ -322,7 +336,3 @@ class Incoming:
                 with suppress(FlyweightError):
                     source.release(monotonic() + _RELEASE_SECONDS, is_proof=False)
         self.arrived = {}
-
-
-def _words(digests: bytes) -> Words:
-    return np.frombuffer(digests, "<u8").astype(np.uint64)

@@ -247,6 +247,8 @@ class Reader:
         frame.close()
         found = frame.message
         assert isinstance(found, kinds)
+        if isinstance(found, Available):  # which is not announced once more
+            self.newest = found.id
         return found
 
     def ask_lease(

@@ -50,6 +50,7 @@ class WholeTensors:
     devices: list[int] = []  # noqa: RUF012 - never changed
     verified = "received"
     unused: tuple[str, ...] = ()
+    live = None
 
     def choose(self, catalog: Catalog) -> Wanted:
         boxes = catalog.whole

@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from logging import getLogger
 from time import monotonic
@@ -30,6 +30,7 @@ from flyweight.errors import (
     VersionError,
 )
 from flyweight.events import announce
+from flyweight.live.check_live import announced, compared
 from flyweight.live.fallback import (
     StoredVersion,
     check_fits,
@@ -45,7 +46,7 @@ from flyweight.live.messages import Available, Current, Done, NotYet, Superseded
 from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, seconds_for_holder
-from flyweight.live.report import TIMEOUT_SECONDS
+from flyweight.live.report import TIMEOUT_SECONDS, LiveReport
 from flyweight.live.session import Receiver, Session, TransportChoice, Ways, serving_place
 from flyweight.live.shelf import Shelf
 from flyweight.live.target import REPLACED, LoaderTarget, ModelTarget, target_of
@@ -155,6 +156,8 @@ class Replica:
         self._shelf = Shelf()
         self._serve = serve
         self._others, self._paths = sorted_out(fallback)
+        if self._paths and isinstance(self._target, ModelTarget) and not self._target.is_loadable:
+            raise SpecError("a fallback of files is for models and loaders; rows take none")
         self._holder: Holder | None = None
         self._session: Session | None = None
         self._ranks: Ranks | None = None
@@ -299,20 +302,56 @@ class Replica:
 
     def take(self, options: UpdateOptions) -> UpdateReport:
         """Do as `update`, which explains the options."""
-        self._check_open()
         if options.version is not None:  # then no other one is enough
             options = replace(options, may_keep=False)
+        with self._alone():
+            return self._update(options)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let no other thread update or check this replica meanwhile."""
+        self._check_open()
         if not self._updating.acquire(blocking=False):
-            raise TransportError(f"an update of replica {self.name!r} is under way")
+            raise TransportError(f"an update or a check of replica {self.name!r} is under way")
         try:
             self._thread = threading.get_ident()
             with self._hearing:
-                return self._update(options)
+                yield
         finally:
             self._thread = 0
             self._updating.release()
             if not self._is_open:
                 self._free()
+
+    def check_live(
+        self, version: int | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> LiveReport:
+        """Compare the memory, as it is now, with a version of the publisher, by digests.
+
+        No weight is copied and nothing changes. It works for a model, and for a `Loader` that has
+        `rows`. Each rank of an engine checks its own part, alone.
+
+        version: by default the newest. The one that was taken last is compared with the digests
+            that came with it, so the publisher may have withdrawn it since.
+        timeout_seconds: the time to wait for the version, and for all else.
+
+        Raises VersionError if the version cannot come any more, is withdrawn, or has no digests,
+        TransferTimeout if it does not come in time, and PeerLost if nobody has it.
+        """
+        timeout = check_seconds("timeout_seconds", timeout_seconds)
+        wanted = None if version is None else check_version(version)
+        deadline = monotonic() + timeout
+        with self._alone():
+            session = self._session
+            last = None if session is None or session.known is None else session.known[0]
+            if last is None or last.version != wanted or not self._is_current():
+                self._wait_connected(UpdateOptions(timeout_seconds=timeout), deadline)
+                self._check_open()  # `close` ends waits of the session that it found
+                session = self._session
+                assert session is not None
+                last = announced(session.front, wanted, deadline)
+            assert session is not None
+            return compared(session, last, deadline)
 
     def follow(self, *, timeout_seconds: float | None = None) -> Iterator[UpdateReport]:
         """Take each version as it is published, and yield its report.

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
+import msgspec
+
 from flyweight.errors import TransferTimeout
 from flyweight.live.tracker import Result
 from flyweight.plans.tables import Table
+from flyweight.spec.box import Box
 
 TIMEOUT_SECONDS = 30.0
 _MAX_REASONS = 5
@@ -54,6 +57,40 @@ class PublishReport(Table, frozen=True):
         reasons = [f"{each.name!r}: {each.error}" for each in self.failed[:_MAX_REASONS]]
         more = len(self.failed) - len(reasons)
         return "; ".join([text, *reasons, *([f"and {more} more"] if more else [])])
+
+
+class LiveRow(msgspec.Struct, frozen=True):
+    """A box of a tensor of the trainer, and whether the live memory holds its bytes."""
+
+    name: str
+    box: Box
+    is_equal: bool
+    digests: tuple[int, ...]
+    """Of the trainer's bytes, for each part of the box that lies in one block of the trainer."""
+
+
+class LiveReport(msgspec.Struct, frozen=True):
+    """What `Replica.check_live` has found."""
+
+    version: int
+    """The version that the memory was compared with."""
+    session: str
+    """An id of the publisher that the version is from."""
+    nbytes: int
+    seconds: float
+    rows: tuple[LiveRow, ...]
+
+    @property
+    def different(self) -> tuple[str, ...]:
+        """The names of the tensors that differ anywhere."""
+        return tuple(dict.fromkeys(each.name for each in self.rows if not each.is_equal))
+
+    @property
+    def equal(self) -> tuple[str, ...]:
+        """The names of the tensors of which everything that lies here is equal."""
+        different = set(self.different)
+        names = (each.name for each in self.rows if each.name not in different)
+        return tuple(dict.fromkeys(names))
 
 
 class Publication:

@@ -253,6 +253,11 @@ class _PreparedDigests:
         return found, overflows
 
 
+def words_of(digests: bytes) -> Words:
+    """Return digests as they came with a lease, as numbers."""
+    return np.frombuffer(digests, "<u8").astype(np.uint64)
+
+
 def doubles(memory: BufferTable) -> NDArray[np.bool_]:
     """Return which rows share memory with another one, as names that are one tensor here do."""
     low, _ = memory.spans

@@ -7,7 +7,7 @@ together: after any error of a connection the replica builds another session and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -22,7 +22,7 @@ from flyweight.live.fetch import Connections
 from flyweight.live.holder import Holding
 from flyweight.live.messages import Declined, Done, Mistrust, Planned, Staged
 from flyweight.live.offer import About
-from flyweight.live.plan import Plans, make_plan
+from flyweight.live.plan import Plan, Plans, make_plan
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, Reader, with_newest_token
 from flyweight.live.rows import RowCopies, doubles
@@ -116,6 +116,8 @@ class Session:
         self._copies: dict[int, tuple[BufferTable, RowCopies]] = {}
         self.puller = self._new_puller()
         """What brings bytes by RDMA, where both hosts can."""
+        self.known: tuple[PublishId, dict[str, dict[int, bytes]]] | None = None
+        """The version that was leased last, and its digests by kind and source rank."""
         try:
             self._plan_together(deadline)
             self.connections = Connections(self.me, self.id, self.plan)
@@ -138,12 +140,46 @@ class Session:
         self.catalog = Catalog.received(table)
         try:
             self.plan = make_plan(self.catalog, self.target.choose(self.catalog))
+            self.plans = [self.plan]
+            """What is leased together: what is taken, and where a loader puts it."""
+            if self.target.live not in (None, self.target) and self.front.welcome.ranks:
+                self.plans.append(self.look()[1])  # other replicas serve only what they take
         except (PlanError, SpecError) as error:  # the trainer's next report says so
             with suppress(TransportError):
                 text = f"{type(error).__name__}: {error}"
                 self.front.channel.call(Declined(text), Planned, deadline)
             raise
-        self.front.want(self.plan, deadline)
+        for each in self.plans:
+            self.front.want(each, deadline)
+
+    def look(self) -> tuple[ModelTarget, Plan]:
+        """Return where a version lies once it is taken, as it is now, and the plan of that."""
+        live = self.target.live
+        if live is None:
+            raise SpecError("nobody knows where a loader puts tensors; give it rows=")
+        if live is self.target:
+            return live, self.plan
+        live = copy(live)
+        return live, make_plan(self.catalog, live.choose(self.catalog))
+
+    def digests(self, plan: Plan, id: PublishId, deadline: float) -> dict[int, bytes]:
+        """Return the digests of a version for each source rank of a plan; lease what is not known.
+
+        The connections are new ones, so that no other lease of this session is touched.
+        """
+        last, known = self.known or (None, {})
+        found = dict(known.get(plan.kind, {})) if last == id else {}
+        asked = {}
+        with ExitStack() as stack:
+            for rank in plan.streams.keys() - found.keys():
+                source = Reader.connect(self.endpoint_of(rank), self.me, deadline, session=self.id)
+                stack.enter_context(closing(source))
+                source.want(plan, deadline)
+                request = source.ask_lease(id, [plan.kind], rank, deadline, can_map=False)
+                asked[rank] = source, request
+            for rank, (source, request) in asked.items():
+                found[rank] = source.lease(request, deadline).leased.digests[0]
+        return found
 
     @classmethod
     def open(
@@ -183,7 +219,8 @@ class Session:
             source.close()
             return None
         try:
-            source.want(self.plan, deadline)
+            for each in self.plans:
+                source.want(each, deadline)
         except BaseException:
             source.close()
             raise

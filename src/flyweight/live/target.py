@@ -14,6 +14,7 @@ import numpy as np
 from flyweight.adapters.identity import Identity
 from flyweight.adapters.loader import Framework, Loader
 from flyweight.adapters.model import Model, adapt
+from flyweight.adapters.rows import Rows
 from flyweight.adapters.tree import is_model
 from flyweight.casts import CASTABLE
 from flyweight.cuda import driver
@@ -41,6 +42,10 @@ class Target(Protocol):
     unused: tuple[str, ...]
     """The trainer's tensors that it leaves out."""
 
+    @property
+    def live(self) -> ModelTarget | None:
+        """Where a version lies once it is taken; None if that is not known."""
+
     def choose(self, catalog: Catalog) -> Wanted:
         """Look at the model, and return the boxes that it wants; raise PlanError if none fit."""
 
@@ -49,7 +54,7 @@ class Target(Protocol):
 
 
 class ModelTarget:
-    """The parameters of a model, written in place, box by box."""
+    """The parameters of a model, or rows of its memory, written in place, box by box."""
 
     verified = "live"
 
@@ -67,7 +72,8 @@ class ModelTarget:
             raise SpecError(
                 f"rank is {rank!r}; the layout is for ranks 0 to {layout.num_ranks - 1}"
             )
-        self.thing, self.layout = thing, layout
+        self._rows = thing if isinstance(thing, Rows) else None
+        self.thing, self.layout = thing if self._rows is None else self._rows.thing, layout
         self.rank = rank if layout is not None else None
         self.is_strict, self._may_cast = strict and layout is None, cast
         self._model: Model | None = None
@@ -77,9 +83,18 @@ class ModelTarget:
         self.devices: list[int] = []
         self.unused: tuple[str, ...] = ()
 
+    @property
+    def live(self) -> ModelTarget:
+        return self
+
+    @property
+    def is_loadable(self) -> bool:
+        """True if files can fill it, too."""
+        return self._rows is None
+
     def check(self) -> None:
         """Raise SpecError for a model that cannot be written, before there is a trainer."""
-        if self.layout is None:
+        if self.layout is None and self._rows is None:
             with collector_paused():
                 self._identity, self._model = Identity(self.thing), adapt(self.thing)
                 self._model.check_writable()
@@ -111,15 +126,17 @@ class ModelTarget:
 
     def _described(self, catalog: Catalog) -> tuple[Identity, Model]:
         """Return the model as it is now, which takes long to describe if it has many tensors."""
-        if self.layout is None:
+        layout, rank, tensors = self.layout, self.rank, catalog.tensors
+        if layout is None and self._rows is None:
             last, model = self._identity, self._model
             if last is not None and model is not None and last.is_same():
                 return last, model
             return Identity(self.thing), adapt(self.thing)
-        layout, rank, tensors = self.layout, self.rank, catalog.tensors
+        whole = {**tensors, **{name: tensors[of] for name, of in catalog.tied.items()}}
+        if self._rows is not None:
+            return Identity(self.thing), self._rows.model(whole)
+        assert layout is not None
         assert rank is not None
-        tied = {name: tensors[of] for name, of in catalog.tied.items()}
-        whole = {**tensors, **tied}
         return Identity(self.thing), adapt(self.thing, lambda: layout.locals(whole, rank))
 
     def look(self) -> None:
@@ -169,6 +186,9 @@ class LoaderTarget:
 
     def __init__(self, loader: Loader, *, cast: bool) -> None:
         self.loader, self._may_cast = loader, cast
+        self.live = None
+        if loader.rows is not None:
+            self.live = ModelTarget(loader.rows, layout=None, rank=None, strict=False, cast=cast)
         self.specs: dict[str, TensorSpec] = {}
         device = None if not loader.place else driver.device_named(loader.place)
         self.devices = [] if device is None else [device]
@@ -200,9 +220,9 @@ def target_of(
     """Return the target that a user means: a model, or a function that loads tensors."""
     if callable(thing) and not is_model(thing):
         thing = Loader(thing, framework, device)
+    if layout is not None and isinstance(thing, (Loader, Rows)):
+        raise SpecError(f"{type(thing).__name__} knows its boxes itself; a layout is for models")
     if isinstance(thing, Loader):
-        if layout is not None:
-            raise SpecError("a loader takes whole tensors; a layout is for models")
         return LoaderTarget(thing, cast=cast)
     return ModelTarget(thing, layout=layout, rank=rank, strict=strict, cast=cast)
 
