@@ -9,6 +9,7 @@ catalog.py     what a trainer has            target.py     what an engine wants
 plan.py        who copies what from where    rows.py       copies and digests, prepared once
 check_live.py  digests of what lies in live memory
 fetch.py       ranges from several holders   staging.py    a version that arrives over the network
+buckets.py     a stream cut into pieces      ring.py       slots on a device that buckets go through
 messages.py    what goes over a connection   report.py     what users get back
 front_store.py where ranks find each other   fallback.py   where versions are while nobody publishes
 relay.py       one staging for a host        watch.py      the state of a publisher, as it changes

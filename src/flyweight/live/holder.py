@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from logging import getLogger
 from time import monotonic
 
+from flyweight.cuda import driver
 from flyweight.errors import (
     FlyweightError,
     HandleGone,
@@ -23,6 +24,7 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.events import announce
+from flyweight.live.buckets import NUM_SLOTS
 from flyweight.live.messages import (
     MESSAGES,
     Announced,
@@ -43,6 +45,8 @@ from flyweight.live.messages import (
     Mistrust,
     News,
     NotYet,
+    Pack,
+    Packed,
     Planned,
     Post,
     Posted,
@@ -50,18 +54,21 @@ from flyweight.live.messages import (
     Read,
     Release,
     Released,
+    Ringed,
     Share,
     Shared,
     Staged,
     Superseded,
+    TakeRing,
     Wait,
     Want,
     Watch,
     Welcome,
 )
-from flyweight.live.offer import Copies, Served
+from flyweight.live.offer import Copies, Offer, Served
 from flyweight.live.plan import Plan, Plans, Wanted
 from flyweight.live.publish_id import PublishId
+from flyweight.live.ring import Ring
 from flyweight.live.shelf import Shelf
 from flyweight.memory import Bytes
 from flyweight.transports.address import (
@@ -136,6 +143,8 @@ class Holder:
             raise
         self.endpoint = Endpoint(this_host(), path, place)
         self._threads: set[threading.Thread] = set()
+        self._rings: dict[tuple[int, int], Ring] = {}
+        self._making_ring = threading.Lock()
         self._door.open(self._admit)
 
     def start(self, holding: Holding) -> None:
@@ -145,6 +154,13 @@ class Holder:
             self.shelf.ring()
         else:
             self.shelf.end_conversations("its session has ended; connect again")
+
+    def ring(self, device: int, number: int) -> Ring:
+        """Return a ring of a device, which is made when it is first needed."""
+        with self._making_ring:
+            if (device, number) not in self._rings:
+                self._rings[device, number] = Ring(device)
+            return self._rings[device, number]
 
     def _admit(self, channel: Channel) -> None:
         def serve() -> None:
@@ -178,6 +194,8 @@ class Holder:
             each.join(max(deadline - monotonic(), 0))
         if self.nixl is not None:
             self.nixl.close()
+        for ring in self._rings.values():
+            ring.close()
         path = self.endpoint.local
         if self._file is not None and _file_at(path) == self._file:  # else it is of another holder
             with suppress(OSError):
@@ -207,9 +225,11 @@ class Conversation:
         self._plans: dict[str, Plan] = {}
         self._lease: tuple[Served, int] | None = None
         self._shared: list[Bytes] = []
-        self._fills: dict[tuple[str, int], tuple[object, Copies]] = {}
         self._window: Window | None = None
         """What this reader can pull."""
+        self._prepared: dict[tuple[str, int, int], tuple[object, Copies]] = {}
+        self._ring: Ring | None = None
+        """The ring that is this reader's while its lease lasts."""
         self._shown: News | None = None
         """What this reader saw last, if it watches."""
         self._told: PublishId | None = None
@@ -243,7 +263,7 @@ class Conversation:
         finally:
             self._shelf.lose(self._reader)
             self._tell_listeners("replica.lost", error=why)
-            for _, copies in self._fills.values():
+            for _, copies in self._prepared.values():
                 copies.close()
             self._close_window()
 
@@ -303,6 +323,11 @@ class Conversation:
                 return self._share(message, frame)
             case Fill():
                 return self._fill(message)
+            case TakeRing():
+                self._take_ring(message, frame.number)
+                return None
+            case Pack():
+                return self._pack(message)
             case Release():
                 return self._release(message, is_proof=frame.number > 0)
             case Look():
@@ -506,14 +531,50 @@ class Conversation:
             raise SpecError(
                 f"{nbytes} bytes at {fill.at} do not fit into memory of {len(memory)} bytes"
             )
-        source, copies = self._fills.get((fill.kind, fill.memory), (None, None))
+        copies = self._copies(
+            (fill.kind, fill.memory, -1),
+            offer,
+            lambda: offer.copies(plan, rank, memory[fill.at : fill.at + nbytes]),
+        )
+        copies.start(should_digest=False)(monotonic() + fill.seconds)
+        return Filled()
+
+    def _copies(
+        self, key: tuple[str, int, int], offer: Served, make: Callable[[], Copies]
+    ) -> Copies:
+        """Return copies that are prepared once for the same memory."""
+        source, copies = self._prepared.get(key, (None, None))
         if copies is None or source is not offer.memory:
             if copies is not None:
                 copies.close()
-            copies = offer.copies(plan, rank, memory[fill.at : fill.at + nbytes])
-            self._fills[fill.kind, fill.memory] = offer.memory, copies
-        copies.start(should_digest=False)(monotonic() + fill.seconds)
-        return Filled()
+            copies = make()
+            self._prepared[key] = offer.memory, copies
+        return copies
+
+    def _take_ring(self, take: TakeRing, number: int) -> None:
+        self._leased()
+        device = driver.device_named(take.device)
+        if device is None:
+            raise SpecError(f"this holder sees no device {take.device!r}")
+        deadline = monotonic() + min(take.seconds, _MOST_SECONDS)
+        number_of_ring = self._shelf.take_ring(device, self._reader, deadline)
+        self._ring = self._holder.ring(device, number_of_ring)
+        self._ring.take(self._reader)
+        self._send(Ringed(self._ring.segment.handle), number, tuple(self._ring.segment.files))
+
+    def _pack(self, pack: Pack) -> Packed:
+        (offer, rank), plan, ring = self._leased(), self._planned(pack.kind), self._ring
+        buckets = plan.streams[rank].buckets if rank in plan.streams else []
+        if ring is None or not isinstance(offer, Offer) or not 0 <= pack.bucket < len(buckets):
+            raise SpecError(f"bucket {pack.bucket} of {len(buckets)} cannot be packed")
+        slot, deadline = pack.bucket % NUM_SLOTS, monotonic() + pack.seconds
+        copies = self._copies(
+            (pack.kind, slot, pack.bucket),
+            offer,
+            lambda: offer.bucket(plan, rank, pack.bucket, ring.slot(slot)),
+        )
+        ring.pack(self._reader, lambda: copies.start(should_digest=False)(deadline))
+        return Packed()
 
     def _release(self, release: Release, *, is_proof: bool) -> Released:
         offer, _ = self._leased()

@@ -26,7 +26,8 @@ from flyweight.live.fetch import Fetch
 from flyweight.live.loader import Loading
 from flyweight.live.messages import Leased, Mistrust, Staged
 from flyweight.live.publish_id import PublishId
-from flyweight.live.reader import Reader
+from flyweight.live.reader import HeldLease, Reader
+from flyweight.live.ring import RingCopies
 from flyweight.live.rows import check_digests, words_of
 from flyweight.live.session import Session
 from flyweight.live.staging import Staging
@@ -70,6 +71,8 @@ class Incoming:
         self.is_verified = False
         """True if digests came for everything."""
         self._loading: Loading | None = None
+        self._rings: dict[int, RingCopies] = {}
+        """For each rank whose rows come while the engine is paused."""
 
     @property
     def progress(self) -> float:
@@ -151,6 +154,7 @@ class Incoming:
             kinds = [each.kind for each in session.plans if rank in each.streams]
             asked[rank] = source, source.ask_lease(self.id, kinds, rank, deadline, can_map=can_map)
         filled: dict[int, Leased] = {}
+        ringed: dict[int, tuple[Reader, HeldLease]] = {}
         for rank in ranks:
             source, request = asked.pop(rank)
             try:
@@ -163,6 +167,9 @@ class Incoming:
                 raise
             for kind, known in zip(request.lease.kinds, found.leased.digests, strict=True):
                 self._digests.setdefault(kind, {})[rank] = known
+            if found.blocks is None and session.ring_device(rank):
+                ringed[rank] = source, found
+                continue
             if found.blocks is None:
                 filled[rank] = found.leased
                 continue
@@ -170,7 +177,18 @@ class Incoming:
             rows, digests = source.rows_of(plan.streams[rank], found), found.leased.digests[0]
             self.arrived[rank] = Arrived(rows, digests, source, found.until)
             self.ways.add("mapped")
+        for rank, (source, found) in ringed.items():
+            self._take_ring(rank, source, found, deadline)
         return filled
+
+    def _take_ring(self, rank: int, source: Reader, lease: HeldLease, deadline: float) -> None:
+        """Let the rows of a rank come through a ring on its device, once the engine is paused."""
+        memory = source.take_ring(self.session.ring_device(rank), deadline)
+        self._rings[rank] = self.session.ring_copies(rank, memory)
+        self.overflows += lease.leased.overflows[0]
+        rows = BufferTable.of([])
+        self.arrived[rank] = Arrived(rows, lease.leased.digests[0], source, lease.until)
+        self.ways.add("filled")
 
     def _stage(
         self,
@@ -293,6 +311,7 @@ class Incoming:
         copies = {
             rank: self.session.copies(rank, each.rows, is_staged=each.source is None)
             for rank, each in self.arrived.items()
+            if rank not in self._rings
         }
         started = {
             rank: each.start(should_digest=bool(self.arrived[rank].digests))
@@ -311,6 +330,15 @@ class Incoming:
                 self._check(rank, found, digests, "where they were written")
         if failure is not None:
             raise failure
+        for rank, ring in self._rings.items():
+            self._copy_from_ring(rank, ring, deadline)
+
+    def _copy_from_ring(self, rank: int, ring: RingCopies, deadline: float) -> None:
+        arrived, kind = self.arrived[rank], self.session.plan.kind
+        assert arrived.source is not None
+        found = ring.run(arrived.source, kind, deadline, should_digest=bool(arrived.digests))
+        if found is not None:
+            self._check(rank, found, arrived.digests, "where they were written")
 
     def confirm(self, deadline: float) -> None:
         """Raise unless leases without digests ran until now: that is the proof."""

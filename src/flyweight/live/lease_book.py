@@ -62,6 +62,9 @@ class LeaseBook:
     def readers(self, id: PublishId) -> set[int]:
         return {reader for reader, leased in self._leases.items() if leased == id}
 
+    def has_lease(self, reader: int) -> bool:
+        return reader in self._leases
+
     def is_free(self, id: PublishId) -> bool:
         """True if nobody reads the memory of a version, and nobody can begin to."""
         return id not in self._offered and id not in self._leases.values()

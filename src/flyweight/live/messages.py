@@ -10,6 +10,8 @@ Read: a range of a stream          Data and the bytes; Pull, where NIXL finds th
                                    they are not there in time
 Share: memory of mine              Shared           the holder may write there
 Fill: a stream into that memory    Filled
+TakeRing: slots on a device        Ringed, with open files if the driver exports those
+Pack: a bucket into its slot       Packed
 Release: was it still all the way? Released
 Look: what another rank posted     Posted
 Post, Staged, Mistrust, Done       nothing
@@ -233,6 +235,31 @@ class Filled(Message, frozen=True):
     """The stream is written, and nothing more is written there for this request."""
 
 
+class TakeRing(Message, frozen=True):
+    """Let the leased stream come through a ring on a device."""
+
+    device: Text
+    seconds: float
+
+
+class Ringed(Message, frozen=True):
+    """The ring is this reader's until its lease ends."""
+
+    segment: DeviceHandle
+
+
+class Pack(Message, frozen=True):
+    """Write a bucket of the leased stream of a kind to its slot of the ring."""
+
+    kind: str
+    bucket: int
+    seconds: float
+
+
+class Packed(Message, frozen=True):
+    """The bucket is there."""
+
+
 class Release(Message, frozen=True):
     seconds: float
 
@@ -303,6 +330,7 @@ class News(Message, frozen=True):
 
 MESSAGES = Messages(
     Join, Welcome, Want, Declined, Planned, Wait, Available, Current, NotYet, Superseded, Cancel,
-    Announced, Lease, Leased, Read, Data, Pull, Later, Share, Shared, Fill, Filled, Release,
-    Released, Staged, Mistrust, Done, Post, Look, Posted, Watch, News,
+    Announced, Lease, Leased, Read, Data, Pull, Later, Share, Shared, Fill, Filled, TakeRing,
+    Ringed, Pack, Packed, Release, Released, Staged, Mistrust, Done, Post, Look, Posted, Watch,
+    News,
 )  # fmt: skip

@@ -211,6 +211,16 @@ class Offer:
         packed = stream.packed_at(Buffer.of(sink).address, sink)
         return RowCopies(packed, rows, plan.digest, stream.cast)
 
+    def bucket(self, plan: Plan, rank: int, bucket: int, slot: Buffer) -> RowCopies:
+        """Return what copies a bucket of a stream into a slot on the device of its rows."""
+        with self._lock:
+            rows, _ = self.memory.rows(plan, rank)
+        stream = plan.streams[rank]
+        found = stream.buckets[bucket]
+        return RowCopies(
+            found.packed_at(slot), found.regions(rows), plan.digest, stream.cast[found.row]
+        )
+
     def confirm(self, seconds: float) -> None:
         """A lease that still runs is the proof: the memory did not change."""
 

@@ -22,6 +22,7 @@ import numpy as np
 from flyweight.casts import CASTABLE, ITEM_BYTES
 from flyweight.digest import DigestKind
 from flyweight.errors import PlanError, SpecError
+from flyweight.live.buckets import Bucket, buckets_of
 from flyweight.live.catalog import Catalog, Devices, common_digest
 from flyweight.live.messages import Want
 from flyweight.memory import collector_paused
@@ -104,6 +105,11 @@ class Stream:
     @property
     def total(self) -> int:
         return int(self.starts[-1])
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The stream in pieces that go through a ring of a device."""
+        return buckets_of(self.shape, self.item_bytes)
 
     def in_source(self, blocks: BufferTable) -> BufferTable:
         """Return where the rows lie in the memory of the source's blocks."""

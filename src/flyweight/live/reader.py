@@ -34,21 +34,25 @@ from flyweight.live.messages import (
     Leased,
     Mistrust,
     NotYet,
+    Pack,
+    Packed,
     Planned,
     Pull,
     Read,
     Release,
     Released,
+    Ringed,
     Share,
     Shared,
     Staged,
     Superseded,
+    TakeRing,
     Wait,
     Welcome,
 )
 from flyweight.live.plan import Plan, Stream
 from flyweight.live.publish_id import PublishId
-from flyweight.memory import Bytes
+from flyweight.memory import Buffer, Bytes
 from flyweight.memory_table import BufferTable, Integers
 from flyweight.transports.address import (
     Address,
@@ -364,6 +368,25 @@ class Reader:
             shared = frame.message.number
             self._shared[segment.start] = shared, segment
         self.channel.call(Fill(kind, shared, at, seconds_for_holder(deadline)), Filled, deadline)
+
+    def take_ring(self, device: str, deadline: float) -> Buffer:
+        """Take the holder's ring on a device until the lease ends, and map it."""
+        number = self.channel.ask(TakeRing(device, seconds_for_holder(deadline)), deadline)
+        frame = self.channel.answer(number, Ringed, deadline)
+        try:
+            assert isinstance(frame.message, Ringed)
+            (found,) = open_segments([frame.message.segment], frame.files)
+            assert isinstance(found, Buffer)
+            return found
+        finally:
+            frame.close()
+
+    def ask_pack(self, kind: str, bucket: int, deadline: float) -> int:
+        """Ask for a bucket; several may be on their way."""
+        return self.channel.ask(Pack(kind, bucket, seconds_for_holder(deadline)), deadline)
+
+    def wait_packed(self, number: int, deadline: float) -> None:
+        self.channel.answer(number, Packed, deadline).close()
 
     def release(self, deadline: float, *, is_proof: bool) -> None:
         """End the lease; with `is_proof`, raise HandleGone unless it ran until now."""

@@ -25,11 +25,12 @@ from flyweight.live.offer import About
 from flyweight.live.plan import Plan, Plans, make_plan
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, Reader, with_newest_token
+from flyweight.live.ring import RingCopies
 from flyweight.live.rows import RowCopies, doubles
 from flyweight.live.shelf import Shelf
 from flyweight.live.staging import WITHDRAW_SECONDS, Staging, StagingMemory
-from flyweight.live.target import ModelTarget, Target
-from flyweight.memory import available_bytes
+from flyweight.live.target import LoaderTarget, ModelTarget, Target
+from flyweight.memory import Buffer, available_bytes
 from flyweight.memory_table import BufferTable, Integers
 from flyweight.transports.address import (
     Address,
@@ -118,6 +119,7 @@ class Session:
         """What brings bytes by RDMA, where both hosts can."""
         self.known: tuple[PublishId, dict[str, dict[int, bytes]]] | None = None
         """The version that was leased last, and its digests by kind and source rank."""
+        self._ring_copies: dict[int, RingCopies] = {}
         try:
             self._plan_together(deadline)
             self.connections = Connections(self.me, self.id, self.plan)
@@ -273,6 +275,19 @@ class Session:
         to = wanted.index[stream.sink[rows]]
         return bool((np.array(catalog.devices.names)[at] == np.array(wanted.names)[to]).all())
 
+    def ring_device(self, rank: int) -> str:
+        """Return the device of which the trainer's rank may fill a ring; "" if there is none.
+
+        Its blocks, and all that they fill here, must be on one device, the same one.
+        """
+        if self.ways.transport not in ("auto", "filled") or isinstance(self.target, LoaderTarget):
+            return ""
+        catalog, wanted, stream = self.catalog, self.plan.wanted.devices, self.plan.streams[rank]
+        at = np.unique(catalog.devices.index[catalog.rank == rank][stream.block]).tolist()
+        to = np.unique(wanted.index[stream.sink]).tolist()
+        names = {catalog.devices.names[n] for n in at} | {wanted.names[n] for n in to}
+        return names.pop() if len(names) == 1 else ""
+
     @cached_property
     def has_doubles(self) -> bool:
         """True if tensors that are one in the model are several at the trainer."""
@@ -299,11 +314,24 @@ class Session:
             self._copies[rank] = rows, copies
         return copies
 
+    def ring_copies(self, rank: int, memory: Buffer) -> RingCopies:
+        """Return prepared copies from a ring of the trainer's rank, which stays where it is."""
+        assert isinstance(self.target, ModelTarget)
+        found = self._ring_copies.get(rank)
+        if found is None or found.memory.address != memory.address:
+            stream = self.plan.streams[rank]
+            sink = stream.in_sink(self.target.table)
+            found = RingCopies(stream, sink, memory, self.plan.digest)
+            self._ring_copies[rank] = found
+        return found
+
     def throw_copies_away(self) -> None:
         """Forget what was prepared for an attempt that failed: devices may still work on it."""
         for _, copies in self._copies.values():
             copies.close()
-        self._copies = {}
+        for each in self._ring_copies.values():
+            each.close()
+        self._copies, self._ring_copies = {}, {}
 
     def stage(self, id: PublishId, ranks: Sequence[int], deadline: float) -> Staging:
         """Return staging for a version, from which others may fetch; nobody reads its memory."""

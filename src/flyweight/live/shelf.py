@@ -12,7 +12,7 @@ from time import monotonic
 
 import msgspec
 
-from flyweight.errors import HandleGone
+from flyweight.errors import HandleGone, TransferTimeout
 from flyweight.forks import call_in_child
 from flyweight.live.lease_book import LeaseBook
 from flyweight.live.messages import (
@@ -31,6 +31,8 @@ from flyweight.live.tracker import CannotCome, Result, Tracker
 from flyweight.transports.address import Endpoint
 from flyweight.transports.channel import Channel
 
+MAX_RINGS = 2
+"""So many readers of a device at once; each ring takes memory of it."""
 _MOST_POSTS = 4096
 _PARTING_SECONDS, _NOTICE_SECONDS = 0.5, 0.2
 
@@ -53,6 +55,8 @@ class Shelf:
         """What the last update of each reader came to: state, version, seconds and error."""
         self._updating: set[int] = set()
         """The readers that were told of a version, and are not done."""
+        self._ring_users: dict[tuple[int, int], int] = {}
+        """The reader that uses each ring of a device, or was the last to use it."""
         self._watchers: set[int] = set()
         self._is_publishing = False
         self._places: dict[str, Endpoint] = {}
@@ -307,6 +311,26 @@ class Shelf:
         with self._changed:
             if reader not in self._leases.readers(id):
                 raise HandleGone(f"the lease of {id} has ended; the memory may have changed")
+
+    def take_ring(self, device: int, reader: int, deadline: float) -> int:
+        """Wait for a ring of a device that no reader with a lease uses; return its number."""
+
+        def free() -> int | None:
+            for number in range(MAX_RINGS):
+                user = self._ring_users.get((device, number), reader)
+                if user == reader or not self._leases.has_lease(user):
+                    return number
+            return None
+
+        with self._changed:
+            left = max(deadline - monotonic(), 0)
+            self._changed.wait_for(lambda: self._is_stopped or free() is not None, left)
+            if (number := free()) is None:
+                raise TransferTimeout(
+                    f"{MAX_RINGS} other readers use the rings of device {device}; update again"
+                )
+            self._ring_users[device, number] = reader
+            return number
 
     def drop_lease(self, reader: int) -> None:
         """End the lease of a reader that will not use it."""

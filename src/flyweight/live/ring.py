@@ -1,0 +1,113 @@
+"""Ring: slots on a device, through which weights go whose own memory cannot be mapped.
+
+The holder packs the rows of one bucket into a slot. The reader copies them into its model while the
+holder packs the next bucket. A reader has the ring of its device to itself while its lease lasts,
+so the ring takes the same memory for any number of readers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from flyweight.cuda import driver
+from flyweight.digest import DigestKind, Words
+from flyweight.errors import HandleGone, TransportError
+from flyweight.live.buckets import NUM_SLOTS, SLOT_BYTES
+from flyweight.live.plan import Stream
+from flyweight.live.rows import RowCopies, RowDigests
+from flyweight.memory import Buffer
+from flyweight.memory_table import BufferTable
+from flyweight.transports.device_segments import DeviceSegment, export
+
+if TYPE_CHECKING:
+    from flyweight.live.reader import Reader
+
+
+class Ring:
+    """The holder's side: the memory, and whose turn it is."""
+
+    def __init__(self, device: int) -> None:
+        self.device, self._memory = device, driver.allocate(device, NUM_SLOTS * SLOT_BYTES)
+        try:
+            self.segment: DeviceSegment = export(
+                device, self._memory.address, self._memory.nbytes, self
+            )
+        except BaseException:
+            driver.free(self._memory)
+            raise
+        self._packing = threading.Lock()
+        self._reader: int | None = None
+
+    def take(self, reader: int) -> None:
+        """Give the ring to a reader, once nothing is packed for the last one any more."""
+        with self._packing:
+            self._reader = reader
+
+    def pack(self, reader: int, copy: Callable[[], object]) -> None:
+        """Fill a slot; raise HandleGone unless it is this reader's turn."""
+        with self._packing:
+            if self._reader != reader:
+                raise HandleGone("the ring of this device is another reader's by now")
+            copy()
+
+    def slot(self, number: int) -> Buffer:
+        """Return the memory of a slot."""
+        return slot_of(self._memory, number)
+
+    def close(self) -> None:
+        with self._packing, suppress(TransportError):  # a broken context frees it anyway
+            self._reader = None
+            driver.free(self._memory)
+
+
+def slot_of(memory: Buffer, number: int) -> Buffer:
+    return Buffer.flat_at(
+        memory.address + number * SLOT_BYTES, SLOT_BYTES, memory.owner, device=memory.device
+    )
+
+
+class RingCopies:
+    """The reader's side: copies from the slots into the model, prepared once."""
+
+    def __init__(
+        self, stream: Stream, sink: BufferTable, memory: Buffer, digest: DigestKind
+    ) -> None:
+        if memory.nbytes != NUM_SLOTS * SLOT_BYTES:
+            raise TransportError(
+                f"the ring has {memory.nbytes} bytes, this reader expects "
+                f"{NUM_SLOTS * SLOT_BYTES}; install the same version of flyweight"
+            )
+        self.memory = memory
+        self._copies = [
+            RowCopies(each.regions(sink), each.packed_at(slot_of(memory, n % NUM_SLOTS)), digest)
+            for n, each in enumerate(stream.buckets)
+        ]
+        self._digests = RowDigests(sink, digest)
+
+    def run(
+        self, source: Reader, kind: str, deadline: float, *, should_digest: bool
+    ) -> Words | None:
+        """Copy everything; return the digests of the rows, read from the model."""
+        num_buckets, asked = len(self._copies), deque[int]()
+        running: Callable[[float], object] | None = None
+        for bucket in range(min(NUM_SLOTS, num_buckets)):
+            asked.append(source.ask_pack(kind, bucket, deadline))
+        for bucket, each in enumerate(self._copies):
+            source.wait_packed(asked.popleft(), deadline)
+            started = each.start(should_digest=False)
+            if running is not None:  # while this bucket is copied, the slot of the last is free
+                running(deadline)
+                if bucket - 1 + NUM_SLOTS < num_buckets:
+                    asked.append(source.ask_pack(kind, bucket - 1 + NUM_SLOTS, deadline))
+            running = started
+        if running is not None:
+            running(deadline)
+        return self._digests.run(deadline)[0] if should_digest else None
+
+    def close(self) -> None:
+        for each in self._copies:
+            each.close()
