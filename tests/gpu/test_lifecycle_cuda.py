@@ -42,7 +42,7 @@ def holds(model, value):
 
 def trainer(address, pipe):
     model = policy(1.0)
-    with fw.Publisher(model, address, hold=True) as publisher:
+    with fw.Publisher(model, address, keep="memory") as publisher:
         pipe.send("ready")
         while (version := pipe.recv()) is not None:
             fill(model, float(version))

@@ -1,5 +1,6 @@
-"""Live updates on one GPU: trainer and replica are two processes, the weights never leave it."""
+"""Live updates on one GPU: trainer and replica are two processes, and no byte leaves the device."""
 
+import gc
 import signal
 from contextlib import ExitStack
 
@@ -11,22 +12,24 @@ from device_memory import used_bytes  # noqa: E402
 
 import flyweight as fw  # noqa: E402
 from child_processes import LIMIT, SPAWN, Child, until  # noqa: E402
-from flyweight.adapters.loader import Loader  # noqa: E402
-from flyweight.errors import DigestMismatch, PeerLost, PlanError, TransferTimeout  # noqa: E402
+from flyweight.errors import DigestMismatch, FlyweightError, PeerLost, TransportError  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
 ]
+TOKEN = "a token that nobody guesses"
+ANY = "tcp://127.0.0.1:0"
 
 
-def model(seed, device="cuda"):
+def model(seed, device="cuda", *, is_all_there=True):
+    """Return tensors of every kind; one of them on the host, so that not all can be mapped."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator).to(device)
 
-    return {
+    found = {
         "embed": normal(1000, 257).bfloat16(),
         "large": normal(3 << 20),
         "transposed": normal(300, 400).t(),
@@ -35,12 +38,14 @@ def model(seed, device="cuda"):
         "scalar": normal(),
         "empty": torch.empty(0, 4, device=device),
         "flag": torch.tensor([True, False, True], device=device),
-        "host": torch.randn(1000, generator=generator),
     }
+    if not is_all_there:
+        found["host"] = torch.randn(1000, generator=generator)
+    return found
 
 
 def fill(tensors, seed):
-    for name, tensor in model(seed).items():
+    for name, tensor in model(seed, is_all_there="host" not in tensors).items():
         tensors[name].copy_(tensor)
 
 
@@ -50,52 +55,48 @@ def raw(tensor):
 
 
 def holds(tensors, seed):
-    wanted = model(seed)
+    wanted = model(seed, is_all_there="host" not in tensors)
     return [name for name in wanted if raw(tensors[name]) != raw(wanted[name])] == []
 
 
-def engine(address, device, kind, pipe):
+def engine(address, device, options, pipe):
     """Obey commands until the end: update, report memory, check what the tensors hold."""
-    target = model(99, device)
-    if kind == "columns":
+    options = dict(options)
+    target = model(99, device, is_all_there=not options.pop("has_host", False))
+    if cut := options.pop("is_cut", False):
         target = {"w": fw.Sharded(torch.zeros(64, 32, device=device), (64, 64), (0, 32))}
-    kept = {}
-
-    def load(named):
-        kept.clear()
-        kept.update(named)
-
-    if kind == "loader":
-        target = load
-    elif isinstance(kind, int):  # how many bytes a loader stages
-        target = Loader(load, "torch", device)
-        target.staging_bytes = kind
-    with fw.Replica(target, address, device=device) as replica:
+    if options.pop("is_wider", False):
+        target = {
+            name: each.float() if each.dtype == torch.bfloat16 else each
+            for name, each in target.items()
+        }
+    with fw.Replica(target, address, token=TOKEN, name="engine", **options) as replica:
         while (command := pipe.recv()) != "end":
             if command == "update":
                 try:
                     report = replica.update(timeout_seconds=LIMIT)
-                    pipe.send((report, replica.state))
-                except fw.FlyweightError as error:
-                    pipe.send((error, replica.state))
+                    pipe.send((report, str(replica.state)))
+                except FlyweightError as error:
+                    pipe.send((error, str(replica.state)))
             elif command == "memory":
                 torch.cuda.synchronize()
                 pipe.send(used_bytes())
-            elif command == "columns":
-                pipe.send(raw(target["w"].tensor))
+            elif command == "tensors":
+                leaves = {"w": target["w"].tensor} if cut else target
+                pipe.send({name: raw(each) for name, each in leaves.items()})
             else:
-                pipe.send(holds(target if kind == "model" else kept, command))
+                pipe.send(holds(target, command))
 
 
 class Engine(Child):
     """An engine's process; without an error it must end well."""
 
-    def __init__(self, address, device="cuda", kind="model"):
-        super().__init__(engine, address, device, kind, context=SPAWN)
+    def __init__(self, address, device="cuda", **options):
+        super().__init__(engine, address, device, options, context=SPAWN)
 
     def ask(self, command):
         self.send(command)
-        return self.told()
+        return self.told(2 * LIMIT)
 
     def __exit__(self, *raised):
         if self.process.exitcode is None and raised[0] is None:
@@ -103,81 +104,108 @@ class Engine(Child):
         super().__exit__(*raised)
 
 
+def publishing(tensors, **options):
+    return fw.Publisher(tensors, ANY, token=TOKEN, timeout_seconds=LIMIT, **options)
+
+
 def publish(publisher, engine, version, **options):
     engine.send("update")
+    until(lambda: publisher.waiting, 2 * LIMIT)
     report = publisher.publish(version, num_replicas=1, timeout_seconds=LIMIT, **options)
     told, state = engine.told()
     assert not isinstance(told, Exception), told
-    assert report.failed == (), report.failed
-    assert state == "ready"
+    assert not report.failed, report
+    assert state == "READY"
     return report, told
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "transport", "way"),
     [
-        ({}, "host+mapped"),
-        ({"transport": "bucketed"}, "bucketed+host"),
-        ({"transport": "bucketed", "bucket_bytes": 1 << 20, "depth": 2}, "bucketed+host"),
-        ({"transport": "host"}, "host"),
-        ({"hold": True}, "mapped"),
+        ({}, "auto", "mapped"),
+        ({"keep": "in_place"}, "mapped", "mapped"),
+        ({"keep": "memory"}, "auto", "mapped"),
+        ({}, "filled", "filled"),
+        ({}, "read", "read"),
     ],
     ids=str,
 )
-def test_a_replica_on_the_same_gpu_takes_versions_over_in_place(address, options, expected):
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_replica_on_the_same_gpu_takes_versions_in_place(options, transport, way, verify):
     trainer = model(1)
-    with fw.Publisher(trainer, address, **options) as publisher, Engine(address) as engine:
+    with (
+        publishing(trainer, verify=verify, **options) as publisher,
+        Engine(publisher.address, transport=transport) as engine,
+    ):
         for version in (1, 2, 3):
+            publisher.withdraw()
             fill(trainer, version)
             report, update = publish(publisher, engine, version)
             assert engine.ask(version) is True
-            assert update.verified == "live"
-            assert report.replicas[0].strategy == expected
+            assert update.verified == ("live" if verify else "nothing")
+            assert update.transport == report.replicas[0].transport == way
 
 
-def test_a_replica_on_the_cpu_and_a_trainer_on_the_gpu(address):
-    trainer = model(1)
-    with fw.Publisher(trainer, address) as publisher, Engine(address, "cpu") as engine:
-        publish(publisher, engine, 1)
-        assert engine.ask(1) is True
-
-
-def test_a_trainer_on_the_cpu_and_a_replica_on_the_gpu(address):
-    trainer = model(1, "cpu")
-    with fw.Publisher(trainer, address, hold=True) as publisher, Engine(address) as engine:
-        publish(publisher, engine, 1)
-        assert engine.ask(1) is True
-
-
-@pytest.mark.parametrize("kind", ["loader", 0, 1 << 20, 1 << 30], ids=str)
-@pytest.mark.parametrize("transport", ["auto", "bucketed"])
-def test_a_loader_on_the_gpu_gets_whole_tensors_that_were_checked(address, transport, kind):
-    trainer = model(1)
+@pytest.mark.parametrize("transport", ["filled", "read"])
+def test_a_model_of_which_a_part_is_on_the_host_arrives(transport):
+    trainer = model(1, is_all_there=False)
     with (
-        fw.Publisher(trainer, address, transport=transport, bucket_bytes=1 << 20) as publisher,
-        Engine(address, kind=kind) as engine,
+        publishing(trainer) as publisher,
+        Engine(publisher.address, transport=transport, has_host=True) as engine,
+    ):
+        for version in (1, 2):
+            fill(trainer, version)
+            publish(publisher, engine, version)
+            assert engine.ask(version) is True
+
+
+@pytest.mark.parametrize(("here", "there"), [("cuda", "cpu"), ("cpu", "cuda")])
+@pytest.mark.parametrize("transport", ["auto", "filled", "read"])
+@pytest.mark.parametrize("keep", [None, "memory"])
+def test_trainer_and_replica_may_be_on_different_kinds_of_memory(here, there, transport, keep):
+    trainer = model(1, here)
+    with (
+        publishing(trainer, keep=keep) as publisher,
+        Engine(publisher.address, there, transport=transport) as engine,
     ):
         for version in (1, 2):
             fill(trainer, version)
             _, update = publish(publisher, engine, version)
-            assert update.verified == "received"
+            assert update.verified == "live"
             assert engine.ask(version) is True
 
 
-@pytest.mark.parametrize("transport", ["auto", "bucketed"])
-def test_a_cut_of_columns_arrives(address, transport):
-    whole = torch.randn(64, 64, device="cuda")
+@pytest.mark.parametrize("transport", ["auto", "filled", "read"])
+def test_a_cast_on_the_way_has_the_bits_of_torch(transport):
+    trainer = {**model(1), "embed": model(1)["embed"]}
     with (
-        fw.Publisher({"w": whole}, address, transport=transport) as publisher,
-        Engine(address, kind="columns") as engine,
+        publishing(trainer) as publisher,
+        Engine(publisher.address, transport=transport, is_wider=True, cast=True) as engine,
     ):
         publish(publisher, engine, 1)
-        assert engine.ask("columns") == raw(whole[:, 32:])
+        found = engine.ask("tensors")
+    assert found["embed"] == raw(trainer["embed"].float())
+    assert found["large"] == raw(trainer["large"])
 
 
-def test_tensors_that_move_are_mapped_anew(address):
+@pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
+def test_a_cut_of_columns_arrives(transport):
+    whole = torch.randn(64, 64, device="cuda")
+    with (
+        publishing({"w": whole}) as publisher,
+        Engine(publisher.address, transport=transport, is_cut=True) as engine,
+    ):
+        publish(publisher, engine, 1)
+        assert engine.ask("tensors")["w"] == raw(whole[:, 32:])
+
+
+@pytest.mark.parametrize("transport", ["mapped", "filled"])
+def test_tensors_that_move_are_published_from_where_they_are(transport):
     trainer = model(1)
-    with fw.Publisher(trainer, address) as publisher, Engine(address) as engine:
+    with (
+        publishing(trainer) as publisher,
+        Engine(publisher.address, transport=transport) as engine,
+    ):
         publish(publisher, engine, 1)
         for version in (2, 3):
             trainer.update(model(version))
@@ -186,9 +214,13 @@ def test_tensors_that_move_are_mapped_anew(address):
             assert engine.ask(version) is True
 
 
-def test_a_step_under_way_when_publishing_is_waited_for(address):
+@pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
+def test_a_step_under_way_when_publishing_is_waited_for(transport):
     trainer = model(1)
-    with fw.Publisher(trainer, address) as publisher, Engine(address) as engine:
+    with (
+        publishing(trainer) as publisher,
+        Engine(publisher.address, transport=transport) as engine,
+    ):
         publish(publisher, engine, 1)
         side = torch.cuda.Stream()
         for version in (2, 3):
@@ -197,67 +229,90 @@ def test_a_step_under_way_when_publishing_is_waited_for(address):
             with torch.cuda.stream(side):
                 torch.cuda._sleep(200_000_000)
                 for name, tensor in trainer.items():
-                    if tensor.is_cuda:
-                        tensor.copy_(new[name], non_blocking=True)
-            trainer["host"].copy_(new["host"])
+                    tensor.copy_(new[name], non_blocking=True)
             publish(publisher, engine, version)
             assert engine.ask(version) is True
 
 
-def test_rounds_leave_no_device_memory_behind_on_either_side(address):
+@pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
+def test_updates_leave_no_device_memory_behind_on_either_side(transport):
     trainer = model(1)
-    for transport in ("auto", "bucketed"):
-        with (
-            fw.Publisher(trainer, address, transport=transport) as publisher,
-            Engine(address) as engine,
-        ):
-            for version in range(1, 4):
-                publish(publisher, engine, version)
-            before = engine.ask("memory")
-            for version in range(4, 54):
-                publish(publisher, engine, version)
-            assert engine.ask("memory") == before
+    with (
+        publishing(trainer) as publisher,
+        Engine(publisher.address, transport=transport) as engine,
+    ):
+        for version in range(1, 4):
+            publish(publisher, engine, version)
+        before = used_bytes(), engine.ask("memory")
+        for version in range(4, 54):
+            publish(publisher, engine, version)
+        torch.cuda.synchronize()
+        assert (used_bytes(), engine.ask("memory")) == before
 
 
-def test_a_killed_replica_is_noticed_and_the_next_one_served(address):
+def test_a_killed_replica_is_noticed_and_the_next_one_served():
     trainer = model(1)
-    with fw.Publisher(trainer, address) as publisher:
-        with Engine(address) as engine:
+    with publishing(trainer) as publisher:
+        with Engine(publisher.address) as engine:
             publish(publisher, engine, 1)
             engine.send("update")
             until(lambda: publisher.waiting)
             engine.kill()
             engine.join()
-            report = publisher.publish(2)
-            assert all(isinstance(each.error, PeerLost) for each in report.replicas)
-        with Engine(address) as engine:
+            assert not publisher.publish(2, timeout_seconds=600).pending  # it would hang
+        with Engine(publisher.address) as engine:
             fill(trainer, 3)
             publish(publisher, engine, 3)
             assert engine.ask(3) is True
 
 
-def trainer_process(address, pipe):
+def trainer_process(address, keep, pipe):
     tensors = model(1)
-    publisher = fw.Publisher(tensors, address)
+    publisher = fw.Publisher(tensors, address, token=TOKEN, keep=keep)
     publisher.publish(1, num_replicas=1, timeout_seconds=LIMIT)
     pipe.send("published")
     signal.pause()
 
 
-def test_a_killed_trainer_leaves_the_replica_whole(address):
+@pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
+def test_a_killed_trainer_leaves_the_replica_whole(address, transport):
+    """Its memory was mapped here; what it had may be freed now."""
     target = model(50)
     with (
-        Child(trainer_process, address, context=SPAWN) as trainer,
-        fw.Replica(target, address) as replica,
+        Child(trainer_process, address, "in_place", context=SPAWN) as trainer,
+        fw.Replica(target, address, token=TOKEN, transport=transport, name="engine") as replica,
     ):
         replica.update(timeout_seconds=LIMIT)
-        assert trainer.told() == "published"
+        assert trainer.told(2 * LIMIT) == "published"
         trainer.kill()
         trainer.join()
-        with pytest.raises(TransferTimeout):
+        with pytest.raises(FlyweightError):
             replica.update(timeout_seconds=0.5)
-        assert (replica.version, replica.state) == (1, "ready")
+        assert (replica.version, str(replica.state)) == (1, "READY")
         assert holds(target, 1)
+        assert torch.ones(8, device="cuda").sum().item() == 8  # the context is whole
+
+
+@pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
+def test_a_trainer_that_is_killed_in_the_pause_leaves_a_whole_version_or_none(address, transport):
+    target = model(50)
+    with (
+        Child(trainer_process, address, "in_place", context=SPAWN) as trainer,
+        fw.Replica(target, address, token=TOKEN, transport=transport, name="engine") as replica,
+    ):
+
+        def before(version):
+            trainer.kill()
+            trainer.join()
+
+        try:
+            report = replica.update(timeout_seconds=2 * LIMIT, before=before)
+            assert report.version == 1
+            assert holds(target, 1)
+        except PeerLost:
+            assert transport == "mapped"
+            assert replica.version is None
+        assert torch.ones(8, device="cuda").sum().item() == 8
 
 
 # Trainers with allocators of all kinds, each in a process of its own.
@@ -265,33 +320,19 @@ def test_a_killed_trainer_leaves_the_replica_whole(address):
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 POOLED = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
 PRIVATE = {**EXPANDABLE, "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "0"}
-REMEDIES = {"pooled": "backend:native", "private": "expandable_segments:False"}
 
 
-def trainer_of_a_kind(address, transport, num_versions, pipe):
-    """Publish; send how each version went, return the allocator and why memory was not mapped."""
+def trainer_of_a_kind(address, num_versions, pipe):
+    """Publish; send how each version went, return the allocator."""
     import torch
 
-    from flyweight.events import listening
-
-    unmapped = []
-
-    def listener(event):
-        if event.kind == "publish.unmapped":
-            unmapped.append(event.fields["reason"])
-
     tensors = model(1)
-    if transport == "mapped":
-        del tensors["host"]  # it is nobody else's to map, whatever the allocator
-    with listening(listener), fw.Publisher(tensors, address, transport=transport) as publisher:
+    with fw.Publisher(tensors, address, token=TOKEN, timeout_seconds=2 * LIMIT) as publisher:
         for version in range(1, num_versions + 1):
-            for name, tensor in model(version).items():
-                if name in tensors:
-                    tensors[name].copy_(tensor)
-            report = publisher.publish(version, num_replicas=1, timeout_seconds=LIMIT)
-            failed = [(type(each.error).__name__, str(each.error)) for each in report.failed]
-            pipe.send((report.replicas[0].strategy, failed))
-    return torch.cuda.get_allocator_backend(), unmapped
+            fill(tensors, version)
+            report = publisher.publish(version, num_replicas=1, timeout_seconds=2 * LIMIT)
+            pipe.send((report.replicas[0].transport, [each.error for each in report.failed]))
+    return torch.cuda.get_allocator_backend()
 
 
 @pytest.fixture
@@ -299,118 +340,125 @@ def start_trainer(address, monkeypatch):
     """Start a trainer of a kind, with its allocator set by the environment."""
     with ExitStack() as stack:
 
-        def start(environ, *, transport="auto", num_versions=2):
+        def start(environ, num_versions=2):
             for name, value in environ.items():
                 monkeypatch.setenv(name, value)
-            words = (address, transport, num_versions)
-            return stack.enter_context(Child(trainer_of_a_kind, *words, context=SPAWN))
+            return stack.enter_context(
+                Child(trainer_of_a_kind, address, num_versions, context=SPAWN)
+            )
 
         yield start
 
 
-def test_expandable_segments_are_mapped_too(address, start_trainer):
-    trainer = start_trainer(EXPANDABLE)
-    target = model(50)
-    with fw.Replica(target, address) as replica:
-        for version in (1, 2):
-            assert replica.update(timeout_seconds=LIMIT).version == version
-            assert trainer.told() == ("host+mapped", [])
-            assert holds(target, version)
-    assert trainer.result() == ("native", [])
-
-
-def test_expandable_segments_are_mapped_where_that_is_insisted_on(address, start_trainer):
-    trainer = start_trainer(EXPANDABLE, transport="mapped", num_versions=1)
-    target = model(50)
-    del target["host"]
-    with fw.Replica(target, address) as replica:
-        assert replica.update(timeout_seconds=LIMIT).strategy == "mapped"
-    assert trainer.told() == ("mapped", [])
-
-
-@pytest.mark.parametrize("kind", ["pooled", "private"])
-def test_memory_that_nobody_else_can_map_goes_through_buckets_and_is_told_once(
-    address, start_trainer, kind
+@pytest.mark.parametrize(
+    ("environ", "way", "backend"),
+    [
+        (EXPANDABLE, "mapped", "native"),
+        (POOLED, "filled", "cudaMallocAsync"),
+        (PRIVATE, "filled", "native"),
+    ],
+    ids=["expandable", "pooled", "private"],
+)
+def test_memory_of_every_allocator_arrives_and_is_mapped_where_that_can_be(
+    address, start_trainer, environ, way, backend
 ):
-    """The slots are plain memory of the publisher's own; what arrives is verified as ever."""
-    trainer = start_trainer(POOLED if kind == "pooled" else PRIVATE)
+    trainer = start_trainer(environ)
     target = model(50)
-    with fw.Replica(target, address) as replica:
+    with fw.Replica(target, address, token=TOKEN, name="engine") as replica:
         for version in (1, 2):
-            report = replica.update(timeout_seconds=LIMIT)
-            assert (report.version, report.verified) == (version, "live")
-            assert trainer.told() == ("bucketed+host", [])
+            report = replica.update(version, timeout_seconds=2 * LIMIT)
+            assert (report.version, report.verified, report.transport) == (version, "live", way)
+            assert trainer.told() == (way, [])
             assert holds(target, version)
-    backend, unmapped = trainer.result()
-    assert backend == ("cudaMallocAsync" if kind == "pooled" else "native")
-    assert len(unmapped) == 1
-    assert REMEDIES[kind] in unmapped[0]
+    assert trainer.result() == backend
 
 
-@pytest.mark.parametrize("kind", ["pooled", "private"])
-def test_memory_that_nobody_else_can_map_is_refused_where_that_is_insisted_on(
-    address, start_trainer, kind
+@pytest.mark.parametrize("environ", [POOLED, PRIVATE], ids=["pooled", "private"])
+def test_memory_that_cannot_be_mapped_is_refused_where_that_is_asked_for(
+    address, start_trainer, environ
 ):
-    trainer = start_trainer(
-        POOLED if kind == "pooled" else PRIVATE, transport="mapped", num_versions=1
-    )
+    start_trainer(environ, num_versions=1)
     target = model(50)
-    del target["host"]
-    with fw.Replica(target, address) as replica:
-        with pytest.raises(PlanError, match=REMEDIES[kind]):
-            replica.update(timeout_seconds=LIMIT)
-        assert replica.state == "empty"
-    _, ((error, text),) = trainer.told()
-    assert error == "PlanError"
-    assert REMEDIES[kind] in text
+    with fw.Replica(target, address, token=TOKEN, transport="mapped", name="engine") as replica:
+        with pytest.raises(TransportError, match="cannot be mapped here"):
+            replica.update(timeout_seconds=2 * LIMIT)
+        assert str(replica.state) == "EMPTY"
 
 
-def test_an_engine_whose_memory_nobody_else_can_map_is_written_all_the_same(address, monkeypatch):
+def test_an_engine_whose_memory_nobody_else_can_map_is_written_all_the_same(monkeypatch):
     trainer = model(1)  # by the allocator of this process, which is chosen by now
     for name, value in POOLED.items():
         monkeypatch.setenv(name, value)
-    with fw.Publisher(trainer, address) as publisher, Engine(address) as engine:
+    with publishing(trainer) as publisher, Engine(publisher.address) as engine:
         for version in (1, 2):
             fill(trainer, version)
-            report, update = publish(publisher, engine, version)
+            _, update = publish(publisher, engine, version)
             assert engine.ask(version) is True
-            assert (report.replicas[0].strategy, update.verified) == ("host+mapped", "live")
+            assert (update.transport, update.verified) == ("mapped", "live")
 
 
-def test_a_background_publish_lets_the_trainer_step_once_copied(address):
+@pytest.mark.parametrize("keep", [None, "memory"])
+@pytest.mark.parametrize("transport", ["auto", "filled"])
+def test_a_background_publish_lets_the_trainer_step_once_copied(keep, transport):
     trainer = model(1)
-    for transport in ("auto", "bucketed"):
-        with (
-            fw.Publisher(trainer, address, transport=transport) as publisher,
-            Engine(address) as engine,
-        ):
-            fill(trainer, 1)
-            publish(publisher, engine, 1)
-            engine.send("update")
-            until(lambda: publisher.waiting)
-            lease = publisher.publish(2, background=True)
-            lease.wait_copied(LIMIT)
-            fill(trainer, 7)
-            told, state = engine.told()
-            assert (told.version, state) == (2, "ready")
-            assert lease.wait(LIMIT).failed == ()
-            assert engine.ask(1) is True
-
-
-def test_the_digest_sees_what_a_copy_did_wrong(address):
-    """One tensor here, two that differ there: the live bytes cannot be both."""
-    one = torch.zeros(1 << 20, device="cuda")
     with (
-        Child(differing_trainer, address, context=SPAWN),
-        fw.Replica({"a": one, "b": one}, address) as replica,
+        publishing(trainer, keep=keep) as publisher,
+        Engine(publisher.address, transport=transport) as engine,
     ):
-        with pytest.raises(DigestMismatch):
-            replica.update(timeout_seconds=LIMIT)
-        assert replica.state == "failed"
+        fill(trainer, 1)
+        publish(publisher, engine, 1)
+        engine.send("update")
+        until(lambda: publisher.waiting)
+        fill(trainer, 2)
+        publication = publisher.publish(2, background=True)
+        publication.wait_copied(LIMIT)
+        fill(trainer, 7)
+        told, state = engine.told()
+        assert (told.version, state) == (2, "READY")
+        assert not publication.wait(LIMIT).failed
+        assert engine.ask(2) is True
 
 
 def differing_trainer(address, pipe):
     source = {"a": torch.ones(1 << 20, device="cuda"), "b": torch.ones(1 << 20, device="cuda")}
     source["b"][12345] = 2
-    with fw.Publisher(source, address) as publisher:
+    with fw.Publisher(source, address, token=TOKEN) as publisher:
         publisher.publish(1, num_replicas=1, timeout_seconds=LIMIT)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "filled"])
+def test_the_digest_sees_what_a_copy_did_wrong(address, transport):
+    """One tensor here, two that differ there: the live bytes cannot be both."""
+    one = torch.zeros(1 << 20, device="cuda")
+    target = {"a": one, "b": one}
+    with (
+        Child(differing_trainer, address, context=SPAWN),
+        fw.Replica(target, address, token=TOKEN, transport=transport, name="engine") as replica,
+    ):
+        with pytest.raises(DigestMismatch):
+            replica.update(timeout_seconds=2 * LIMIT)
+        assert str(replica.state) == "FAILED"
+
+
+def test_a_replica_that_is_gone_keeps_no_memory_of_the_trainer():
+    """Twenty engines come and go, each with all of the model mapped."""
+    trainer = model(1)
+    with publishing(trainer, keep="in_place") as publisher:
+        publisher.publish(1)
+        with ExitStack() as stack:
+            target = model(50)
+            for number in range(20):
+                name = f"engine {number}"
+                replica = stack.enter_context(
+                    fw.Replica(target, publisher.address, token=TOKEN, name=name)
+                )
+                replica.update(1, timeout_seconds=LIMIT)
+                assert holds(target, 1)
+                replica.close()
+                if number == 2:
+                    gc.collect()
+                    torch.cuda.synchronize()
+                    before = used_bytes()
+        gc.collect()
+        torch.cuda.synchronize()
+        assert used_bytes() <= before

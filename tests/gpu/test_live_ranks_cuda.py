@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 import flyweight as fw  # noqa: E402
 from child_processes import LIMIT, SPAWN, Child  # noqa: E402
+from rank_processes import free_ports  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +17,7 @@ pytestmark = [
 ]
 
 ROWS, COLUMNS = 1030, 512
-BUCKETS = {"transport": "bucketed", "bucket_bytes": 1 << 20, "depth": 2}
+TOKEN = "a token that nobody guesses"
 
 
 def whole(version):
@@ -43,7 +44,7 @@ def part(version, rank):
 def trainer(address, rank, options, pipe):
     model = part(1, rank)
     with fw.Publisher(
-        model, address, rank=rank, num_ranks=2, timeout_seconds=LIMIT, **options
+        model, address, token=TOKEN, rank=rank, world_size=2, timeout_seconds=2 * LIMIT, **options
     ) as it:
         pipe.send("up")
         while (version := pipe.recv()) is not None:
@@ -53,11 +54,12 @@ def trainer(address, rank, options, pipe):
                 of(held).copy_(of(leaf))
             try:
                 pipe.send(it.publish(version, num_replicas=1))
+                it.withdraw()
             except fw.FlyweightError as error:
                 pipe.send(error)
 
 
-def engine(address, rank, pipe):
+def engine(address, rank, transport, pipe):
     """Take versions as one of two ranks, which cut the columns of `w` between them."""
     half = COLUMNS // 2
     model = {
@@ -68,12 +70,14 @@ def engine(address, rank, pipe):
         ),
         **{name: torch.zeros_like(each).cuda() for name, each in whole(1).items() if name != "w"},
     }
-    with fw.Replica(model, address, name="engine", rank=rank, num_ranks=2) as replica:
+    with fw.Replica(
+        model, address, token=TOKEN, name="engine", rank=rank, world_size=2, transport=transport
+    ) as replica:
         while pipe.recv() is not None:
             try:
-                report = replica.update(timeout_seconds=LIMIT)
+                report = replica.update(timeout_seconds=2 * LIMIT)
             except fw.FlyweightError as error:
-                pipe.send((replica.state, replica.version, str(error)))
+                pipe.send((str(replica.state), replica.version, str(error)))
                 continue
             wanted = whole(report.version)
             wanted["w"] = wanted["w"][:, rank * half : (rank + 1) * half]
@@ -81,7 +85,7 @@ def engine(address, rank, pipe):
                 torch.equal((leaf.tensor if name == "w" else leaf).cpu(), wanted[name])
                 for name, leaf in model.items()
             ]
-            pipe.send((replica.state, report.version, right))
+            pipe.send((str(replica.state), report.version, right))
 
 
 def started(stack, address, options):
@@ -94,12 +98,15 @@ def started(stack, address, options):
     return children
 
 
-@pytest.mark.parametrize("options", [{}, BUCKETS, {"transport": "host"}, {"hold": True}], ids=str)
-def test_two_trainer_ranks_fill_two_engine_ranks(address, options):
+@pytest.mark.parametrize("options", [{}, {"keep": "memory"}, {"keep": "in_place"}], ids=str)
+@pytest.mark.parametrize("transport", ["auto", "filled", "read"])
+def test_two_trainer_ranks_fill_two_engine_ranks(options, transport):
+    address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     with ExitStack() as stack:
         trainers = started(stack, address, options)
         engines = [
-            stack.enter_context(Child(engine, address, rank, context=SPAWN)) for rank in range(2)
+            stack.enter_context(Child(engine, address, rank, transport, context=SPAWN))
+            for rank in range(2)
         ]
         for version in (1, 2, 3):
             for each in (*engines, *trainers):
@@ -107,26 +114,28 @@ def test_two_trainer_ranks_fill_two_engine_ranks(address, options):
             for each in trainers:
                 report = each.told(2 * LIMIT)
                 assert not isinstance(report, Exception), report
-                assert report.failed == ()
+                assert not report.failed, report
             for each in engines:
-                assert each.told() == ("ready", version, [True] * 4)
+                assert each.told() == ("READY", version, [True] * 4)
         for each in (*engines, *trainers):
             each.send(None)
 
 
-def test_a_killed_trainer_rank_is_named_and_new_ones_serve_the_engine(address):
+def test_a_killed_trainer_rank_is_named_and_new_ones_serve_the_engine():
+    address, transport = f"tcp://127.0.0.1:{free_ports(1)[0]}", "auto"
     with ExitStack() as stack:
         first, second = started(stack, address, {})
         engines = [
-            stack.enter_context(Child(engine, address, rank, context=SPAWN)) for rank in range(2)
+            stack.enter_context(Child(engine, address, rank, transport, context=SPAWN))
+            for rank in range(2)
         ]
         for each in (*engines, first, second):
             each.send(1)
         assert first.told(2 * LIMIT).failed == ()
-        assert [each.told()[:2] for each in engines] == [("ready", 1)] * 2
+        assert [each.told()[:2] for each in engines] == [("READY", 1)] * 2
         second.kill(signal.SIGKILL)
         first.send(2)
-        assert "source rank 1" in str(first.told())
+        assert "rank 1" in str(first.told())
         first.send(None)
         assert first.join() == 0
         trainers = started(stack, address, {})
@@ -134,6 +143,6 @@ def test_a_killed_trainer_rank_is_named_and_new_ones_serve_the_engine(address):
             each.send(3)
         for each in trainers:
             assert each.told(2 * LIMIT).failed == ()
-        assert [each.told() for each in engines] == [("ready", 3, [True] * 4)] * 2
+        assert [each.told() for each in engines] == [("READY", 3, [True] * 4)] * 2
         for each in (*engines, *trainers):
             each.send(None)
