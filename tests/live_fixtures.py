@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from child_processes import LIMIT
+
 
 @pytest.fixture
 def processes():
@@ -12,6 +14,21 @@ def processes():
 
     with Processes() as found:
         yield found
+
+
+@pytest.fixture
+def over_tcp(monkeypatch):
+    """NIXL over TCP, whose keepalives do not end what a busy machine makes slow."""
+    from flyweight.live import fetch
+    from flyweight.transports import nixl
+
+    if not nixl.nixl_version():
+        pytest.skip(f"no NIXL: {nixl.NIXL_INSTALL}")
+    monkeypatch.setenv("FLYWEIGHT_NIXL", "tcp")
+    for name in ("UCX_TCP_USER_TIMEOUT", "UCX_TCP_KEEPIDLE"):
+        monkeypatch.setenv(name, f"{LIMIT:.0f}s")
+    monkeypatch.setattr(nixl, "_ANSWER_SECONDS", LIMIT)
+    monkeypatch.setattr(fetch, "STALL_SECONDS", LIMIT)
 
 
 @pytest.fixture

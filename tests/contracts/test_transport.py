@@ -60,11 +60,14 @@ WAYS = {
     "mapped": Way("mapped", in_shared_memory, shared, {"transport": "mapped"}, is_mapped=True),
     "filled": Way("filled", replica={"transport": "filled"}),
     "read": Way("read", replica={"transport": "read"}),
+    "rdma over tcp": Way("rdma", replica={"transport": "rdma"}),
 }
 
 
 @pytest.fixture(params=WAYS)
 def way(request):
+    if WAYS[request.param].name == "rdma":
+        request.getfixturevalue("over_tcp")
     return WAYS[request.param]
 
 

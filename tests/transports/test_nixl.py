@@ -41,19 +41,8 @@ from live.live_processes import LARGE, TOKEN, check_holds, check_next_update, sh
 from live.one_process import check_next_update as check_all
 from live.one_process import holds, model, reader, taken
 
-needs_nixl = pytest.mark.skipif(not nixl_version(), reason=f"no NIXL: {nixl.NIXL_INSTALL}")
 HERE = "127.0.0.1"
 ADDRESS = "tcp://127.0.0.1:0"
-
-
-@pytest.fixture
-def over_tcp(monkeypatch):
-    """NIXL over TCP, whose keepalives do not end what a busy machine makes slow."""
-    monkeypatch.setenv("FLYWEIGHT_NIXL", "tcp")
-    for name in ("UCX_TCP_USER_TIMEOUT", "UCX_TCP_KEEPIDLE"):
-        monkeypatch.setenv(name, f"{LIMIT:.0f}s")
-    monkeypatch.setattr(nixl, "_ANSWER_SECONDS", LIMIT)
-    monkeypatch.setattr(fetch, "STALL_SECONDS", LIMIT)
 
 
 def nixl_processes(pid):
@@ -73,7 +62,6 @@ def nixl_processes(pid):
 # Every way of a trainer's memory to an engine.
 
 
-@needs_nixl
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(
     "options",
@@ -97,7 +85,6 @@ def test_engines_take_every_version_by_rdma_and_both_reports_say_so(
         assert [(each.name, each.transport) for each in report.replicas] == [("engine", "rdma")]
 
 
-@needs_nixl
 def test_casts_and_tensors_of_all_sizes_come_by_rdma(over_tcp):
     """Large parts are pulled from where they lie, small and cast ones are packed, in one range."""
     sizes = {f"t{n}": n for n in (1, 7, 100, 5000, 40_000, 1_000_000, 1_500_001)}
@@ -116,7 +103,6 @@ def test_casts_and_tensors_of_all_sizes_come_by_rdma(over_tcp):
         assert np.array_equal(source["cast"].astype(ml_dtypes.bfloat16), sink["cast"])
 
 
-@needs_nixl
 def test_engines_pull_from_the_staging_of_another_one(processes, over_tcp):
     trainer = processes.trainer(keep="in_place", shapes=LARGE)
     address = trainer.told()
@@ -138,7 +124,6 @@ def test_engines_pull_from_the_staging_of_another_one(processes, over_tcp):
     check_next_update([trainer], [first, late], 2)
 
 
-@needs_nixl
 def test_a_step_of_the_trainer_while_bytes_are_pulled_is_noticed(processes, over_tcp):
     trainer, engine = processes.pair(transport="rdma")
     check_next_update([trainer], [engine], 1)
@@ -159,7 +144,6 @@ def test_a_step_of_the_trainer_while_bytes_are_pulled_is_noticed(processes, over
 # Which engines use it.
 
 
-@needs_nixl
 @pytest.mark.parametrize("where", ["both", "trainer", "engine"])
 def test_auto_takes_rdma_where_both_hosts_have_it_and_else_sockets(
     processes, over_tcp, monkeypatch, where
@@ -181,7 +165,6 @@ def test_auto_takes_rdma_where_both_hosts_have_it_and_else_sockets(
     assert found["report"].transport == ("rdma" if where == "both" else "read")
 
 
-@needs_nixl
 def test_rdma_that_was_asked_for_and_that_the_trainer_lacks_is_refused(over_tcp, monkeypatch):
     with monkeypatch.context() as patch:
         patch.delenv("FLYWEIGHT_NIXL")
@@ -194,9 +177,8 @@ def test_rdma_that_was_asked_for_and_that_the_trainer_lacks_is_refused(over_tcp,
     assert holds(sink, 0)
 
 
-@needs_nixl
-def test_rdma_without_a_device_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.delenv("FLYWEIGHT_NIXL", raising=False)
+def test_rdma_without_a_device_is_refused_with_the_remedy(over_tcp, monkeypatch):
+    monkeypatch.delenv("FLYWEIGHT_NIXL")
     monkeypatch.setattr(nixl, "_RDMA", "/nowhere")
     assert nixl_here() == ""
     with pytest.raises(TransportError, match="FLYWEIGHT_NIXL=tcp"):
@@ -225,7 +207,8 @@ except ImportError as error:
 """
 
 
-def test_rdma_without_nixl_is_refused_with_the_command_that_installs_it(tmp_path, over_tcp):
+def test_rdma_without_nixl_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLYWEIGHT_NIXL", "tcp")
     done = run_python(WITHOUT, *path_without(("nixl",), tmp_path))
     assert "pip install --no-deps nixl-cu12==1.5.1" in done.stdout, done.stderr
 
@@ -272,7 +255,6 @@ def stopped_in_the_middle(processes, transport, **options):
     return trainer, engine, address
 
 
-@needs_nixl
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("role", ["serve", "pull"])
 def test_without_nixl_on_either_side_the_rest_comes_over_sockets(processes, over_tcp, role, number):
@@ -294,7 +276,6 @@ def test_without_nixl_on_either_side_the_rest_comes_over_sockets(processes, over
     assert found["report"].transport == "rdma"  # both have a process again
 
 
-@needs_nixl
 @pytest.mark.parametrize("role", ["serve", "pull"])
 def test_rdma_that_was_asked_for_fails_before_the_pause(processes, over_tcp, role):
     trainer, engine, _ = stopped_in_the_middle(processes, "rdma")
@@ -306,7 +287,6 @@ def test_rdma_that_was_asked_for_fails_before_the_pause(processes, over_tcp, rol
     check_next_update([trainer], [engine], 2)
 
 
-@needs_nixl
 def test_an_engine_keeps_its_version_if_the_holder_is_killed_in_the_middle(processes, over_tcp):
     trainer, engine = processes.pair(transport="rdma", keep="memory", shapes=LARGE)
     check_next_update([trainer], [engine], 1)
@@ -322,7 +302,6 @@ def test_an_engine_keeps_its_version_if_the_holder_is_killed_in_the_middle(proce
     check_holds(found, 1)
 
 
-@needs_nixl
 def test_a_parent_that_is_killed_in_the_middle_costs_its_readers_nothing(processes, over_tcp):
     trainer, parent, address = stopped_in_the_middle(processes, "rdma")
     child = processes.engine(address, name="child", transport="rdma", shapes=LARGE)
@@ -335,7 +314,6 @@ def test_a_parent_that_is_killed_in_the_middle_costs_its_readers_nothing(process
     check_next_update([trainer], [child], 2)
 
 
-@needs_nixl
 def test_readers_that_are_killed_in_the_middle_cost_nobody_but_themselves(processes, over_tcp):
     trainer, engine, address = stopped_in_the_middle(processes, "rdma")
     other = processes.engine(address, name="other", transport="rdma", shapes=LARGE)
@@ -348,33 +326,31 @@ def test_readers_that_are_killed_in_the_middle_cost_nobody_but_themselves(proces
     check_next_update([trainer], [other], 2)
 
 
-@needs_nixl
-def test_memory_that_a_process_may_still_write_is_given_up(over_tcp, monkeypatch):
+@pytest.mark.parametrize("transport", ["rdma", "auto"])
+def test_memory_that_a_process_may_still_write_is_given_up(over_tcp, monkeypatch, transport):
     """A process that is not seen to end is no fence: the update fails, and nothing uses its memory."""
-    publisher_of = {"token": TOKEN, "keep": "memory"}
     weights, sink = model(1), model()
-    with (
-        Publisher(weights, ADDRESS, **publisher_of) as publisher,
-        reader(sink, publisher.address, "rdma") as replica,
-    ):
-        check_all(publisher, weights, (replica, sink))
-        version, session = replica.version, replica._session
-        (memory,) = [each.memory for each in replica._shelf._offers.values()]
-        pulling = nixl_processes(os.getpid())["pull"]
-        os.kill(pulling, signal.SIGSTOP)
-        monkeypatch.setattr(fetch, "STALL_SECONDS", 1.0)
-        with monkeypatch.context() as patch:
-            patch.setattr(subprocess.Popen, "kill", lambda process: None)
+    with Publisher(weights, ADDRESS, token=TOKEN, keep="memory") as publisher:
+        monkeypatch.setenv("FLYWEIGHT_HOST", "another")
+        with reader(sink, publisher.address, transport) as replica:
+            check_all(publisher, weights, (replica, sink))
+            assert replica.report.transport == "rdma"
+            version, session = replica.version, replica._session
+            (memory,) = [each.memory for each in replica._shelf._offers.values()]
+            pulling = nixl_processes(os.getpid())["pull"]
+            os.kill(pulling, signal.SIGSTOP)
             publisher.publish(version + 1)
-            with pytest.raises(TransportError):
-                replica.update(timeout_seconds=LIMIT)
-            assert replica.version == version
-        monkeypatch.setattr(fetch, "STALL_SECONDS", LIMIT)
-        check_all(publisher, weights, (replica, sink))
-        (after,) = [each.memory for each in replica._shelf._offers.values()]
-        assert after is not memory
-        assert replica._session is not session
-        until(lambda: not os.path.exists(f"/proc/{pulling}"))
+            with monkeypatch.context() as patch:
+                patch.setattr(fetch, "STALL_SECONDS", 1.0)
+                patch.setattr(subprocess.Popen, "kill", lambda process: None)
+                with pytest.raises(TransportError):
+                    replica.update(timeout_seconds=LIMIT)
+                assert replica.version == version
+            check_all(publisher, weights, (replica, sink))
+            (after,) = [each.memory for each in replica._shelf._offers.values()]
+            assert after is not memory
+            assert replica._session is not session
+            until(lambda: not os.path.exists(f"/proc/{pulling}"))
 
 
 # The processes.
@@ -410,7 +386,6 @@ def space(nbytes):
     return Segment.allocate(nbytes, is_writable_by_readers=True)
 
 
-@needs_nixl
 def test_parts_arrive_in_their_order_from_segments_and_slots(over_tcp):
     with both_sides() as (_, window, puller):
         into = space(8 << 20)
@@ -420,12 +395,21 @@ def test_parts_arrive_in_their_order_from_segments_and_slots(over_tcp):
         window.cover(segments, LIMIT)
         first, second = (each.bytes for each in segments)
         small, large = random_bytes(100), random_bytes(1 << 20, seed=5)
-        for slot in range(NUM_SLOTS):
-            parts = [small, first[5:1_000_005], first[7:50], large, second[-(1 << 20) :], small]
-            found = pulled(window, puller, parts, into, slot=slot, start=slot)
-            assert np.array_equal(found, np.concatenate(parts))
+        parts = [small, first[5:1_000_005], first[7:50], large, second[-(1 << 20) :], small]
+        found = pulled(window, puller, parts, into)
+        assert np.array_equal(found, np.concatenate(parts))
         keys, pieces = window.place([first[:1_000_000], first[1_000_000:2_000_000]], 0)
         assert (len(keys), [size for _, size in pieces]) == (1, [2_000_000])  # nothing was packed
+
+
+def test_a_slot_keeps_its_bytes_while_the_others_are_packed(over_tcp):
+    with both_sides() as (_, window, puller):
+        window.cover([], LIMIT)
+        into, data = space(SLOT_BYTES), [random_bytes(SLOT_BYTES, seed=n) for n in range(NUM_SLOTS)]
+        placed = [window.place([each], slot) for slot, each in enumerate(data)]
+        for (keys, pieces), expected in zip(placed, data, strict=True):
+            pull(puller, keys, pieces, into, 0, SLOT_BYTES)
+            assert np.array_equal(into.bytes, expected)
 
 
 def tried_again(window, puller, source, into):
@@ -440,7 +424,6 @@ def tried_again(window, puller, source, into):
     return into.bytes
 
 
-@needs_nixl
 @pytest.mark.parametrize("is_fenced", [True, False])
 def test_after_a_pull_that_was_too_late_not_one_byte_arrives(over_tcp, is_fenced, monkeypatch):
     """The server stops, the pull fails, the memory changes and the server goes on.
@@ -470,7 +453,6 @@ def test_after_a_pull_that_was_too_late_not_one_byte_arrives(over_tcp, is_fenced
             until(lambda: not np.array_equal(into.bytes, before))
 
 
-@needs_nixl
 @pytest.mark.parametrize(
     "lie", ["more bytes", "fewer bytes", "no key", "not its memory", "not a key"]
 )
@@ -494,7 +476,6 @@ def test_what_a_holder_says_wrongly_writes_nothing(over_tcp, lie):
         assert np.array_equal(pulled(window, puller, [small], into), small)  # by another process
 
 
-@needs_nixl
 @pytest.mark.parametrize(("nbytes", "slot"), [(SLOT_BYTES + 1, 0), (1, -1), (1, NUM_SLOTS)])
 def test_what_does_not_fit_into_a_slot_of_the_readers_is_refused(over_tcp, nbytes, slot):
     with both_sides() as (*_, window, _):
@@ -503,7 +484,6 @@ def test_what_does_not_fit_into_a_slot_of_the_readers_is_refused(over_tcp, nbyte
             window.place([random_bytes(nbytes)], slot)
 
 
-@needs_nixl
 def test_memory_that_was_freed_can_be_pulled_no_more(over_tcp):
     with both_sides() as (*_, window, _):
         segment = Segment.allocate(1 << 20)
@@ -515,7 +495,6 @@ def test_memory_that_was_freed_can_be_pulled_no_more(over_tcp):
         assert nixl_processes(os.getpid())["serve"] != serving
 
 
-@needs_nixl
 def test_a_process_has_no_secrets_in_its_environment_and_ends_with_its_user(over_tcp, monkeypatch):
     monkeypatch.setenv("A_TOKEN", "secret")
     with both_sides() as (server, window, puller):
@@ -539,7 +518,6 @@ sys.stdin.readline()
 """
 
 
-@needs_nixl
 def test_a_process_ends_with_the_one_that_started_it_even_if_it_is_stopped(over_tcp):
     with Command(sys.executable, "-c", STARTS) as program:
         program.line()
@@ -558,7 +536,6 @@ def test_a_process_that_does_not_start_is_lost_by_name(monkeypatch, executable, 
         NixlServer().running()
 
 
-@needs_nixl
 @pytest.mark.campaign
 def test_an_idle_process_takes_little_time(over_tcp):
     with both_sides() as (_, window, puller):
