@@ -139,9 +139,7 @@ def test_names_of_a_publisher_that_the_model_lacks_are_counted_and_reported(
         found = [each.fields for each in events if each.kind == "weights.unmatched"]
         assert found == [{"count": 2, "names": "'ema', 'value_head.w'"}]
         with pytest.raises(PlanError, match="ema.*value_head"):
-            DynamicWeightManager(
-                config(tmp_path, strategy, address=address, strict=True), Net(), 0
-            )
+            DynamicWeightManager(config(tmp_path, strategy, address=address, strict=True), Net(), 0)
 
 
 def test_what_the_model_lacks_is_told_of_the_source_that_was_taken_from_last(
