@@ -123,6 +123,20 @@ MUTANTS = [
         "tests/live/test_loaders.py",
     ),
     Mutant(
+        "what a loader gets is made while the engine pauses",
+        "live/incoming.py",
+        "            if self._loading.prepare(session.ways.room(staged), deadline):\n",
+        "            if not self._loading:\n",
+        "tests/live/test_loaders.py",
+    ),
+    Mutant(
+        "an engine that drains requests for longer than a lease never gets a version",
+        "live/incoming.py",
+        "            if now + seconds > until:  # the pause took long\n",
+        "            if not until:\n",
+        "tests/live/test_keep.py",
+    ),
+    Mutant(
         "casts are left out of what is digested",
         "live/offer.py",
         "            self._rows[plan] = rows, RowDigests(rows, plan.digest, stream.cast)\n",

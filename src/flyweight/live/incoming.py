@@ -285,9 +285,10 @@ class Incoming:
 
     def _renew_lease(self, source: Reader, rank: int, deadline: float) -> float:
         """Go on with a lease, if the version is still offered; return until when it runs now."""
-        kinds = [self.session.plan.kind]
-        asked = source.ask_lease(self.id, kinds, rank, deadline, can_map=True)
-        return source.lease(asked, deadline, self.session.blocks_of(rank)).until
+        session = self.session
+        kinds, can_map = [session.plan.kind], session.can_map(rank)
+        asked = source.ask_lease(self.id, kinds, rank, deadline, can_map=can_map)
+        return source.lease(asked, deadline, session.blocks_of(rank)).until
 
     def copy(self, deadline: float, check: Callable[[], None]) -> None:
         """Copy everything into the model, and verify it where it was written.
