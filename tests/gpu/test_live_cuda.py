@@ -12,7 +12,8 @@ from device_memory import used_bytes  # noqa: E402
 
 import flyweight as fw  # noqa: E402
 from child_processes import LIMIT, SPAWN, Child, until  # noqa: E402
-from flyweight.errors import DigestMismatch, FlyweightError, PeerLost, TransportError  # noqa: E402
+from flyweight.errors import DigestMismatch, FlyweightError, TransportError  # noqa: E402
+from live.live_processes import at  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -266,52 +267,58 @@ def test_a_killed_replica_is_noticed_and_the_next_one_served():
             assert engine.ask(3) is True
 
 
-def trainer_process(address, keep, pipe):
+def trainer_process(keep, pipe):
     tensors = model(1)
-    publisher = fw.Publisher(tensors, address, token=TOKEN, keep=keep)
-    publisher.publish(1, num_replicas=1, timeout_seconds=LIMIT)
+    publisher = fw.Publisher(tensors, ANY, token=TOKEN, keep=keep)
+    pipe.send(publisher.address)
+    publisher.publish(1, num_replicas=1, timeout_seconds=2 * LIMIT)
     pipe.send("published")
     signal.pause()
 
 
 @pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
-def test_a_killed_trainer_leaves_the_replica_whole(address, transport):
+def test_a_killed_trainer_leaves_the_replica_whole(transport):
     """Its memory was mapped here; what it had may be freed now."""
     target = model(50)
-    with (
-        Child(trainer_process, address, "in_place", context=SPAWN) as trainer,
-        fw.Replica(target, address, token=TOKEN, transport=transport, name="engine") as replica,
-    ):
-        replica.update(timeout_seconds=LIMIT)
-        assert trainer.told(2 * LIMIT) == "published"
-        trainer.kill()
-        trainer.join()
-        with pytest.raises(FlyweightError):
-            replica.update(timeout_seconds=0.5)
-        assert (replica.version, str(replica.state)) == (1, "READY")
-        assert holds(target, 1)
-        assert torch.ones(8, device="cuda").sum().item() == 8  # the context is whole
+    with Child(trainer_process, "in_place", context=SPAWN) as trainer:
+        address = trainer.told(2 * LIMIT)
+        with fw.Replica(target, address, token=TOKEN, transport=transport) as replica:
+            replica.update(timeout_seconds=LIMIT)
+            assert trainer.told() == "published"
+            trainer.kill()
+            trainer.join()
+            with pytest.raises(FlyweightError):
+                replica.update(timeout_seconds=0.5)
+            assert (replica.version, str(replica.state)) == (1, "READY")
+            assert holds(target, 1)
+            assert torch.ones(8, device="cuda").sum().item() == 8  # the context is whole
 
 
 @pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
-def test_a_trainer_that_is_killed_in_the_pause_leaves_a_whole_version_or_none(address, transport):
+@pytest.mark.parametrize("point", ["before", "copy"])
+def test_a_trainer_that_is_killed_in_the_pause_leaves_a_whole_version_or_none(transport, point):
+    """What is read is here by then; what the trainer's device has to give is not."""
     target = model(50)
-    with (
-        Child(trainer_process, address, "in_place", context=SPAWN) as trainer,
-        fw.Replica(target, address, token=TOKEN, transport=transport, name="engine") as replica,
-    ):
+    with Child(trainer_process, "in_place", context=SPAWN) as trainer, ExitStack() as stack:
 
-        def before(version):
+        def kill(*_):
             trainer.kill()
             trainer.join()
 
+        address = trainer.told(2 * LIMIT)
+        replica = stack.enter_context(fw.Replica(target, address, token=TOKEN, transport=transport))
+        if point == "copy":
+            stack.enter_context(at("copy", kill))
         try:
-            report = replica.update(timeout_seconds=2 * LIMIT, before=before)
+            report = replica.update(
+                timeout_seconds=2 * LIMIT, before=kill if point == "before" else None
+            )
             assert report.version == 1
             assert holds(target, 1)
-        except PeerLost:
-            assert transport == "mapped"
+        except FlyweightError:
+            assert transport != "read"
             assert replica.version is None
+            assert str(replica.state) == ("EMPTY" if point == "before" else "FAILED")
         assert torch.ones(8, device="cuda").sum().item() == 8
 
 
