@@ -306,6 +306,8 @@ class UpdateOptions:
     """The version to take; None: the next one that is not held."""
     timeout_seconds: float
     """How long to wait for the version."""
+    begin_seconds: float | None = None
+    """How long it may then take to arrive, and `before` to return; None: as long again."""
     before: Callable[[int], None] | None = None
     """Called with the version before the first write; if it raises, the old version stays."""
     is_over: Callable[[], bool] = lambda: False
@@ -318,6 +320,11 @@ class UpdateOptions:
     """False if the engine only follows its source: then other ranks may be at something else."""
     exchange: RankExchange | None = None
     """Hears the other ranks of the engine; None if there are none, or the source hears them."""
+
+    @property
+    def arrival_seconds(self) -> float:
+        """`begin_seconds` with its default."""
+        return self.timeout_seconds if self.begin_seconds is None else self.begin_seconds
 
     def check_verified(self, version: int, verified: str) -> None:
         """Raise VersionError if checksums are asked for, and nothing of a version is checked."""

@@ -3,6 +3,7 @@
 import gc
 import threading
 from contextlib import ExitStack
+from time import monotonic
 
 import pytest
 
@@ -114,6 +115,22 @@ def test_a_pinned_version_is_not_left_for_a_newer_one(followed):
     assert followed.serves(1)
     followed.operations.update(timeout_seconds=LIMIT)
     assert followed.serves(2)
+
+
+def test_a_drain_may_take_longer_than_the_wait_for_a_version(serving, threads):
+    serving.publish(2)
+    serving.operations.update(timeout_seconds=LIMIT)  # no pin
+    serving.publish(3)
+    with serving.request(threads) as (answered, may_end):
+        way = {"timeout_seconds": 0.5, "is_over": lambda: False}
+        following = threads.submit(serving.operations.follow, **way)
+        until(lambda: serving.operations.state is State.PAUSING)
+        end = monotonic() + 1.0
+        until(lambda: monotonic() > end)
+        may_end.set()
+        assert answered.result(LIMIT) == (2, True)
+        assert following.result(LIMIT)
+    assert serving.serves(3)
 
 
 def test_a_pause_waits_for_a_round_that_nobody_asked_for(followed, threads):

@@ -4,6 +4,7 @@ import shutil
 import signal
 import threading
 from contextlib import ExitStack
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import safetensors.numpy
 import flyweight as fw
 from child_processes import LIMIT, Child, in_time, until
 from control_site import serving
-from fakes import FakeRendezvousStore
+from fakes import FakeRendezvousStore, FakeWeights
 from flyweight.errors import TransferTimeout, VersionError
 from flyweight.lifecycle.control import Control
 from flyweight.lifecycle.operations import Operations
@@ -238,6 +239,27 @@ def test_a_restore_keeps_what_is_held_and_needs_no_newer_version(make):
     assert fleet.ask(signal=Signal.RESTORE).ending == "done"
     assert fleet.serves(1)
     assert holds(fleet.model, 1)
+
+
+def test_a_version_that_arrives_after_the_deadline_of_its_request_is_not_taken():
+    """The caller was told that the request has failed."""
+    model, end = weights(0), monotonic() + 0.5
+    late = FakeWeights(lambda version: assign(model, version))
+    late.add(1)
+    take = late.take
+
+    def take_late(options):
+        until(lambda: monotonic() > end)
+        return take(options)
+
+    late.take = take_late
+    operations = Operations(fw.ModelEngine(model), late)
+    with pytest.raises(TransferTimeout, match="deadline"):
+        operations.update(1, timeout_seconds=end - monotonic())
+    assert (operations.state, late.version) == (State.CLEARED, None)
+    late.take = take
+    operations.update(1, timeout_seconds=LIMIT)
+    assert holds(model, 1)
 
 
 def test_closing_a_worker_ends_a_request_that_waits(make):

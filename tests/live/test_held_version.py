@@ -53,14 +53,11 @@ def test_a_replica_that_never_took_a_version_says_so():
         found.check_servable("engine")
 
 
-def test_what_others_wrote_is_kept_until_the_next_write():
+def test_why_a_version_is_held_no_more_is_kept_over_an_update_that_fails_before_its_write():
     found = held(5)
-    found.forget("a snapshot was loaded over it", loaded=3)
-    assert (*seen(found), found.loaded) == ("EMPTY", None, "a snapshot was loaded over it", 3)
+    found.forget("others wrote to it")
     found.fail(PeerLost("the trainer died"))
-    assert (*seen(found), found.loaded) == ("EMPTY", None, "a snapshot was loaded over it", 3)
-    found.begin_write()
-    assert found.loaded is None
+    assert seen(found) == ("EMPTY", None, "others wrote to it")
 
 
 def test_a_version_that_was_forgotten_while_it_was_written_is_not_held():
@@ -118,7 +115,7 @@ class Weights:
         self.is_writing = False
 
     def forget(self):
-        self.held.forget("others wrote", loaded=7)
+        self.held.forget("others wrote")
         self.contents, self.has_failed = "others", False
 
     def replace(self):
@@ -137,7 +134,6 @@ class Weights:
         assert (self.held.state is ReplicaState.UPDATING) == self.is_writing
         assert (self.held.state is ReplicaState.FAILED) == self.has_failed
         assert self.held.id is None or self.held.failure is None
-        assert self.held.loaded is None or self.contents == "others"
         try:
             self.held.check_servable("engine")
         except VersionError:

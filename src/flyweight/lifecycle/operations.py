@@ -24,6 +24,8 @@ from flyweight.ranks.agreement import YIELD_SECONDS, RankAgreement
 _LEAST_SECONDS = 0.001
 _TURN_SECONDS = 2.0
 """How long a version that was not requested waits for its turn, if there are several ranks."""
+_BEGIN_SECONDS = 600.0
+"""How long a version that was not requested may take to arrive, and the engine to drain."""
 _PASSING = (State.PAUSING, State.CLEARING, State.UPDATING, State.VERIFYING)
 
 
@@ -286,6 +288,7 @@ class Operations:
                     options=UpdateOptions(
                         version=wanted,
                         timeout_seconds=max(deadline - monotonic(), _LEAST_SECONDS),
+                        begin_seconds=_BEGIN_SECONDS,
                         is_over=stops,
                         is_requested=False,
                     ),

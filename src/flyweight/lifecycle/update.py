@@ -122,6 +122,8 @@ class Update:
         """Pause this rank for version `found`, before the first byte is written on any rank."""
         if not self.options.is_requested:
             self.deadline = monotonic() + ROUND_SECONDS
+        elif monotonic() > self.deadline:  # its caller was told that it has failed
+            raise TransferTimeout(f"version {found} arrived after the deadline of the request")
         self.before()
         self.is_begun = True
         if not self.steps.has_weights_memory:

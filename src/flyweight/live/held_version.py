@@ -35,8 +35,6 @@ class HeldVersion:
         """Hold nothing yet; `is_current` says whether the tensors are those of the last update."""
         self._is_current = is_current
         self._last: _Now = ReplicaState.EMPTY, None, None
-        self.loaded: int | None = None
-        """The version that others have written to the model since, if it is known."""
 
     @property
     def state(self) -> ReplicaState:
@@ -67,7 +65,7 @@ class HeldVersion:
 
     def begin_write(self) -> None:
         """Hold no version from now on, until `commit`."""
-        self._last, self.loaded = (ReplicaState.UPDATING, None, None), None
+        self._last = ReplicaState.UPDATING, None, None
 
     def commit(self, id: PublishId) -> None:
         """Hold a version; hold nothing if `forget` was called after the write had begun."""
@@ -83,14 +81,14 @@ class HeldVersion:
         if self._last[0] is ReplicaState.UPDATING:
             self._last = ReplicaState.FAILED, None, error
 
-    def forget(self, reason: str, loaded: int | None = None) -> None:
-        """Hold nothing: the memory was freed, or others wrote to it (version `loaded`).
+    def forget(self, reason: str) -> None:
+        """Hold nothing: the memory was freed, or others wrote to it.
 
         While an update writes, it is still that update which ends the state UPDATING.
         """
         is_updating = self._last[0] is ReplicaState.UPDATING
         state = ReplicaState.UPDATING if is_updating else ReplicaState.EMPTY
-        self._last, self.loaded = (state, None, VersionError(reason)), loaded
+        self._last = state, None, VersionError(reason)
 
     def forget_if_moved(self) -> None:
         """Hold nothing for good if the tensors were replaced; call it before they are adopted."""

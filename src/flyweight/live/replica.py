@@ -373,9 +373,9 @@ class Replica:
         """Make an update that waits for a version call its `is_over`."""
         os.eventfd_write(self._bell, 1)
 
-    def forget(self, reason: str, *, loaded: int | None = None) -> None:
-        """Hold no version: the weights' memory was freed, or others wrote version `loaded`."""
-        self._held.forget(reason, loaded)
+    def forget(self, reason: str) -> None:
+        """Hold no version: the weights' memory was freed, or others wrote to it."""
+        self._held.forget(reason)
 
     def _is_current(self) -> bool:
         """True while the tensors are those that the last session was made for."""
@@ -421,7 +421,7 @@ class Replica:
                     raise VersionError(f"{REPLACED} while an update waited; update again")
                 continue
             incoming, started = Incoming(session, found[0]), monotonic()
-            self._incoming, deadline = incoming, started + options.timeout_seconds
+            self._incoming, deadline = incoming, started + options.arrival_seconds
             try:
                 here = self._fetch(incoming, found[1], options, deadline)
                 if here is not None:
@@ -696,7 +696,7 @@ class Replica:
         if self.world_size > 1:  # ranks that paused at once have waited for the last one
             ranks.step("begin", check, deadline)
         self._held.begin_write()
-        end = monotonic() + max(COPY_SECONDS, options.timeout_seconds)  # a loader may take long
+        end = monotonic() + max(COPY_SECONDS, options.arrival_seconds)  # a loader may take long
 
         def write() -> None:
             incoming.copy(end, self._while_copying)
@@ -766,7 +766,7 @@ class Replica:
         missing: gets the reasons.
         """
         started = monotonic()
-        deadline = started + options.timeout_seconds
+        deadline = started + options.arrival_seconds
         ranks, found = self._all_ranks(deadline), list[StoredVersion]()
 
         def look() -> None:
