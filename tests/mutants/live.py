@@ -62,8 +62,8 @@ MUTANTS = [
     Mutant(
         "a copy begins though the lease has ended",
         "live/incoming.py",
-        "                each.source.check_lease()\n",
-        "                pass\n",
+        "            each.source.check_lease()\n",
+        "",
         "tests/live/test_faults.py tests/live/test_stopped_reader.py",
     ),
     Mutant(
@@ -104,8 +104,8 @@ MUTANTS = [
     Mutant(
         "a fallback loads another version than was asked for",
         "live/fallback.py",
-        "                stored = stack.enter_context(open_source(path, version=options.version))\n",
-        "                stored = stack.enter_context(open_source(path))\n",
+        "            stored = files.enter_context(open_source(path, version=options.version))\n",
+        "            stored = files.enter_context(open_source(path))\n",
         "tests/live/test_fallback.py",
     ),
     Mutant(
@@ -170,5 +170,33 @@ MUTANTS = [
         "        if self.is_verified:\n            self._keep_digests(deadline)\n",
         "",
         "tests/live/test_check_live.py",
+    ),
+    Mutant(
+        "a version is withdrawn before each rank of an engine has asked for it",
+        "live/tracker.py",
+        "            lacks_ranks = len(ranks) < version.num_ranks[name] and not has_failed\n",
+        "            lacks_ranks = False\n",
+        "tests/live/test_tracker.py",
+    ),
+    Mutant(
+        "values beside the tensors are those of the version before, or of rank 0 alone",
+        "live/publisher.py",
+        "            values=lambda: dict(self._model.model.manifest.values),\n",
+        "            values=lambda: dict(self._model.model.manifest.values) if not self.rank else {},\n",
+        "tests/flows/test_publish_by_ranks.py",
+    ),
+    Mutant(
+        "a holder that ends removes the socket of its successor",
+        "live/holder.py",
+        "        if self._file is not None and _file_at(path) == self._file:",
+        "        if self._file is not None:",
+        "tests/transports/test_address.py",
+    ),
+    Mutant(
+        "a token that was read just before another publisher came is final",
+        "live/reader.py",
+        "        if again.token == known.token:\n",
+        "        if again:\n",
+        "tests/transports/test_address.py",
     ),
 ]

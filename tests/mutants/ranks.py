@@ -53,4 +53,32 @@ MUTANTS = [
         "        return [{name: each",
         "tests/ranks/test_steps.py",
     ),
+    Mutant(
+        "ranks of a trainer on other hosts are sent to this host's loopback",
+        "live/publisher.py",
+        "            self._ranks = Ranks(replace(rendezvous, token=secret, host=host_facing(place)))\n",
+        "            self._ranks = Ranks(replace(rendezvous, token=secret))\n",
+        "tests/live/test_across_hosts.py",
+    ),
+    Mutant(
+        "a rank that was started again shows the token of the trainer before",
+        "live/front_store.py",
+        "                self._token = me.token\n",
+        "                self._me, self._token = me, me.token\n",
+        "tests/transports/test_address.py",
+    ),
+    Mutant(
+        "two processes may be the same rank",
+        "ranks/rendezvous.py",
+        '                if self._get("arrival", rank) == arrival:\n',
+        '                if self._get("arrival", rank):\n',
+        "tests/ranks/test_group.py",
+    ),
+    Mutant(
+        "a rank that was lost is waited for in the next step of the same operation",
+        "ranks/agreement.py",
+        "            group.wait_for_fault(0)\n            try:\n                work()\n",
+        "            try:\n                work()\n",
+        "tests/ranks/test_steps.py tests/ranks/test_two_steps.py tests/live/test_ranks.py",
+    ),
 ]

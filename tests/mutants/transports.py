@@ -101,4 +101,18 @@ MUTANTS = [
         "            if self._must_pull:\n",
         "tests/transports/test_nixl.py",
     ),
+    Mutant(
+        "a file of the user's own is taken for that of another publisher",
+        "transports/address.py",
+        "            except SpecError:\n                if not self._was_used():",
+        "            except SpecError:\n                if self._was_used():",
+        "tests/transports/test_address.py",
+    ),
+    Mutant(
+        "a holder that may have more open files turns readers away",
+        "transports/door.py",
+        "                if cause.errno == errno.EMFILE and raise_file_limit():\n",
+        "                if not cause.errno and raise_file_limit():\n",
+        "tests/live/test_limits.py",
+    ),
 ]
