@@ -60,6 +60,13 @@ MUTANTS = [
         "tests/lifecycle/test_operations.py tests/lifecycle/test_worker.py",
     ),
     Mutant(
+        "a version that arrives after its request has failed is loaded all the same",
+        "lifecycle/update.py",
+        "        elif monotonic() > self.deadline:",
+        "        elif self.deadline < 0:",
+        "tests/lifecycle/test_update_requests.py",
+    ),
+    Mutant(
         "a rank that does not know whether the others write from files keeps its version",
         "lifecycle/load_together.py",
         "            self._forget(lost)\n            raise\n        raise_first(said, error)\n        self",

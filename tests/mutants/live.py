@@ -109,6 +109,27 @@ MUTANTS = [
         "tests/live/test_fallback.py",
     ),
     Mutant(
+        "an engine pauses for files that do not fit it, and loses its version",
+        "live/replica.py",
+        "                    check_fits(each, self._target)\n",
+        "",
+        "tests/live/test_fallback.py",
+    ),
+    Mutant(
+        "ranks load different files of one number",
+        "live/replica.py",
+        '            if not found or any(each["id"] != said[0]["id"] for each in said):\n',
+        "            if not found:\n",
+        "tests/live/test_fallback.py",
+    ),
+    Mutant(
+        "the newest version is enough for an engine that is asked for another by its number",
+        "live/replica.py",
+        "            options = replace(options, may_keep=False)\n",
+        "            options = replace(options)\n",
+        "tests/live/test_waiting.py",
+    ),
+    Mutant(
         "a relay offers a version while its memory is written again",
         "live/relay.py",
         "        self._withdraw()\n        id, started",
