@@ -17,7 +17,8 @@ from vllm_processes import Client
 import flyweight as fw
 from flyweight.engines.vllm import VllmEngine, publish_to
 
-port, address, token_file, *paths = sys.argv[1:]
+port, address, token_file, tls, *paths = sys.argv[1:]
+tls = json.loads(tls)
 server = Client(int(port))
 dist.init_process_group("gloo")
 whole = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in paths]
@@ -27,10 +28,11 @@ for layer in model.model.layers:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 token = Path(token_file).read_text() if token_file else None
-with fw.Publisher(model, address, token=token) as publisher:
+encrypted = {"tls": fw.Tls(**tls)} if tls else {}
+with fw.Publisher(model, address, token=token, **encrypted) as publisher:
     is_first = dist.get_rank() == 0
     engines = (
-        [VllmEngine(server.address, publisher.address, token_file=token_file or None)]
+        [VllmEngine(server.address, publisher.address, token_file=token_file or None, tls=tls)]
         if is_first
         else []
     )

@@ -12,19 +12,31 @@ from vllm_processes import HERE, START_SECONDS, free_port
 
 from child_processes import LIMIT
 from flyweight.engines.vllm import VllmEngine
+from live.certificates import made_by_one_authority
 
 
 @pytest.mark.parametrize("over", [pytest.param("unix", marks=pytest.mark.campaign), "tcp"])
-def test_a_sharded_trainer_publishes_without_gathering(server, models, answers, tmp_path, over):
-    token_file = ""
+def test_a_sharded_trainer_publishes_without_gathering_and_encrypted_over_tcp(
+    server, models, answers, tmp_path, over
+):
+    token_file, tls = "", None
     address = f"unix:{tmp_path}/policy"
     if over == "tcp":
         token_file, address = str(tmp_path / "token"), f"tcp://127.0.0.1:{free_port()}"
         Path(token_file).write_text("a-token-of-some-length")
         Path(token_file).chmod(0o600)
+        own, authority = map(str, made_by_one_authority(tmp_path / "tls", "127.0.0.1"))
+        tls = {"certificate": own, "key": own, "authority": authority}
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     words += ["--master-port", str(free_port()), str(HERE / "sharded_trainer.py")]
-    given = [str(server.port), address, token_file, str(models / "A"), str(models / "B")]
+    given = [
+        str(server.port),
+        address,
+        token_file,
+        json.dumps(tls),
+        str(models / "A"),
+        str(models / "B"),
+    ]
     done = subprocess.run(
         words + given,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
