@@ -11,7 +11,10 @@ from child_processes import LIMIT, SPAWN, Child  # noqa: E402
 from flyweight.errors import PeerLost  # noqa: E402
 from flyweight.live.reader import Reader  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
 SHAPES = {
     "large": (300, 1 << 20),
     "odd": (1001, 37),

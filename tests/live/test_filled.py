@@ -162,9 +162,9 @@ def test_a_trainer_killed_or_stopped_in_the_middle_of_a_fill_leaves_the_old_vers
     engine = processes.engine(address, name="engine", transport="filled", shapes=LARGE)
     engine.told()
     check_next_update([trainer], [engine], 1)
-    engine.send(("update", {"timeout_seconds": LIMIT if is_killed else 1}))
+    engine.send(("update", {"timeout_seconds": LIMIT if is_killed else 5}))
     trainer.send(
-        ("publish in the background", 2, {"waiting": 1, "stop_at": point, "timeout_seconds": 5})
+        ("publish in the background", 2, {"waiting": 1, "stop_at": point, "timeout_seconds": LIMIT})
     )
     assert trainer.told() == point
     if is_killed:

@@ -169,7 +169,7 @@ MUTANTS = [
         "live/holder.py",
         "                    error=found.error,\n",
         '                    error="",\n',
-        "tests/live/test_events.py",
+        "tests/live/test_live_events.py",
     ),
     Mutant(
         "a check of live memory finds nothing that differs",

@@ -20,8 +20,25 @@ from flyweight.errors import (
     TransferTimeout,
 )
 from flyweight.ranks.agreement import Ranks
-from flyweight.ranks.file_store import FileStore
 from flyweight.ranks.rendezvous import Rendezvous
+
+
+class Directory:
+    """A store for ranks: each text in a file, which is there as a whole or not at all."""
+
+    def __init__(self, place):
+        self._place = place
+        place.mkdir(exist_ok=True)
+
+    def set(self, key, text, deadline):
+        path = self._place / key.encode().hex()
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(text)
+        fresh.rename(path)
+
+    def get(self, key, deadline):
+        path = self._place / key.encode().hex()
+        return path.read_text() if path.exists() else None
 
 
 def soon(seconds=LIMIT):
@@ -238,7 +255,7 @@ def test_steps_leave_no_thread_and_no_file_behind():
 
 def rank_process(directory, rank, num_ranks, pipe):
     """Take the steps that the test asks for, and say how each ended."""
-    ranks = Ranks(Rendezvous(rank, num_ranks, FileStore(directory), "steps", token="secret"))
+    ranks = Ranks(Rendezvous(rank, num_ranks, Directory(directory), "steps", token="secret"))
     for what, blow in iter(pipe.recv, None):
         ranks.renew() if what == "meet" else None
         work = (lambda blow=blow: os.kill(os.getpid(), blow)) if blow else nothing
