@@ -96,7 +96,7 @@ class Engine:
 
         def update(rank):
             try:
-                self.operations[rank].update(timeout_seconds=0.02, **options)
+                self.operations[rank].update(timeout_seconds=LIMIT, **options)
             except Died:
                 return "died"
             except FlyweightError as error:
