@@ -219,8 +219,12 @@ def test_what_follows_the_proof_in_one_packet_is_the_members(house):
     assert channel.answer(3, Ping, soon())
 
 
-def test_a_door_out_of_files_opens_again(house):
+def test_a_door_out_of_files_opens_again(house, monkeypatch):
+    """Here the limit cannot be raised; `live/test_limits.py` has doors that raise it."""
     import resource
+
+    monkeypatch.setattr("flyweight.host.raise_file_limit", lambda: False)
+    monkeypatch.setattr(door_module, "raise_file_limit", lambda: False)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     waiting = house.wire()
