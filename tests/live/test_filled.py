@@ -40,8 +40,9 @@ def test_staging_is_used_again_for_the_next_version(pair):
 
 
 @pytest.mark.parametrize("point", ["fill", "filled"])
-def test_staging_of_a_fill_that_failed_is_never_used_again(pair, point):
+def test_staging_of_a_fill_that_failed_is_never_used_again(pair, point, monkeypatch):
     """FAULTS 8: what a holder may write late belongs to one attempt."""
+    monkeypatch.setattr("flyweight.live.publisher.RECLAIM_SECONDS", 0.2)
     source, weights, sink, arrays = pair
     check_both(source, weights, (sink, arrays))
     before, may_write, has_written = staging_of(sink).start, threading.Event(), threading.Event()

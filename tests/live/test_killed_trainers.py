@@ -42,7 +42,10 @@ def engine(address, transport, pipe):
 
 @pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
 @pytest.mark.parametrize("keep", [None, "in_place", "memory"])
-@pytest.mark.parametrize("trials", [6, pytest.param(300, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "trials",
+    [pytest.param(6, marks=pytest.mark.check), pytest.param(300, marks=pytest.mark.campaign)],
+)
 def test_a_trainer_killed_at_a_random_time(transport, keep, trials):
     address, chance, counts = free_address(), random.Random(SEED), {}
     make = shared if transport == "mapped" else plain
