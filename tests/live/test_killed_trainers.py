@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from campaign import SEED
-from child_processes import FORK, Child
+from child_processes import FORK, LIMIT, Child
 from flyweight.errors import FlyweightError
 from flyweight.live import Publisher, Replica
 from live.live_processes import TOKEN, Part, free_address, plain, shared
@@ -19,7 +19,7 @@ def trainer(address, keep, make, version, pipe):
     with Publisher(part.model, address, token=TOKEN, keep=keep) as publisher:
         part.fill(version)
         pipe.send("ready")
-        publisher.publish(version, num_replicas=1, timeout_seconds=20)
+        publisher.publish(version, num_replicas=1, timeout_seconds=LIMIT)
         publisher.withdraw()
         while True:  # goes on to train, until it is killed
             version += 1000
@@ -29,10 +29,10 @@ def trainer(address, keep, make, version, pipe):
 def engine(address, transport, pipe):
     part = Part(SHAPES)
     with Replica(part.model, address, token=TOKEN, transport=transport) as replica:
-        while pipe.recv() == "update":
+        while (seconds := pipe.recv()) is not None:
             error = None
             try:
-                replica.update(timeout_seconds=0.5)
+                replica.update(timeout_seconds=seconds)
             except FlyweightError as found:
                 error = str(found)
             version = replica.version
@@ -54,7 +54,7 @@ def test_a_trainer_killed_at_a_random_time(transport, keep, trials):
         for trial in range(1, trials + 1):
             with Child(trainer, address, keep, make, trial, context=FORK) as source:
                 source.told()
-                replica.send("update")
+                replica.send(0.5 if trial > 1 else LIMIT)
                 if trial > 1:  # the first one lives, so that there is an old version
                     threading.Event().wait(chance.uniform(0, 0.04))  # when to kill it
                     source.kill()
@@ -71,8 +71,8 @@ def test_a_trainer_killed_at_a_random_time(transport, keep, trials):
                 held = version
         with Child(trainer, address, keep, make, 999, context=FORK) as source:
             source.told()
-            replica.send("update")
+            replica.send(LIMIT)
             version, is_complete, error, _ = replica.told()
             assert (version, is_complete) == (999, True), error
-        replica.send("end")
+        replica.send(None)
     assert counts.get("new", 0) > 0, counts
