@@ -275,4 +275,6 @@ def test_two_hundred_updates_grow_nothing(tmp_path, collected):
         assert holds(arrays, 199)
         assert holds(read, 199)
         assert relay.holder is not None
-        until(lambda: all(counted()[kind] <= before[kind] for kind in before))
+        # Which of the readers and the relay fetch from each other, by connections that they keep,
+        # depends on who asks first. What each update left behind would be 189 of a kind.
+        until(lambda: all(counted()[kind] <= before[kind] + 10 for kind in before))
