@@ -37,6 +37,8 @@ from flyweight.transports.channel import Message, Messages
 from flyweight.transports.device_segments import DeviceHandle
 from flyweight.transports.segments import Places
 
+Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+"""How long something may take: never NaN, a deadline that no clock reaches."""
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Key = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
 
@@ -112,7 +114,7 @@ class Wait(Message, frozen=True):
     have: PublishId | None
     may_keep: bool
     """Answer at once if `have` is the newest."""
-    seconds: float
+    seconds: Seconds
 
 
 class Available(Message, frozen=True):
@@ -155,7 +157,7 @@ class Lease(Message, frozen=True):
     can_map: bool
     layouts: tuple[str, ...]
     """The layouts that the reader has mapped."""
-    seconds: float
+    seconds: Seconds
     """How long to wait for a version that is on its way to the holder."""
     can_pull: bool = False
     """Whether ranges are to be pulled by NIXL."""
@@ -172,7 +174,7 @@ class Layout(Message, frozen=True):
 class Leased(Message, frozen=True):
     id: PublishId
     rank: int
-    seconds: float
+    seconds: Seconds
     """How long the holder keeps the memory still, at least."""
     digests: tuple[bytes, ...]
     """For each kind, the digest of each of its rows; empty if the trainer does not verify."""
@@ -188,7 +190,7 @@ class Read(Message, frozen=True):
     kind: str
     start: int
     nbytes: int
-    seconds: float
+    seconds: Seconds
     """How long to wait for bytes that are on their way to the holder."""
     slot: int | None = None
     """The reader can pull the bytes, and now pulls nothing from this slot of its own."""
@@ -228,7 +230,7 @@ class Fill(Message, frozen=True):
     kind: str
     memory: int
     at: int
-    seconds: float
+    seconds: Seconds
 
 
 class Filled(Message, frozen=True):
@@ -239,7 +241,7 @@ class TakeRing(Message, frozen=True):
     """Let the leased stream come through a ring on a device."""
 
     device: Text
-    seconds: float
+    seconds: Seconds
 
 
 class Ringed(Message, frozen=True):
@@ -253,7 +255,7 @@ class Pack(Message, frozen=True):
 
     kind: str
     bucket: int
-    seconds: float
+    seconds: Seconds
 
 
 class Packed(Message, frozen=True):
@@ -261,7 +263,7 @@ class Packed(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    seconds: float
+    seconds: Seconds
 
 
 class Released(Message, frozen=True):
@@ -299,7 +301,7 @@ class Post(Message, frozen=True):
 
 class Look(Message, frozen=True):
     key: Text
-    seconds: float
+    seconds: Seconds
 
 
 class Posted(Message, frozen=True):
@@ -318,7 +320,7 @@ class ReplicaNews(Table, frozen=True):
     pid: int
     state: str
     version: int | None
-    seconds: float
+    seconds: Seconds
     error: str
 
 
