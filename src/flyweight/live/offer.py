@@ -174,7 +174,8 @@ class Offer:
 
     @property
     def lease_seconds(self) -> float:
-        return self._least_seconds if self._until is None else self._until - monotonic()
+        left = self._least_seconds if self._until is None else self._until - monotonic()
+        return max(left, 0.0)
 
     def mappable(self, rank: int) -> tuple[Placed, BufferTable] | None:
         placed = self.memory.placed
