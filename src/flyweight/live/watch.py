@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from flyweight.checks import check_seconds
-from flyweight.errors import HandleGone, PeerLost
+from flyweight.errors import HandleGone, PeerLost, TransferTimeout, TransportError
 from flyweight.live.messages import News, Watch
 from flyweight.live.reader import Identity, open_channel, with_newest_token
 from flyweight.transports.address import parse_address
@@ -60,6 +60,7 @@ def watch(
 def _begun(address: str, me: Identity, deadline: float) -> tuple[Channel, News]:
     """Return a connection to a publisher, once there is one, and its first news."""
     place = parse_address(address)
+    last: TransportError | None = None
     while True:
         try:
             _, channel = with_newest_token(
@@ -70,7 +71,12 @@ def _begun(address: str, me: Identity, deadline: float) -> tuple[Channel, News]:
             except BaseException:
                 channel.close()
                 raise
+        except TransferTimeout as error:  # a try that began too late says less than the one before
+            if last is None:
+                raise
+            raise PeerLost(f"no publisher answers at {address}: {last}") from error
         except (PeerLost, HandleGone) as error:
+            last = error
             if monotonic() + _RETRY_SECONDS > deadline:
                 raise PeerLost(f"no publisher answers at {address}: {error}") from error
         sleep(_RETRY_SECONDS)
