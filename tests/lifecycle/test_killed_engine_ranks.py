@@ -73,7 +73,7 @@ def engine_rank(address, directory, rank, pipe):
         fallback=[f"{directory}/run"],
     )
     operations = Operations(engine, replica, ranks)
-    replicas.COPY_SECONDS = 0.0  # then it is the time of the update
+    replicas.COPY_SECONDS = LIMIT / 3  # or the time of the update, if that is longer
     pipe.send("ready")
 
     def stop():
