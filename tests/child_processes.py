@@ -23,6 +23,8 @@ SPAWN = multiprocessing.get_context("spawn")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in the background so, and what tests interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 LIMIT = 60.0
 """Seconds after which a wait for something that must happen counts as a hang."""
