@@ -55,7 +55,7 @@ def _id(publisher, version):
 
 def staged(replica):
     """Return the staging that others may fetch from a replica: its memory and its version."""
-    (found,) = replica._shelf._offers.values()
+    (found,) = replica._link.shelf._offers.values()
     return found
 
 

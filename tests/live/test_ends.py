@@ -98,7 +98,7 @@ def test_a_connection_that_ends_in_the_middle_of_an_update_leaves_all_of_it_or_n
     source, weights, sink, arrays = pair
     with in_background(sink.update, timeout_seconds=LIMIT) as result:
         until(lambda: source.waiting)
-        with at(point, once(lambda: sink._session.front.channel.shut())):
+        with at(point, once(lambda: sink._link.session.front.channel.shut())):
             source.publish(1, timeout_seconds=LIMIT)
             found = result()
     is_error = isinstance(found, FlyweightError)

@@ -21,7 +21,7 @@ from flyweight.errors import (
     TransportError,
     VersionError,
 )
-from flyweight.live import Publisher, fetch, incoming, publisher, reader
+from flyweight.live import Publisher, fetch, incoming, messages, publisher, reader
 from flyweight.live.incoming import Incoming
 from flyweight.live.reader import Reader
 from live.live_processes import TOKEN, at, once
@@ -133,9 +133,9 @@ def test_both_sides_must_have_worked_out_the_same_plan(pair, monkeypatch):
     """FAULTS 3; invariant 4."""
     source, weights, sink, arrays = pair("mapped", keep="memory")
     source.publish(1)
-    sink._session.close()
+    sink._link.session.close()
     with monkeypatch.context() as patch:
-        patch.setattr(reader.Planned, "kind", property(lambda self: "another"), raising=False)
+        patch.setattr(messages.Planned, "kind", property(lambda self: "another"), raising=False)
         with pytest.raises(PlanError, match="has plan another, this reader"):
             sink.update(timeout_seconds=LIMIT)
     assert holds(arrays, 0)
@@ -190,7 +190,7 @@ def test_copies_that_were_prepared_for_a_failed_attempt_are_thrown_away(
         patch.setattr(incoming, "check_digests", raising(wrong))
         with pytest.raises(DigestMismatch):
             sink.update(timeout_seconds=LIMIT, before=closed.append)
-    assert not sink._session._copies
+    assert not sink._link.session._copies
     assert sink.update(timeout_seconds=LIMIT).version == 1
     assert holds(arrays, 1)
     check_next_update(source, weights, (sink, arrays))
@@ -234,12 +234,12 @@ def test_staging_memory_comes_back_only_without_leases_even_after_ctrl_c(pair, m
             fill(weights, 2)
             source.publish(2)
             with monkeypatch.context() as patch:
-                condition = parent._shelf._changed
+                condition = parent._link.shelf._changed
                 patch.setattr(condition, "wait_for", raising(KeyboardInterrupt()))
                 with pytest.raises(KeyboardInterrupt):
                     parent.update(timeout_seconds=LIMIT)
-            assert not parent._shelf._leases.readers(staging.id)
-            assert staging.memory not in parent._session._memory.values()  # it is the shelf's
+            assert not parent._link.shelf._leases.readers(staging.id)
+            assert staging.memory not in parent._link.session._memory.values()  # it is the shelf's
             assert parent.update(timeout_seconds=LIMIT).version == 2
             may_go_on.set()
             assert getattr(result(), "version", 1) in (1, 2), result()
@@ -306,9 +306,9 @@ def test_a_replica_that_is_sent_to_its_own_address_goes_elsewhere(pair, monkeypa
         find = type(sink)._find
 
         def found(self, *arguments, **options):
-            id, available = find(self, *arguments, **options)
-            here = self._holder.endpoint
-            return id, reader.Available(id, None, {}, (here, *available.holders))
+            incoming, available = find(self, *arguments, **options)
+            holders = self._link.holder.endpoint, *available.holders
+            return incoming, messages.Available(incoming.id, None, {}, holders)
 
         patch.setattr(type(sink), "_find", found)
         patch.setattr(fetch, "STALL_SECONDS", 0.5)
@@ -371,13 +371,13 @@ def test_connections_of_a_session_live_and_die_together(pair):
     source, weights, sink, arrays = pair("mapped", keep="memory")
     source.publish(1)
     sink.update(timeout_seconds=LIMIT)
-    session = sink._session
+    session = sink._link.session
     front = session.front
-    another = Reader.connect(front.endpoint, sink._me, monotonic() + LIMIT, session=session.id)
+    another = Reader.connect(front.endpoint, sink._link.me, monotonic() + LIMIT, session=session.id)
     session._ranks[1] = another  # as if the trainer had another rank
     another.channel.shut()  # as a timeout does
     check_next_update(source, weights, (sink, arrays))
-    assert sink._session is not session
+    assert sink._link.session is not session
 
 
 @pytest.mark.parametrize("transport", WAYS)
@@ -431,7 +431,7 @@ def test_a_forked_child_closes_its_sockets_and_nothing_of_its_parent(pair, trans
     sink.update(timeout_seconds=LIMIT)
     child = os.fork()
     if child == 0:
-        is_closed = sink._session.front.channel.wire.fileno() < 0
+        is_closed = sink._link.session.front.channel.wire.fileno() < 0
         source.close()
         sink.close()
         os._exit(0 if is_closed else 1)

@@ -125,7 +125,7 @@ def test_a_reader_that_leaves_in_the_middle_of_a_fill_costs_the_trainer_nothing(
         leaver = stack.enter_context(reader(arrays, source.address, "filled", name="leaver"))
         source.publish(1)
         with (
-            at("fill", once(leaver._session.front.channel.shut)),
+            at("fill", once(leaver._link.session.front.channel.shut)),
             in_background(leaver.update, timeout_seconds=LIMIT) as result,
         ):
             assert isinstance(result(), TransportError)

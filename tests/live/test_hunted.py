@@ -255,7 +255,7 @@ def test_a_lease_whose_digests_fail_is_over(monkeypatch, transport):
             patch.setattr(Offer, "digests", fail)
             with pytest.raises(FlyweightError, match="digests took too long"):
                 sink.update(timeout_seconds=LIMIT)
-        source.shelf.withdraw(source.shelf.newest)
+        source.withdraw()
         assert is_free(source, 0)
         check_next_update(source, weights, (sink, arrays))
 
@@ -419,8 +419,8 @@ def test_a_version_that_comes_late_has_all_the_time_to_be_fetched(monkeypatch):
     weights, arrays = model(1), model()
     find = Replica._find
 
-    def late(self, session, have, options, deadline, **more):
-        found = find(self, session, have, options, deadline, **more)
+    def late(self, options, deadline, **more):
+        found = find(self, options, deadline, **more)
         until(lambda: monotonic() > deadline)
         return found
 

@@ -123,7 +123,7 @@ def test_the_models_own_memory_is_offered_until_it_is_withdrawn(transport):
         late_arrays = model()
         with reader(late_arrays, source.address, transport, name="late") as late:
             if transport == "mapped":
-                with pytest.raises(TransferTimeout, match="had no version"):
+                with pytest.raises(TransferTimeout, match="no version"):
                     late.update(timeout_seconds=0.3)
                 assert holds(late_arrays, 0)
             else:  # from the first one's staging

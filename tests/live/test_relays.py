@@ -42,7 +42,7 @@ def test_engines_of_several_kinds_map_what_a_relay_has_staged(tmp_path, scheme):
             for version in (1, 2, 3):
                 fill(source, version)
                 report, found = taken(publisher, version, one, two, num_replicas=1)
-                assert [each.name for each in report.replicas] == [relay._me.name]
+                assert [each.name for each in report.replicas] == [relay._link.me.name]
                 assert [each.transport for each in found] == ["mapped", "mapped"]
                 assert [each.verified for each in found] == ["live", "live"]
                 assert holds(whole, version)

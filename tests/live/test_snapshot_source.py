@@ -3,28 +3,15 @@
 import json
 import os
 import struct
-from time import monotonic
 
 import numpy as np
 import pytest
 
 import flyweight as fw
 from child_processes import LIMIT
-from flyweight.digest import digest
-from flyweight.errors import (
-    ChecksumMismatch,
-    FlyweightError,
-    SpecError,
-    TransferTimeout,
-    TransportError,
-    VersionError,
-)
-from flyweight.live import Publisher, Replica, stored_offer
-from flyweight.live.catalog import Catalog, Devices
-from flyweight.live.plan import Wanted, make_plan
-from flyweight.live.publish_id import PublishId
-from flyweight.live.stored_offer import StoredModel, StoredOffer
-from flyweight.plans.copy_table import BoxTable
+from flyweight.errors import FlyweightError, SpecError, VersionError
+from flyweight.live import Publisher, Replica
+from flyweight.live.source import PublishedFiles
 from live.live_processes import TOKEN, free_address
 
 TIMES = {"timeout_seconds": LIMIT}
@@ -70,12 +57,6 @@ def file_of(run, version):
     return found
 
 
-@pytest.fixture(autouse=True)
-def several_reads(monkeypatch):
-    """Have the larger tensors read in parts."""
-    monkeypatch.setattr(stored_offer, "_READ_BYTES", 1 << 20)
-
-
 @pytest.mark.parametrize("transport", ["auto", "filled", "read"])
 @pytest.mark.parametrize("verify", [True, False])
 def test_replicas_take_a_snapshot_at_once_and_late(run, transport, verify):
@@ -87,19 +68,14 @@ def test_replicas_take_a_snapshot_at_once_and_late(run, transport, verify):
                 report = sink.update(**TIMES)
                 assert same(target, content(7))
                 assert (report.version, report.parent) == (7, stored.manifest.parent)
-                assert report.transport == {"auto": "filled"}.get(transport, transport)
+                assert report.transport == {"auto": "mapped"}.get(transport, transport)
                 assert report.verified == ("live" if verify else "nothing")
                 assert sink.update(may_keep=True, **TIMES) == report
         with pytest.raises(SpecError, match="without a publish"):
             source.publish(8)
-        with (
-            replica(blank(content(7)), source, transport="mapped") as sink,
-            pytest.raises(TransportError, match="cannot be mapped"),
-        ):
-            sink.update(**TIMES)
 
 
-@pytest.mark.parametrize("transport", ["filled", "read"])
+@pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
 def test_ranks_of_a_tensor_parallel_engine_take_their_parts_of_a_snapshot(run, transport):
     model = content(7)
     cuts = {"embed": 0, "w": 1, "e": 2}
@@ -119,7 +95,7 @@ def test_ranks_of_a_tensor_parallel_engine_take_their_parts_of_a_snapshot(run, t
             assert same({name: each.tensor for name, each in target.items()}, wanted)
 
 
-@pytest.mark.parametrize("transport", ["filled", "read"])
+@pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
 def test_a_replica_takes_a_snapshot_in_other_dtypes(tmp_path, transport):
     torch = pytest.importorskip("torch")
     model = {"w": torch.randn(2000, 1100), "b": torch.randn(7), "n": torch.arange(5)}
@@ -137,7 +113,7 @@ def test_a_replica_takes_a_snapshot_in_other_dtypes(tmp_path, transport):
     assert all(torch.equal(target[name], model[name].to(target[name].dtype)) for name in model)
 
 
-@pytest.mark.parametrize("transport", ["filled", "read"])
+@pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
 @pytest.mark.parametrize("format", ["hf", "dcp", "pdparams"])
 def test_a_checkpoint_without_a_number_or_digests_is_published_by_the_one_that_is_given(
     run, tmp_path, format, transport
@@ -164,36 +140,30 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("transport", ["filled", "read"])
 @pytest.mark.parametrize("fault", DAMAGES)
-@pytest.mark.parametrize("when", ["before its digests", "after its digests"])
-def test_a_damaged_file_fails_the_update_by_name_and_leaves_the_old_version(
-    run, transport, fault, when
-):
+def test_a_damaged_file_is_never_published(run, fault):
     address, target = free_address(), blank(content(7))
     options, (damage, text) = {"token": TOKEN, **TIMES}, DAMAGES[fault]
-    with Replica(target, address, token=TOKEN, transport=transport) as sink:
+    with Replica(target, address, token=TOKEN) as sink:
         with fw.open(run, version=6) as stored, Publisher(stored, address, **options):
             sink.update(**TIMES)
-        with fw.open(run, version=7) as stored, Publisher(stored, address, **options) as source:
-            if when == "after its digests":
-                with replica(blank(content(7)), source, transport=transport) as other:
-                    other.update(**TIMES)
+        with fw.open(run, version=7) as stored:
             path = file_of(run, 7)
             damage(path, path.read_bytes().index(content(7)["w"].tobytes()) + 99)
             with pytest.raises(FlyweightError, match=text):
-                sink.update(**TIMES)
-            assert (str(sink.state), sink.version) == ("READY", 6)
-            assert same(target, content(6))
+                Publisher(stored, address, **options)
+        assert (str(sink.state), sink.version) == ("READY", 6)
+        assert same(target, content(6))
 
 
-def offered(stored, boxes, kind):
-    """Return an offer of a checkpoint, and the plan of a reader that wants these boxes."""
-    catalog, _ = Catalog.joined([StoredModel(stored, 1).table(0)])
-    devices = Devices(("",), np.zeros(len(boxes), np.int64))
-    plan = make_plan(catalog, Wanted(boxes, np.full(len(boxes), -1), devices, kind))
-    offer = StoredOffer(PublishId("1", 1), stored, catalog.names, should_verify=True)
-    return offer, plan
+@pytest.mark.parametrize("transport", ["mapped", "filled", "read"])
+def test_what_happens_to_files_that_are_published_costs_replicas_nothing(run, transport):
+    target = blank(content(7))
+    with fw.open(run) as stored, publisher(stored) as source:
+        os.truncate(file_of(run, 7), 0)
+        with replica(target, source, transport=transport) as sink:
+            assert sink.update(**TIMES).verified == "live"
+        assert same(target, content(7))
 
 
 @pytest.fixture
@@ -214,57 +184,12 @@ def packed(tmp_path):
     return tmp_path / "model.safetensors", found
 
 
-def test_any_range_of_the_stream_is_read_and_boxes_of_tensors_too(packed):
+def test_tensors_of_elements_of_six_bits_are_read_too(packed):
     path, wanted = packed
     with fw.open(path) as stored:
-        whole = BoxTable.whole(stored.manifest.tensors.values())
-        offset, shape = whole.offset.copy(), whole.shape.copy()
-        offset[2], shape[2] = (0, 3, 7), (1, 29, 21)  # without its edges
-        shape[0] = (5, 4, 6)  # eight of sixteen elements of six bits
-        offer, plan = offered(stored, BoxTable(whole.tensor, offset, shape), "xxh3")
-        rows = [
-            wanted["a"].reshape(5, 4, 12)[..., :6].tobytes(),
-            wanted["b"].tobytes(),
-            wanted["c"].view(np.float32).reshape(40, 30)[3:32, 7:28].tobytes(),
-        ]
-        stream = b"".join(rows)
-        assert plan.streams[0].total == len(stream)
-        for start in range(0, len(stream), 97):
-            for nbytes in (1, 5, 64, 1000, len(stream)):
-                stop = min(start + nbytes, len(stream))
-                (found,) = offer.parts(plan, 0, start, stop)
-                assert found.tobytes() == stream[start:stop], (start, stop)
-        sink = np.zeros(len(stream), np.uint8)
-        offer.copies(plan, 0, sink).start(should_digest=False)(monotonic() + LIMIT)
-        assert sink.tobytes() == stream
-        digests, _ = offer.digests(plan, 0, monotonic() + LIMIT)
-        expected = [digest(np.frombuffer(row, np.uint8), "xxh3") for row in rows]
-        assert np.frombuffer(digests, "<u8").tolist() == expected
-
-
-def test_digests_go_on_where_they_were_interrupted_and_are_known_for_whole_tensors(run):
-    with fw.open(run) as stored:
-        whole = BoxTable.whole(stored.manifest.tensors.values())
-        model = content(7)
-        expected = [model[name] for name in stored.manifest.tensors if model[name].size]
-        for kind in ("xxh3", "words"):
-            offer, plan = offered(stored, whole, kind)
-            if kind == "words":  # those of whole tensors are in the manifest
-                os.truncate(file_of(run, 7), 0)
-            else:
-                path = file_of(run, 7)
-                before = path.read_bytes()
-                flip(path, before.index(model["w"].tobytes()) + 99)
-                with pytest.raises(ChecksumMismatch, match="'w'"):
-                    offer.digests(plan, 0, monotonic() + LIMIT)
-                with open(path, "r+b") as file:
-                    file.write(before)
-                with pytest.raises(TransferTimeout, match="not computed in time"):
-                    offer.digests(plan, 0, monotonic())
-            digests, _ = offer.digests(plan, 0, monotonic() + LIMIT)
-            flat = [np.frombuffer(each.tobytes(), np.uint8) for each in expected]
-            found = np.frombuffer(digests, "<u8").tolist()
-            assert found == [digest(each, kind) for each in flat]
+        table = PublishedFiles.of(stored, 1).read().table
+        for row, name in enumerate(stored.manifest.tensors):
+            assert table.buffer(row).flat().tobytes() == wanted[name].tobytes()
 
 
 def test_one_publisher_serves_files(run, tmp_path):

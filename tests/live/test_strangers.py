@@ -16,6 +16,7 @@ from flyweight.errors import (
 )
 from flyweight.live import Publisher, Replica
 from flyweight.live.messages import (
+    Current,
     Data,
     Done,
     Fill,
@@ -24,19 +25,16 @@ from flyweight.live.messages import (
     Lease,
     Leased,
     Mistrust,
-    NotYet,
     Read,
     Release,
     Released,
-    Share,
-    Shared,
     Wait,
     Welcome,
 )
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, Reader, open_channel
 from flyweight.live.tracker import Result
-from flyweight.transports.address import parse_address, this_host
+from flyweight.transports.address import Endpoint, parse_address, this_host
 from flyweight.transports.segments import Segment
 from live.live_processes import TOKEN
 from live.one_process import check_next_update, holds, model, reader
@@ -90,7 +88,7 @@ OUT_OF_TURN = [
     Wait(None, None, None, False, 0.0),
     Lease(ID, ("x",), 0, False, (), 0.0),
     Read("x", 0, 1, 0.0),
-    Fill("x", 0, 0, 0.0),
+    Fill("x", 0, 0.0),
     Release(0.0),
 ]
 
@@ -99,7 +97,7 @@ OUT_OF_TURN = [
 def test_what_comes_before_join_is_refused(source, message):
     channel, deadline = connection(source)
     with pytest.raises(FlyweightError):
-        channel.call(message, NotYet, deadline)
+        channel.call(message, Current, deadline)
     channel.close()
     check_works(source)
 
@@ -108,7 +106,7 @@ def test_what_comes_before_join_is_refused(source, message):
 def test_what_comes_out_of_turn_is_refused(source, message):
     channel, deadline, _ = joined(source)
     with pytest.raises(FlyweightError):
-        channel.call(message, NotYet, deadline)
+        channel.call(message, Current, deadline)
     channel.close()
     check_works(source)
 
@@ -123,14 +121,14 @@ def check_works(source):
 def test_a_holder_answers_no_message_that_only_holders_send(source):
     channel, deadline, _ = joined(source)
     with pytest.raises(TransportError, match="sent Filled, which a holder sends"):
-        channel.call(Filled(), NotYet, deadline)
+        channel.call(Filled(), Current, deadline)
     channel.close()
 
 
 def leased(source, transport="read"):
     """Return a reader that has a lease of version 1, its plan, and a deadline."""
     sink = reader(model(), source.address, transport, name="spy")
-    session, deadline = sink._session, monotonic() + LIMIT
+    session, deadline = sink._link.session, monotonic() + LIMIT
     asked = session.front.ask_lease(
         source.shelf.newest, [session.plan.kind], 0, deadline, can_map=False
     )
@@ -159,33 +157,41 @@ def test_a_rank_that_has_nothing_of_the_plan_cannot_be_leased(source):
 def test_memory_that_is_shared_is_checked_before_it_is_written(source):
     sink, channel, plan, deadline = leased(source, "filled")
     with sink:
-        segment = Segment.allocate(100, is_writable_by_readers=True)
+        small, large = (
+            Segment.allocate(nbytes, is_writable_by_readers=True) for nbytes in (100, 1 << 20)
+        )
 
-        def shared(files, nbytes):
-            frame = channel.answer(channel.ask(Share(nbytes), deadline, files), Shared, deadline)
-            return frame.message.number
+        def fill(files, nbytes):
+            return channel.call(Fill(plan.kind, nbytes, LIMIT), Filled, deadline, files)
 
         with pytest.raises(SpecError, match="0 files came"):
-            shared((), 100)
+            fill((), 1 << 20)
         with pytest.raises(TransportError, match="its segment"):
-            shared(segment.files, 1 << 20)
-        number = shared(segment.files, 100)
+            fill(small.files, 1 << 20)
         with pytest.raises(SpecError, match="do not fit into memory of 100 bytes"):
-            channel.call(Fill(plan.kind, number, 0, 1.0), Filled, deadline)
-        with pytest.raises(SpecError, match="of 1 cannot be filled"):
-            channel.call(Fill(plan.kind, 5, 0, 1.0), Filled, deadline)
+            fill(small.files, 100)
         with open("/dev/null") as other, pytest.raises(TransportError):
-            shared((other.fileno(),), 10)
+            fill((other.fileno(),), 1 << 20)
+        assert fill(large.files, 1 << 20) == Filled()
+        assert fill((), 1 << 20) == Filled()  # the same once more
+        assert large.bytes[: plan.nbytes].any()
+        assert not small.bytes.any()
     check_works(source)
 
 
 def test_files_and_memory_that_are_shared_are_bounded(source):
-    sink, channel, _, deadline = leased(source, "filled")
+    sink, channel, plan, deadline = leased(source, "filled")
     with sink:
-        segment = Segment.allocate(100, is_writable_by_readers=True)
-        with pytest.raises(SpecError, match="64 of at most 64 were shared before"):
-            for _ in range(100):
-                channel.answer(channel.ask(Share(100), deadline, segment.files), Shared, deadline)
+        before = resources()
+        for _ in range(20):
+            segment = Segment.allocate(1 << 20, is_writable_by_readers=True)
+            fill = Fill(plan.kind, segment.nbytes, LIMIT)
+            channel.call(fill, Filled, deadline, segment.files)
+            del segment
+        gc.collect()
+        now = resources()
+        assert len(now["files"]) <= len(before["files"])
+        assert now["mapped"] <= before["mapped"] + 1  # the last one
 
 
 def test_a_lease_can_be_released_once(source):
@@ -203,8 +209,8 @@ def test_what_a_reader_says_of_others_costs_them_nothing(source):
         sink.update(timeout_seconds=LIMIT)
         channel, deadline, _ = joined(source)
         newest = source.shelf.newest
-        channel.send(Mistrust(newest, sink.serves_at), deadline)
-        channel.send(Mistrust(ID, "nowhere"), deadline)
+        channel.send(Mistrust(newest, sink._link.holder.endpoint), deadline)
+        channel.send(Mistrust(ID, Endpoint("", "", "nowhere:1")), deadline)
         channel.send(Done(newest, Result("engine", error="it lies")), deadline)
         channel.send(Done(ID, Result("engine", error="it lies")), deadline)
         late_arrays = model()

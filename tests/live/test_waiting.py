@@ -101,7 +101,7 @@ def test_may_keep_is_answered_at_once_by_the_last_report(pair):
     report = sink.update(timeout_seconds=LIMIT)
     assert sink.update(may_keep=True, timeout_seconds=600) is report
     assert sink.update(1, timeout_seconds=600) is report
-    with pytest.raises(TransferTimeout, match="is the newest at"):
+    with pytest.raises(TransferTimeout, match="is the newest"):
         sink.update(timeout_seconds=0.2)
     assert sink.version == 1
     source.withdraw()
@@ -121,7 +121,7 @@ def test_a_version_that_is_held_is_confirmed_after_newer_ones_and_keeps_no_other
     source.publish(2)
     assert sink.update(1, timeout_seconds=600) is report
     assert sink.update(2, may_keep=True, timeout_seconds=LIMIT).version == 2
-    with pytest.raises(VersionError, match="version 1 cannot come any more"):
+    with pytest.raises(VersionError, match="version 1 .*cannot come any more"):
         sink.update(1, may_keep=True, timeout_seconds=600)  # though it holds the newest
     assert holds(arrays, 2)
 
@@ -129,7 +129,7 @@ def test_a_version_that_is_held_is_confirmed_after_newer_ones_and_keeps_no_other
 def test_a_version_that_cannot_come_any_more_is_refused_at_once(pair):
     source, weights, sink, arrays = pair
     source.publish(5)
-    with pytest.raises(VersionError, match="version 3 cannot come any more"):
+    with pytest.raises(VersionError, match="version 3 .*cannot come any more"):
         sink.update(3, timeout_seconds=600)
     check_next_update(source, weights, (sink, arrays))
 
@@ -148,7 +148,7 @@ def test_a_version_that_is_asked_for_is_waited_for(pair):
 
 def test_no_version_in_time_changes_nothing(pair):
     source, weights, sink, arrays = pair
-    with in_time(0.3), pytest.raises(TransferTimeout, match="had no version"):
+    with in_time(0.3), pytest.raises(TransferTimeout, match="no version"):
         sink.update(timeout_seconds=0.3)
     assert str(sink.state) == "EMPTY"
     check_next_update(source, weights, (sink, arrays))
@@ -287,7 +287,7 @@ def test_an_engine_that_maps_is_nobodys_source(monkeypatch):
         later_arrays = model()
         with (
             reader(later_arrays, source.address, "mapped", name="later") as later,
-            pytest.raises(TransferTimeout, match="had no version"),
+            pytest.raises(TransferTimeout, match="no version"),
         ):
             later.update(timeout_seconds=0.3)
         check_next_update(source, weights, (first, arrays))

@@ -340,8 +340,8 @@ def test_memory_that_a_process_may_still_write_is_given_up(over_tcp, monkeypatch
         with reader(sink, publisher.address, transport) as replica:
             check_all(publisher, weights, (replica, sink))
             assert replica.report.transport == "rdma"
-            version, session = replica.version, replica._session
-            (memory,) = [each.memory for each in replica._shelf._offers.values()]
+            version, session = replica.version, replica._link.session
+            (memory,) = [each.memory for each in replica._link.shelf._offers.values()]
             pulling = nixl_processes(os.getpid())["pull"]
             os.kill(pulling, signal.SIGSTOP)
             publisher.publish(version + 1)
@@ -352,9 +352,9 @@ def test_memory_that_a_process_may_still_write_is_given_up(over_tcp, monkeypatch
                     replica.update(timeout_seconds=LIMIT)
                 assert replica.version == version
             check_all(publisher, weights, (replica, sink))
-            (after,) = [each.memory for each in replica._shelf._offers.values()]
+            (after,) = [each.memory for each in replica._link.shelf._offers.values()]
             assert after is not memory
-            assert replica._session is not session
+            assert replica._link.session is not session
             until(lambda: not os.path.exists(f"/proc/{pulling}"))
 
 

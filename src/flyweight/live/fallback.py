@@ -13,15 +13,19 @@ from dataclasses import dataclass
 
 from flyweight.errors import FormatError, SpecError, StoreError, VersionError
 from flyweight.formats.stored import Stored
+from flyweight.live.messages import Done, Mistrust, Staged
+from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
 from flyweight.live.target import LoaderTarget, ModelTarget
 from flyweight.ports import UpdateOptions
 from flyweight.transports.address import Address, parse_address
 from flyweight.verbs.find import PathLike, open_source
-from flyweight.verbs.load import Extra, LoadReport, check_loadable, load
+from flyweight.verbs.load import Extra, check_loadable, load
 from flyweight.verbs.load_by import load_by, showing_progress
 
 _SCHEMES = ("unix:", "tcp:")
+_SLOW_BYTES = 64 << 20
+"""Files are expected to be read at so many bytes in a second, at least."""
 
 
 def sorted_out(fallback: Sequence[PathLike]) -> tuple[list[Address], list[str]]:
@@ -98,22 +102,51 @@ def check_fits(found: StoredVersion, target: ModelTarget | LoaderTarget) -> None
     )
 
 
-def load_stored(
-    found: StoredVersion, target: ModelTarget | LoaderTarget, show: Callable[[float], None]
-) -> LoadReport:
-    """Fill the model from files, or hand their tensors to the loader."""
-    if isinstance(target, LoaderTarget):
-        return load_by(target.loader, found.stored, show)
-    with showing_progress(show):
-        report = load(
-            found.stored,
-            into=target.thing,
-            layout=target.layout,
-            rank=target.rank,
-            extra=_extra(target),
-        )
-    target.look_again()
-    return report
+class StoredIncoming:
+    """A version in files on its way into a model or a loader: what `Incoming` is for memory."""
+
+    transport = "files"
+    verify_seconds, overflows = 0.0, 0
+
+    def __init__(self, found: StoredVersion, target: ModelTarget | LoaderTarget) -> None:
+        self.id, self.verified = found.id, found.verified
+        self._stored, self._target = found.stored, target
+        self.about = About(found.stored.manifest.parent)
+        self.nbytes = found.stored.manifest.nbytes
+        self.read_seconds = self.nbytes / _SLOW_BYTES
+        self.unused: tuple[str, ...] = ()
+        self.progress = 0.0
+
+    def check_time(self, deadline: float) -> None:
+        """Do nothing: files stay."""
+
+    def copy(self, deadline: float, check: Callable[[], None]) -> None:
+        """Fill the model, or hand the tensors to the loader."""
+        check()
+        target = self._target
+
+        def show(done: float) -> None:
+            self.progress = done
+
+        if isinstance(target, LoaderTarget):
+            report = load_by(target.loader, self._stored, show)
+        else:
+            with showing_progress(show):
+                report = load(
+                    self._stored,
+                    into=target.thing,
+                    layout=target.layout,
+                    rank=target.rank,
+                    extra=_extra(target),
+                )
+            target.look_again()
+        self.nbytes, self.unused = report.nbytes, tuple(report.unused)
+
+    def tell(self, message: Staged | Mistrust | Done) -> None:
+        """Do nothing: no trainer waits."""
+
+    def close(self) -> None:
+        """Do nothing: who opened the files closes them."""
 
 
 def _extra(target: ModelTarget) -> Extra:

@@ -44,7 +44,7 @@ class OwnStore:
         self._shelf.post(key, text)
 
     def get(self, key: str, deadline: float) -> str | None:
-        return self._shelf.look(key, 0.0)
+        return self._shelf.look(key)
 
 
 class FrontStore:
@@ -71,7 +71,7 @@ class FrontStore:
 
     def get(self, key: str, deadline: float) -> str | None:
         with self._lock:
-            return self._connected(deadline).call(Look(key, 0.0), Posted, deadline).text
+            return self._connected(deadline).call(Look(key), Posted, deadline).text
 
     def _connected(self, deadline: float, is_over: Callable[[], bool] = lambda: False) -> Channel:
         while self._is_open and (self._channel is None or self._channel.is_broken):

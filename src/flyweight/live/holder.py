@@ -24,47 +24,8 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.events import announce
+from flyweight.live import messages
 from flyweight.live.buckets import NUM_SLOTS
-from flyweight.live.messages import (
-    MESSAGES,
-    Announced,
-    Available,
-    Cancel,
-    Current,
-    Data,
-    Declined,
-    Done,
-    Fill,
-    Filled,
-    Join,
-    Later,
-    Layout,
-    Lease,
-    Leased,
-    Look,
-    Mistrust,
-    News,
-    NotYet,
-    Pack,
-    Packed,
-    Planned,
-    Post,
-    Posted,
-    Pull,
-    Read,
-    Release,
-    Released,
-    Ringed,
-    Share,
-    Shared,
-    Staged,
-    Superseded,
-    TakeRing,
-    Wait,
-    Want,
-    Watch,
-    Welcome,
-)
 from flyweight.live.offer import Copies, Offer, Served
 from flyweight.live.plan import Plan, Plans, Wanted
 from flyweight.live.publish_id import PublishId
@@ -89,7 +50,6 @@ _SEND_SECONDS = 20.0
 _MOST_SECONDS = 60.0
 """No request keeps its thread for longer, whatever the reader asks for; `Wait` watches it."""
 _MOST_BYTES = 64 << 20
-_MOST_SHARED = 64
 _PARTING_SECONDS = 1.0
 MAX_CONNECTIONS = 2048
 _log = getLogger("flyweight.live")
@@ -136,7 +96,7 @@ class Holder:
                 place = named.place
                 if tls is None and nixl_here():  # NIXL encrypts nothing
                     self.nixl = NixlServer()
-            self._door = Door(servers, token, MESSAGES, tls)
+            self._door = Door(servers, token, messages.MESSAGES, tls)
         except BaseException:
             for each in servers:
                 each.close()
@@ -218,25 +178,24 @@ class Conversation:
         self._holder, self._shelf, self._channel = holder, holder.shelf, channel
         self._reader, self._bell = self._shelf.enter(channel)
         self._holding: Holding | None = None
-        self._join_said: Join | None = None
+        self._join_said: messages.Join | None = None
         """Who the reader is; None for connections for bytes, and for those that only watch."""
-        self._is_member = False
-        """True once the reader has said what it takes; listeners know of it then."""
         self._plans: dict[str, Plan] = {}
+        """By kind; listeners know of a reader once it has one."""
         self._lease: tuple[Served, int] | None = None
-        self._shared: list[Bytes] = []
+        self._memory: dict[str, Bytes] = {}
+        """Memory of the reader that was filled last, by the kind that it is for."""
         self._window: Window | None = None
         """What this reader can pull."""
-        self._prepared: dict[tuple[str, int, int], tuple[object, Copies]] = {}
+        self._prepared: dict[tuple[str, int], tuple[tuple[object, object], Copies]] = {}
         self._ring: Ring | None = None
         """The ring that is this reader's while its lease lasts."""
-        self._shown: News | None = None
+        self._shown: messages.News | None = None
         """What this reader saw last, if it watches."""
         self._told: PublishId | None = None
 
     def run(self) -> None:
-        channel, why = self._channel, ""
-        number = 0
+        channel, number, why = self._channel, 0, ""
         try:
             while True:
                 if not channel.wire.has_input(self._bell, deadline=FOREVER):
@@ -248,14 +207,12 @@ class Conversation:
                     self._answer(frame)
                 finally:
                     frame.close()
-        except PeerLost as error:
-            why = str(error)
-        except HandleGone as error:
-            why = str(error)
-            channel.end(why)
         except FlyweightError as error:
             why = str(error)
-            channel.refuse(error, number)
+            if isinstance(error, HandleGone):
+                channel.end(why)
+            elif not isinstance(error, PeerLost):
+                channel.refuse(error, number)
         except Exception as error:  # a fault of ours: the reader and the log learn of it
             _log.exception("the conversation with %s failed", channel.peer)
             why = f"its holder failed: {error!r}"
@@ -269,7 +226,7 @@ class Conversation:
 
     def _tell_listeners(self, kind: str, **fields: int | float | str) -> None:
         """Announce what a replica did, once the shelf knows of it."""
-        if self._is_member and (me := self._join_said) is not None:
+        if self._plans and (me := self._join_said) is not None:
             announce(kind, name=me.name, rank=me.rank, pid=me.pid, **fields)
 
     def _push(self) -> None:
@@ -277,11 +234,11 @@ class Conversation:
         self._hear_bell()
         if self._shown is not None and (news := self._shelf.news()) != self._shown:
             self._shown = news
-            self._send(news, 0)
+            self._send(news)
         newest = self._shelf.newest
         if self._holding is not None and newest is not None and newest != self._told:
             self._told = newest
-            self._send(Announced(newest), 0)
+            self._send(messages.Announced(newest))
 
     def _hear_bell(self) -> None:
         """Take the ring of the bell; raise HandleGone if this connection must end."""
@@ -305,73 +262,75 @@ class Conversation:
             if answer is not None and frame.number:
                 self._send(answer, frame.number)
 
+    def _send(
+        self,
+        message: Message,
+        number: int = 0,
+        files: tuple[int, ...] = (),
+        parts: Sequence[Bytes] = (),
+    ) -> None:
+        deadline = monotonic() + _SEND_SECONDS
+        self._channel.send(message, deadline, files, number=number, parts=parts)
+
     def _answer_to(self, message: Message, frame: Frame) -> Message | None:
+        """Return the answer; None if it is sent already, or there is none."""
         match message:
-            case Join():
+            case messages.Join():
                 return self._join(message)
-            case Want():
+            case messages.Want():
                 return self._plan(message)
-            case Wait():
+            case messages.Declined():
+                self._shelf.refuse(self._reader, message.text)
+                return messages.Planned("")
+            case messages.Wait():
                 return self._wait(message)
-            case Lease():
+            case messages.Lease():
                 self._give_lease(message, frame.number)
-                return None
-            case Read():
+            case messages.Read():
                 self._give_bytes(message, frame.number)
-                return None
-            case Share():
-                return self._share(message, frame)
-            case Fill():
-                return self._fill(message)
-            case TakeRing():
+            case messages.Fill():
+                return self._fill(message, frame.files)
+            case messages.TakeRing():
                 self._take_ring(message, frame.number)
-                return None
-            case Pack():
+            case messages.Pack():
                 return self._pack(message)
-            case Release():
+            case messages.Release():
                 return self._release(message, is_proof=frame.number > 0)
-            case Look():
-                return Posted(self._shelf.look(message.key, min(message.seconds, _MOST_SECONDS)))
-            case Watch():
+            case messages.Look():
+                return messages.Posted(self._shelf.look(message.key))
+            case messages.Post():
+                self._shelf.post(message.key, message.text)
+            case messages.Watch():
                 self._shown = self._shelf.watch(self._reader)
                 return self._shown
-            case Declined():
-                self._shelf.refuse(self._reader, message.text)
-                return Planned("")
-            case Post() | Staged() | Mistrust() | Done() | Cancel():
+            case messages.Staged() | messages.Mistrust() | messages.Done():
                 self._note(message)
-                return None
-        name = type(message).__name__
-        raise TransportError(f"{self._channel.peer} sent {name}, which a holder sends")
+            case messages.Cancel():  # which comes late: the wait that it was for is over
+                pass
+            case _:
+                name = type(message).__name__
+                raise TransportError(f"{self._channel.peer} sent {name}, which a holder sends")
+        return None
 
-    def _send(self, message: Message, number: int, files: tuple[int, ...] = ()) -> None:
-        self._channel.send(message, monotonic() + _SEND_SECONDS, files, number=number)
+    def _note(self, message: messages.Staged | messages.Mistrust | messages.Done) -> None:
+        self._shelf.note(self._reader, message)
+        if isinstance(message, messages.Done):
+            found = message.result
+            self._tell_listeners(
+                "serve.done",
+                version=message.id.version,
+                nbytes=found.nbytes,
+                seconds=found.seconds,
+                transport=found.transport,
+                error=found.error,
+            )
 
-    def _note(self, message: Post | Staged | Mistrust | Done | Cancel) -> None:
-        """Take what needs no answer; a `Cancel` that comes late means nothing."""
-        match message:
-            case Post():
-                self._shelf.post(message.key, message.text)
-            case Staged():
-                self._shelf.staged(self._reader, message.id)
-            case Mistrust():
-                self._shelf.mistrust(self._reader, message.id, message.place)
-            case Done():
-                self._shelf.done(self._reader, message.id, message.result)
-                found = message.result
-                self._tell_listeners(
-                    "serve.done",
-                    version=message.id.version,
-                    nbytes=found.nbytes,
-                    seconds=found.seconds,
-                    transport=found.transport,
-                    error=found.error,
-                )
-
-    def _join(self, join: Join) -> Welcome:
+    def _join(self, join: messages.Join) -> Message:
         if self._holding is not None:
             raise TransportError(f"{self._channel.peer} has joined already")
-        if not self._shelf.wait_for(lambda: self._holder.holding is not None, _MOST_SECONDS):
+        if not self._shelf.wait_until(
+            lambda: self._holder.holding is not None, monotonic() + _MOST_SECONDS
+        ):
             raise HandleGone("this holder has nothing yet; come again")
         holding, known = self._holder.holding, join.session
         assert holding is not None
@@ -384,15 +343,13 @@ class Conversation:
         if not known:  # others are connections for bytes, of a reader that has joined before
             self._shelf.join(self._reader, join)
             self._join_said = join
-        table = None if known else holding.plans.catalog.table
-        nixl = self._holder.nixl
-        return Welcome(
+        return messages.Welcome(
             holding.session,
-            table,
+            None if known else holding.plans.catalog.table,
             self._holder.endpoint,
             holding.ranks,
             self._shelf.newest,
-            "" if nixl is None else nixl.way,
+            "" if self._holder.nixl is None else self._holder.nixl.way,
         )
 
     def _joined(self) -> Holding:
@@ -402,21 +359,20 @@ class Conversation:
             raise HandleGone("this holder's session has ended; connect again")
         return self._holding
 
-    def _plan(self, want: Want) -> Planned:
-        holding = self._joined()
-        plan = holding.plans.planned(Wanted.received(want, holding.plans.catalog))
+    def _plan(self, want: messages.Want) -> Message:
+        plans, is_first = self._joined().plans, not self._plans
+        plan = plans.planned(Wanted.received(want, plans.catalog))
         self._plans[plan.kind] = plan
-        if not self._is_member:
-            self._is_member = True
+        if is_first:
             self._tell_listeners("replica.joined", nbytes=plan.nbytes)
-        return Planned(plan.kind)
+        return messages.Planned(plan.kind)
 
     def _planned(self, kind: str) -> Plan:
         if kind not in self._plans:
             raise SpecError(f"{self._channel.peer} has not said which boxes it wants")
         return self._plans[kind]
 
-    def _wait(self, wait: Wait) -> Available | Current | NotYet | Superseded:
+    def _wait(self, wait: messages.Wait) -> Message:
         self._joined()
         kind, deadline = next(iter(self._plans), ""), monotonic() + wait.seconds
         self._planned(kind)
@@ -425,17 +381,17 @@ class Conversation:
             while True:
                 found = self._shelf.answer(self._reader, kind, wait)
                 if found is not None:
-                    if isinstance(found, Available):
+                    if isinstance(found, messages.Available):
                         self._told = found.id
                     return found
                 # In time, or the reader cancels, or it is gone.
                 if monotonic() >= deadline or self._channel.wire.has_input(
                     self._bell, deadline=deadline
                 ):
-                    return self._shelf.nothing_new(wait.have)
+                    raise self._shelf.nothing_new(wait.have)
                 self._hear_bell()
 
-    def _give_lease(self, lease: Lease, number: int) -> None:
+    def _give_lease(self, lease: messages.Lease, number: int) -> None:
         self._joined()
         rank, plans = lease.rank, [self._planned(kind) for kind in lease.kinds]
         for plan in plans:
@@ -463,14 +419,13 @@ class Conversation:
                     each.nbytes if isinstance(each, Segment) else each.handle
                     for each in placed.segments
                 )
-                mapped = Layout(tuple(handles), placed.table(table))
+                mapped = messages.Layout(tuple(handles), placed.table(table))
         if lease.can_pull:
             self._open_window(offer.segments(rank), (deadline - monotonic()) / 2)
         digests, overflows = tuple(each for each, _ in found), tuple(each for _, each in found)
         seconds = offer.lease_seconds
-        self._send(
-            Leased(lease.id, rank, seconds, digests, overflows, layout, mapped), number, files
-        )
+        leased = messages.Leased(lease.id, rank, seconds, digests, overflows, layout, mapped)
+        self._send(leased, number, files)
 
     def _open_window(self, segments: Sequence[Segment], seconds: float) -> None:
         """Let the reader pull what it has leased, if NIXL can be used; else it reads."""
@@ -488,100 +443,101 @@ class Conversation:
         if window is not None:
             window.close()
 
-    def _leased(self) -> tuple[Served, int]:
+    def _checked_lease(self) -> tuple[Served, int]:
         if self._lease is None:
             raise HandleGone(f"{self._channel.peer} has no lease here")
         self._shelf.check_lease(self._lease[0].id, self._reader)
         return self._lease
 
-    def _give_bytes(self, read: Read, number: int) -> None:
-        (offer, rank), plan = self._leased(), self._planned(read.kind)
+    def _leased(self, kind: str) -> tuple[Served, Plan, int]:
+        """Return the offer that is leased, the plan of a kind, and the rank."""
+        (offer, rank), plan = self._checked_lease(), self._planned(kind)
+        if rank not in plan.streams:
+            raise SpecError(f"readers of kind {kind} read nothing from rank {rank}")
+        return offer, plan, rank
+
+    def _give_bytes(self, read: messages.Read, number: int) -> None:
+        offer, plan, rank = self._leased(read.kind)
         start, stop = read.start, read.start + read.nbytes
-        total = plan.streams[rank].total if rank in plan.streams else 0
-        if not 0 <= start < stop <= total or read.nbytes > _MOST_BYTES:
+        if not 0 <= start < stop <= plan.streams[rank].total or read.nbytes > _MOST_BYTES:
             raise SpecError(f"bytes {start} to {stop} are not a range of the stream")
         arrived = offer.arrived_bytes(plan, rank, start, stop, min(read.seconds, _MOST_SECONDS))
         if arrived is not None:
-            self._send(Later(arrived), number)
+            self._send(messages.Later(arrived), number)
             return
         parts = offer.parts(plan, rank, start, stop)
         if read.slot is not None and self._window is not None:
             keys, pieces = self._window.place(parts, read.slot)
             self._channel.sent_bytes += read.nbytes
-            self._send(Pull(keys, pieces), number)
-            return
-        self._channel.send(Data(), monotonic() + _SEND_SECONDS, number=number, parts=parts)
+            self._send(messages.Pull(keys, pieces), number)
+        else:
+            self._send(messages.Data(), number, parts=parts)
 
-    def _share(self, share: Share, frame: Frame) -> Shared:
-        if len(frame.files) != 1 or len(self._shared) >= _MOST_SHARED:
+    def _fill(self, fill: messages.Fill, files: Sequence[int]) -> Message:
+        """Write the whole stream of a kind into memory of the reader."""
+        offer, plan, rank = self._leased(fill.kind)
+        total = plan.streams[rank].total
+        memory = self._memory.get(fill.kind)
+        if files:
+            memory = map_segment(files[0], nbytes=fill.nbytes, is_writable=True)
+            self._memory[fill.kind] = memory
+        if len(files) > 1 or memory is None or len(memory) < total:
             raise SpecError(
-                f"{len(frame.files)} files came with memory to share, and {len(self._shared)} of "
-                f"at most {_MOST_SHARED} were shared before"
+                f"{total} bytes do not fit into memory of {fill.nbytes} bytes, for which "
+                f"{len(files)} files came"
             )
-        self._shared.append(map_segment(frame.files[0], nbytes=share.nbytes, is_writable=True))
-        return Shared(len(self._shared) - 1)
-
-    def _fill(self, fill: Fill) -> Filled:
-        """Write the whole stream of a kind into memory that the reader has shared."""
-        (offer, rank), plan = self._leased(), self._planned(fill.kind)
-        if not 0 <= fill.memory < len(self._shared) or rank not in plan.streams:
-            raise SpecError(f"memory {fill.memory} of {len(self._shared)} cannot be filled")
-        memory, nbytes = self._shared[fill.memory], plan.streams[rank].total
-        if not 0 <= fill.at <= len(memory) - nbytes:
-            raise SpecError(
-                f"{nbytes} bytes at {fill.at} do not fit into memory of {len(memory)} bytes"
-            )
+        where = memory[:total]
         copies = self._copies(
-            (fill.kind, fill.memory, -1),
-            offer,
-            lambda: offer.copies(plan, rank, memory[fill.at : fill.at + nbytes]),
+            (fill.kind, -1), (offer.memory, memory), lambda: offer.copies(plan, rank, where)
         )
         copies.start(should_digest=False)(monotonic() + fill.seconds)
-        return Filled()
+        return messages.Filled()
 
     def _copies(
-        self, key: tuple[str, int, int], offer: Served, make: Callable[[], Copies]
+        self, key: tuple[str, int], memories: tuple[object, object], make: Callable[[], Copies]
     ) -> Copies:
-        """Return copies that are prepared once for the same memory."""
-        source, copies = self._prepared.get(key, (None, None))
-        if copies is None or source is not offer.memory:
+        """Return copies from one memory to another, prepared once for the same two."""
+        known, copies = self._prepared.get(key, ((None, None), None))
+        if copies is None or any(old is not new for old, new in zip(known, memories, strict=True)):
             if copies is not None:
                 copies.close()
             copies = make()
-            self._prepared[key] = offer.memory, copies
+            self._prepared[key] = memories, copies
         return copies
 
-    def _take_ring(self, take: TakeRing, number: int) -> None:
-        self._leased()
+    def _take_ring(self, take: messages.TakeRing, number: int) -> None:
+        self._checked_lease()
         device = driver.device_named(take.device)
         if device is None:
             raise SpecError(f"this holder sees no device {take.device!r}")
         deadline = monotonic() + min(take.seconds, _MOST_SECONDS)
-        number_of_ring = self._shelf.take_ring(device, self._reader, deadline)
-        self._ring = self._holder.ring(device, number_of_ring)
+        self._ring = self._holder.ring(
+            device, self._shelf.take_ring(device, self._reader, deadline)
+        )
         self._ring.take(self._reader)
-        self._send(Ringed(self._ring.segment.handle), number, tuple(self._ring.segment.files))
+        segment = self._ring.segment
+        self._send(messages.Ringed(segment.handle), number, tuple(segment.files))
 
-    def _pack(self, pack: Pack) -> Packed:
-        (offer, rank), plan, ring = self._leased(), self._planned(pack.kind), self._ring
-        buckets = plan.streams[rank].buckets if rank in plan.streams else []
+    def _pack(self, pack: messages.Pack) -> Message:
+        (offer, plan, rank), ring = self._leased(pack.kind), self._ring
+        buckets = plan.streams[rank].buckets
         if ring is None or not isinstance(offer, Offer) or not 0 <= pack.bucket < len(buckets):
             raise SpecError(f"bucket {pack.bucket} of {len(buckets)} cannot be packed")
-        slot, deadline = pack.bucket % NUM_SLOTS, monotonic() + pack.seconds
+        slot, deadline = ring.slot(pack.bucket % NUM_SLOTS), monotonic() + pack.seconds
         copies = self._copies(
-            (pack.kind, slot, pack.bucket),
-            offer,
-            lambda: offer.bucket(plan, rank, pack.bucket, ring.slot(slot)),
+            (pack.kind, pack.bucket),
+            (offer.memory, ring),
+            lambda: offer.bucket(plan, rank, pack.bucket, slot),
         )
         ring.pack(self._reader, lambda: copies.start(should_digest=False)(deadline))
-        return Packed()
+        return messages.Packed()
 
-    def _release(self, release: Release, *, is_proof: bool) -> Released:
-        offer, _ = self._leased()
+    def _release(self, release: messages.Release, *, is_proof: bool) -> Message:
+        offer, _ = self._checked_lease()
         self._lease = None
         try:
-            if is_proof:
+            if is_proof:  # the reader asks whether the lease ran until now
                 offer.confirm(min(release.seconds, _MOST_SECONDS))
         finally:
             self._shelf.release(offer.id, self._reader)
-        return Released(offer.id)
+        return messages.Released(offer.id)

@@ -24,14 +24,15 @@ from flyweight.errors import (
 )
 from flyweight.live.fetch import Fetch
 from flyweight.live.loader import Loading
-from flyweight.live.messages import Leased, Mistrust, Staged
+from flyweight.live.messages import Available, Done, Leased, Mistrust, Staged
+from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import HeldLease, Reader
 from flyweight.live.ring import RingCopies
 from flyweight.live.rows import check_digests, words_of
 from flyweight.live.session import Session
 from flyweight.live.staging import Staging
-from flyweight.live.target import LoaderTarget
+from flyweight.live.target import LoaderTarget, ModelTarget
 from flyweight.memory_table import BufferTable
 from flyweight.transports.address import Endpoint
 from flyweight.worker_threads import run_on_threads
@@ -59,8 +60,11 @@ class Arrived:
 class Incoming:
     """One version for one model, until it is closed."""
 
+    read_seconds = 0.0
+    """How much longer than a copy in memory it may take."""
+
     def __init__(self, session: Session, id: PublishId) -> None:
-        self.session, self.id = session, id
+        self.session, self.id, self.about = session, id, About()
         self.arrived: dict[int, Arrived] = {}
         self._digests: dict[str, dict[int, bytes]] = {}
         """Those that came with leases, by kind and source rank."""
@@ -75,6 +79,24 @@ class Incoming:
         """For each rank whose rows come while the engine is paused."""
 
     @property
+    def nbytes(self) -> int:
+        return self.session.plan.nbytes
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The trainer's tensors that are left out."""
+        return self.session.target.unused
+
+    @property
+    def verified(self) -> str:
+        """What is checked when it has been copied."""
+        return self.session.target.verified if self.is_verified else "nothing"
+
+    def tell(self, message: Staged | Mistrust | Done) -> None:
+        """Let the trainer know, if it is still there."""
+        self.session.tell(message)
+
+    @property
     def progress(self) -> float:
         """How much has been fetched, and then how much the loader has taken, from 0 to 1."""
         if self._loading is not None and self._loading.has_begun:
@@ -85,12 +107,12 @@ class Incoming:
     def transport(self) -> str:
         return "+".join(sorted(self.ways))
 
-    def open(self, holders: Sequence[Endpoint], deadline: float) -> bool:
+    def open(self, available: Available, deadline: float) -> bool:
         """Lease the version; fetch into staging, and verify there, what cannot be mapped.
 
         Returns False if the trainer has withdrawn the version, and nobody else has it.
-        holders: other readers that have the version, best first.
         """
+        self.about, holders = About(available.parent, available.values), available.holders
         ranks = list(self.session.plan.streams)
         beside = [rank for rank in ranks if self.session.beside(rank) is not None]
         leased = self._lease(beside, deadline)
@@ -117,7 +139,8 @@ class Incoming:
             self._keep_digests(deadline)
         self._prepare_loading(deadline)
         if all(each.source is None for each in self.arrived.values()):
-            self.session.tell(Staged(self.id))
+            self.tell(Staged(self.id))
+        self.session.announce(self.id, self.about)
         return True
 
     def _keep_digests(self, deadline: float) -> None:
@@ -232,7 +255,7 @@ class Incoming:
         """
         source, plan = self.session.beside(rank), self.session.plan
         assert source is not None
-        source.fill(plan.kind, staging.memory.segments[rank], 0, deadline)
+        source.fill(plan.kind, staging.memory.segments[rank], deadline)
         staging.set_digests(rank, leased.digests[0], leased.overflows[0])
         for each in staging.missing(rank):
             staging.arrived(each, source.endpoint, "filled")
@@ -259,7 +282,7 @@ class Incoming:
             if not bad & set(holders):
                 raise  # the trainer's own memory has changed
             for each in bad & set(holders):
-                self.session.tell(Mistrust(self.id, str(each)))
+                self.tell(Mistrust(self.id, each))
             fetch.run(rank, [self.session.endpoint_of(rank)])
             found, _ = staging.memory.digests[rank].run(deadline)
             self._check(rank, found, digests, "as they arrived from the trainer itself")
@@ -307,6 +330,8 @@ class Incoming:
         else:
             self._copy_to_model(deadline, check)
         self.confirm(deadline)
+        if isinstance(self.session.target, ModelTarget):
+            self.session.target.finish(self.about.values)
 
     def _copy_to_model(self, deadline: float, check: Callable[[], None]) -> None:
         copies = {

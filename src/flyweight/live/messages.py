@@ -4,12 +4,11 @@ reader                             holder
 Join: who I am                     Welcome          the catalog, and where the trainer's ranks are
 Want: boxes of my model            Planned
 Declined: the model does not fit   Planned, without a kind
-Wait: for another version          Available, Current, NotYet or Superseded
+Wait: for another version          Available or Current
 Lease: let me read it              Leased, with open files if the memory can be mapped
 Read: a range of a stream          Data and the bytes; Pull, where NIXL finds them; or Later if
                                    they are not there in time
-Share: memory of mine              Shared           the holder may write there
-Fill: a stream into that memory    Filled
+Fill: a stream into my memory      Filled
 TakeRing: slots on a device        Ringed, with open files if the driver exports those
 Pack: a bucket into its slot       Packed
 Release: was it still all the way? Released
@@ -128,17 +127,7 @@ class Available(Message, frozen=True):
 
 
 class Current(Message, frozen=True):
-    """The reader has the newest version."""
-
-
-class NotYet(Message, frozen=True):
-    """There was no version in time."""
-
-
-class Superseded(Message, frozen=True):
-    """The version that is wanted cannot come any more: there is a newer one."""
-
-    newest: PublishId
+    """What the reader has is enough."""
 
 
 class Cancel(Message, frozen=True):
@@ -214,22 +203,15 @@ class Later(Message, frozen=True):
     arrived_bytes: int
 
 
-class Share(Message, frozen=True):
-    """Memory of the reader that the holder may write: one open file comes with it."""
-
-    nbytes: int
-
-
-class Shared(Message, frozen=True):
-    number: int
-
-
 class Fill(Message, frozen=True):
-    """Write the leased stream of a kind to memory that was shared."""
+    """Write the leased stream of a kind to memory of the reader, from its beginning.
+
+    The open file of the memory comes with it, unless it is the one that was filled last.
+    """
 
     kind: str
-    memory: int
-    at: int
+    nbytes: int
+    """The size of the memory."""
     seconds: Seconds
 
 
@@ -282,7 +264,7 @@ class Mistrust(Message, frozen=True):
     """What came from this holder was wrong."""
 
     id: PublishId
-    place: Text
+    place: Endpoint
 
 
 class Done(Message, frozen=True):
@@ -301,7 +283,6 @@ class Post(Message, frozen=True):
 
 class Look(Message, frozen=True):
     key: Text
-    seconds: Seconds
 
 
 class Posted(Message, frozen=True):
@@ -318,10 +299,11 @@ class ReplicaNews(Table, frozen=True):
     name: str
     rank: int
     pid: int
-    state: str
-    version: int | None
-    seconds: Seconds
-    error: str
+    state: str = "EMPTY"
+    version: int | None = None
+    seconds: Seconds = 0.0
+    """How long its last update took."""
+    error: str = ""
 
 
 class News(Message, frozen=True):
@@ -331,8 +313,7 @@ class News(Message, frozen=True):
 
 
 MESSAGES = Messages(
-    Join, Welcome, Want, Declined, Planned, Wait, Available, Current, NotYet, Superseded, Cancel,
-    Announced, Lease, Leased, Read, Data, Pull, Later, Share, Shared, Fill, Filled, TakeRing,
-    Ringed, Pack, Packed, Release, Released, Staged, Mistrust, Done, Post, Look, Posted, Watch,
-    News,
+    Join, Welcome, Want, Declined, Planned, Wait, Available, Current, Cancel, Announced, Lease,
+    Leased, Read, Data, Pull, Later, Fill, Filled, TakeRing, Ringed, Pack, Packed, Release,
+    Released, Staged, Mistrust, Done, Post, Look, Posted, Watch, News,
 )  # fmt: skip

@@ -22,7 +22,7 @@ from flyweight.live.plan import Plan, Stream
 from flyweight.live.publish_id import PublishId
 from flyweight.live.rows import RowCopies, RowDigests
 from flyweight.memory import Buffer, Bytes
-from flyweight.memory_table import HOST, BufferTable, row_major_strides
+from flyweight.memory_table import HOST, BufferTable, Integers, row_major_strides
 from flyweight.spec.box import boxes_of_range, strides_of
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.device_segments import places_on_devices
@@ -115,26 +115,28 @@ class OfferMemory:
         return self._rows[plan]
 
 
+def packed_memory(
+    shape: Integers, item_bytes: Integers, devices: Sequence[int] = ()
+) -> tuple[BufferTable, Placed]:
+    """Allocate shared memory for blocks, one after the other; pin it for devices that copy."""
+    sizes = -(-shape.prod(axis=1, dtype=np.int64) * item_bytes // ALIGN) * ALIGN
+    starts = np.cumsum(sizes) - sizes
+    segment = Segment.allocate(int(sizes.sum()))
+    memory = Buffer.flat_at(segment.start, segment.nbytes, segment)
+    owner = [pinned(each, memory) for each in devices] or segment
+    strides = row_major_strides(shape) * item_bytes[:, None]
+    device = np.full(len(shape), HOST)
+    table = BufferTable(segment.start + starts, shape, strides, item_bytes, device, owner)
+    return table, Placed((segment,), np.zeros(len(shape), np.int64), starts)
+
+
 class CopyMemory(OfferMemory):
     """A copy of a rank's blocks in shared memory, compared with the model when it is made."""
 
     def __init__(self, rank: int, model: BufferTable) -> None:
-        sizes = -(-model.nbytes // ALIGN) * ALIGN
-        starts = np.cumsum(sizes) - sizes
-        segment = Segment.allocate(int(sizes.sum()))
-        memory = Buffer.flat_at(segment.start, segment.nbytes, segment)
         devices = [each for each in np.unique(model.device).tolist() if each >= 0]
-        owner = [pinned(each, memory) for each in devices] or segment
-        strides = row_major_strides(model.shape) * model.item_bytes[:, None]
-        table = BufferTable(
-            segment.start + starts,
-            model.shape,
-            strides,
-            model.item_bytes,
-            np.full(len(model), HOST),
-            owner,
-        )
-        super().__init__(rank, table, Placed((segment,), np.zeros(len(model), np.int64), starts))
+        table, placed = packed_memory(model.shape, model.item_bytes, devices)
+        super().__init__(rank, table, placed)
         kind: DigestKind = "words" if devices else "xxh3"
         self._copies = RowCopies(table, model, kind)
         self._model = RowDigests(model, kind)

@@ -12,24 +12,16 @@ from time import monotonic
 from typing import Any, Literal, get_args, overload
 
 import msgspec
-import numpy as np
 
-from flyweight.adapters.identity import Identity as ModelIdentity
-from flyweight.adapters.model import Model, adapt
-from flyweight.adapters.parts import emptied_names, partial_names, undeclared_shards
-from flyweight.adapters.tree import reshard
 from flyweight.checks import check_seconds, check_version
 from flyweight.cuda import driver
 from flyweight.errors import (
-    PlanError,
     SpecError,
     TransferTimeout,
     TransportError,
     VersionError,
-    listed,
 )
-from flyweight.formats.stored import Stored
-from flyweight.live.catalog import Catalog, Devices, RankTable
+from flyweight.live.catalog import Catalog, RankTable
 from flyweight.live.front_store import FrontStore, OwnStore, ranks_given
 from flyweight.live.holder import Holder, Holding
 from flyweight.live.offer import RECLAIM_SECONDS, About, CopyMemory, Offer, OfferMemory
@@ -38,12 +30,10 @@ from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity
 from flyweight.live.report import TIMEOUT_SECONDS, Publication, PublishReport
 from flyweight.live.shelf import Shelf
-from flyweight.live.stored_offer import StoredModel, StoredOffer
+from flyweight.live.source import PublishedFiles, PublishedModel, source_of
 from flyweight.live.tracker import Result
-from flyweight.memory import collector_paused
-from flyweight.memory_table import NOWHERE, BufferTable, Integers
+from flyweight.memory_table import BufferTable, Integers
 from flyweight.plans.copy_table import BoxTable
-from flyweight.plans.tables import Boxes, Tensors, packed
 from flyweight.ranks.agreement import Ranks
 from flyweight.ranks.process_group import default_group, rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
@@ -61,82 +51,6 @@ from flyweight.transports.tls import Tls
 
 Keep = Literal["memory", "in_place"]
 _CLOSE_SECONDS = 5.0
-
-
-class PublishedModel:
-    """The model of one rank: what it holds, where that lies, and whether it is still the same."""
-
-    def __init__(self, thing: object) -> None:
-        self.thing = thing
-        with collector_paused():
-            self._describe()
-
-    def _describe(self) -> None:
-        self.identity = ModelIdentity(self.thing)
-        self.model: Model = adapt(self.thing, may_be_empty=True)
-        self.names = list(self.model.manifest.tensors)
-        self.boxes, self.memory = self.model.tables(self.names)
-        if (self.memory.device == NOWHERE).any():
-            raise SpecError("some tensors are on a device whose memory has no address")
-
-    @property
-    def devices(self) -> list[int]:
-        return [each for each in np.unique(self.memory.device).tolist() if each >= 0]
-
-    def table(self, rank: int) -> RankTable:
-        """Return what this rank holds, for the other ranks."""
-        manifest, devices = self.model.manifest, Devices.of(self.memory)
-        specs = {name: manifest.spec(name) for name in self.names}
-        return RankTable(
-            Tensors.of(specs),
-            dict(manifest.tied),
-            Boxes.of(self.boxes),
-            packed([rank] * len(self.boxes)),
-            devices.names,
-            packed(devices.index),
-            dict(manifest.values),
-        )
-
-    def refresh(self) -> bool:
-        """Look at the model again; return True if its tensors lie elsewhere now.
-
-        Raises PlanError if they are others than when the publisher was made, each time again.
-        """
-        reshard(self.thing)  # a forward may have put whole tensors in the place of shards
-        if self.identity.is_same():
-            return False
-        before, last = self.table(0), dict(vars(self))
-        try:
-            with collector_paused():
-                self._describe()
-            self._check_same(before)
-        except BaseException:
-            vars(self).update(last)
-            raise
-        was = last["memory"]
-        is_moved = (was.address != self.memory.address).any()
-        return bool(is_moved or (was.strides != self.memory.strides).any())
-
-    def _check_same(self, before: RankTable) -> None:
-        after = self.table(0)
-        if (before.tensors, before.tied, before.blocks, before.device) != (
-            after.tensors, after.tied, after.blocks, after.device,
-        ):  # fmt: skip
-            names = set(before.tensors.names) ^ set(after.tensors.names)
-            which = f": {listed(names)}" if names else ""
-            raise PlanError(
-                f"the model has other tensors than when its publisher was made{which}; make a new "
-                f"publisher, on every rank if there are several"
-            )
-
-
-def described(source: object, version: int | None) -> PublishedModel | StoredModel:
-    """Return what a publisher knows of its source; `version` is for files only."""
-    if isinstance(source, Stored):
-        return StoredModel(source, version)
-    if version is not None:
-        raise SpecError(f"version={version} is for files; a model's is an argument of publish")
-    return PublishedModel(source)
 
 
 class Publisher:
@@ -162,8 +76,8 @@ class Publisher:
         If several ranks hold the model together, each of them makes a publisher at the same
         address, and all of them call `publish`. Nothing is gathered: replicas read from all ranks.
 
-        source: a model, or a dict of tensors. Or an opened snapshot or checkpoint, which replicas
-            can take at once, without `publish`.
+        source: a model, or a dict of tensors. Or an opened snapshot or checkpoint, which is read
+            into shared memory; replicas can take it at once, without `publish`.
         address: `unix:DIRECTORY`, for replicas on this host; the directory is made if it does not
             exist. Or `tcp://HOST:PORT`, for replicas on any host, which must have the `token`.
             HOST is this host, or that of rank 0; 0.0.0.0 means all of its interfaces. Port 0 means
@@ -189,8 +103,8 @@ class Publisher:
         self._place, self._process = parse_address(address), os.getpid()
         if isinstance(self._place, TcpAddress) and token is None:
             raise SpecError(f"a publisher at {address} needs a token that replicas have: token=")
-        self._source = described(source, version)
-        if isinstance(self._source, StoredModel) and keep is not None:
+        self._source = source_of(source, version)
+        if isinstance(self._source, PublishedFiles) and keep is not None:
             raise SpecError(f"keep={keep!r} is for models; replicas can take files at any time")
         self._publishing, self._thread = threading.Lock(), 0
         """Held while a publish runs, and the thread of the call that began it."""
@@ -209,7 +123,7 @@ class Publisher:
         self._ranks = Ranks()
         try:
             self._meet(rendezvous, token, tls, deadline)
-            if isinstance(self._source, StoredModel):
+            if isinstance(self._source, PublishedFiles):
                 self._offer_files(self._source)
         except BaseException:
             self._free("the publisher could not be made")
@@ -219,43 +133,23 @@ class Publisher:
         self, process_group: object, rank: int | None, world_size: int | None
     ) -> Rendezvous:
         """Return which rank this is; the store of ranks without a process group comes later."""
-        if isinstance(self._source, StoredModel):
+        if isinstance(self._source, PublishedFiles):
             if process_group is not None or world_size not in (None, 1):
                 raise SpecError(
                     "an opened checkpoint is whole, so one publisher serves it; make it on one "
                     "rank, without process_group= and world_size="
                 )
             return Rendezvous()
-        model, thing = self._model.model, self._model.thing
-        if emptied := emptied_names(model, thing):
-            raise PlanError(
-                f"{len(emptied)} parameters are partitioned by ZeRO-3 and empty on this rank: "
-                f"{listed(emptied)}; make the publisher and publish inside of "
-                f"deepspeed.zero.GatheredParameters(model.parameters()), which every rank enters"
-            )
+        self._model.check_whole()
         found = ranks_given(process_group, rank, world_size)
         if found is None:
-            has_group = model.has_layout and default_group() is not None
+            has_group = self._model.model.has_layout and default_group() is not None
             found = rendezvous_of(None) if has_group else Rendezvous()
-        parts = partial_names(model)
-        if parts and found.num_ranks == 1:
-            raise PlanError(
-                f"{len(parts)} tensors are only in part on this rank: {listed(parts)}; make a "
-                f"publisher on every rank that holds a part, with process_group=, or with rank= "
-                f"and world_size="
-            )
-        if found.num_ranks == 1 and not self._model.names:
-            raise SpecError(f"{type(thing).__name__} holds no tensors")
+        self._model.check_ranks(found)
         if found.num_ranks > 1 and isinstance(self._place, TcpAddress) and not self._place.port:
             raise SpecError(
                 f"{found.num_ranks} ranks meet at {self._place}, and port 0 is another one for "
                 f"each of them; choose a port"
-            )
-        if found.num_ranks > 1 and (unknown := undeclared_shards(thing)):
-            raise SpecError(
-                f"{len(unknown)} tensors are marked as the part of one rank and do not say which "
-                f"part: {listed(unknown)}; put flyweight.Sharded(tensor, shape, offset) in their "
-                f"place"
             )
         return found
 
@@ -302,11 +196,11 @@ class Publisher:
         self._holding = Holding(str(said[0]["session"]), Plans(catalog), endpoints)
         holder.start(self._holding)
 
-    def _offer_files(self, source: StoredModel) -> None:
+    def _offer_files(self, source: PublishedFiles) -> None:
         """Let replicas take the version that is in files, until `withdraw` or `close`."""
-        id, catalog = PublishId(self._holding.session, source.version), self._holding.plans.catalog
-        offer = StoredOffer(id, source.stored, catalog.names, should_verify=self._verify)
-        self.shelf.offer(offer)
+        id = PublishId(self._holding.session, source.version)
+        self._memory = source.read()
+        self.shelf.offer(Offer(id, self._memory, until=None, should_verify=self._verify))
         self.shelf.announce(id, source.about)
         self._kept, self._parent, self._last_version = id, source.version, source.version
 
@@ -408,7 +302,7 @@ class Publisher:
         `Publication.wait_copied` returns. Digests detect a write between the digest and the copy of
         a tensor; they cannot detect a training step that is half-way through before both.
         """
-        if isinstance(self._source, StoredModel):
+        if isinstance(self._source, PublishedFiles):
             raise SpecError("the source is files, which replicas take without a publish")
         timeout = self._timeout_seconds
         if timeout_seconds is not None:

@@ -17,39 +17,7 @@ from flyweight.errors import (
     SpecError,
     TransportError,
 )
-from flyweight.live.messages import (
-    MESSAGES,
-    Announced,
-    Available,
-    Cancel,
-    Current,
-    Data,
-    Done,
-    Fill,
-    Filled,
-    Join,
-    Later,
-    Layout,
-    Lease,
-    Leased,
-    Mistrust,
-    NotYet,
-    Pack,
-    Packed,
-    Planned,
-    Pull,
-    Read,
-    Release,
-    Released,
-    Ringed,
-    Share,
-    Shared,
-    Staged,
-    Superseded,
-    TakeRing,
-    Wait,
-    Welcome,
-)
+from flyweight.live import messages
 from flyweight.live.plan import Plan, Stream
 from flyweight.live.publish_id import PublishId
 from flyweight.memory import Buffer, Bytes
@@ -117,7 +85,7 @@ def with_newest_token(
 class HeldLease:
     """A lease, as its reader sees it."""
 
-    leased: Leased
+    leased: messages.Leased
     until: float
     """The holder keeps the memory still until then, at least."""
     blocks: BufferTable | None
@@ -127,7 +95,7 @@ class HeldLease:
 @dataclass(frozen=True)
 class AskedLease:
     number: int
-    lease: Lease
+    lease: messages.Lease
     at: float
 
 
@@ -142,7 +110,7 @@ def open_channel(
         soon = min(deadline, monotonic() + _LOCAL_SECONDS) if endpoint.remote else deadline
         try:
             channel = Channel(
-                Wire(connected(endpoint.local, soon)), f"holder at {endpoint}", MESSAGES
+                Wire(connected(endpoint.local, soon)), f"holder at {endpoint}", messages.MESSAGES
             )
             return _introduced(channel, me, deadline)
         except (PeerLost, PeerRefused):
@@ -152,7 +120,7 @@ def open_channel(
         raise PeerLost(f"{endpoint.local!r} is on another host, or cannot be reached from here")
     connection, host = connected_tcp(endpoint.remote, deadline)
     wire = Wire(connection) if me.tls is None else TlsWire(connection, me.tls.reader, hostname=host)
-    return _introduced(Channel(wire, f"holder at {endpoint}", MESSAGES), me, deadline)
+    return _introduced(Channel(wire, f"holder at {endpoint}", messages.MESSAGES), me, deadline)
 
 
 def _introduced(channel: Channel, me: Identity, deadline: float) -> Channel:
@@ -171,15 +139,15 @@ def _introduced(channel: Channel, me: Identity, deadline: float) -> Channel:
 class Reader:
     """A connection that has been welcomed."""
 
-    def __init__(self, channel: Channel, welcome: Welcome, endpoint: Endpoint) -> None:
+    def __init__(self, channel: Channel, welcome: messages.Welcome, endpoint: Endpoint) -> None:
         self.channel, self.welcome, self.endpoint = channel, welcome, endpoint
         self.newest: PublishId | None = welcome.newest
         """The newest version that the holder has announced."""
         self._mapped: dict[str, BufferTable] = {}
         """The holder's blocks, by layout."""
         self._rows: dict[str, BufferTable] = {}
-        self._shared: dict[int, tuple[int, Segment]] = {}
-        """The numbers of memory that the holder may write, by its address."""
+        self._filled: dict[str, Segment] = {}
+        """The memory that the holder has filled last, by the kind that it is for."""
         self.has_lease = False
         channel.on_push = self._take_push
 
@@ -191,17 +159,19 @@ class Reader:
 
         session: the session that the holder must serve; "" if that is not known yet.
         """
-        join = Join(me.name, os.getpid(), me.rank, me.num_ranks, this_host(), me.serves_at, session)
+        join = messages.Join(
+            me.name, os.getpid(), me.rank, me.num_ranks, this_host(), me.serves_at, session
+        )
         channel = open_channel(endpoint, me, deadline, is_remote=me.is_remote)
         try:
-            welcome = channel.call(join, Welcome, deadline)
+            welcome = channel.call(join, messages.Welcome, deadline)
             here = welcome.here
             if not channel.wire.is_local and here.is_here and not me.is_remote:
                 with suppress(PeerLost, PeerRefused):
                     local = open_channel(Endpoint(here.host, here.local), me, deadline)
                     channel.close()
                     channel = local
-                    welcome = channel.call(join, Welcome, deadline)
+                    welcome = channel.call(join, messages.Welcome, deadline)
             if session and welcome.session != session:
                 raise TransportError(
                     f"{channel.peer} serves session {welcome.session}, not {session}"
@@ -212,12 +182,12 @@ class Reader:
         return cls(channel, welcome, endpoint)
 
     def _take_push(self, message: Message) -> None:
-        if isinstance(message, Announced):
+        if isinstance(message, messages.Announced):
             self.newest = message.id
 
     def want(self, plan: Plan, deadline: float) -> None:
         """Say what this reader takes; raise PlanError unless the holder works out the same plan."""
-        planned = self.channel.call(plan.wanted.message, Planned, deadline)
+        planned = self.channel.call(plan.wanted.message, messages.Planned, deadline)
         if planned.kind != plan.kind:
             raise PlanError(
                 f"{self.channel.peer} has plan {planned.kind}, this reader {plan.kind}; install "
@@ -225,13 +195,20 @@ class Reader:
             )
 
     def wait(
-        self, wait: Wait, deadline: float, bell: int, is_over: Callable[[], bool], *others: int
-    ) -> Available | Current | NotYet | Superseded:
+        self,
+        wait: messages.Wait,
+        deadline: float,
+        bell: int,
+        is_over: Callable[[], bool],
+        *others: int,
+    ) -> messages.Available | messages.Current:
         """Wait for a version; `is_over` ends that early if it is true when the bell rings.
+
+        Raises TransferTimeout if none comes in time, and VersionError if it cannot come any more.
 
         others: files that ring it, too. An error of `is_over` ends the connection.
         """
-        kinds = Available, Current, NotYet, Superseded
+        kinds = messages.Available, messages.Current
         number = self.channel.ask(wait, deadline)
         while not self.channel.wire.has_input(bell, *others, deadline=deadline):
             if monotonic() >= deadline:
@@ -244,14 +221,14 @@ class Reader:
                 self.channel.shut()  # a request is open
                 raise
             if is_to_end:
-                self.channel.send(Cancel(), monotonic() + _GRACE_SECONDS)
+                self.channel.send(messages.Cancel(), monotonic() + _GRACE_SECONDS)
                 deadline = monotonic() + _GRACE_SECONDS
                 break
         frame = self.channel.answer(number, kinds, deadline)
         frame.close()
         found = frame.message
         assert isinstance(found, kinds)
-        if isinstance(found, Available):  # which is not announced once more
+        if isinstance(found, messages.Available):  # which is not announced once more
             self.newest = found.id
         return found
 
@@ -267,7 +244,7 @@ class Reader:
     ) -> AskedLease:
         """Ask for a lease; several holders can be asked before the first one answers."""
         layouts, seconds = tuple(self._mapped), seconds_for_holder(deadline)
-        lease = Lease(id, tuple(kinds), rank, can_map, layouts, seconds, can_pull)
+        lease = messages.Lease(id, tuple(kinds), rank, can_map, layouts, seconds, can_pull)
         now = monotonic()
         return AskedLease(self.channel.ask(lease, deadline), lease, now)
 
@@ -281,9 +258,9 @@ class Reader:
 
         blocks: the shapes and item bytes of the holder's blocks, if its memory may be mapped.
         """
-        frame, lease = self.channel.answer(asked.number, Leased, deadline), asked.lease
+        frame, lease = self.channel.answer(asked.number, messages.Leased, deadline), asked.lease
         leased = frame.message
-        assert isinstance(leased, Leased)
+        assert isinstance(leased, messages.Leased)
         try:
             is_right = (leased.id, leased.rank) == (lease.id, lease.rank)
             if not is_right or not len(leased.digests) == len(leased.overflows) == len(lease.kinds):
@@ -332,7 +309,7 @@ class Reader:
         slot: where the holder may pack it, so that it can be pulled.
         """
         start, stop = span
-        return self.channel.ask(Read(kind, start, stop - start, seconds, slot), deadline)
+        return self.channel.ask(messages.Read(kind, start, stop - start, seconds, slot), deadline)
 
     def receive_range(
         self,
@@ -342,7 +319,7 @@ class Reader:
         deadline: float,
         *,
         can_pull: bool = False,
-    ) -> Later | Pull | None:
+    ) -> messages.Later | messages.Pull | None:
         """Receive the range that was asked for first.
 
         Returns Later if it was not there in time, and Pull, which `can_pull` must allow, if it can
@@ -350,31 +327,29 @@ class Reader:
         """
         soon = min(deadline, monotonic() + 2 * stall_seconds)
         frame = self.channel.answer(
-            number, (Data, Later, Pull) if can_pull else (Data, Later), soon
+            number,
+            (messages.Data, messages.Later, *((messages.Pull,) if can_pull else ())),
+            soon,
         )
         frame.close()
-        if isinstance(frame.message, (Later, Pull)):
+        if isinstance(frame.message, (messages.Later, messages.Pull)):
             return frame.message
         self.channel.receive_bytes(data, deadline, stall_seconds)
         return None
 
-    def fill(self, kind: str, segment: Segment, at: int, deadline: float) -> None:
+    def fill(self, kind: str, segment: Segment, deadline: float) -> None:
         """Have the holder write the leased stream of a kind into memory of this process."""
-        shared, _ = self._shared.get(segment.start, (None, segment))
-        if shared is None:
-            number = self.channel.ask(Share(segment.nbytes), deadline, segment.files)
-            frame = self.channel.answer(number, Shared, deadline)
-            assert isinstance(frame.message, Shared)
-            shared = frame.message.number
-            self._shared[segment.start] = shared, segment
-        self.channel.call(Fill(kind, shared, at, seconds_for_holder(deadline)), Filled, deadline)
+        files = () if self._filled.pop(kind, None) is segment else segment.files
+        fill = messages.Fill(kind, segment.nbytes, seconds_for_holder(deadline))
+        self.channel.call(fill, messages.Filled, deadline, files)
+        self._filled[kind] = segment
 
     def take_ring(self, device: str, deadline: float) -> Buffer:
         """Take the holder's ring on a device until the lease ends, and map it."""
-        number = self.channel.ask(TakeRing(device, seconds_for_holder(deadline)), deadline)
-        frame = self.channel.answer(number, Ringed, deadline)
+        number = self.channel.ask(messages.TakeRing(device, seconds_for_holder(deadline)), deadline)
+        frame = self.channel.answer(number, messages.Ringed, deadline)
         try:
-            assert isinstance(frame.message, Ringed)
+            assert isinstance(frame.message, messages.Ringed)
             (found,) = open_segments([frame.message.segment], frame.files)
             assert isinstance(found, Buffer)
             return found
@@ -383,26 +358,26 @@ class Reader:
 
     def ask_pack(self, kind: str, bucket: int, deadline: float) -> int:
         """Ask for a bucket; several may be on their way."""
-        return self.channel.ask(Pack(kind, bucket, seconds_for_holder(deadline)), deadline)
+        return self.channel.ask(messages.Pack(kind, bucket, seconds_for_holder(deadline)), deadline)
 
     def wait_packed(self, number: int, deadline: float) -> None:
-        self.channel.answer(number, Packed, deadline).close()
+        self.channel.answer(number, messages.Packed, deadline).close()
 
     def release(self, deadline: float, *, is_proof: bool) -> None:
         """End the lease; with `is_proof`, raise HandleGone unless it ran until now."""
         self.has_lease = False
-        release = Release(seconds_for_holder(deadline))
+        release = messages.Release(seconds_for_holder(deadline))
         if is_proof:
-            self.channel.call(release, Released, deadline)
+            self.channel.call(release, messages.Released, deadline)
         else:
             self.channel.send(release, deadline)  # as no request, so that no answer comes
 
-    def tell(self, message: Staged | Mistrust | Done) -> None:
+    def tell(self, message: messages.Staged | messages.Mistrust | messages.Done) -> None:
         self.channel.send(message, monotonic() + _GRACE_SECONDS)
 
     def close(self) -> None:
         self.channel.close()
-        self._mapped, self._rows, self._shared = {}, {}, {}  # not only once it is collected
+        self._mapped, self._rows, self._filled = {}, {}, {}  # not only once it is collected
 
 
 def seconds_for_holder(deadline: float) -> float:
@@ -412,7 +387,7 @@ def seconds_for_holder(deadline: float) -> float:
 
 
 def _mapped(
-    layout: Layout, files: Sequence[int], shape: Integers, item_bytes: Integers
+    layout: messages.Layout, files: Sequence[int], shape: Integers, item_bytes: Integers
 ) -> BufferTable:
     """Map the segments of a holder, and return where its blocks lie in them."""
     mapped = open_segments(layout.segments, files)

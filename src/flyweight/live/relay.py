@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from time import monotonic
 
 import numpy as np
@@ -27,13 +26,14 @@ from flyweight.events import announce
 from flyweight.live.catalog import Catalog, Devices
 from flyweight.live.holder import Holder, Holding
 from flyweight.live.incoming import Incoming
+from flyweight.live.link import Link
 from flyweight.live.messages import Available, Done, Wait
-from flyweight.live.offer import RECLAIM_SECONDS, About, Offer, OfferMemory
+from flyweight.live.offer import RECLAIM_SECONDS, Offer, OfferMemory
 from flyweight.live.plan import Plan, Plans, Wanted
 from flyweight.live.publish_id import PublishId
-from flyweight.live.reader import Identity, seconds_for_holder, with_token
+from flyweight.live.reader import Identity, seconds_for_holder
 from flyweight.live.report import TIMEOUT_SECONDS
-from flyweight.live.session import Receiver, Session, Ways, serving_place
+from flyweight.live.session import Session, Ways
 from flyweight.live.shelf import Shelf
 from flyweight.live.tracker import Result
 from flyweight.memory_table import BufferTable
@@ -82,23 +82,22 @@ class Relay:
         name: its name at the publisher; by default "relay" with the host and the process id.
         staging_bytes: the most memory that it may take; by default half of what is free.
         """
-        self._address, self._on = parse_address(address), parse_address(on)
-        self._token, self._tls = token, tls
-        if tls is not None and TcpAddress in (type(self._address), type(self._on)):
+        self._on, self._token, self._tls = parse_address(on), token, tls
+        place = parse_address(address)
+        if tls is not None and TcpAddress in (type(place), type(self._on)):
             _ = tls.holder  # it serves other hosts, also the relays that fetch from it
         found = f"relay {os.uname().nodename}:{os.getpid()}" if name is None else name
-        self._me = Identity(found, token=token or "", tls=tls)
-        self._ways = Ways(transport="filled", staging_bytes=staging_bytes)
+        me = Identity(found, token=token or "", tls=tls)
+        self._link = Link(place, me, Ways(transport="filled", staging_bytes=staging_bytes))
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._bell)
         self._stopped = threading.Event()
-        self._staged, self._served = Shelf(), Shelf()
-        """What comes from the publisher, and what engines read; both have the same memory."""
+        self._shelf = Shelf()
+        """What engines read: the memory that is staged."""
+        self._served: Session | None = None
         self._offered: PublishId | None = None
         self.holder: Holder | None = None
         """Where engines connect, while it runs."""
-        self._beside: Holder | None = None
-        """Where relays of other hosts fetch what is staged."""
 
     def stop(self) -> None:
         """Make `run` return soon."""
@@ -113,24 +112,22 @@ class Relay:
         """
         claim = Claim(self._on, self._token) if isinstance(self._on, UnixAddress) else None
         try:
-            session: Session | None = None
-            served: Session | None = None
             while not self._stopped.is_set():
                 with self._patience():
-                    if session is None or not session.is_alive:
-                        session = self._joined(session)
-                    if served is session:
-                        self._take_next(session)
-                if session is not None and served is not session:
+                    self._link.connect(WholeTensors(), monotonic() + TIMEOUT_SECONDS)
+                session = self._link.session
+                if session is None:
+                    continue
+                if session is not self._served:
                     self._serve(session, claim)
-                    served = session
+                with self._patience():
+                    self._take_next(session)
         finally:
-            for each in (self.holder, self._beside):
-                if each is not None:
-                    each.close(f"{self._me.name!r} was stopped")
-            self.holder = self._beside = None
-            if session is not None:
-                session.close()
+            why = f"{self._link.me.name!r} was stopped"
+            if self.holder is not None:
+                self.holder.close(why)
+            self.holder = None
+            self._link.close(why)
             if claim is not None:
                 claim.close()
 
@@ -144,25 +141,9 @@ class Relay:
         except FlyweightError as error:
             # A publisher that is gone may come back, and the next version may come whole.
             if not isinstance(error, (TransferTimeout, PeerLost, HandleGone)):
-                announce("update.failed", name=self._me.name, version=None, error=str(error))
+                announce("update.failed", name=self._link.me.name, version=None, error=str(error))
             if not isinstance(error, TransferTimeout):
                 self._stopped.wait(_RETRY_SECONDS)
-
-    def _joined(self, last: Session | None) -> Session:
-        """Return a session of the publisher."""
-        deadline = monotonic() + TIMEOUT_SECONDS
-        me, token = self._me, with_token(self._me, self._address).token
-        if self._beside is None and (place := serving_place(self._address, serve=True)):
-            self._beside = Holder(self._staged, token, remote=place, tls=self._tls)
-        if self._beside is not None:
-            me = replace(me, serves_at=self._beside.endpoint)
-        receiver = Receiver(me, WholeTensors(), self._ways, self._staged)
-        session = Session.open([self._address], receiver, deadline)
-        if last is not None:
-            last.close()
-        if self._beside is not None:
-            self._beside.start(session.holding)
-        return session
 
     def _serve(self, session: Session, claim: Claim | None) -> None:
         """Let engines take what the publisher has from now on."""
@@ -172,14 +153,15 @@ class Relay:
         if self.holder is None:
             self.holder = self._opened(session.me.token if claim is None else claim.token)
         self.holder.start(Holding(session.id, Plans(catalog), (self.holder.endpoint,)))
+        self._served = session
         nbytes = session.plan.nbytes
-        found = {"address": str(self._on), "name": self._me.name}
+        found = {"address": str(self._on), "name": self._link.me.name}
         announce("relay.serving", **found, num_tensors=len(catalog.tensors), nbytes=nbytes)
 
     def _opened(self, token: str) -> Holder:
         if isinstance(self._on, UnixAddress):
-            return Holder(self._served, token, local=self._on.socket_of(0))
-        holder = Holder(self._served, token, remote=self._on, tls=self._tls)
+            return Holder(self._shelf, token, local=self._on.socket_of(0))
+        holder = Holder(self._shelf, token, remote=self._on, tls=self._tls)
         self._on = TcpAddress(self._on.host, int(holder.endpoint.remote.rpartition(":")[2]))
         return holder
 
@@ -195,42 +177,40 @@ class Relay:
         if not isinstance(available, Available):
             return
         self._withdraw()
-        id, started, incoming = available.id, monotonic(), Incoming(session, available.id)
-        deadline = started + TIMEOUT_SECONDS
+        id, name, started = available.id, self._link.me.name, monotonic()
+        incoming = Incoming(session, id)
         try:
-            if not incoming.open(available.holders, deadline):
+            if not incoming.open(available, started + TIMEOUT_SECONDS):
                 return
-            self._offer(session, incoming, available)
+            self._offer(session, incoming)
+            seconds, nbytes = monotonic() - started, incoming.nbytes
+            result = Result(name, os.getpid(), nbytes, seconds, transport=incoming.transport)
         except FlyweightError as error:
             text = f"{type(error).__name__}: {error}"
-            session.tell(Done(id, Result(self._me.name, os.getpid(), error=text)))
+            incoming.tell(Done(id, Result(name, os.getpid(), error=text)))
             raise
         finally:
             incoming.close()
-        seconds, nbytes = monotonic() - started, session.plan.nbytes
-        way = incoming.transport
-        session.tell(Done(id, Result(self._me.name, os.getpid(), nbytes, seconds, transport=way)))
-        announce(
-            "update.done", name=self._me.name, version=id.version, nbytes=nbytes, seconds=seconds
-        )
+        incoming.tell(Done(id, result))
+        announce("update.done", name=name, version=id.version, nbytes=nbytes, seconds=seconds)
 
-    def _offer(self, session: Session, incoming: Incoming, available: Available) -> None:
+    def _offer(self, session: Session, incoming: Incoming) -> None:
         """Let engines lease what was staged, where it lies."""
         tables = [incoming.arrived[rank].rows for rank in session.plan.streams]
         memory = OfferMemory.of_model(0, BufferTable.joined(tables))
-        offer = Offer(available.id, memory, until=None, should_verify=incoming.is_verified)
+        offer = Offer(incoming.id, memory, until=None, should_verify=incoming.is_verified)
         assert self.holder is not None
         assert self.holder.holding is not None
         for plan in self.holder.holding.plans:
             offer.digests(plan, 0, monotonic() + TIMEOUT_SECONDS)
-        self._served.offer(offer)
-        self._served.announce(available.id, About(available.parent, available.values))
-        self._offered = available.id
+        self._shelf.offer(offer)
+        self._shelf.announce(incoming.id, incoming.about)
+        self._offered = incoming.id
 
     def _withdraw(self) -> None:
         """Let no engine read what is staged, since the next version needs its memory."""
         if self._offered is not None:
-            self._served.reclaim(self._offered, monotonic() + RECLAIM_SECONDS)
+            self._shelf.reclaim(self._offered, monotonic() + RECLAIM_SECONDS)
             self._offered = None
 
 

@@ -189,7 +189,6 @@ class Session:
         addresses: Sequence[Address],
         receiver: Receiver,
         deadline: float,
-        *,
         connect_seconds: float = _CONNECT_SECONDS,
     ) -> Session:
         """Return a session of the first holder that answers."""

@@ -10,25 +10,25 @@ from contextlib import contextmanager
 from itertools import count
 from time import monotonic
 
-import msgspec
+from msgspec.structs import replace
 
-from flyweight.errors import HandleGone, TransferTimeout
+from flyweight.errors import HandleGone, TransferTimeout, TransportError
 from flyweight.forks import call_in_child
 from flyweight.live.lease_book import LeaseBook
 from flyweight.live.messages import (
     Available,
     Current,
+    Done,
     Join,
+    Mistrust,
     News,
-    NotYet,
     ReplicaNews,
-    Superseded,
+    Staged,
     Wait,
 )
 from flyweight.live.offer import About, Served
 from flyweight.live.publish_id import PublishId
-from flyweight.live.tracker import CannotCome, Result, Tracker
-from flyweight.transports.address import Endpoint
+from flyweight.live.tracker import Result, Tracker
 from flyweight.transports.channel import Channel
 
 MAX_RINGS = 2
@@ -50,16 +50,14 @@ class Shelf:
         """The last version that was offered; none before it comes any more."""
         self._channels: dict[int, Channel] = {}
         self._bells: dict[int, int] = {}
-        self._joined: dict[int, Join] = {}
-        self._states: dict[int, tuple[str, int | None, float, str]] = {}
-        """What the last update of each reader came to: state, version, seconds and error."""
+        self._replicas: dict[int, ReplicaNews] = {}
+        """Who has joined, and what the last update of each came to."""
         self._updating: set[int] = set()
         """The readers that were told of a version, and are not done."""
         self._ring_users: dict[tuple[int, int], int] = {}
         """The reader that uses each ring of a device, or was the last to use it."""
         self._watchers: set[int] = set()
         self._is_publishing = False
-        self._places: dict[str, Endpoint] = {}
         self._ending: dict[int, str] = {}
         self._posts: OrderedDict[str, str] = OrderedDict()
         self._is_stopped = False
@@ -113,9 +111,11 @@ class Shelf:
             self._is_stopped = True
             self._changed.notify_all()
 
-    def wait_for(self, is_true: Callable[[], bool], seconds: float) -> bool:
+    def wait_until(self, is_true: Callable[[], bool], deadline: float) -> bool:
+        """Wait until a claim about this shelf holds, or the deadline, or `stop`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_stopped or is_true(), seconds)
+            left = max(deadline - monotonic(), 0)
+            return self._changed.wait_for(lambda: self._is_stopped or is_true(), left)
 
     def wait_served(
         self, id: PublishId, num_replicas: int, deadline: float
@@ -131,14 +131,8 @@ class Shelf:
             return num_done >= num_replicas and not self._tracker.needing(id)
 
         with self._changed:
-            left = max(deadline - monotonic(), 0)
-            self._changed.wait_for(lambda: self._is_stopped or is_over(), left)
+            self.wait_until(is_over, deadline)
             return self._tracker.results(id), self._tracker.missing(id)
-
-    def withdraw(self, id: PublishId) -> None:
-        """Give no new leases of a version."""
-        with self._changed:
-            self._leases.withdraw(id)
 
     def reclaim(self, id: PublishId, deadline: float) -> Served | None:
         """Withdraw a version, end the leases that outlast the deadline, and give the offer back.
@@ -150,8 +144,7 @@ class Shelf:
         with self._changed:
             self._leases.withdraw(id)
             try:
-                left = max(deadline - monotonic(), 0)
-                self._changed.wait_for(lambda: self._is_stopped or self._leases.is_free(id), left)
+                self.wait_until(lambda: self._leases.is_free(id), deadline)
             finally:  # Ctrl-C does not wait, and leaves no lease either
                 readers = self._leases.end(id)
                 for reader in readers:
@@ -209,42 +202,35 @@ class Shelf:
         return self._ending.get(reader)
 
     def join(self, reader: int, join: Join) -> None:
-        place = ""
-        if join.serves_at is not None:
-            place = str(join.serves_at)
         with self._changed:
-            if place:
-                assert join.serves_at is not None
-                self._places[place] = join.serves_at
-            self._joined[reader] = join
-            self._states[reader] = "EMPTY", None, 0.0, ""
-            self._show()
+            self._replicas[reader] = ReplicaNews(join.name, join.rank, join.pid)
             self._tracker.join(
-                reader, join.name, join.rank, join.num_ranks, serves_at=place, host=join.host
+                reader,
+                join.name,
+                join.rank,
+                join.num_ranks,
+                serves_at=join.serves_at,
+                host=join.host,
             )
-            self._changed.notify_all()
+            self._show()
 
     def refuse(self, reader: int, text: str) -> None:
         """Note that an engine cannot take this model; the next report says so."""
         with self._changed:
-            if (join := self._joined.get(reader)) is not None:
-                self._tracker.refused(join.name, text)
+            if (replica := self._replicas.get(reader)) is not None:
+                self._tracker.refused(replica.name, text)
 
     def lose(self, reader: int) -> None:
         with self._changed:
             self.sent_bytes += self._channels.pop(reader).sent_bytes
             os.close(self._bells.pop(reader))
             self._ending.pop(reader, None)
-            self._states.pop(reader, None)
             self._watchers.discard(reader)
             self._updating.discard(reader)
-            self._show()
             self._leases.lose(reader)
-            if (join := self._joined.pop(reader, None)) is not None:
+            if self._replicas.pop(reader, None) is not None:
                 self._tracker.lose(reader)
-                if all(each.serves_at != join.serves_at for each in self._joined.values()):
-                    self._places.pop(str(join.serves_at), None)
-            self._changed.notify_all()
+            self._show()
 
     @contextmanager
     def waiting(self, reader: int, kind: str, wait: Wait) -> Iterator[None]:
@@ -252,19 +238,21 @@ class Shelf:
         with self._changed:
             self._tracker.wait(reader, kind, wait.have, wait.version)
             self._updating.discard(reader)
-            state, _, seconds, error = self._states[reader]
-            if wait.have is not None and state == "EMPTY":  # it has it from an earlier connection
-                self._states[reader] = "READY", wait.have.version, seconds, error
+            replica = self._replicas[reader]
+            if wait.have is not None and replica.state == "EMPTY":  # of an earlier connection
+                self._replicas[reader] = replace(replica, state="READY", version=wait.have.version)
             self._show()
-            self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
                 self._tracker.stop_waiting(reader)
 
-    def answer(self, reader: int, kind: str, wait: Wait) -> Available | Current | Superseded | None:
-        """Return what a reader should be told now, if anything."""
+    def answer(self, reader: int, kind: str, wait: Wait) -> Available | Current | None:
+        """Return what a reader should be told now, if anything.
+
+        Raises VersionError if the version that it wants cannot come any more.
+        """
         with self._changed:
             newest, wanted = self._tracker.newest, wait.id
             if newest is not None and wait.version is not None:
@@ -275,19 +263,21 @@ class Shelf:
                 return Current()
             is_offered = newest in self._leases.offered
             found = self._tracker.answer(reader, kind, wanted, wait.have, is_offered=is_offered)
-            if isinstance(found, CannotCome):
-                return Superseded(found.newest)
             if found is None or newest is None:
                 return None
             self._updating.add(reader)
             self._show()
-            holders = (self._places[each] for each in found.holders if each in self._places)
             about = self._about
-            return Available(newest, about.parent, dict(about.values), tuple(holders))
+            return Available(newest, about.parent, dict(about.values), found)
 
-    def nothing_new(self, have: PublishId | None) -> Current | NotYet:
-        with self._changed:
-            return Current() if have is not None and have == self.newest else NotYet()
+    def nothing_new(self, have: PublishId | None) -> TransferTimeout:
+        """Return the error for a reader whose time is over."""
+        is_newest = have is not None and have == self.newest
+        why = f"{have} is the newest" if is_newest else "there is no version"
+        return TransferTimeout(
+            f"{why}, and no other came in time; publish one, or give update a longer "
+            f"timeout_seconds"
+        )
 
     def lease(self, id: PublishId, reader: int, deadline: float) -> Served:
         """Return the offer of a version, which stays until the lease ends.
@@ -300,9 +290,7 @@ class Shelf:
             return last is not None and last.session == id.session and last.version >= id.version
 
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_stopped or is_decided(), max(deadline - monotonic(), 0)
-            )
+            self.wait_until(is_decided, deadline)
             self._leases.take(id, reader)
             return self._offers[id]
 
@@ -323,8 +311,7 @@ class Shelf:
             return None
 
         with self._changed:
-            left = max(deadline - monotonic(), 0)
-            self._changed.wait_for(lambda: self._is_stopped or free() is not None, left)
+            self.wait_until(lambda: free() is not None, deadline)
             if (number := free()) is None:
                 raise TransferTimeout(
                     f"{MAX_RINGS} other readers use the rings of device {device}; update again"
@@ -344,37 +331,27 @@ class Shelf:
             self._leases.release(id, reader)
             self._changed.notify_all()
 
-    def staged(self, reader: int, id: PublishId) -> None:
-        """Note that a reader has all of a version and needs nobody any more."""
-        with self._changed:
-            if reader in self._joined:
-                self._tracker.staged(reader, id)
-                self._changed.notify_all()
-
     def maps(self, reader: int, id: PublishId) -> None:
         """Note that a reader maps a version, so that others cannot fetch it there."""
         with self._changed:
-            if reader in self._joined and id == self.newest:
+            if reader in self._replicas and id == self.newest:
                 self._tracker.maps(reader)
 
-    def mistrust(self, reader: int, id: PublishId, place: str) -> None:
+    def note(self, reader: int, message: Staged | Mistrust | Done) -> None:
+        """Take what a reader says of a version, without a request."""
         with self._changed:
-            if reader in self._joined and id == self.newest:
-                self._tracker.mistrust(reader, place)
-
-    def done(self, reader: int, id: PublishId, result: Result) -> None:
-        with self._changed:
-            if reader not in self._joined:
-                raise HandleGone("a reader must join before it can be done")
-            if result.error:
-                state, version, _, _ = self._states[reader]
-                if result.is_touched:
-                    state, version = "FAILED", None
-                self._states[reader] = state, version, result.seconds, result.error
-            else:
-                self._states[reader] = "READY", id.version, result.seconds, ""
-            self._updating.discard(reader)
-            self._tracker.done(reader, id, result)
+            if reader not in self._replicas:
+                raise TransportError("a reader must join before it has a version")
+            match message:
+                case Staged():
+                    self._tracker.staged(reader, message.id)
+                case Mistrust():
+                    if message.id == self.newest:
+                        self._tracker.mistrust(reader, message.place)
+                case Done():
+                    self._updating.discard(reader)
+                    self._tracker.done(reader, message.id, message.result)
+                    self._replicas[reader] = after(self._replicas[reader], message)
             self.ring()
 
     # Watchers.
@@ -399,22 +376,21 @@ class Shelf:
             return self.news()
 
     def _show(self) -> None:
+        """Let watchers look again, and all that wait in this process."""
         for reader in self._watchers & set(self._bells):
             os.eventfd_write(self._bells[reader], 1)
+        self._changed.notify_all()
 
     def news(self) -> News:
         """Return what watchers see."""
         with self._changed:
-            replicas = []
-            for reader, join in self._joined.items():
-                replica = ReplicaNews(join.name, join.rank, join.pid, *self._states[reader])
-                if reader in self._updating:
-                    replica = msgspec.structs.replace(replica, state="UPDATING")
-                replicas.append(replica)
-            newest = self._tracker.newest
-            version = None if newest is None else newest.version
+            replicas = tuple(
+                replace(each, state="UPDATING") if reader in self._updating else each
+                for reader, each in self._replicas.items()
+            )
+            version = None if self.newest is None else self.newest.version
             state = "PUBLISHING" if self._is_publishing else "IDLE"
-            return News(version, state, tuple(replicas))
+            return News(version, state, replicas)
 
     # Texts that ranks leave for each other.
 
@@ -426,8 +402,18 @@ class Shelf:
                 self._posts.popitem(last=False)
             self._changed.notify_all()
 
-    def look(self, key: str, seconds: float) -> str | None:
-        """Return the text under a key, as soon as there is one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or key in self._posts, seconds)
-            return self._posts.get(key)
+    def look(self, key: str) -> str | None:
+        """Return the text under a key; None if there is none."""
+        return self._posts.get(key)
+
+
+def after(replica: ReplicaNews, done: Done) -> ReplicaNews:
+    """Return what is known of a replica once it has said how an update ended."""
+    result = done.result
+    if not result.error:
+        return replace(
+            replica, state="READY", version=done.id.version, seconds=result.seconds, error=""
+        )
+    if result.is_touched:
+        replica = replace(replica, state="FAILED", version=None)
+    return replace(replica, seconds=result.seconds, error=result.error)

@@ -165,8 +165,8 @@ class ModelTarget:
 
     def touched(self) -> None:
         """Let the framework know that its tensors were written."""
-        assert self._model is not None
-        self._model.touched()
+        if self._model is not None:  # else files were read, by what has told it
+            self._model.touched()
 
     def finish(self, values: Mapping[str, Leaf]) -> None:
         """Set what is no tensor."""

@@ -17,8 +17,13 @@ from itertools import chain
 
 import msgspec
 
+from flyweight.errors import VersionError
 from flyweight.live.publish_id import PublishId
+from flyweight.ports import UpdateReport
+from flyweight.transports.address import Endpoint
 
+Place = Endpoint | None
+"""The address at which a reader serves; None if it does not."""
 CHAIN_HOSTS = 16
 MAX_HOLDERS = 8
 MAX_PLACES = 4096
@@ -46,6 +51,12 @@ class Result(msgspec.Struct, frozen=True):
     """True if it failed and no longer holds the version that it had."""
 
     @classmethod
+    def of(cls, name: str, pid: int, report: UpdateReport) -> Result:
+        """Return what the trainer learns of an update that succeeded."""
+        fields = {each: getattr(report, each) for each in cls.__struct_fields__[2:-2]}
+        return cls(name, pid, **fields)
+
+    @classmethod
     def joined(cls, ranks: Sequence[Result]) -> Result:
         """Return the result of an engine from those of its ranks; the slowest counts."""
         return cls(
@@ -65,26 +76,12 @@ class Result(msgspec.Struct, frozen=True):
         )
 
 
-class Told(msgspec.Struct, frozen=True):
-    """The newest version is there for a reader."""
-
-    holders: tuple[str, ...]
-    """Places that have it or fetch it, best first; the trainer is the last resort."""
-
-
-class CannotCome(msgspec.Struct, frozen=True):
-    """The version that a reader wants cannot come any more."""
-
-    newest: PublishId
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Reader:
     name: str
     rank: int
     num_ranks: int
-    place: str
-    """The address at which it serves; "" if it does not."""
+    place: Place
     host: str
 
     @property
@@ -96,14 +93,14 @@ class _Reader:
 class _Version:
     """What is known of the newest version. A place stays of the kind that it was told for first."""
 
-    order: dict[str, int] = field(default_factory=dict)
+    order: dict[Place, int] = field(default_factory=dict)
     """The position of each place among all that were told."""
-    hosts: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    hosts: dict[str, dict[str, list[Place]]] = field(default_factory=dict)
     """The places of each kind by host, in order; the first of each host is in a chain."""
-    serving: dict[str, bool] = field(default_factory=dict)
+    serving: dict[Place, bool] = field(default_factory=dict)
     """The places whose reader was told and has not failed; True if it has fetched everything."""
-    mistrusted: set[str] = field(default_factory=set)
-    lists: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    mistrusted: set[Place] = field(default_factory=set)
+    lists: dict[int, tuple[Endpoint, ...]] = field(default_factory=dict)
     """The holders that each connected reader was sent to last."""
     ended: dict[tuple[str, int], Result | None] = field(default_factory=dict)
     """The engines' ranks that were told, and how they ended; None until then."""
@@ -122,7 +119,7 @@ class Tracker:
 
     def __init__(self) -> None:
         self._readers: dict[int, _Reader] = {}
-        self._at: dict[str | tuple[str, int], list[int]] = {}
+        self._at: dict[Place | tuple[str, int], list[int]] = {}
         """The readers at each place and of each rank of an engine, the newest last."""
         self._waiting: dict[int, tuple[str, PublishId | None, int | None]] = {}
         self._newest: PublishId | None = None
@@ -144,7 +141,14 @@ class Tracker:
     # What readers do.
 
     def join(
-        self, reader: int, name: str, rank: int, num_ranks: int, *, serves_at: str, host: str
+        self,
+        reader: int,
+        name: str,
+        rank: int,
+        num_ranks: int,
+        *,
+        serves_at: Place,
+        host: str,
     ) -> None:
         """Add one rank of an engine; its connections for bytes are none of the tracker's."""
         joined = self._readers[reader] = _Reader(name, rank, num_ranks, serves_at, host)
@@ -185,8 +189,11 @@ class Tracker:
         have: PublishId | None,
         *,
         is_offered: bool,
-    ) -> Told | CannotCome | None:
-        """Return what a reader should be told now; None lets it wait.
+    ) -> tuple[Endpoint, ...] | None:
+        """Return where a reader may fetch the newest version, best first; None lets it wait.
+
+        The trainer is the last resort, and not in the list. Raises VersionError if the version that
+        the reader wants cannot come any more.
 
         wanted: the version to wait for; None: any but `have`. `is_offered`: by the trainer.
         """
@@ -198,12 +205,17 @@ class Tracker:
         if wanted not in (None, newest):
             assert wanted is not None
             is_ahead = wanted.session == newest.session and wanted.version > newest.version
-            return None if is_ahead else CannotCome(newest)
+            if is_ahead:
+                return None
+            raise VersionError(
+                f"{wanted} cannot come any more: the newest is {newest}; update without a version, "
+                f"or to that one"
+            )
         holders = self._holders(reader, kind)
         if not is_offered and not holders:
             return None
         self._tell(reader, kind, holders)
-        return Told(holders)
+        return holders
 
     def staged(self, reader: int, id: PublishId) -> None:
         """Note that a rank that was told of the newest version has fetched all of it."""
@@ -233,7 +245,7 @@ class Tracker:
             if result.error:
                 del version.serving[me.place]
 
-    def mistrust(self, reader: int, place: str) -> None:
+    def mistrust(self, reader: int, place: Endpoint) -> None:
         """Send nobody to a place for this version, if the reader was sent there itself."""
         if place in self._version.lists.get(reader, ()):
             self._version.mistrusted.add(place)
@@ -302,7 +314,7 @@ class Tracker:
 
     # How both meet.
 
-    def _tell(self, reader: int, kind: str, holders: tuple[str, ...]) -> None:
+    def _tell(self, reader: int, kind: str, holders: tuple[Endpoint, ...]) -> None:
         me, version = self._readers[reader], self._version
         version.lists[reader] = holders
         place, order, ended = me.place, version.order, version.ended
@@ -319,7 +331,7 @@ class Tracker:
             for each in (self._refused, version.refused):
                 each.pop(me.name, None)
 
-    def _holders(self, reader: int, kind: str) -> tuple[str, ...]:
+    def _holders(self, reader: int, kind: str) -> tuple[Endpoint, ...]:
         """Return the places where a reader may fetch, all told before its own, best first."""
         me, version = self._readers[reader], self._version
         at = version.order.get(me.place, len(version.order))
@@ -332,14 +344,15 @@ class Tracker:
         complete = (
             each for host in reversed(line) for each in hosts[host] if version.serving.get(each)
         )
-        found: list[str] = []
+        found: list[Endpoint] = []
         for place in chain(hosts.get(me.host, ()), (hosts[host][0] for host in above), complete):
             is_serving = place in version.serving and place not in version.mistrusted
             if is_serving and version.order[place] < at and place not in found:
+                assert place is not None
                 found.append(place)
             if len(found) == MAX_HOLDERS:
                 break
         return tuple(found)
 
-    def _is_newest(self, reader: int, key: str | tuple[str, int]) -> bool:
+    def _is_newest(self, reader: int, key: Place | tuple[str, int]) -> bool:
         return self._at[key][-1] == reader

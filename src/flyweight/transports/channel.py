@@ -182,9 +182,11 @@ class Channel:
             raise error
         return frame
 
-    def call(self, message: Message, kind: type[M], deadline: float) -> M:
+    def call(
+        self, message: Message, kind: type[M], deadline: float, files: Sequence[int] = ()
+    ) -> M:
         """Send a request and return its answer, which comes without files."""
-        frame = self.answer(self.ask(message, deadline), kind, deadline)
+        frame = self.answer(self.ask(message, deadline, files), kind, deadline)
         frame.close()
         assert isinstance(frame.message, kind)
         return frame.message

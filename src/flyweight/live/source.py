@@ -1,0 +1,180 @@
+"""Source: what a publisher publishes, the model of one rank, or a checkpoint that was opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flyweight.adapters.identity import Identity as ModelIdentity
+from flyweight.adapters.model import Model, adapt
+from flyweight.adapters.parts import emptied_names, partial_names, undeclared_shards
+from flyweight.adapters.tree import reshard
+from flyweight.checks import check_version
+from flyweight.errors import PlanError, SpecError, listed
+from flyweight.formats.reader import Reader, Target
+from flyweight.formats.stored import Stored
+from flyweight.live.catalog import Devices, RankTable
+from flyweight.live.offer import About, OfferMemory, packed_memory
+from flyweight.memory import STAGING, collector_paused
+from flyweight.memory_table import NOWHERE
+from flyweight.plans.copy_table import BoxTable, item_bytes
+from flyweight.plans.reshard import reshard as reshard_boxes
+from flyweight.plans.tables import Boxes, Tensors, packed
+from flyweight.ranks.rendezvous import Rendezvous
+from flyweight.spec.box import Box
+from flyweight.spec.layout import Shard
+from flyweight.worker_threads import default_threads
+
+
+class PublishedModel:
+    """The model of one rank: what it holds, where that lies, and whether it is still the same."""
+
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+        with collector_paused():
+            self._describe()
+
+    def _describe(self) -> None:
+        self.identity = ModelIdentity(self.thing)
+        self.model: Model = adapt(self.thing, may_be_empty=True)
+        self.names = list(self.model.manifest.tensors)
+        self.boxes, self.memory = self.model.tables(self.names)
+        if (self.memory.device == NOWHERE).any():
+            raise SpecError("some tensors are on a device whose memory has no address")
+
+    @property
+    def devices(self) -> list[int]:
+        return [each for each in np.unique(self.memory.device).tolist() if each >= 0]
+
+    def table(self, rank: int) -> RankTable:
+        """Return what this rank holds, for the other ranks."""
+        manifest, devices = self.model.manifest, Devices.of(self.memory)
+        specs = {name: manifest.spec(name) for name in self.names}
+        return RankTable(
+            Tensors.of(specs),
+            dict(manifest.tied),
+            Boxes.of(self.boxes),
+            packed([rank] * len(self.boxes)),
+            devices.names,
+            packed(devices.index),
+            dict(manifest.values),
+        )
+
+    def check_ranks(self, found: Rendezvous) -> None:
+        """Raise unless this can be the model, or the part of it, of a rank of so many."""
+        model, thing = self.model, self.thing
+        parts = partial_names(model)
+        if parts and found.num_ranks == 1:
+            raise PlanError(
+                f"{len(parts)} tensors are only in part on this rank: {listed(parts)}; make a "
+                f"publisher on every rank that holds a part, with process_group=, or with rank= "
+                f"and world_size="
+            )
+        if found.num_ranks == 1 and not self.names:
+            raise SpecError(f"{type(thing).__name__} holds no tensors")
+        if found.num_ranks > 1 and (unknown := undeclared_shards(thing)):
+            raise SpecError(
+                f"{len(unknown)} tensors are marked as the part of one rank and do not say which "
+                f"part: {listed(unknown)}; put flyweight.Sharded(tensor, shape, offset) in their "
+                f"place"
+            )
+
+    def check_whole(self) -> None:
+        """Raise PlanError if another library has taken the parameters' memory away."""
+        if emptied := emptied_names(self.model, self.thing):
+            raise PlanError(
+                f"{len(emptied)} parameters are partitioned by ZeRO-3 and empty on this rank: "
+                f"{listed(emptied)}; make the publisher and publish inside of "
+                f"deepspeed.zero.GatheredParameters(model.parameters()), which every rank enters"
+            )
+
+    def refresh(self) -> bool:
+        """Look at the model again; return True if its tensors lie elsewhere now.
+
+        Raises PlanError if they are others than when the publisher was made, each time again.
+        """
+        reshard(self.thing)  # a forward may have put whole tensors in the place of shards
+        if self.identity.is_same():
+            return False
+        before, last = self.table(0), dict(vars(self))
+        try:
+            with collector_paused():
+                self._describe()
+            self._check_same(before)
+        except BaseException:
+            vars(self).update(last)
+            raise
+        was = last["memory"]
+        is_moved = (was.address != self.memory.address).any()
+        return bool(is_moved or (was.strides != self.memory.strides).any())
+
+    def _check_same(self, before: RankTable) -> None:
+        after = self.table(0)
+        if (before.tensors, before.tied, before.blocks, before.device) != (
+            after.tensors, after.tied, after.blocks, after.device,
+        ):  # fmt: skip
+            names = set(before.tensors.names) ^ set(after.tensors.names)
+            which = f": {listed(names)}" if names else ""
+            raise PlanError(
+                f"the model has other tensors than when its publisher was made{which}; make a new "
+                f"publisher, on every rank if there are several"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedFiles:
+    """An opened snapshot or checkpoint: all tensors, whole, in one rank."""
+
+    stored: Stored
+    version: int
+    """That of the files, or the one that the user gives; 0 if there is neither."""
+
+    @classmethod
+    def of(cls, stored: Stored, version: int | None) -> PublishedFiles:
+        found = stored.manifest.version if version is None else check_version(version)
+        if not stored.manifest.tensors:
+            raise SpecError(f"{stored.store.place!r} holds no tensors")
+        return cls(stored, 0 if found is None else found)
+
+    @property
+    def about(self) -> About:
+        return About(self.stored.manifest.parent, self.stored.manifest.values)
+
+    def table(self, rank: int) -> RankTable:
+        manifest = self.stored.manifest
+        boxes = BoxTable.whole(manifest.tensors.values())
+        zeros = packed([0] * len(boxes))
+        values = dict(manifest.values)
+        tensors, tied = Tensors.of(manifest.tensors), dict(manifest.tied)
+        return RankTable(tensors, tied, Boxes.of(boxes), zeros, ("",), zeros, values)
+
+    def read(self) -> OfferMemory:
+        """Return the tensors, read and checked, in shared memory that replicas map.
+
+        The files themselves are never mapped: to truncate one would end a replica by SIGBUS.
+        """
+        stored, specs = self.stored, self.stored.manifest.tensors
+        whole = {name: [Shard(0, Box.whole(spec.shape))] for name, spec in specs.items()}
+        boxes = BoxTable.whole(specs.values())
+        table, placed = packed_memory(boxes.shape, item_bytes(specs.values()))
+        targets = {}
+        for row, (name, spec) in enumerate(specs.items()):
+            items = spec.stored(whole[name][0].box)
+            data = table.buffer(row).items().reshape(items.shape)
+            targets[name] = Target(items, data, STAGING, may_map=False)
+        reader = Reader(stored.store, stored.manifest)
+        plan = reshard_boxes({name: stored.shards(name) for name in specs}, whole)
+        for copy in plan.copies():
+            reader.add(stored.manifest.extents[copy.source.rank], copy.box, targets[copy.name])
+        reader.run(num_threads=default_threads(), verb="load")
+        return OfferMemory(0, table, placed)
+
+
+def source_of(thing: object, version: int | None) -> PublishedModel | PublishedFiles:
+    """Return what a publisher knows of its source; `version` is for files only."""
+    if isinstance(thing, Stored):
+        return PublishedFiles.of(thing, version)
+    if version is not None:
+        raise SpecError(f"version={version} is for files; a model's is an argument of publish")
+    return PublishedModel(thing)
