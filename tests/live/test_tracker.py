@@ -155,47 +155,6 @@ def test_a_reader_that_has_fetched_everything_is_known_as_complete():
     assert holders(tracker, CHAIN_HOSTS) == [3]
 
 
-# Bad parents.
-
-
-def test_a_mistrusted_place_is_in_no_list_of_this_version():
-    tracker = waiting(3)
-    tracker.announce(id_(1))
-    assert holders(tracker, 1) == [0]
-    assert holders(tracker, 2) == [1, 0]
-    for _ in range(2):  # the second report changes nothing
-        tracker.mistrust(1, "tcp://h:0")
-        tracker.mistrust(2, "tcp://h:0")
-        assert [holders(tracker, 1), holders(tracker, 2)] == [[], [1]]
-    assert tracker.missing(id_(1)) == ["r0", "r1", "r2"]
-    tracker.done(0, id_(1), Result("r0"))
-    assert holders(tracker, 2) == [1]
-    assert outcomes(tracker, id_(1)) == {"r0": ""}
-    tracker.announce(id_(2))
-    assert [holders(tracker, reader) for reader in range(3)] == [[], [0], [1, 0]]
-
-
-def test_a_reader_can_only_mistrust_a_place_that_it_was_sent_to():
-    tracker = waiting(4)
-    tracker.announce(id_(1))
-    tracker.mistrust(2, "tcp://h:0")  # it was told of the version, and not where it is
-    assert holders(tracker, 2) == [1, 0]
-    for place in ("tcp://h:2", "tcp://h:3", "tcp://trainer:1", ""):
-        tracker.mistrust(2, place)
-    tracker.mistrust(0, "tcp://h:1")
-    assert holders(tracker, 3) == [2, 1, 0]
-
-
-def test_a_report_about_the_last_version_does_not_count_for_the_next():
-    tracker = waiting(2)
-    tracker.announce(id_(1))
-    assert holders(tracker, 1) == [0]
-    tracker.stop_waiting(1)
-    tracker.announce(id_(2))
-    tracker.mistrust(1, "tcp://h:0")
-    assert holders(tracker, 1) == [0]
-
-
 # What readers are told.
 
 
@@ -408,8 +367,7 @@ def restarts(tracker, start, count):
     """Let engines with names, places, hosts and kinds of their own come, be told, and leave."""
     for reader in range(start, start + count):
         join(tracker, reader)
-        found = holders(tracker, reader, kind=f"k{reader % 3}")
-        tracker.mistrust(reader, f"tcp://h:{found[0] if found else 0}")
+        holders(tracker, reader, kind=f"k{reader % 3}")
         tracker.lose(reader)
 
 
@@ -477,7 +435,7 @@ class Places:
         """The kind of each place that was told, in order."""
         self.told = {}
         """The places whose newest reader was told and has not failed; True if it is complete."""
-        self.lists, self.edges, self.bad = {}, set(), set()
+        self.edges = set()
 
     def join(self, place):
         if place > len(self.readers) or len(self.readers.get(place, ())) == 2:
@@ -497,7 +455,7 @@ class Places:
     def tell(self, place, which, kind="k"):
         reader = self.reader(place, which)
         found = self.tracker.answer(reader, kind, None, None, is_offered=True)
-        found = self.lists[reader] = [int(each) for each in found]
+        found = [int(each) for each in found]
         self.edges |= {(place, other) for other in found}
         self.order.setdefault(place, kind)
         best, others = self.expected(place, kind)
@@ -516,9 +474,7 @@ class Places:
         above = line[: line.index(host)] if host in line else line
         firsts = [next(each for each in of_kind if self.hosts[each] == host) for host in above]
         same = [each for each in of_kind if self.hosts[each] == host]
-        usable = [
-            each for each in order[: order.index(place)] if each in self.told.keys() - self.bad
-        ]
+        usable = [each for each in order[: order.index(place)] if each in self.told]
         best = [each for each in [*same, *reversed(firsts)] if each in usable]
         complete = {each for each in of_kind if self.told.get(each)}
         return best, complete.intersection(usable).difference(best)
@@ -540,16 +496,8 @@ class Places:
         reader = self.reader(place, which)
         self.tracker.lose(reader)
         self.readers[place].remove(reader)
-        self.lists.pop(reader, None)
         if which == "newer":
             self.told.pop(place, None)
-
-    def mistrust(self, place):
-        reader = self.reader(place, "newer")
-        if not (found := self.lists.get(reader)):
-            raise NotPossible
-        self.tracker.mistrust(reader, str(found[0]))
-        self.bad.add(found[0])
 
     def check(self):
         reached = set(self.edges)
@@ -566,7 +514,6 @@ def steps_of(count, kinds=("k",)):
     return [
         ("announce",),
         *(("join", place) for place in range(count)),
-        *(("mistrust", place) for place in range(count)),
         *(step for each in both for step in (
             *(("tell", *each, kind) for kind in kinds),
             ("staged", *each),

@@ -25,13 +25,6 @@ MUTANTS = [
         "tests/live/test_tracker.py",
     ),
     Mutant(
-        "a holder whose bytes were wrong is asked by others again",
-        "live/tracker.py",
-        "            is_serving = place in version.serving and place not in version.mistrusted\n",
-        "            is_serving = place in version.serving\n",
-        "tests/live/test_tracker.py",
-    ),
-    Mutant(
         "an engine is done with the first of its ranks",
         "live/tracker.py",
         "        if result.error or len(ranks) >= num_ranks:\n",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from flyweight.errors import FormatError, SpecError, StoreError, VersionError
 from flyweight.formats.stored import Stored
-from flyweight.live.messages import Done, Mistrust, Staged
+from flyweight.live.messages import Done, Staged
 from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
 from flyweight.live.target import LoaderTarget, ModelTarget
@@ -142,7 +142,7 @@ class StoredIncoming:
             target.look_again()
         self.nbytes, self.unused = report.nbytes, tuple(report.unused)
 
-    def tell(self, message: Staged | Mistrust | Done) -> None:
+    def tell(self, message: Staged | Done) -> None:
         """Do nothing: no trainer waits."""
 
     def close(self) -> None:

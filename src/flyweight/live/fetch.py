@@ -15,7 +15,7 @@ from logging import getLogger
 from time import monotonic
 
 from flyweight.errors import FlyweightError, PeerLost, TransferTimeout, TransportError
-from flyweight.live.messages import Later, Pull
+from flyweight.live.messages import Data, Later, Pull, Read
 from flyweight.live.plan import Plan
 from flyweight.live.reader import Identity, Reader
 from flyweight.live.staging import Range, Staging
@@ -161,34 +161,35 @@ class Fetch:
 
     def _fetch_ranges(self, reader: Reader, ranges: Iterator[Range]) -> None:
         staging, coming, progress = self._staging, deque[tuple[int, Range, bool]](), -1
-        kind, slots = staging.memory.plan.kind, count()
+        channel, kind, slots = reader.channel, staging.memory.plan.kind, count()
 
         def ask(each: Range) -> None:
             slot = next(slots) % NUM_SLOTS if self._pulls_from(reader) else None
-            span, seconds = (each.start, each.stop), STALL_SECONDS
-            number = reader.ask_range(kind, span, seconds, self._deadline, slot=slot)
-            coming.append((number, each, slot is not None))
+            read = Read(kind, each.start, each.nbytes, STALL_SECONDS, slot)
+            coming.append((channel.ask(read, self._deadline), each, slot is not None))
 
         def receive() -> None:
             nonlocal progress
             number, first, can_pull = coming.popleft()
-            found = reader.receive_range(
-                number, staging.space(first), STALL_SECONDS, self._deadline, can_pull=can_pull
-            )
-            match found:
-                case None if self._must_pull:
+            soon = min(self._deadline, monotonic() + 2 * STALL_SECONDS)
+            kinds = (Data, Later, Pull) if can_pull else (Data, Later)
+            frame = channel.answer(number, kinds, soon)
+            frame.close()
+            match frame.message:
+                case Data() if self._must_pull:
                     raise TransportError(
-                        f"{reader.channel.peer} sends bytes over sockets, since NIXL does not "
-                        f"work there, or still starts; update again"
+                        f"{channel.peer} sends bytes over sockets, since NIXL does not work there, "
+                        f"or still starts; update again"
                     )
-                case None:
+                case Data():
+                    channel.receive_bytes(staging.space(first), self._deadline, STALL_SECONDS)
                     staging.arrived(first, reader.endpoint, "read")
-                case Pull() if self._pull(first, found):
+                case Pull() as found if self._pull(first, found):
                     staging.arrived(first, reader.endpoint, "rdma")
-                case Later() if found.arrived_bytes <= progress:
-                    raise TransferTimeout(f"{reader.channel.peer} has made no progress")
-                case Later():
-                    progress = found.arrived_bytes
+                case Later(arrived) if arrived <= progress:
+                    raise TransferTimeout(f"{channel.peer} has made no progress")
+                case Later(arrived):
+                    progress = arrived
                     ask(first)
                 case Pull():
                     ask(first)

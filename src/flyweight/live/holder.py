@@ -303,7 +303,7 @@ class Conversation:
             case messages.Watch():
                 self._shown = self._shelf.watch(self._reader)
                 return self._shown
-            case messages.Staged() | messages.Mistrust() | messages.Done():
+            case messages.Staged() | messages.Done():
                 self._note(message)
             case messages.Cancel():  # which comes late: the wait that it was for is over
                 pass
@@ -312,7 +312,7 @@ class Conversation:
                 raise TransportError(f"{self._channel.peer} sent {name}, which a holder sends")
         return None
 
-    def _note(self, message: messages.Staged | messages.Mistrust | messages.Done) -> None:
+    def _note(self, message: messages.Staged | messages.Done) -> None:
         self._shelf.note(self._reader, message)
         if isinstance(message, messages.Done):
             found = message.result

@@ -24,7 +24,7 @@ from flyweight.errors import (
 )
 from flyweight.live.fetch import Fetch
 from flyweight.live.loader import Loading
-from flyweight.live.messages import Available, Done, Leased, Mistrust, Staged
+from flyweight.live.messages import Available, Done, Leased, Staged
 from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import HeldLease, Reader
@@ -92,7 +92,7 @@ class Incoming:
         """What is checked when it has been copied."""
         return self.session.target.verified if self.is_verified else "nothing"
 
-    def tell(self, message: Staged | Mistrust | Done) -> None:
+    def tell(self, message: Staged | Done) -> None:
         """Let the trainer know, if it is still there."""
         self.session.tell(message)
 
@@ -278,11 +278,8 @@ class Incoming:
             self._check(rank, found, digests, "as they arrived")
         except DigestMismatch:
             wrong = np.flatnonzero(found != words_of(digests)).tolist()
-            bad = staging.spoiled(rank, wrong)
-            if not bad & set(holders):
+            if not staging.spoiled(rank, wrong) & set(holders):
                 raise  # the trainer's own memory has changed
-            for each in bad & set(holders):
-                self.tell(Mistrust(self.id, each))
             fetch.run(rank, [self.session.endpoint_of(rank)])
             found, _ = staging.memory.digests[rank].run(deadline)
             self._check(rank, found, digests, "as they arrived from the trainer itself")

@@ -13,7 +13,7 @@ TakeRing: slots on a device        Ringed, with open files if the driver exports
 Pack: a bucket into its slot       Packed
 Release: was it still all the way? Released
 Look: what another rank posted     Posted
-Post, Staged, Mistrust, Done       nothing
+Post, Staged, Done                 nothing
 Watch                              News, again and again
                                    Announced at any time: there is a version
                                    Refused instead of any answer; Ended, before the holder closes
@@ -260,13 +260,6 @@ class Staged(Message, frozen=True):
     id: PublishId
 
 
-class Mistrust(Message, frozen=True):
-    """What came from this holder was wrong."""
-
-    id: PublishId
-    place: Endpoint
-
-
 class Done(Message, frozen=True):
     """How an update ended."""
 
@@ -315,5 +308,5 @@ class News(Message, frozen=True):
 MESSAGES = Messages(
     Join, Welcome, Want, Declined, Planned, Wait, Available, Current, Cancel, Announced, Lease,
     Leased, Read, Data, Pull, Later, Fill, Filled, TakeRing, Ringed, Pack, Packed, Release,
-    Released, Staged, Mistrust, Done, Post, Look, Posted, Watch, News,
+    Released, Staged, Done, Post, Look, Posted, Watch, News,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from flyweight.errors import (
 from flyweight.live import messages
 from flyweight.live.plan import Plan, Stream
 from flyweight.live.publish_id import PublishId
-from flyweight.memory import Buffer, Bytes
+from flyweight.memory import Buffer
 from flyweight.memory_table import BufferTable, Integers
 from flyweight.transports.address import (
     Address,
@@ -295,48 +295,6 @@ class Reader:
                     f"{self.channel.peer} ended the lease: {error}; update again"
                 ) from error
 
-    def ask_range(
-        self,
-        kind: str,
-        span: tuple[int, int],
-        seconds: float,
-        deadline: float,
-        *,
-        slot: int | None = None,
-    ) -> int:
-        """Ask for a range of the leased stream; several may be on their way.
-
-        slot: where the holder may pack it, so that it can be pulled.
-        """
-        start, stop = span
-        return self.channel.ask(messages.Read(kind, start, stop - start, seconds, slot), deadline)
-
-    def receive_range(
-        self,
-        number: int,
-        data: Bytes,
-        stall_seconds: float,
-        deadline: float,
-        *,
-        can_pull: bool = False,
-    ) -> messages.Later | messages.Pull | None:
-        """Receive the range that was asked for first.
-
-        Returns Later if it was not there in time, and Pull, which `can_pull` must allow, if it can
-        be pulled.
-        """
-        soon = min(deadline, monotonic() + 2 * stall_seconds)
-        frame = self.channel.answer(
-            number,
-            (messages.Data, messages.Later, *((messages.Pull,) if can_pull else ())),
-            soon,
-        )
-        frame.close()
-        if isinstance(frame.message, (messages.Later, messages.Pull)):
-            return frame.message
-        self.channel.receive_bytes(data, deadline, stall_seconds)
-        return None
-
     def fill(self, kind: str, segment: Segment, deadline: float) -> None:
         """Have the holder write the leased stream of a kind into memory of this process."""
         files = () if self._filled.pop(kind, None) is segment else segment.files
@@ -356,13 +314,6 @@ class Reader:
         finally:
             frame.close()
 
-    def ask_pack(self, kind: str, bucket: int, deadline: float) -> int:
-        """Ask for a bucket; several may be on their way."""
-        return self.channel.ask(messages.Pack(kind, bucket, seconds_for_holder(deadline)), deadline)
-
-    def wait_packed(self, number: int, deadline: float) -> None:
-        self.channel.answer(number, messages.Packed, deadline).close()
-
     def release(self, deadline: float, *, is_proof: bool) -> None:
         """End the lease; with `is_proof`, raise HandleGone unless it ran until now."""
         self.has_lease = False
@@ -372,7 +323,7 @@ class Reader:
         else:
             self.channel.send(release, deadline)  # as no request, so that no answer comes
 
-    def tell(self, message: messages.Staged | messages.Mistrust | messages.Done) -> None:
+    def tell(self, message: messages.Staged | messages.Done) -> None:
         self.channel.send(message, monotonic() + _GRACE_SECONDS)
 
     def close(self) -> None:

@@ -11,20 +11,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
 from flyweight.errors import HandleGone, TransportError
 from flyweight.live.buckets import NUM_SLOTS, SLOT_BYTES
+from flyweight.live.messages import Pack, Packed
 from flyweight.live.plan import Stream
+from flyweight.live.reader import Reader, seconds_for_holder
 from flyweight.live.rows import RowCopies, RowDigests
 from flyweight.memory import Buffer
 from flyweight.memory_table import BufferTable
 from flyweight.transports.device_segments import DeviceSegment, export
-
-if TYPE_CHECKING:
-    from flyweight.live.reader import Reader
 
 
 class Ring:
@@ -92,17 +90,22 @@ class RingCopies:
         self, source: Reader, kind: str, deadline: float, *, should_digest: bool
     ) -> Words | None:
         """Copy everything; return the digests of the rows, read from the model."""
-        num_buckets, asked = len(self._copies), deque[int]()
+        channel, num_buckets, asked = source.channel, len(self._copies), deque[int]()
+
+        def ask(bucket: int) -> None:
+            pack = Pack(kind, bucket, seconds_for_holder(deadline))
+            asked.append(channel.ask(pack, deadline))
+
         running: Callable[[float], object] | None = None
         for bucket in range(min(NUM_SLOTS, num_buckets)):
-            asked.append(source.ask_pack(kind, bucket, deadline))
+            ask(bucket)
         for bucket, each in enumerate(self._copies):
-            source.wait_packed(asked.popleft(), deadline)
+            channel.answer(asked.popleft(), Packed, deadline).close()
             started = each.start(should_digest=False)
             if running is not None:  # while this bucket is copied, the slot of the last is free
                 running(deadline)
                 if bucket - 1 + NUM_SLOTS < num_buckets:
-                    asked.append(source.ask_pack(kind, bucket - 1 + NUM_SLOTS, deadline))
+                    ask(bucket - 1 + NUM_SLOTS)
             running = started
         if running is not None:
             running(deadline)

@@ -20,7 +20,7 @@ from flyweight.errors import PeerLost, PlanError, SpecError, TransferTimeout, Tr
 from flyweight.live.catalog import Catalog
 from flyweight.live.fetch import Connections
 from flyweight.live.holder import Holding
-from flyweight.live.messages import Declined, Done, Mistrust, Planned, Staged
+from flyweight.live.messages import Declined, Done, Planned, Staged
 from flyweight.live.offer import About
 from flyweight.live.plan import Plan, Plans, make_plan
 from flyweight.live.publish_id import PublishId
@@ -368,7 +368,7 @@ class Session:
                 self._memory[found.memory.ranks] = found.memory
             self._staged = None
 
-    def tell(self, message: Staged | Mistrust | Done) -> None:
+    def tell(self, message: Staged | Done) -> None:
         with suppress(TransportError):  # the trainer may be gone; the version is here all the same
             self.front.tell(message)
 

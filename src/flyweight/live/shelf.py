@@ -20,7 +20,6 @@ from flyweight.live.messages import (
     Current,
     Done,
     Join,
-    Mistrust,
     News,
     ReplicaNews,
     Staged,
@@ -337,21 +336,17 @@ class Shelf:
             if reader in self._replicas and id == self.newest:
                 self._tracker.maps(reader)
 
-    def note(self, reader: int, message: Staged | Mistrust | Done) -> None:
+    def note(self, reader: int, message: Staged | Done) -> None:
         """Take what a reader says of a version, without a request."""
         with self._changed:
             if reader not in self._replicas:
                 raise TransportError("a reader must join before it has a version")
-            match message:
-                case Staged():
-                    self._tracker.staged(reader, message.id)
-                case Mistrust():
-                    if message.id == self.newest:
-                        self._tracker.mistrust(reader, message.place)
-                case Done():
-                    self._updating.discard(reader)
-                    self._tracker.done(reader, message.id, message.result)
-                    self._replicas[reader] = after(self._replicas[reader], message)
+            if isinstance(message, Staged):
+                self._tracker.staged(reader, message.id)
+            else:
+                self._updating.discard(reader)
+                self._tracker.done(reader, message.id, message.result)
+                self._replicas[reader] = after(self._replicas[reader], message)
             self.ring()
 
     # Watchers.

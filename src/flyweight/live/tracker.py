@@ -99,9 +99,6 @@ class _Version:
     """The places of each kind by host, in order; the first of each host is in a chain."""
     serving: dict[Place, bool] = field(default_factory=dict)
     """The places whose reader was told and has not failed; True if it has fetched everything."""
-    mistrusted: set[Place] = field(default_factory=set)
-    lists: dict[int, tuple[Endpoint, ...]] = field(default_factory=dict)
-    """The holders that each connected reader was sent to last."""
     ended: dict[tuple[str, int], Result | None] = field(default_factory=dict)
     """The engines' ranks that were told, and how they ended; None until then."""
     staged: set[tuple[str, int]] = field(default_factory=set)
@@ -170,7 +167,6 @@ class Tracker:
                 del self._at[key]
         del self._readers[reader]
         self._waiting.pop(reader, None)
-        version.lists.pop(reader, None)
 
     def wait(
         self, reader: int, kind: str, have: PublishId | None, version: int | None = None
@@ -214,7 +210,7 @@ class Tracker:
         holders = self._holders(reader, kind)
         if not is_offered and not holders:
             return None
-        self._tell(reader, kind, holders)
+        self._tell(reader, kind)
         return holders
 
     def staged(self, reader: int, id: PublishId) -> None:
@@ -245,11 +241,6 @@ class Tracker:
             if result.error:
                 del version.serving[me.place]
 
-    def mistrust(self, reader: int, place: Endpoint) -> None:
-        """Send nobody to a place for this version, if the reader was sent there itself."""
-        if place in self._version.lists.get(reader, ()):
-            self._version.mistrusted.add(place)
-
     # What the publisher does.
 
     def announce(self, id: PublishId) -> None:
@@ -258,7 +249,7 @@ class Tracker:
         self._refused = {}
         for reader, (kind, have, version) in self._waiting.items():
             if have != id and version in (None, id.version):
-                self._tell(reader, kind, ())
+                self._tell(reader, kind)
 
     def refused(self, name: str, text: str) -> None:
         """Have an engine that was refused in the results of the next version; keep the latest."""
@@ -314,9 +305,8 @@ class Tracker:
 
     # How both meet.
 
-    def _tell(self, reader: int, kind: str, holders: tuple[Endpoint, ...]) -> None:
+    def _tell(self, reader: int, kind: str) -> None:
         me, version = self._readers[reader], self._version
-        version.lists[reader] = holders
         place, order, ended = me.place, version.order, version.ended
         if place and place not in order and len(order) < MAX_PLACES:
             order[place] = len(order)
@@ -346,7 +336,7 @@ class Tracker:
         )
         found: list[Endpoint] = []
         for place in chain(hosts.get(me.host, ()), (hosts[host][0] for host in above), complete):
-            is_serving = place in version.serving and place not in version.mistrusted
+            is_serving = place in version.serving
             if is_serving and version.order[place] < at and place not in found:
                 assert place is not None
                 found.append(place)
