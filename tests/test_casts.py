@@ -19,10 +19,8 @@ from flyweight.casts import (  # noqa: E402
     ITEM_BYTES,
     NAN,
     PAIRS,
-    CastDigests,
     PreparedCasts,
     cast,
-    cast_range,
 )
 from flyweight.cuda.cast_kernel import ITEMS, STEP_ITEMS, WHOLE, cast_tasks  # noqa: E402
 from flyweight.digest import digest  # noqa: E402
@@ -229,7 +227,7 @@ class Rows:
             assert prepared.run(monotonic() + LIMIT).tolist() == counts
             for sink, each in zip(self.sinks, bits, strict=True):
                 assert (sink.reshape(-1) == each).all()
-        digests = CastDigests(self.tables[1], *self.dtypes)
+        digests = PreparedCasts(None, self.tables[1], *self.dtypes)
         for kind in ("words", "xxh3"):
             found, again = digests.digests(kind, monotonic() + LIMIT)
             assert found.tolist() == [digest(each.view(np.uint8), kind) for each in bits]
@@ -285,7 +283,9 @@ def test_no_rows_are_cast():
     rows = Rows()
     assert PreparedCasts(*rows.tables, *rows.dtypes).run(monotonic() + LIMIT).tolist() == []
     assert (
-        CastDigests(rows.tables[1], *rows.dtypes).digests("words", monotonic() + LIMIT)[0].tolist()
+        PreparedCasts(None, rows.tables[1], *rows.dtypes)
+        .digests("words", monotonic() + LIMIT)[0]
+        .tolist()
         == []
     )
 
@@ -298,38 +298,6 @@ def test_a_second_run_casts_what_the_source_holds_then():
     rows.sources[0][:] = random_bits(50_000, F32)
     prepared.run(monotonic() + LIMIT)
     assert (rows.sinks[0] == by_torch(rows.sources[0], (F32, BF16))[0]).all()
-
-
-@by_name
-def test_any_range_of_bytes_of_a_cast_is_what_lies_there(pair):
-    array = random_bits(24, pair[0]).reshape(2, 3, 4).transpose(2, 0, 1)
-    whole = by_torch(array.reshape(-1), pair)[0].tobytes()
-    for first, end in product(range(len(whole) + 1), repeat=2):
-        if first <= end:
-            assert cast_range(buffer_of(array), pair, first, end).tobytes() == whole[first:end]
-
-
-@pytest.mark.parametrize("is_strided", [False, True])
-def test_a_range_across_many_steps_may_begin_and_end_inside_of_an_item(is_strided):
-    array = random_bits(600_000, F16).reshape(600, 1000)
-    array = array.T if is_strided else array
-    whole = by_torch(array.reshape(-1), (F16, F32))[0].tobytes()
-    for first, end in ((1, 2_399_999), (700_003, 1_500_002), (2_399_997, 2_400_000)):
-        assert cast_range(buffer_of(array), (F16, F32), first, end).tobytes() == whole[first:end]
-
-
-def test_ranges_of_scalars_and_of_nothing_are_cast():
-    scalar = np.array(0x3F80_0000, np.uint32)
-    assert cast_range(buffer_of(scalar), (F32, BF16), 0, 2).tobytes() == b"\x80\x3f"
-    assert cast_range(buffer_of(np.empty((0, 3), np.uint32)), (F32, BF16), 0, 0).tobytes() == b""
-
-
-def test_a_range_beyond_the_cast_is_refused():
-    array = random_bits(10, F32)
-    with pytest.raises(SpecError, match="bytes 3 to 21 of a cast that has 20"):
-        cast_range(buffer_of(array), (F32, BF16), 3, 21)
-    with pytest.raises(SpecError, match="items of 4 bytes"):
-        cast_range(buffer_of(array), (BF16, F32), 0, 1)
 
 
 def test_other_dtypes_sizes_and_shapes_are_refused():
@@ -346,7 +314,7 @@ def test_other_dtypes_sizes_and_shapes_are_refused():
     with pytest.raises(SpecError, match="items of 4 bytes in row 0 of the source, bf16 has 2"):
         PreparedCasts(*rows.tables, np.array([BF16]), np.array([F16]))
     with pytest.raises(SpecError, match="1 rows of the source have 2 dtypes"):
-        CastDigests(rows.tables[1], np.array([F32, F32]), np.array([F16, F16]))
+        PreparedCasts(None, rows.tables[1], np.array([F32, F32]), np.array([F16, F16]))
 
 
 def test_memory_of_a_device_and_read_only_sinks_are_refused():
@@ -354,7 +322,7 @@ def test_memory_of_a_device_and_read_only_sinks_are_refused():
     on_device = Buffer(4096, (4,), (4,), 4, None, device=0)
     codes = np.array([F32]), np.array([BF16])
     with pytest.raises(SpecError, match="host"):
-        CastDigests(BufferTable.of([on_device]), *codes)
+        PreparedCasts(None, BufferTable.of([on_device]), *codes)
     sink.flags.writeable = False
     with pytest.raises(SpecError, match="read-only"):
         PreparedCasts(
@@ -368,7 +336,7 @@ def test_a_deadline_that_has_passed_ends_casts_and_digests():
     with pytest.raises(TransferTimeout, match="casts of 1 blocks"):
         PreparedCasts(*rows.tables, *rows.dtypes).run(monotonic() - 1)
     with pytest.raises(TransferTimeout):
-        CastDigests(rows.tables[1], *rows.dtypes).digests("words", monotonic() - 1)
+        PreparedCasts(None, rows.tables[1], *rows.dtypes).digests("words", monotonic() - 1)
 
 
 def test_tasks_of_a_device_cover_each_item_once_and_whole_steps_are_aligned():

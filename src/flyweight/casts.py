@@ -26,8 +26,8 @@ from flyweight.digest import SMALL_BYTES, Digest, DigestKind, Words, checksum, s
 from flyweight.digest import small_digests as digests_of_small
 from flyweight.errors import SpecError, TransferTimeout
 from flyweight.memory import STAGING, Buffer, Bytes, Items, block_of, item_dtype
-from flyweight.memory_table import HOST, BufferTable, Integers
-from flyweight.spec.box import Box, blocks, boxes_of_range
+from flyweight.memory_table import HOST, BufferTable, Integers, runs_of
+from flyweight.spec.box import blocks
 from flyweight.worker_threads import run_on_threads
 
 Pair = tuple[int, int]
@@ -228,30 +228,6 @@ def cast(source: Bytes, sink: Bytes, pair: Pair) -> int:
         return _cast_items(items, cast_items, pair, _Scratch(block))
 
 
-def cast_range(source: Buffer, pair: Pair, first: int, end: int) -> Bytes:
-    """Return bytes `first` to `end`, without `end`, of what a block's row-major cast gives."""
-    _check_pairs(np.array(pair[:1]), np.array(pair[1:]))
-    width = ITEM_BYTES[pair[1]]
-    nbytes = Box.whole(source.shape).num_elements * width
-    if not 0 <= first <= end <= nbytes:
-        raise SpecError(f"bytes {first} to {end} of a cast that has {nbytes} bytes")
-    if source.device is not None or source.item_bytes != ITEM_BYTES[pair[0]]:
-        raise SpecError(
-            f"a block of items of {source.item_bytes} bytes on device {source.device}; "
-            f"a cast of {CASTABLE[pair[0]]} on the host reads items of {ITEM_BYTES[pair[0]]}"
-        )
-    first_item, end_item = first // width, -(-end // width)
-    found = np.empty((end_item - first_item) * width, np.uint8)
-    sink, items, at = found.view(item_dtype(width)), source.items(), 0
-    with STAGING.lend(_SCRATCH_BYTES) as block:
-        scratch = _Scratch(block)
-        for box in boxes_of_range(source.shape, first_item, end_item - first_item):
-            part = sink[at : at + box.num_elements].reshape(box.shape)
-            _cast_items(block_of(items, box), part, pair, scratch)
-            at += box.num_elements
-    return found[first - first_item * width : end - first_item * width]
-
-
 def _check_pairs(source_dtype: Integers, sink_dtype: Integers) -> None:
     for pair in np.unique(np.stack([source_dtype, sink_dtype], axis=1), axis=0).tolist():
         if tuple(pair) not in PAIRS:
@@ -307,8 +283,11 @@ class _Batch:
     end: int
 
 
-class _Rows:
-    """Rows of the host, cut into what threads take: batches of small rows, parts of others."""
+class PreparedCasts:
+    """Casts of blocks of the host's memory that run again in every round.
+
+    Rows are cut into what threads take: batches of small rows, parts of others.
+    """
 
     def __init__(
         self,
@@ -317,50 +296,109 @@ class _Rows:
         source_dtype: Integers,
         sink_dtype: Integers,
     ) -> None:
+        """Prepare casts, row by row; dtypes are codes, and both tables have the same shapes.
+
+        sink: None if the casts are only digested, and stored nowhere.
+        """
         check_rows(sink, source, source_dtype, sink_dtype)
         tables = [source] if sink is None else [source, sink]
         if any((each.device != HOST).any() for each in tables):
             raise SpecError("casts on the host read and write memory of the host only")
         self._owners = [each.owner for each in tables]
         num_items = source.shape.prod(axis=1, dtype=np.int64)
-        self.nbytes: Integers = num_items * np.array(ITEM_BYTES)[sink_dtype]
-        self.total_bytes = int(source.nbytes.sum() + self.nbytes.sum())
+        self._nbytes: Integers = num_items * np.array(ITEM_BYTES)[sink_dtype]
+        self._total_bytes = int(source.nbytes.sum() + self._nbytes.sum())
         is_small = num_items <= _SMALL_ITEMS
         for each in tables:
             is_small &= each.is_contiguous
         pair_code = source_dtype * len(CASTABLE) + sink_dtype
         small = np.flatnonzero(is_small)
         small = small[np.argsort(pair_code[small], kind="stable")]
-        self.small, self._num_items = small, num_items[small]
+        self._small, self._num_items = small, num_items[small]
         self._source_at = source.address[small]
         self._sink_at = None if sink is None else sink.address[small]
-        self.batches = self._cut(pair_code[small])
-        self.large = np.flatnonzero(~is_small)
-        self.parts = [
-            part
-            for row in self.large.tolist()
-            for part in _parts(
-                row,
-                (int(source_dtype[row]), int(sink_dtype[row])),
-                source.buffer(row),
-                None if sink is None else sink.buffer(row),
-            )
-        ]
-
-    def _cut(self, pair_code: Integers) -> list[_Batch]:
-        if not len(pair_code):
-            return []
         # A batch ends with the row that exceeds what is left of a step beside one small row.
-        batch = np.cumsum(self._num_items) // (_STEP_ITEMS - _SMALL_ITEMS)
-        is_cut = (np.diff(batch) > 0) | (np.diff(pair_code) > 0)
-        cuts = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(pair_code)]
-        pairs = [divmod(code, len(CASTABLE)) for code in pair_code[cuts[:-1]].tolist()]
-        return [_Batch(pair, *span) for pair, span in zip(pairs, pairwise(cuts), strict=True)]
+        step = np.cumsum(self._num_items) // (_STEP_ITEMS - _SMALL_ITEMS)
+        pairs = np.stack([source_dtype, sink_dtype], axis=1)
+        self._jobs: list[_Part | _Batch] = []
+        self._large = np.flatnonzero(~is_small)
+        for row in self._large.tolist():
+            to = None if sink is None else sink.buffer(row)
+            self._jobs += _parts(row, tuple(pairs[row].tolist()), source.buffer(row), to)
+        for first, end in runs_of(step, pair_code[small]):
+            self._jobs.append(_Batch(tuple(pairs[small[first]].tolist()), first, end))
 
-    def cast_batch(self, batch: _Batch, scratch: _Scratch) -> tuple[Integers, Integers | None]:
-        """Cast the rows into scratch memory, row by row; return the end of each, in bytes.
+    def run(self, deadline: float) -> Integers:
+        """Cast everything; return how many finite values of each row became infinite."""
 
-        Then the overflows of each row, if there are any.
+        def cast_part(part: _Part, scratch: _Scratch) -> int:
+            assert part.sink is not None
+            return _cast_items(part.source, part.sink, part.pair, scratch)
+
+        return self._run(cast_part, lambda batch, casts: None, deadline)
+
+    def digests(self, kind: DigestKind, deadline: float) -> tuple[Words, Integers]:
+        """Return the digest of each row's cast, and how many finite values became infinite."""
+        found: Words = np.zeros(len(self._nbytes), np.uint64)
+        running = {row: Digest(int(self._nbytes[row]), kind) for row in self._large.tolist()}
+
+        def digest_batch(batch: _Batch, casts: Sequence[Bytes]) -> None:
+            rows = self._small[batch.first : batch.end]
+            found[rows] = list(map(checksum, casts)) if kind == "xxh3" else digests_of_small(casts)
+
+        overflows = self._run(
+            lambda part, scratch: _digest_part(part, running[part.row], scratch),
+            digest_batch,
+            deadline,
+        )
+        if kind == "xxh3":
+            found[self._small] = short_digests(self._nbytes[self._small], found[self._small])
+        for row, each in running.items():
+            found[row] = each.value()
+        return found, overflows
+
+    def _run(
+        self,
+        part: Callable[[_Part, _Scratch], int],
+        batch: Callable[[_Batch, Sequence[Bytes]], None],
+        deadline: float,
+    ) -> Integers:
+        """Do each job, in several threads if there are many bytes; return the overflows by row.
+
+        part: casts a part of a row, and returns its overflows.
+        batch: called with the casts of small rows.
+        """
+        overflows: list[tuple[Any, Any]] = []
+
+        def run(queue: Iterator[_Part | _Batch]) -> None:
+            with STAGING.lend(_SCRATCH_BYTES) as block:
+                scratch = _Scratch(block)
+                for job in queue:
+                    if monotonic() > deadline:
+                        raise TransferTimeout(f"casts of {len(self._nbytes)} blocks took too long")
+                    if isinstance(job, _Part):
+                        overflows.append((job.row, part(job, scratch)))
+                        continue
+                    casts, counts = self._cast_batch(job, scratch)
+                    batch(job, casts)
+                    if counts is not None:
+                        overflows.append((self._small[job.first : job.end], counts))
+
+        is_inline = self._total_bytes <= _INLINE_BYTES
+        num_threads = 1 if is_inline else min(len(os.sched_getaffinity(0)), 4)
+        if self._jobs:
+            run_on_threads(self._jobs, run, num_threads, "flyweight-casts")
+        found = np.zeros(len(self._nbytes), np.int64)
+        for rows, counts in overflows:
+            found[rows] += counts
+        return found
+
+    def _cast_batch(
+        self, batch: _Batch, scratch: _Scratch
+    ) -> tuple[Sequence[Bytes], Integers | None]:
+        """Cast the rows into scratch memory, and from there to the sinks, if there are any.
+
+        Returns the cast of each row, and how many values of each overflowed, if any did.
         """
         rows = slice(batch.first, batch.end)
         ends = np.cumsum(self._num_items[rows])
@@ -378,23 +416,9 @@ class _Rows:
         if self._sink_at is not None:
             at = scratch.cast.ctypes.data + starts * cast_width
             _move(self._sink_at[rows], at, self._num_items[rows] * cast_width)
-        return ends * cast_width, counts
-
-    def run(self, work: Callable[[_Part | _Batch, _Scratch], None], deadline: float) -> None:
-        """Call `work` for each part and batch, in several threads if there are many bytes."""
-        jobs: Sequence[_Part | _Batch] = [*self.parts, *self.batches]
-
-        def run(queue: Iterator[_Part | _Batch]) -> None:
-            with STAGING.lend(_SCRATCH_BYTES) as block:
-                scratch = _Scratch(block)
-                for job in queue:
-                    if monotonic() > deadline:
-                        raise TransferTimeout(f"casts of {len(self.nbytes)} blocks took too long")
-                    work(job, scratch)
-
-        is_inline = self.total_bytes <= _INLINE_BYTES
-        num_threads = 1 if is_inline else min(len(os.sched_getaffinity(0)), 4)
-        run_on_threads(jobs, run, num_threads, "flyweight-casts")
+            return [], counts
+        cuts = pairwise([0, *(ends * cast_width).tolist()])
+        return [scratch.cast[a:b] for a, b in cuts], counts
 
 
 def _move(sinks: Integers, sources: Integers, sizes: Integers) -> None:
@@ -404,98 +428,14 @@ def _move(sinks: Integers, sources: Integers, sizes: Integers) -> None:
 def _parts(row: int, pair: Pair, source: Buffer, sink: Buffer | None) -> list[_Part]:
     items, cast_items = source.items(), None if sink is None else sink.items()
     if source.is_contiguous and (sink is None or sink.is_contiguous):
-        items, cast_items = (
-            items.reshape(-1),
-            None if cast_items is None else cast_items.reshape(-1),
-        )
+        items = items.reshape(-1)
+        cast_items = None if cast_items is None else cast_items.reshape(-1)
     found, offset = [], 0
     for box in blocks(items.shape, _PART_ITEMS):
         to = None if cast_items is None else block_of(cast_items, box)
         found.append(_Part(row, pair, offset, block_of(items, box), to))
         offset += box.num_elements * ITEM_BYTES[pair[1]]
     return found
-
-
-class _Counts:
-    """Overflows by row, added up after all threads are done."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[Any, Any]] = []
-
-    def add(self, rows: Any, counts: Any) -> None:
-        self._found.append((rows, counts))
-
-    def by_row(self, num_rows: int) -> Integers:
-        total = np.zeros(num_rows, np.int64)
-        for rows, counts in self._found:
-            total[rows] += counts
-        return total
-
-
-class PreparedCasts:
-    """Casts of blocks of the host's memory that run again in every round."""
-
-    def __init__(
-        self,
-        sink: BufferTable,
-        source: BufferTable,
-        source_dtype: Integers,
-        sink_dtype: Integers,
-    ) -> None:
-        """Prepare casts, row by row; dtypes are codes, and both tables have the same shapes."""
-        self._rows = _Rows(sink, source, source_dtype, sink_dtype)
-
-    def run(self, deadline: float) -> Integers:
-        """Cast everything; return how many finite values of each row became infinite."""
-        rows, overflows = self._rows, _Counts()
-
-        def work(job: _Part | _Batch, scratch: _Scratch) -> None:
-            if isinstance(job, _Batch):
-                _, counts = rows.cast_batch(job, scratch)
-                if counts is not None:
-                    overflows.add(rows.small[job.first : job.end], counts)
-                return
-            assert job.sink is not None
-            overflows.add(job.row, _cast_items(job.source, job.sink, job.pair, scratch))
-
-        rows.run(work, deadline)
-        return overflows.by_row(len(rows.nbytes))
-
-
-class CastDigests:
-    """Digests of what casts of blocks of the host's memory give, which is stored nowhere."""
-
-    def __init__(self, source: BufferTable, source_dtype: Integers, sink_dtype: Integers) -> None:
-        self._rows = _Rows(None, source, source_dtype, sink_dtype)
-
-    def digests(self, kind: DigestKind, deadline: float) -> tuple[Words, Integers]:
-        """Return the digest of each row's cast, and how many finite values became infinite."""
-        rows, overflows = self._rows, _Counts()
-        running = {row: Digest(int(rows.nbytes[row]), kind) for row in rows.large.tolist()}
-        small: Words = np.zeros(len(rows.small), np.uint64)
-
-        def work(job: _Part | _Batch, scratch: _Scratch) -> None:
-            if isinstance(job, _Part):
-                overflows.add(job.row, _digest_part(job, running[job.row], scratch))
-                return
-            ends, counts = rows.cast_batch(job, scratch)
-            if counts is not None:
-                overflows.add(rows.small[job.first : job.end], counts)
-            blocks_cast = [scratch.cast[a:b] for a, b in pairwise([0, *ends.tolist()])]
-            small[job.first : job.end] = (
-                list(map(checksum, blocks_cast))
-                if kind == "xxh3"
-                else digests_of_small(blocks_cast)
-            )
-
-        rows.run(work, deadline)
-        found: Words = np.zeros(len(rows.nbytes), np.uint64)
-        if kind == "xxh3":
-            small = short_digests(rows.nbytes[rows.small], small)
-        found[rows.small] = small
-        for row, each in running.items():
-            found[row] = each.value()
-        return found, overflows.by_row(len(rows.nbytes))
 
 
 def _digest_part(part: _Part, digest: Digest, scratch: _Scratch) -> int:

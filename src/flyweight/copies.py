@@ -1,4 +1,4 @@
-"""Copies between buffers, and the digests of buffers, prepared once and run in every round.
+"""Copies between blocks of memory, and the digests of blocks, prepared once and run in every round.
 
 On the host each chunk is copied, then digested at its destination while it is still in the
 cache; small blocks go in batches, without an object for each. On a device everything is copied
@@ -10,15 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from time import monotonic
-from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from flyweight.cuda import driver
 from flyweight.cuda.copies import Copier, tensor_at
@@ -27,7 +25,7 @@ from flyweight.cuda.digest_kernel import DeviceDigests
 from flyweight.digest import SMALL_BYTES, Digest, DigestKind, Words, short_digests, small_digests
 from flyweight.errors import TransferTimeout
 from flyweight.memory import Buffer, Bytes, Items
-from flyweight.memory_table import HOST, BufferTable, Integers
+from flyweight.memory_table import HOST, BufferTable, runs_of
 from flyweight.spec.box import blocks, strides_of
 from flyweight.worker_threads import run_on_threads
 
@@ -37,109 +35,127 @@ _RUN_BYTES = 512
 _INLINE_BYTES = 8 << 20  # below this, starting threads costs more than they save
 
 
-def check_time(deadline: float, num_chunks: int) -> None:
+def seconds_left(deadline: float) -> float:
+    """Return the time until a deadline, a little if it has passed: what is done is not too late."""
+    return max(deadline - monotonic(), 0.001)
+
+
+def _check_time(deadline: float, num_chunks: int) -> None:
     if monotonic() > deadline:
         raise TransferTimeout(f"{num_chunks} chunks of memory were not done in time")
 
 
-class SmallBlocks:
-    """Blocks that are copied and hashed by C, batch after batch."""
+class HostBlocks:
+    """Blocks of the host's memory that are copied, and digested where they were written."""
 
     def __init__(self, sink: BufferTable, source: BufferTable | None = None) -> None:
+        """Prepare copies; without a source, blocks are only digested."""
+        self._nbytes = sink.nbytes
+        is_flat, is_small = sink.is_contiguous, sink.nbytes <= SMALL_BYTES
+        if source is not None:
+            is_flat = is_flat & source.is_contiguous
+        self._flat = np.flatnonzero(is_small & is_flat)
+        self._blocks = _FlatBlocks(
+            sink.take(self._flat), None if source is None else source.take(self._flat)
+        )
+        self._small = np.flatnonzero(is_small & ~is_flat)
+        self._large = np.flatnonzero(~is_small)
+        self._chunks: list[_Chunk] = []
+        """Those of the small rows first, one each."""
+        for row in [*self._small.tolist(), *self._large.tolist()]:
+            of = None if source is None else source.buffer(row)
+            self._chunks += _chunks(row, sink.buffer(row), of)
+        self._owners = sink.owner, None if source is None else source.owner
+
+    def run(self, deadline: float, kind: DigestKind | None) -> Words:
+        """Copy everything; return the digest of each block's row-major bytes if it has a kind."""
+        found: Words = np.zeros(len(self._nbytes), np.uint64)
+        running: dict[int, Digest] = {}
+        if kind is not None:
+            running = {row: Digest(int(self._nbytes[row]), kind) for row in self._large.tolist()}
+
+        def work(chunk: _Chunk) -> None:
+            if chunk.source is not None:
+                np.copyto(chunk.sink, chunk.source)
+            if (digest := running.get(chunk.row)) is not None:
+                digest.add(chunk.offset, _bytes(chunk.sink))
+
+        if self._chunks:
+            _run_chunks(self._chunks, work, deadline)
+        digests = self._blocks.run(deadline, kind)
+        if kind is None:
+            return found
+        found[self._flat] = digests
+        if num_small := len(self._small):
+            small = [_bytes(chunk.sink) for chunk in self._chunks[:num_small]]
+            found[self._small] = small_digests(small, kind)
+        for row, each in running.items():
+            found[row] = each.value()
+        return found
+
+
+class _FlatBlocks:
+    """Small contiguous blocks, which are copied and hashed by C, batch after batch."""
+
+    def __init__(self, sink: BufferTable, source: BufferTable | None) -> None:
         self._address, self._nbytes = sink.address, sink.nbytes
         self._source = None if source is None else source.address
-        self._owners = sink.owner, None if source is None else source.owner
-        batch = np.cumsum(sink.nbytes) // _BATCH_BYTES
-        cuts = (np.flatnonzero(np.diff(batch)) + 1).tolist() if len(sink) else []
-        self._batches = list(pairwise([0, *cuts, len(sink)])) if len(sink) else []
+        self._batches = runs_of(np.cumsum(sink.nbytes) // _BATCH_BYTES)
         self._view_at = {
             size: (ctypes.c_char * size).from_address for size in np.unique(self._nbytes).tolist()
         }
 
-    def __len__(self) -> int:
-        return len(self._address)
-
-    def run(self, deadline: float, *, should_hash: bool) -> Words:
-        """Copy the blocks; return the hash of each if it should.
-
-        Blocks without a source are only hashed.
-        """
-        hashes: Words = np.zeros(len(self), np.uint64)
+    def run(self, deadline: float, kind: DigestKind | None) -> Words:
+        """Copy the blocks; return the digest of each if it has a kind."""
+        found: Words = np.zeros(len(self._address), np.uint64)
         for first, end in self._batches:
-            check_time(deadline, len(self))
+            _check_time(deadline, len(self._address))
             # Objects for one batch, not for all blocks: those would take megabytes all the time.
             sinks, sizes = self._address[first:end].tolist(), self._nbytes[first:end].tolist()
             if self._source is not None:
                 deque(map(ctypes.memmove, sinks, self._source[first:end].tolist(), sizes), maxlen=0)
-            if should_hash:
-                found = map(xxhash.xxh3_64_intdigest, self._views(sinks, sizes))
-                hashes[first:end] = np.fromiter(found, np.uint64, end - first)
-        return hashes
-
-    def _views(self, addresses: list[int], sizes: list[int]) -> list[Any]:
-        view_at = self._view_at
-        return [view_at[size](at) for at, size in zip(addresses, sizes, strict=True)]
-
-    def bytes(self) -> list[Bytes]:
-        """Return each block's bytes, in place."""
-        views = self._views(self._address.tolist(), self._nbytes.tolist())
-        return [np.frombuffer(view, np.uint8) for view in views]
-
-
-@dataclass(frozen=True, eq=False)
-class BufferCopies:
-    """Copies of items from `source` to `sink`, which have the same shapes, row by row."""
-
-    sink: BufferTable
-    source: BufferTable
-    number: Integers
-    """The number of the digest of each row's bytes."""
-
-    def take(self, rows: NDArray[Any]) -> BufferCopies:
-        return BufferCopies(self.sink.take(rows), self.source.take(rows), self.number[rows])
+            if kind is None:
+                continue
+            views = [self._view_at[size](at) for at, size in zip(sinks, sizes, strict=True)]
+            if kind == "xxh3":
+                hashes = map(xxhash.xxh3_64_intdigest, views)
+                found[first:end] = np.fromiter(hashes, np.uint64, end - first)
+            else:
+                data = [np.frombuffer(each, np.uint8) for each in views]
+                found[first:end] = small_digests(data, kind)
+        return short_digests(self._nbytes, found) if kind == "xxh3" else found
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some items of a copy on the host, few enough to stay in a core's cache."""
+    """Some items of a block on the host, few enough to stay in a core's cache."""
 
     sink: Items
     source: Items | None
-    number: int
-    """Of the digest that its bytes belong to."""
+    row: int
     offset: int
-    """Where they start there, in row-major order."""
+    """The byte at which they start in the block, in row-major order."""
 
 
-def _chunks(number: int, sink: Buffer, source: Buffer | None) -> list[_Chunk]:
+def _chunks(row: int, sink: Buffer, source: Buffer | None) -> list[_Chunk]:
     width, shape = sink.item_bytes, sink.shape
     if not sink.nbytes:
         return []
     flat, flat_source = sink.flat(), None if source is None else source.flat()
     if flat is not None and (source is None or flat_source is not None):
-        return _flat_chunks(number, flat, flat_source)
+        # Cut where the rows of digests end, so that each row is in one chunk.
+        cuts = pairwise([*range(0, len(flat), _CHUNK_BYTES), len(flat)])
+        return [
+            _Chunk(flat[a:b], None if flat_source is None else flat_source[a:b], row, a)
+            for a, b in cuts
+        ]
     strides = [width * each for each in strides_of(shape)]
     found = []
     for box in blocks(shape, max(_CHUNK_BYTES // width, 1)):
         at = sum(a * b for a, b in zip(box.offset, strides, strict=True))
-        found.append(
-            _Chunk(
-                sink.block(box).items(),
-                None if source is None else source.block(box).items(),
-                number,
-                at,
-            )
-        )
+        of = None if source is None else source.block(box).items()
+        found.append(_Chunk(sink.block(box).items(), of, row, at))
     return found
-
-
-def _flat_chunks(number: int, sink: Bytes, source: Bytes | None) -> list[_Chunk]:
-    """Cut bytes where the rows of digests end, so that each row is in one chunk."""
-    cuts = [*range(0, len(sink), _CHUNK_BYTES), len(sink)]
-    return [
-        _Chunk(sink[a:b], None if source is None else source[a:b], number, a)
-        for a, b in pairwise(cuts)
-    ]
 
 
 def _bytes(items: Items) -> Bytes:
@@ -161,7 +177,7 @@ def _run_chunks(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadli
 
     def run(batches: Iterator[Sequence[_Chunk]]) -> None:
         for batch in batches:
-            check_time(deadline, len(chunks))
+            _check_time(deadline, len(chunks))
             for chunk in batch:
                 work(chunk)
 
@@ -169,147 +185,62 @@ def _run_chunks(chunks: Sequence[_Chunk], work: Callable[[_Chunk], None], deadli
     run_on_threads(batches, run, _num_threads(chunks), "flyweight-copies")
 
 
-class PreparedCopies:
-    """Copies that run again in every round."""
+class DeviceCopies:
+    """Copies from or to one device."""
 
-    def __init__(self, copies: BufferCopies, copiers: Copiers) -> None:
-        sink, source = copies.sink, copies.source
-        is_host = (sink.device == HOST) & (source.device == HOST)
-        is_small = is_host & sink.is_contiguous & source.is_contiguous
-        is_small &= sink.nbytes <= SMALL_BYTES
-        small = copies.take(is_small)
-        self.small = small.number
-        """The numbers of what is small and contiguous."""
-        self._small = SmallBlocks(small.sink, small.source)
-        self._chunks = [
-            chunk
-            for row in np.flatnonzero(is_host & ~is_small).tolist()
-            for chunk in _chunks(int(copies.number[row]), sink.buffer(row), source.buffer(row))
-        ]
-        self._on_devices = copiers.prepare(copies.take(~is_host))
-        self._is_started = False
-        self._kept: BufferCopies | None = copies  # chunks do not own their memory, tables do
-
-    @property
-    def is_ordered(self) -> bool:
-        """True if work queued on a device's default stream later runs after all copies."""
-        return not any(each.strided for each in self._on_devices)
-
-    def start(self) -> None:
-        """Queue the copies of devices without waiting; `run` does so if it was not called."""
-        for each in self._on_devices:
-            each.start()
-        self._is_started = True
-
-    def run(
-        self,
-        deadline: float,
-        *,
-        hashes: Words | None = None,
-        running: Mapping[int, Digest] | None = None,
-    ) -> None:
-        """Copy everything, and digest what arrived on the host where it was written.
-
-        `hashes` takes the XXH3 of each of `small`; other bytes are added to their digest in
-        `running`, if there is one.
-        """
-
-        def work(chunk: _Chunk) -> None:
-            assert chunk.source is not None
-            np.copyto(chunk.sink, chunk.source)
-            digest = None if running is None else running.get(chunk.number)
-            if digest is not None:
-                digest.add(chunk.offset, _bytes(chunk.sink))
-
-        if not self._is_started:
-            self.start()
-        self._is_started = False
-        if self._chunks:
-            _run_chunks(self._chunks, work, deadline)
-        found = self._small.run(deadline, should_hash=hashes is not None)
-        if hashes is not None:
-            hashes[self.small] = found
-        for each in self._on_devices:
-            each.wait(deadline)
-
-    def close(self) -> None:
-        """Free what was prepared; an error's traceback that still has it keeps no memory alive."""
-        for each in self._on_devices:
-            each.close()
-        self._chunks, self._on_devices, self._kept = [], [], None
-        self._small = SmallBlocks(BufferTable.of([]))
-
-
-class PreparedDeviceCopies:
-    """Prepared copies from or to one device."""
-
-    def __init__(self, device: int, copier: Copier, copies: BufferCopies) -> None:
-        self._device, self._copier = device, copier
-        sink, source = copies.sink, copies.source
+    def __init__(self, device: int, sink: BufferTable, source: BufferTable) -> None:
+        self._device = device
         is_strided = (sink.device == source.device) & (sink.nbytes > _RUN_BYTES)
         is_strided &= run_bytes(sink, source) < _RUN_BYTES
         rows = np.flatnonzero(is_strided).tolist()
-        self.strided = [(tensor_at(sink.buffer(n)), tensor_at(source.buffer(n))) for n in rows]
+        self._strided = [(tensor_at(sink.buffer(n)), tensor_at(source.buffer(n))) for n in rows]
         """Copies by torch: the driver would split them into tiny runs."""
-        plain = copies.take(~is_strided)
-        self._table = copier.table(plain.sink, plain.source)
+        self._copier = Copier(device)
+        try:
+            self._table = self._copier.table(sink.take(~is_strided), source.take(~is_strided))
+        except BaseException:
+            self._copier.close()
+            raise
+
+    @classmethod
+    def on_each(cls, sink: BufferTable, source: BufferTable) -> list[DeviceCopies]:
+        """Prepare copies on the device that makes each: the sink's device if it has one."""
+        on = np.where(sink.device == HOST, source.device, sink.device)
+        return [
+            cls(device, sink.take(on == device), source.take(on == device))
+            for device in np.unique(on).tolist()
+        ]
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if work queued on the device's default stream later runs after all copies."""
+        return not self._strided
 
     def start(self) -> None:
+        """Queue all copies without waiting."""
         self._copier.run(self._table)
-        for sink, source in self.strided:
+        for sink, source in self._strided:
             sink.copy_(source)
 
     def wait(self, deadline: float) -> None:
-        self._copier.wait(max(deadline - monotonic(), 0.001))
-        if self.strided:  # they run on the framework's own stream
-            driver.synchronize(self._device, max(deadline - monotonic(), 0.001))
+        self._copier.wait(seconds_left(deadline))
+        if self._strided:  # they run on the framework's own stream
+            driver.synchronize(self._device, seconds_left(deadline))
 
     def close(self) -> None:
-        self._copier.free_table(self._table)
-
-
-class Copiers:
-    """The copiers of each device, made when they are first needed."""
-
-    def __init__(self) -> None:
-        self._copiers: dict[int, Copier] = {}
-
-    def prepare(self, copies: BufferCopies) -> list[PreparedDeviceCopies]:
-        """Group copies by the device that runs them: the sink's device if it has one."""
-        sink, source = copies.sink.device, copies.source.device
-        on = np.where(sink == HOST, source, sink)
-        found = []
-        for device in np.unique(on).tolist():
-            if device not in self._copiers:
-                self._copiers[device] = Copier(device)
-            some = copies.take(on == device)
-            found.append(PreparedDeviceCopies(device, self._copiers[device], some))
-        return found
-
-    def close(self) -> None:
-        for copier in self._copiers.values():
-            copier.close()
-        self._copiers.clear()
+        """Free what was prepared, and let go of the memory."""
+        self._copier.close()
+        self._strided = []
 
 
 class PreparedDigests:
-    """Digests of blocks of memory that are computed again in every round."""
+    """Digests of blocks of any memory."""
 
     def __init__(self, memory: BufferTable) -> None:
-        self._nbytes, self._owner = memory.nbytes, memory.owner
-        is_host, is_small = memory.device == HOST, memory.nbytes <= SMALL_BYTES
-        is_flat = is_host & is_small & memory.is_contiguous
-        self._flat = np.flatnonzero(is_flat)
-        self._hashed = SmallBlocks(memory.take(is_flat))
-        self._small = np.flatnonzero(is_host & is_small & ~memory.is_contiguous)
-        self._strided = [memory.buffer(row).items() for row in self._small.tolist()]
-        self._large = np.flatnonzero(is_host & ~is_small)
-        self._chunks = [
-            chunk
-            for row in self._large.tolist()
-            for chunk in _chunks(row, memory.buffer(row), None)
-        ]
-        self._on_devices: list[tuple[Integers, DeviceDigests]] = []
+        self._num_rows, is_host = len(memory), memory.device == HOST
+        self._on_host = np.flatnonzero(is_host)
+        self._blocks = HostBlocks(memory.take(is_host))
+        self._on_devices = []
         for device in np.unique(memory.device[~is_host]).tolist():
             rows = np.flatnonzero(memory.device == device)
             self._on_devices.append((rows, DeviceDigests(memory.take(rows))))
@@ -319,30 +250,14 @@ class PreparedDigests:
         for _, on_device in self._on_devices:
             on_device.start()
 
-    def digests(self, kind: DigestKind, deadline: float) -> Words:
+    def run(self, deadline: float, kind: DigestKind) -> Words:
         """Return the digest of each block's bytes in row-major order.
 
         Memory of a device has digests of kind 'words' only.
         """
         assert kind == "words" or not self._on_devices
-        found: Words = np.zeros(len(self._nbytes), np.uint64)
-        sizes = self._nbytes
-        running = {row: Digest(int(sizes[row]), kind) for row in self._large.tolist()}
-        if self._chunks:
-            _run_chunks(
-                self._chunks,
-                lambda chunk: running[chunk.number].add(chunk.offset, _bytes(chunk.sink)),
-                deadline,
-            )
-        for row, each in running.items():
-            found[row] = each.value()
-        if kind == "xxh3":
-            hashes = self._hashed.run(deadline, should_hash=True)
-            found[self._flat] = short_digests(sizes[self._flat], hashes)
-        else:
-            found[self._flat] = small_digests(self._hashed.bytes(), kind)
-        if self._strided:
-            found[self._small] = small_digests(list(map(_bytes, self._strided)), kind)
+        found: Words = np.zeros(self._num_rows, np.uint64)
+        found[self._on_host] = self._blocks.run(deadline, kind)
         for rows, on_device in self._on_devices:
-            found[rows] = on_device.values(max(deadline - monotonic(), 0.001))
+            found[rows] = on_device.values(seconds_left(deadline))
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ Integers = NDArray[np.int64]
 Sizes = tuple[int, ...]
 HOST, NOWHERE = -1, -2
 """The `device` of memory of the host, and of a block that is not in memory."""
-
+ALIGN = 64
+"""Blocks that are packed begin at multiples of it, so that kernels copy 16 bytes at once."""
 
 _NOTHING = Buffer(0, (), (), 1, None)
 
@@ -90,6 +92,16 @@ class BufferTable:
             [each.owner for each in tables],
             all(each.is_writable for each in tables),
         )
+
+    @classmethod
+    def packed(
+        cls, memory: Buffer, starts: Integers, shape: Integers, item_bytes: Integers
+    ) -> BufferTable:
+        """Return row-major blocks that start at these bytes of a buffer."""
+        strides = row_major_strides(shape) * item_bytes[:, None]
+        device = np.full(len(shape), HOST if memory.device is None else memory.device)
+        address = memory.address + starts
+        return cls(address, shape, strides, item_bytes, device, memory.owner, memory.is_writable)
 
     def __len__(self) -> int:
         return len(self.address)
@@ -162,6 +174,21 @@ class BufferTable:
             self.is_writable,
             None if device == HOST else device,
         )
+
+
+def aligned(nbytes: Integers) -> tuple[Integers, int]:
+    """Return where blocks start that lie one after the other, each aligned, and where all end."""
+    sizes = -(-nbytes // ALIGN) * ALIGN
+    ends = np.cumsum(sizes)
+    return ends - sizes, int(ends[-1]) if len(ends) else 0
+
+
+def runs_of(*keys: NDArray[Any]) -> list[tuple[int, int]]:
+    """Return the first row and the end of each run of rows whose keys are all equal."""
+    if not len(keys[0]):
+        return []
+    is_cut = np.any([np.diff(key) != 0 for key in keys], axis=0)
+    return list(pairwise([0, *(np.flatnonzero(is_cut) + 1).tolist(), len(keys[0])]))
 
 
 def row_major_strides(shape: Integers) -> Integers:

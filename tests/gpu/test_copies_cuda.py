@@ -170,7 +170,6 @@ def test_a_table_without_copies_takes_no_memory():
     assert (table.rest, table.tasks, table.num_tasks) == ((), None, 0)
     copier.run(table)
     copier.wait(LIMIT)
-    copier.free_table(table)
     copier.close()
 
 

@@ -8,9 +8,7 @@ time.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,9 @@ import numpy as np
 from flyweight.casts import CASTABLE, INFINITY, ITEM_BYTES, NAN, check_rows
 from flyweight.cuda.copies import tensor_at
 from flyweight.cuda.copy_tasks import split
-from flyweight.cuda.driver import wait_until
-from flyweight.errors import MissingDependency, SpecError
+from flyweight.cuda.launches import Launches, imported
 from flyweight.memory import Buffer
-from flyweight.memory_table import HOST, BufferTable, Integers
+from flyweight.memory_table import BufferTable, Integers
 from flyweight.spec.box import blocks
 
 SCRATCH_BYTES = 16 << 20
@@ -35,11 +32,8 @@ WHOLE, ITEMS, BYTES = range(3)
 @cache
 def kernel() -> Any:
     """Return the kernel; each program casts one task and adds its overflows to those of a row."""
-    try:
-        triton: Any = importlib.import_module("triton")
-        tl: Any = importlib.import_module("triton.language")
-    except ImportError as cause:
-        raise MissingDependency("casts on a GPU need triton; pip install triton") from cause
+    triton: Any = imported("triton", "casts")
+    tl: Any = imported("triton.language", "casts")
 
     def load(address, at, mask, WIDTH: tl.constexpr, HOW: tl.constexpr):  # type: ignore # noqa
         if HOW == 2:
@@ -132,102 +126,56 @@ def launch(pair: tuple[int, int], how: int, tasks: Any, counts: Any) -> None:
     )
 
 
-class DeviceCasts:
-    """Casts between the same blocks, round after round; memory for them is allocated once.
-
-    Keeps the blocks alive. Needs torch and triton. For one thread at a time.
-    """
+class DeviceCasts(Launches):
+    """Casts between the same blocks, round after round."""
 
     def __init__(
         self, sink: BufferTable, source: BufferTable, source_dtype: Integers, sink_dtype: Integers
     ) -> None:
         """Prepare casts, row by row; dtypes are codes, and both tables have the same shapes."""
         check_rows(sink, source, source_dtype, sink_dtype)
-        self._sink, self._source = sink, source
-        devices = np.unique(np.concatenate([sink.device, source.device])).tolist()
-        if devices and (len(devices) > 1 or devices[0] < 0):
-            names = ["host" if each == HOST else each for each in devices]
-            raise SpecError(f"blocks of devices {names}, all must be of one device")
-        self._device: int | None = devices[0] if devices else None
-        self._is_started = False
-        if self._device is None:
-            return
-        try:
-            self._torch: Any = importlib.import_module("torch")
-        except ImportError as cause:
-            raise MissingDependency("casts on a GPU need torch; pip install torch") from cause
-        kernel()  # a missing triton is found before the first round
-        place = f"cuda:{self._device}"
-        with self._torch.cuda.device(self._device):
-            self._counts = self._torch.zeros(len(sink), dtype=self._torch.int64, device=place)
-            self._host = self._torch.zeros(len(sink), dtype=self._torch.int64, pin_memory=True)
-            self._event = self._torch.cuda.Event()
-            self._steps = self._planned(source_dtype, sink_dtype, place)
-
-    def start(self) -> None:
-        """Queue the casts after earlier work on the device's default stream.
-
-        The copies of a Copier count as such work. `wait` waits for the casts.
-        """
-        if self._device is None or self._is_started:
-            return
-        self._is_started = True
-        with self._torch.cuda.stream(self._torch.cuda.default_stream(self._device)):
-            self._counts.zero_()
-            for copy_in, launches, copy_out in self._steps:
-                for to, at in copy_in:
-                    to.copy_(at)
-                for pair, how, tasks in launches:
-                    launch(pair, how, tasks, self._counts)
-                for to, at in copy_out:
-                    to.copy_(at)
-            self._host.copy_(self._counts, non_blocking=True)
-            self._event.record()
+        super().__init__((sink, source), "casts")
+        if self._device is not None:
+            kernel()  # a missing triton is found before the first round
+            with self._torch.cuda.device(self._device):
+                self._plan(sink, source, source_dtype, sink_dtype)
 
     def wait(self, timeout_seconds: float) -> Integers:
         """Return how many finite values of each row became infinite; raise TransferTimeout."""
-        if self._device is None:
-            return np.zeros(0, np.int64)
-        self.start()
-        self._is_started = False
-        what = f"casts of {len(self._sink)} blocks on device {self._device} were not done"
-        wait_until(self._event.query, timeout_seconds, what)
-        counts: Integers = self._host.numpy().copy()
-        return counts
+        return self._wait(timeout_seconds)
 
-    def _planned(self, source_dtype: Integers, sink_dtype: Integers, place: str) -> list[_Step]:
-        """Return the steps: contiguous rows, then each block of others by way of scratch."""
-        torch, sink, source = self._torch, self._sink, self._source
-
-        def launches(tasks: Tasks) -> list[_Launch]:
-            return [(pair, how, torch.from_numpy(each).to(place)) for pair, how, each in tasks]
-
+    def _plan(
+        self, sink: BufferTable, source: BufferTable, source_dtype: Integers, sink_dtype: Integers
+    ) -> None:
+        """Cast contiguous rows, then each block of others by way of scratch memory."""
         is_flat = sink.is_contiguous & source.is_contiguous
         flat = np.flatnonzero(is_flat)
         num_items = source.shape.prod(axis=1, dtype=np.int64)
         casts = np.stack([sink.address, source.address, num_items, np.arange(len(sink))], axis=1)
-        tasks = cast_tasks(casts[flat], source_dtype[flat], sink_dtype[flat])
-        steps: list[_Step] = [([], launches(tasks), [])]
-        strided = np.flatnonzero(~is_flat).tolist()
-        if not strided:
-            return steps
-        scratch = torch.empty((2, SCRATCH_BYTES), dtype=torch.uint8, device=place)
-        for row in strided:
-            of_row = slice(row, row + 1)
-            for block, to in _blocks(source.buffer(row), sink.buffer(row)):
-                copy_in, at = _through(scratch[0], block)
-                copy_out, into = _through(scratch[1], to)
-                casts = np.array([[into, at, block.nbytes // block.item_bytes, row]], np.int64)
-                tasks = cast_tasks(casts, source_dtype[of_row], sink_dtype[of_row])
-                backwards = [(items, held) for held, items in copy_out]
-                steps.append((copy_in, launches(tasks), backwards))
-        return steps
+        self._add(cast_tasks(casts[flat], source_dtype[flat], sink_dtype[flat]))
+        if is_flat.all():
+            return
+        kind = self._torch.uint8
+        scratch = self._torch.empty((2, SCRATCH_BYTES), dtype=kind, device=self._place)
+        for row in np.flatnonzero(~is_flat).tolist():
+            of, into, this = source.buffer(row), sink.buffer(row), slice(row, row + 1)
+            widest = max(of.item_bytes, into.item_bytes)
+            for box in blocks(of.shape, SCRATCH_BYTES // widest):
+                block, to = of.block(box), into.block(box)
+                at, held, items = _through(scratch[0], block)
+                if held is not None:
+                    self._steps.append(partial(held.copy_, items))
+                into_at, cast, sinks = _through(scratch[1], to)
+                casts = np.array([[into_at, at, box.num_elements, row]], np.int64)
+                self._add(cast_tasks(casts, source_dtype[this], sink_dtype[this]))
+                if cast is not None:
+                    self._steps.append(partial(sinks.copy_, cast))
+
+    def _add(self, tasks: Tasks) -> None:
+        for pair, how, each in tasks:
+            self._steps.append(partial(launch, pair, how, self._to_device(each), self._sums))
 
 
-_Launch = tuple[tuple[int, int], int, Any]
-_Copies = list[tuple[Any, Any]]
-_Step = tuple[_Copies, list[_Launch], _Copies]
-"""Copies to scratch memory, sink and source each; then launches; then copies from scratch."""
 Tasks = list[tuple[tuple[int, int], int, Integers]]
 """The kernel's tasks by pair and way to read, a row each: sink, source, items, number of row."""
 
@@ -266,16 +214,13 @@ def _parts(casts: Integers, pair: tuple[int, int]) -> Integers:
     return np.ascontiguousarray(np.stack([*columns, size, index[of]], axis=1))
 
 
-def _blocks(source: Buffer, sink: Buffer) -> Iterator[tuple[Buffer, Buffer]]:
-    """Split a row into blocks that fit into scratch memory."""
-    for box in blocks(source.shape, SCRATCH_BYTES // max(source.item_bytes, sink.item_bytes)):
-        yield source.block(box), sink.block(box)
+def _through(scratch: Any, block: Buffer) -> tuple[int, Any, Any]:
+    """Return where the items of a block are cast: in place, or in scratch memory if it is strided.
 
-
-def _through(scratch: Any, block: Buffer) -> tuple[_Copies, int]:
-    """Return the copy to scratch memory, if the block is strided, and where its items lie then."""
+    Then, if it is strided, those items and the block's, as tensors.
+    """
     if block.is_contiguous:
-        return [], block.address
+        return block.address, None, None
     items = tensor_at(block)
     held = scratch[: block.nbytes].view(items.dtype).view(items.shape)
-    return [(held, items)], scratch.data_ptr()
+    return scratch.data_ptr(), held, items

@@ -168,7 +168,7 @@ class Copier:
 
         One launch of a kernel makes the small ones that are contiguous: for thousands of tensors,
         many times faster than queueing each one. A table takes 24 bytes of device memory per
-        128 KiB until `free_table`. Raises as `copy` does.
+        128 KiB until the copier is closed. Raises as `copy` does.
         """
         is_flat = kernel_rows(sink, source, self._device, _LAUNCH_BYTES)
         left = np.flatnonzero(~is_flat & (sink.nbytes > 0))
@@ -184,12 +184,6 @@ class Copier:
             with current_context(self._device):
                 call("cuMemcpyHtoD_v2", place.address, tasks.ctypes.data, tasks.nbytes)
         return CopyTable(sink, source, rest, place, len(tasks), int(nbytes.sum()))
-
-    def free_table(self, table: CopyTable) -> None:
-        """Free a table's memory; none of its copies may be under way. Safe to repeat."""
-        if table.tasks is not None and table.tasks in self._tables:
-            self._tables.remove(table.tasks)
-            free(table.tasks)
 
     def run(self, table: CopyTable) -> None:
         """Queue all copies of a table that this copier made."""

@@ -7,22 +7,17 @@ Tensors that are not contiguous are first copied into scratch memory, a block at
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from flyweight.cuda.copies import tensor_at
 from flyweight.cuda.copy_tasks import split
-from flyweight.cuda.driver import wait_until
+from flyweight.cuda.launches import Launches, imported
 from flyweight.digest import ROW_BYTES, ROW_WORDS, Words, fmix, splitmix
-from flyweight.errors import MissingDependency, SpecError
-from flyweight.memory import Buffer
-from flyweight.memory_table import HOST, BufferTable, Integers
-from flyweight.spec.box import Box
+from flyweight.memory_table import BufferTable, Integers
+from flyweight.spec.box import blocks
 
 SCRATCH_BYTES = 16 << 20
 _TASK_ROWS = 128  # 1 MiB: small enough to balance the load; a task reads 16 KiB of tables
@@ -31,11 +26,8 @@ _NUM_ROWS, _NUM_WARPS = 4, 8  # of one step of a task, and of its program
 
 @cache
 def _kernel() -> Any:
-    try:
-        triton: Any = importlib.import_module("triton")
-        tl: Any = importlib.import_module("triton.language")
-    except ImportError as cause:
-        raise MissingDependency("digests on a GPU need triton; pip install triton") from cause
+    triton: Any = imported("triton", "digests")
+    tl: Any = imported("triton.language", "digests")
 
     def mix(x):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
         x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
@@ -79,105 +71,65 @@ def _kernel() -> Any:
     return triton.jit(add_rows)
 
 
-class DeviceDigests:
-    """Digests of the same blocks, round after round; memory for them is allocated once.
+class DeviceDigests(Launches):
+    """Digests of the same blocks, round after round."""
 
-    Keeps the blocks alive. Needs torch and triton. For one thread at a time.
-    """
-
-    def __init__(self, blocks: BufferTable) -> None:
-        self._blocks = blocks
-        devices = np.unique(blocks.device).tolist()
-        if devices and (len(devices) > 1 or devices[0] < 0):
-            names = ["host" if each == HOST else each for each in devices]
-            raise SpecError(f"blocks of devices {names}, all must be of one device")
-        self._device: int | None = devices[0] if devices else None
-        self._is_started = False
-        self._start = fmix(blocks.nbytes.astype(np.uint64))
-        if self._device is None:
-            return
-        try:
-            self._torch: Any = importlib.import_module("torch")
-        except ImportError as cause:
-            raise MissingDependency("digests on a GPU need torch; pip install torch") from cause
-        place = f"cuda:{self._device}"
-        columns = np.arange(2 * ROW_WORDS, dtype=np.uint64)
-        tables = (splitmix(columns) | np.uint64(1)).view(np.int64)
-        with self._torch.cuda.device(self._device):
-            self._tables = self._torch.from_numpy(tables).to(place)
-            self._sums = self._torch.zeros(len(blocks), dtype=self._torch.int64, device=place)
-            self._host = self._torch.zeros(len(blocks), dtype=self._torch.int64, pin_memory=True)
-            self._event = self._torch.cuda.Event()
-            self._steps = self._planned(place)
-
-    def start(self) -> None:
-        """Queue the digests after earlier work on the device's default stream.
-
-        The copies of a Copier count as such work. `values` waits for the digests.
-        """
-        if self._device is None or self._is_started:
-            return
-        self._is_started = True
-        with self._torch.cuda.stream(self._torch.cuda.default_stream(self._device)):
-            self._sums.zero_()
-            for sink, source, launches in self._steps:
-                if sink is not None:
-                    sink.copy_(source)
-                for unit, tasks in launches:
-                    rows, num_warps = (1, 4) if unit == 1 else (_NUM_ROWS, _NUM_WARPS)
-                    _kernel()[(len(tasks),)](
-                        tasks, self._tables, self._sums, unit, rows, num_warps=num_warps
-                    )
-            self._host.copy_(self._sums, non_blocking=True)
-            self._event.record()
+    def __init__(self, memory: BufferTable) -> None:
+        super().__init__((memory,), "digests")
+        self._start = fmix(memory.nbytes.astype(np.uint64))
+        if self._device is not None:
+            with self._torch.cuda.device(self._device):
+                columns = np.arange(2 * ROW_WORDS, dtype=np.uint64)
+                tables = (splitmix(columns) | np.uint64(1)).view(np.int64)
+                self._weights = self._to_device(tables)
+                self._plan(memory)
 
     def values(self, timeout_seconds: float) -> Words:
         """Return the digest of each block's bytes in row-major order; raise TransferTimeout."""
-        if self._device is None:
-            return np.empty(0, np.uint64)
-        self.start()
-        self._is_started = False
-        what = f"digests of {len(self._blocks)} blocks on device {self._device} were not there"
-        wait_until(self._event.query, timeout_seconds, what)
-        return fmix(self._start + self._host.numpy().view(np.uint64))
+        return fmix(self._start + self._wait(timeout_seconds).view(np.uint64))
 
-    def _planned(self, place: str) -> list[_Step]:
-        """Return the steps: contiguous blocks, then each part of others by way of scratch."""
-        torch, memory = self._torch, self._blocks
-
-        def launches(tasks: Tasks) -> list[tuple[int, Any]]:
-            return [(unit, torch.from_numpy(each).to(place)) for unit, each in tasks.items()]
-
+    def _plan(self, memory: BufferTable) -> None:
+        """Digest contiguous blocks, then each part of others by way of scratch memory."""
         flat = np.flatnonzero(memory.is_contiguous)
         starts = np.zeros_like(flat)
-        tasks = digest_tasks(memory.address[flat], memory.nbytes[flat], starts, flat)
-        steps: list[_Step] = [(None, None, launches(tasks))]
+        self._add(digest_tasks(memory.address[flat], memory.nbytes[flat], starts, flat))
         strided = np.flatnonzero(~memory.is_contiguous).tolist()
         if not strided:
-            return steps
-        scratch = torch.empty(SCRATCH_BYTES + ROW_BYTES, dtype=torch.uint8, device=place)
+            return
+        kind, size = self._torch.uint8, SCRATCH_BYTES + ROW_BYTES
+        scratch = self._torch.empty(size, dtype=kind, device=self._place)
         for index in strided:
             buffer = memory.buffer(index)
             held = row = done = 0
-            for block in _blocks(buffer):
+            for box in blocks(buffer.shape, SCRATCH_BYTES // buffer.item_bytes):
+                block = buffer.block(box)
                 source = tensor_at(block)
                 end = held + block.nbytes
                 sink = scratch[held:end].view(source.dtype).view(source.shape)
+                self._steps.append(partial(sink.copy_, source))
                 done += block.nbytes
                 is_last = done == buffer.nbytes
                 num_rows, rest = divmod(end, ROW_BYTES)
                 ready = end if is_last else end - rest
                 of_block = (scratch.data_ptr(), ready, row, index)
-                tasks = digest_tasks(*(np.array([each], np.int64) for each in of_block))
-                steps.append((sink, source, launches(tasks)))
+                self._add(digest_tasks(*(np.array([each], np.int64) for each in of_block)))
                 if not is_last and num_rows and rest:
-                    steps.append((scratch[:rest], scratch[end - rest : end], []))
+                    self._steps.append(partial(scratch[:rest].copy_, scratch[end - rest : end]))
                 held, row = rest, row + num_rows
-        return steps
+
+    def _add(self, tasks: Tasks) -> None:
+        for unit, each in tasks.items():
+            work = self._to_device(each), self._weights, self._sums
+            rows, num_warps = (1, 4) if unit == 1 else (_NUM_ROWS, _NUM_WARPS)
+            self._steps.append(partial(_launch, work, unit, rows, num_warps))
 
 
-_Step = tuple[Any, Any, list[tuple[int, Any]]]
-"""A copy to scratch memory, sink and source, if any; then tasks by the width of a read."""
+def _launch(work: tuple[Any, Any, Any], unit: int, rows: int, num_warps: int) -> None:
+    """Queue tasks on the current stream: they, the weights, and the sums that they add to."""
+    tasks = work[0]
+    _kernel()[(len(tasks),)](*work, unit, rows, num_warps=num_warps)
+
+
 Tasks = dict[int, Integers]
 """The kernel's tasks by the width of a read, a row each: address, bytes, first row, index."""
 
@@ -204,20 +156,3 @@ def _parts(address: Integers, nbytes: Integers, first_row: Integers, index: Inte
     size = np.minimum(nbytes[rows] - at, _TASK_ROWS * ROW_BYTES)
     columns = [address[rows] + at, size, first_row[rows] + at // ROW_BYTES, index[rows]]
     return np.ascontiguousarray(np.stack(columns, axis=1))
-
-
-def _blocks(buffer: Buffer) -> Iterator[Buffer]:
-    """Split a buffer, in row-major order, into blocks that fit into scratch memory."""
-    if buffer.nbytes <= SCRATCH_BYTES:
-        yield buffer
-        return
-    size, *inner = buffer.shape
-    row_bytes = buffer.nbytes // size
-    step = max(SCRATCH_BYTES // row_bytes, 1)
-    for start in range(0, size, step):
-        shape = (min(step, size - start), *inner)
-        block = buffer.block(Box((start, *(0 for _ in inner)), shape))
-        if row_bytes <= SCRATCH_BYTES:
-            yield block
-        else:
-            yield from _blocks(replace(block, shape=block.shape[1:], strides=block.strides[1:]))

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from time import monotonic
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from flyweight.casts import ITEM_BYTES, cast_range
-from flyweight.cuda.copies import Copier
 from flyweight.cuda.pinned_memory import pinned
 from flyweight.digest import DigestKind
 from flyweight.errors import DigestMismatch, PlanError, listed
+from flyweight.live.buckets import Bucket, pieces_of
 from flyweight.live.plan import Plan, Stream
 from flyweight.live.publish_id import PublishId
 from flyweight.live.rows import RowCopies, RowDigests
 from flyweight.memory import Buffer, Bytes
-from flyweight.memory_table import HOST, BufferTable, Integers, row_major_strides
-from flyweight.spec.box import boxes_of_range, strides_of
+from flyweight.memory_table import HOST, BufferTable, Integers, aligned, runs_of
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.device_segments import places_on_devices
 from flyweight.transports.segments import Placed, Segment, places_in_shared_memory
 
 RECLAIM_SECONDS = 10.0
 """How long leases of a copy that is not offered any more run on."""
-ALIGN = 64
-_DEVICE_SECONDS = 20.0
-"""How long a device may take to copy one range to the host."""
+COPY_SECONDS = 20.0
+"""How long the copy of one range may take, for instance from a device."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +49,27 @@ class Copies(Protocol):
     def close(self) -> None: ...
 
 
-class Served(Protocol):
+class Served(ABC):
     """What a holder gives readers: an offer of the trainer, or staging of another reader."""
 
     id: PublishId
-
-    @property
-    def memory(self) -> object:
-        """What its bytes lie in; the same for another version if nothing has moved."""
+    memory: object
+    """What its bytes lie in; the same for another version if nothing has moved."""
 
     @property
     def lease_seconds(self) -> float:
         """How long a lease that begins now runs, at least."""
+        return RECLAIM_SECONDS
 
     def mappable(self, rank: int) -> tuple[Placed, BufferTable] | None:
         """Where readers on this host can map a rank's blocks; None if they must fetch them."""
+        return None
 
     def segments(self, rank: int) -> Sequence[Segment]:
         """Return the shared memory that its bytes lie in, as far as they do."""
+        return []
 
+    @abstractmethod
     def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
         """Return the digests of a stream, empty if the trainer does not verify, and overflows."""
 
@@ -78,15 +77,21 @@ class Served(Protocol):
         self, plan: Plan, rank: int, start: int, stop: int, seconds: float
     ) -> int | None:
         """Wait until a range of a stream is there; return what else has arrived if it is not."""
+        return None
 
+    @abstractmethod
     def parts(self, plan: Plan, rank: int, start: int, stop: int) -> Sequence[Bytes]:
         """Return the bytes of a range of a stream, where they lie if that is possible."""
 
     def copies(self, plan: Plan, rank: int, sink: Bytes) -> Copies:
         """Return what copies a whole stream into memory that a reader shares."""
+        raise PlanError("staging is read or mapped; only a trainer fills memory of others")
 
-    def confirm(self, seconds: float) -> None:
-        """Raise unless all that was given to readers is the version."""
+    def confirm(self, seconds: float) -> None:  # noqa: B027
+        """Raise unless all that was given to readers is the version.
+
+        Memory that does not change needs nothing: that a lease still runs is the proof.
+        """
 
 
 class OfferMemory:
@@ -119,14 +124,12 @@ def packed_memory(
     shape: Integers, item_bytes: Integers, devices: Sequence[int] = ()
 ) -> tuple[BufferTable, Placed]:
     """Allocate shared memory for blocks, one after the other; pin it for devices that copy."""
-    sizes = -(-shape.prod(axis=1, dtype=np.int64) * item_bytes // ALIGN) * ALIGN
-    starts = np.cumsum(sizes) - sizes
-    segment = Segment.allocate(int(sizes.sum()))
+    starts, total = aligned(shape.prod(axis=1, dtype=np.int64) * item_bytes)
+    segment = Segment.allocate(total)
     memory = Buffer.flat_at(segment.start, segment.nbytes, segment)
     owner = [pinned(each, memory) for each in devices] or segment
-    strides = row_major_strides(shape) * item_bytes[:, None]
-    device = np.full(len(shape), HOST)
-    table = BufferTable(segment.start + starts, shape, strides, item_bytes, device, owner)
+    memory = Buffer.flat_at(segment.start, segment.nbytes, owner)
+    table = BufferTable.packed(memory, starts, shape, item_bytes)
     return table, Placed((segment,), np.zeros(len(shape), np.int64), starts)
 
 
@@ -155,8 +158,10 @@ class CopyMemory(OfferMemory):
             )
 
 
-class Offer:
+class Offer(Served):
     """A version in an `OfferMemory`. Digests of a kind are computed when they are first needed."""
+
+    memory: OfferMemory
 
     def __init__(
         self,
@@ -197,111 +202,65 @@ class Offer:
                 self._digests[plan] = found.astype("<u8").tobytes(), overflows
             return self._digests[plan]
 
-    def arrived_bytes(
-        self, plan: Plan, rank: int, start: int, stop: int, seconds: float
-    ) -> int | None:
-        return None
-
     def parts(self, plan: Plan, rank: int, start: int, stop: int) -> Sequence[Bytes]:
-        with self._lock:
-            rows, _ = self.memory.rows(plan, rank)
-        return list(packed_parts(rows, plan.streams[rank], start, stop))
+        """Return a view of each run of host memory that has the stream's bytes, else copies."""
+        rows, stream = self._rows(plan, rank), plan.streams[rank]
+        row, low, high = stream.range(start, stop)
+        address, nbytes = rows.address[row] + low, high - low
+        is_view = rows.is_contiguous[row] & (rows.device[row] == HOST) & (stream.cast[row, 0] < 0)
+        # Views of rows that follow each other in memory are one part, and so are copies.
+        joins = ~is_view[1:] & ~is_view[:-1]
+        joins |= is_view[1:] & is_view[:-1] & (address[1:] == address[:-1] + nbytes[:-1])
+        copied = _copied(rows, stream, row[~is_view], low[~is_view], high[~is_view])
+        found, at = list[Bytes](), 0
+        for first, end in runs_of(np.concatenate([[0], np.cumsum(~joins)])):
+            size = int(nbytes[first:end].sum())
+            if is_view[first]:
+                found.append(_view(int(address[first]), size))
+            else:
+                found.append(copied[at : at + size])
+                at += size
+        return found
 
     def copies(self, plan: Plan, rank: int, sink: Bytes) -> RowCopies:
-        with self._lock:
-            rows, _ = self.memory.rows(plan, rank)
-        stream = plan.streams[rank]
+        rows, stream = self._rows(plan, rank), plan.streams[rank]
         packed = stream.packed_at(Buffer.of(sink).address, sink)
-        return RowCopies(packed, rows, plan.digest, stream.cast)
+        return RowCopies(packed, rows, cast=stream.cast)
 
     def bucket(self, plan: Plan, rank: int, bucket: int, slot: Buffer) -> RowCopies:
         """Return what copies a bucket of a stream into a slot on the device of its rows."""
-        with self._lock:
-            rows, _ = self.memory.rows(plan, rank)
         stream = plan.streams[rank]
-        found = stream.buckets[bucket]
-        return RowCopies(
-            found.packed_at(slot), found.regions(rows), plan.digest, stream.cast[found.row]
-        )
+        return _packing(self._rows(plan, rank), stream, stream.buckets[bucket], slot)
 
-    def confirm(self, seconds: float) -> None:
-        """A lease that still runs is the proof: the memory did not change."""
+    def _rows(self, plan: Plan, rank: int) -> BufferTable:
+        with self._lock:
+            return self.memory.rows(plan, rank)[0]
 
 
-def packed_parts(rows: BufferTable, stream: Stream, start: int, stop: int) -> Iterator[Bytes]:
-    """Yield a range of the stream that rows make: a view of each run of memory, or else a copy."""
-    starts, cast = stream.starts, stream.cast
-    first = int(np.searchsorted(starts, start, side="right")) - 1
-    last = int(np.searchsorted(starts, stop, side="left"))
-    here = slice(first, last)
-    low = np.maximum(start - starts[here], 0)
-    high = np.minimum(stop, starts[first + 1 : last + 1]) - starts[here]
-    is_plain = cast[here, 0] < 0
-    address, is_flat = rows.address[here], rows.is_contiguous[here] & is_plain
-    on_host = rows.device[here] == HOST
-    # Rows that follow each other in the memory of the host are one part.
-    joins = (is_flat & on_host)[1:] & (is_flat & on_host)[:-1]
-    joins &= address[1:] == address[:-1] + rows.nbytes[here][:-1]
-    cuts = [0, *(np.flatnonzero(~joins) + 1).tolist(), last - first]
-    for begin, end in pairwise(cuts):
-        row, a, b = first + begin, int(low[begin]), int(high[end - 1])
-        if not is_plain[begin]:
-            yield _cast(rows.buffer(row), (int(cast[row, 0]), int(cast[row, 1])), a, b)
-        elif not on_host[begin]:
-            yield _from_device(rows.buffer(row), a, b)
-        elif is_flat[begin]:
-            at = int(address[begin]) + a
-            yield _view(at, int(address[end - 1]) + b - at)
-        else:
-            yield from _gathered(rows.buffer(row), a, b)
+def _packing(rows: BufferTable, stream: Stream, pieces: Bucket, memory: Buffer) -> RowCopies:
+    """Return what packs pieces of rows into memory, in the dtypes of the stream."""
+    cast = stream.cast[pieces.row]
+    return RowCopies(pieces.packed_at(memory), pieces.regions(rows), cast=cast)
+
+
+def _copied(
+    rows: BufferTable, stream: Stream, row: Integers, low: Integers, high: Integers
+) -> Bytes:
+    """Return a copy of bytes `low` to `high` of some rows, of which only the ends may be cut."""
+    if not len(row):
+        return np.empty(0, np.uint8)
+    width = stream.item_bytes[row]
+    pieces = pieces_of(stream.shape, stream.item_bytes, row, low // width, -(-high // width))
+    found = np.empty(pieces.nbytes, np.uint8)
+    copies = _packing(rows, stream, pieces, Buffer.of(found))
+    try:
+        copies.start(should_digest=False)(monotonic() + COPY_SECONDS)
+    finally:
+        copies.close()
+    skipped = int(low[0] % width[0])
+    return found[skipped : skipped + int((high - low).sum())]
 
 
 def _view(address: int, nbytes: int) -> Bytes:
     found: Callable[[int], Any] = (ctypes.c_uint8 * nbytes).from_address
     return np.frombuffer(found(address), np.uint8)
-
-
-def _gathered(buffer: Buffer, low: int, high: int) -> Iterator[Bytes]:
-    """Yield bytes `low` to `high` of a row that does not lie in order, as copies of its items."""
-    width = buffer.item_bytes
-    first, last = low // width, -(-high // width)
-    skipped, left = low - first * width, high - low
-    for box in boxes_of_range(buffer.shape, first, last - first):
-        data = np.ascontiguousarray(buffer.block(box).items()).reshape(-1).view(np.uint8)
-        part = data[skipped : skipped + left]
-        skipped, left = max(skipped - len(data), 0), left - len(part)
-        yield part
-
-
-def _cast(buffer: Buffer, pair: tuple[int, int], low: int, high: int) -> Bytes:
-    """Return bytes `low` to `high` of a row as it is cast."""
-    if buffer.device is None:
-        return cast_range(buffer, pair, low, high)
-    before, after = (ITEM_BYTES[each] for each in pair)
-    first, last = low // after, -(-high // after)
-    found = _from_device(buffer, first * before, last * before)
-    flat = Buffer(Buffer.of(found).address, (last - first,), (before,), before, found)
-    return cast_range(flat, pair, low - first * after, high - first * after)
-
-
-def _from_device(buffer: Buffer, low: int, high: int) -> Bytes:
-    """Return bytes `low` to `high` of a row on a device, as a copy on the host."""
-    width = buffer.item_bytes
-    first, last = low // width, -(-high // width)
-    found = np.empty((last - first) * width, np.uint8)
-    pairs, at = [], 0
-    for box in boxes_of_range(buffer.shape, first, last - first):
-        source = buffer.block(box)
-        strides = tuple(width * each for each in strides_of(source.shape))
-        into = Buffer(Buffer.of(found).address + at, source.shape, strides, width, found)
-        pairs.append((into, source))
-        at += source.nbytes
-    assert buffer.device is not None
-    copier = Copier(buffer.device)
-    try:
-        for into, source in pairs:
-            copier.copy(into, source)
-        copier.wait(_DEVICE_SECONDS)
-    finally:
-        copier.close()
-    return found[low - first * width : high - first * width]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import pairwise
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -25,8 +26,8 @@ from flyweight.errors import PlanError, SpecError
 from flyweight.live.buckets import Bucket, buckets_of
 from flyweight.live.catalog import Catalog, Devices, common_digest
 from flyweight.live.messages import Want
-from flyweight.memory import collector_paused
-from flyweight.memory_table import HOST, BufferTable, Integers, row_major_strides
+from flyweight.memory import Buffer, collector_paused
+from flyweight.memory_table import BufferTable, Integers
 from flyweight.plans.copy_table import BoxTable, numbers_of, plan_copies
 from flyweight.plans.tables import Boxes, numbers, packed
 
@@ -102,6 +103,20 @@ class Stream:
         found = self.block, self.offset, self.sink, self.sink_offset, self.shape, self.item_bytes
         return *found, self.tensor, self.cast
 
+    def range(self, start: int, stop: int) -> tuple[Integers, Integers, Integers]:
+        """Return the rows of a range of the stream, and the bytes of each from which to which."""
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        row = np.arange(first, int(np.searchsorted(self.starts, stop, side="left")))
+        low = np.maximum(start - self.starts[row], 0)
+        return row, low, np.minimum(stop, self.starts[row + 1]) - self.starts[row]
+
+    def parts(self, first: int, end: int, nbytes: int) -> list[tuple[int, int]]:
+        """Cut rows into ranges of about so many bytes, between items."""
+        cuts = np.arange(self.starts[first], self.starts[end], nbytes)
+        row = np.searchsorted(self.starts, cuts, side="right") - 1
+        cuts -= (cuts - self.starts[row]) % self.item_bytes[row]
+        return list(pairwise([*cuts.tolist(), int(self.starts[end])]))
+
     @property
     def total(self) -> int:
         return int(self.starts[-1])
@@ -122,10 +137,8 @@ class Stream:
 
     def packed_at(self, address: int, owner: object) -> BufferTable:
         """Return where the rows lie in memory that holds the whole stream."""
-        strides = row_major_strides(self.shape) * self.item_bytes[:, None]
-        device = np.full(len(self.block), HOST)
-        at = address + self.starts[:-1]
-        return BufferTable(at, self.shape, strides, self.item_bytes, device, owner)
+        memory = Buffer.flat_at(address, self.total, owner)
+        return BufferTable.packed(memory, self.starts[:-1], self.shape, self.item_bytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,7 +81,7 @@ class RingCopies:
             )
         self.memory = memory
         self._copies = [
-            RowCopies(each.regions(sink), each.packed_at(slot_of(memory, n % NUM_SLOTS)), digest)
+            RowCopies(each.regions(sink), each.packed_at(slot_of(memory, n % NUM_SLOTS)))
             for n, each in enumerate(stream.buckets)
         ]
         self._digests = RowDigests(sink, digest)

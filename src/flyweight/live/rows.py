@@ -6,23 +6,26 @@ thrown away: work of the failed attempt may still be queued on a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import monotonic
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from flyweight.casts import CastDigests, PreparedCasts
-from flyweight.copies import BufferCopies, Copiers, PreparedCopies, PreparedDigests
+from flyweight.casts import ITEM_BYTES, PreparedCasts
+from flyweight.copies import DeviceCopies, HostBlocks, PreparedDigests, seconds_left
 from flyweight.cuda import driver
 from flyweight.cuda.cast_kernel import DeviceCasts
-from flyweight.digest import Digest, DigestKind, Words, short_digests
+from flyweight.cuda.copies import Copier
+from flyweight.digest import DigestKind, Words
 from flyweight.errors import DigestMismatch, PlanError, listed
-from flyweight.memory_table import HOST, BufferTable, Integers, row_major_strides
+from flyweight.memory import Buffer
+from flyweight.memory_table import HOST, BufferTable, Integers, aligned, runs_of
 
 _SCRATCH_BYTES = 256 << 20
-_ALIGN = 64
+_NO_BLOCKS = BufferTable.of([])
 
 
 class RowCopies:
@@ -32,89 +35,82 @@ class RowCopies:
         self,
         sink: BufferTable,
         source: BufferTable,
-        digest: DigestKind,
+        digest: DigestKind | None = None,
         cast: Integers | None = None,
     ) -> None:
-        """Prepare copies; `cast` has the dtypes that each row is cast from and to, or -1."""
-        self._sink, self._nbytes, self._copiers = sink, sink.nbytes, Copiers()
+        """Prepare copies.
+
+        digest: the kind of digest that runs can return; None if they never do.
+        cast: the dtypes that each row is cast from and to, or -1.
+        """
+        self._num_rows, self._digest = len(sink), digest
         is_cast = np.zeros(len(sink), bool) if cast is None else cast[:, 0] >= 0
-        plain = np.flatnonzero(~is_cast)
-        copies = BufferCopies(sink.take(plain), source.take(plain), plain)
-        self._prepared = PreparedCopies(copies, self._copiers)
-        self._casts: list[PreparedCasts | _DeviceCasts | _BouncedCasts] = []
+        on_host = ~is_cast & (sink.device == HOST) & (source.device == HOST)
+        on_devices = ~is_cast & ~on_host
+        # Memory that several rows write is digested after all of them.
+        is_early = on_host & ~doubles(sink)
+        self._early, self._late = np.flatnonzero(is_early), np.flatnonzero(~is_early)
+        self._digested = HostBlocks(sink.take(is_early), source.take(is_early))
+        others = on_host & ~is_early
+        self._others = HostBlocks(sink.take(others), source.take(others))
+        self._on_devices = DeviceCopies.on_each(sink.take(on_devices), source.take(on_devices))
+        self._casts: list[_Casts] = []
         if cast is not None and is_cast.any():
             self._casts = _prepared_casts(sink, source, cast)
+        self._late_digests = PreparedDigests(_NO_BLOCKS if digest is None else sink.take(~is_early))
         self.overflows = 0
         """How many finite values became infinite by the casts of the last run."""
         self.digest_seconds = 0.0
         """The time of the last run for digests that were not computed while it copied."""
-        is_last = doubles(sink) | is_cast  # digested after everything has arrived
-        is_small = np.zeros(len(sink), bool)
-        is_small[self._prepared.small] = True
-        self._small = np.flatnonzero(is_small & ~is_last)
-        self._large = np.flatnonzero(~is_small & ~is_last).tolist()
-        self._last = np.flatnonzero(is_last)
-        self._words = PreparedDigests(sink) if digest == "words" else None
-        self._left = PreparedDigests(sink.take(self._last)) if digest == "xxh3" else None
 
     def start(self, *, should_digest: bool) -> Callable[[float], Words | None]:
         """Queue the work of devices without waiting.
 
         Returns what copies the rest until a deadline, and returns the digest of each row.
         """
-        self._prepared.start()
-        for each in self._casts:
-            if isinstance(each, _DeviceCasts):
-                each.start()
-        if not should_digest:
-            return self._run
-        if self._words is None:
-            return self._run_and_digest
-        if self._prepared.is_ordered:
-            self._words.start()
-        return self._run_and_digest_words
+        assert self._digest is not None or not should_digest
+        for copies in self._on_devices:
+            copies.start()
+        for casts in self._casts:
+            if isinstance(casts, DeviceCasts):
+                casts.start()
+        if should_digest and all(each.is_ordered for each in self._on_devices):
+            self._late_digests.start()
+        return partial(self._run, self._digest if should_digest else None)
 
-    def _run(self, deadline: float) -> None:
-        self._prepared.run(deadline)
-        self._cast(deadline)
-
-    def _cast(self, deadline: float) -> None:
-        self.overflows = sum(int(each.run(deadline).sum()) for each in self._casts)
-
-    def _run_and_digest_words(self, deadline: float) -> Words:
-        assert self._words is not None
-        self._run(deadline)
+    def _run(self, kind: DigestKind | None, deadline: float) -> Words | None:
+        early = self._digested.run(deadline, kind)
+        self._others.run(deadline, None)
+        for copies in self._on_devices:
+            copies.wait(deadline)
+        self.overflows = 0
+        for casts in self._casts:
+            if isinstance(casts, DeviceCasts):
+                counts = casts.wait(seconds_left(deadline))
+            else:
+                counts = casts.run(deadline)
+            self.overflows += int(counts.sum())
+        if kind is None:
+            return None
         copied = monotonic()
-        found = self._words.digests("words", deadline)
-        self.digest_seconds = monotonic() - copied
-        return found
-
-    def _run_and_digest(self, deadline: float) -> Words:
-        assert self._left is not None
-        found: Words = np.zeros(len(self._nbytes), np.uint64)
-        running = {row: Digest(int(self._nbytes[row]), "xxh3") for row in self._large}
-        self._prepared.run(deadline, hashes=found, running=running)
-        self._cast(deadline)
-        found[self._small] = short_digests(self._nbytes[self._small], found[self._small])
-        for row, each in running.items():
-            found[row] = each.value()
-        copied = monotonic()
-        if len(self._last):
-            found[self._last] = self._left.digests("xxh3", deadline)
+        found: Words = np.zeros(self._num_rows, np.uint64)
+        found[self._early], found[self._late] = early, self._late_digests.run(deadline, kind)
         self.digest_seconds = monotonic() - copied
         return found
 
     def close(self) -> None:
-        """Free what was prepared."""
-        self._prepared.close()
-        self._copiers.close()
+        """Free what was prepared; an error's traceback that still has it keeps no memory alive."""
+        for each in (*self._on_devices, *self._casts):
+            if isinstance(each, (DeviceCopies, _BouncedCasts)):
+                each.close()
+        self._digested = self._others = HostBlocks(_NO_BLOCKS)
+        self._on_devices, self._casts = [], []
+        self._late_digests = PreparedDigests(_NO_BLOCKS)
 
 
-def _prepared_casts(
-    sink: BufferTable, source: BufferTable, cast: Integers
-) -> list[PreparedCasts | _DeviceCasts | _BouncedCasts]:
+def _prepared_casts(sink: BufferTable, source: BufferTable, cast: Integers) -> list[_Casts]:
     """Return what casts the rows, by the memory that they are in."""
-    found: list[PreparedCasts | _DeviceCasts | _BouncedCasts] = []
+    found: list[_Casts] = []
     rows = np.flatnonzero(cast[:, 0] >= 0)
     pairs = np.stack([sink.device[rows], source.device[rows]], axis=1)
     for to, at in np.unique(pairs, axis=0).tolist():
@@ -123,7 +119,7 @@ def _prepared_casts(
         if to == at == HOST:
             found.append(PreparedCasts(*tables))
         elif to == at:
-            found.append(_DeviceCasts(*tables))
+            found.append(DeviceCasts(*tables))
         elif to == HOST:
             found.append(_BouncedCasts(*tables))
         else:
@@ -133,56 +129,40 @@ def _prepared_casts(
     return found
 
 
-class _DeviceCasts:
-    """Casts on one device."""
+class _Owner:
+    """Frees memory of a device once no table refers to it."""
 
-    def __init__(
-        self, sink: BufferTable, source: BufferTable, before: Integers, after: Integers
-    ) -> None:
-        self._casts, self._is_started = DeviceCasts(sink, source, before, after), False
-
-    def start(self) -> None:
-        self._casts.start()
-        self._is_started = True
-
-    def run(self, deadline: float) -> Integers:
-        if not self._is_started:
-            self._casts.start()
-        self._is_started = False
-        return self._casts.wait(max(deadline - monotonic(), 0.001))
-
-
-class _Scratch:
-    """Memory of a device for the casts of some rows at a time."""
-
-    def __init__(self, source: BufferTable, before: Integers, after: Integers) -> None:
-        widths = np.array([4, 2, 2])[after]
-        nbytes = source.shape.prod(axis=1, dtype=np.int64) * widths
-        sizes = -(-nbytes // _ALIGN) * _ALIGN
-        batch = np.cumsum(sizes) // _SCRATCH_BYTES
-        cuts = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(sizes)]
-        self.batches: list[tuple[Integers, BufferTable, DeviceCasts]] = []
-        device = int(source.device[0])
-        most = max(int(sizes[a:b].sum()) for a, b in pairwise(cuts))
-        self._memory = driver.allocate(device, max(most, _ALIGN))
-        for a, b in pairwise(cuts):
-            rows = np.arange(a, b)
-            starts = np.cumsum(sizes[rows]) - sizes[rows]
-            shape, width = source.shape[rows], widths[rows]
-            table = BufferTable(
-                self._memory.address + starts,
-                shape,
-                row_major_strides(shape) * width[:, None],
-                width,
-                np.full(len(rows), device),
-                self,
-            )
-            casts = DeviceCasts(table, source.take(rows), before[rows], after[rows])
-            self.batches.append((rows, table, casts))
+    def __init__(self, memory: Buffer) -> None:
+        self._memory = memory
 
     def __del__(self) -> None:
-        if memory := getattr(self, "_memory", None):
-            driver.free(memory)
+        driver.free(self._memory)
+
+
+class _CastsToScratch:
+    """Casts on a device into memory of its own, some rows at a time, each time into the same."""
+
+    def __init__(self, source: BufferTable, before: Integers, after: Integers) -> None:
+        width = np.array(ITEM_BYTES)[after]
+        nbytes = source.shape.prod(axis=1, dtype=np.int64) * width
+        runs = runs_of(aligned(nbytes)[0] // _SCRATCH_BYTES)
+        self.rows = [np.arange(*run) for run in runs]
+        """The rows of each batch."""
+        places = [aligned(nbytes[rows]) for rows in self.rows]
+        memory = driver.allocate(int(source.device[0]), max(end for _, end in places))
+        memory = replace(memory, owner=_Owner(memory))
+        self.memory: list[BufferTable] = []
+        """Where the casts of each batch are, until the next one is cast."""
+        self._casts: list[DeviceCasts] = []
+        for rows, (starts, _) in zip(self.rows, places, strict=True):
+            table = BufferTable.packed(memory, starts, source.shape[rows], width[rows])
+            self.memory.append(table)
+            self._casts.append(DeviceCasts(table, source.take(rows), before[rows], after[rows]))
+
+    def run(self, deadline: float) -> Iterator[tuple[int, Integers]]:
+        """Yield the number of each batch once it is cast, and the overflows of its rows."""
+        for n, each in enumerate(self._casts):
+            yield n, each.wait(seconds_left(deadline))
 
 
 class _BouncedCasts:
@@ -191,19 +171,24 @@ class _BouncedCasts:
     def __init__(
         self, sink: BufferTable, source: BufferTable, before: Integers, after: Integers
     ) -> None:
-        self._scratch, self._copiers = _Scratch(source, before, after), Copiers()
-        self._copies = []
-        for rows, table, _ in self._scratch.batches:
-            copies = BufferCopies(sink.take(rows), table, np.arange(len(rows)))
-            self._copies.append(PreparedCopies(copies, self._copiers))
+        self._casts = _CastsToScratch(source, before, after)
+        self._copier = Copier(int(source.device[0]))
+        batches = zip(self._casts.rows, self._casts.memory, strict=True)
+        self._tables = [self._copier.table(sink.take(rows), memory) for rows, memory in batches]
 
     def run(self, deadline: float) -> Integers:
         found = []
-        for (_, _, casts), copies in zip(self._scratch.batches, self._copies, strict=True):
-            casts.start()
-            found.append(casts.wait(max(deadline - monotonic(), 0.001)))
-            copies.run(deadline)
+        for batch, counts in self._casts.run(deadline):
+            self._copier.run(self._tables[batch])
+            self._copier.wait(seconds_left(deadline))
+            found.append(counts)
         return np.concatenate(found)
+
+    def close(self) -> None:
+        self._copier.close()
+
+
+_Casts = PreparedCasts | DeviceCasts | _BouncedCasts
 
 
 class RowDigests:
@@ -225,31 +210,27 @@ class RowDigests:
 
 class _PreparedDigests:
     def __init__(self, rows: BufferTable, cast: Integers) -> None:
-        is_cast = cast[:, 0] >= 0
+        is_cast, on_host = cast[:, 0] >= 0, rows.device == HOST
         self._num_rows, self._plain_rows = len(rows), np.flatnonzero(~is_cast)
-        self._plain = PreparedDigests(rows.take(self._plain_rows))
-        self._host_rows = np.flatnonzero(is_cast & (rows.device == HOST))
-        here = self._host_rows
-        self._on_host = CastDigests(rows.take(here), cast[here, 0], cast[here, 1])
+        self._plain = PreparedDigests(rows.take(~is_cast))
+        self._host_rows = here = np.flatnonzero(is_cast & on_host)
+        self._on_host = PreparedCasts(None, rows.take(here), cast[here, 0], cast[here, 1])
         self._on_devices = []
-        for device in np.unique(rows.device[is_cast & (rows.device != HOST)]).tolist():
+        for device in np.unique(rows.device[is_cast & ~on_host]).tolist():
             there = np.flatnonzero(is_cast & (rows.device == device))
-            scratch = _Scratch(rows.take(there), cast[there, 0], cast[there, 1])
-            digests = [PreparedDigests(table) for _, table, _ in scratch.batches]
-            self._on_devices.append((there, scratch, digests))
+            casts = _CastsToScratch(rows.take(there), cast[there, 0], cast[there, 1])
+            digests = [PreparedDigests(memory) for memory in casts.memory]
+            self._on_devices.append((there, casts, digests))
 
     def run(self, kind: DigestKind, deadline: float) -> tuple[Words, int]:
         found: Words = np.zeros(self._num_rows, np.uint64)
-        overflows = 0
-        found[self._plain_rows] = self._plain.digests(kind, deadline)
-        if len(self._host_rows):
-            found[self._host_rows], counts = self._on_host.digests(kind, deadline)
-            overflows += int(counts.sum())
-        for there, scratch, digests in self._on_devices:
-            for (rows, _, casts), each in zip(scratch.batches, digests, strict=True):
-                casts.start()
-                overflows += int(casts.wait(max(deadline - monotonic(), 0.001)).sum())
-                found[there[rows]] = each.digests(kind, deadline)
+        found[self._plain_rows] = self._plain.run(deadline, kind)
+        found[self._host_rows], counts = self._on_host.digests(kind, deadline)
+        overflows = int(counts.sum())
+        for there, casts, digests in self._on_devices:
+            for batch, counts in casts.run(deadline):
+                found[there[casts.rows[batch]]] = digests[batch].run(deadline, kind)
+                overflows += int(counts.sum())
         return found, overflows
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from flyweight.cuda.pinned_memory import pinned
 from flyweight.errors import FlyweightError, PeerFailed, PlanError, TransferTimeout, TransportError
+from flyweight.live.offer import Served
 from flyweight.live.plan import Plan
 from flyweight.live.publish_id import PublishId
 from flyweight.live.rows import RowCopies, RowDigests
@@ -86,8 +87,10 @@ class StagingMemory:
         return sum(each.nbytes for each in self.segments.values())
 
 
-class Staging:
+class Staging(Served):
     """One version that arrives. Threads that fetch, and threads that serve, use it together."""
+
+    memory: StagingMemory
 
     def __init__(self, id: PublishId, memory: StagingMemory) -> None:
         self.id, self.memory = id, memory
