@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 import flyweight as fw  # noqa: E402
 from child_processes import LIMIT, SPAWN, Child  # noqa: E402
 from flyweight.errors import PeerLost  # noqa: E402
-from flyweight.live.reader import Reader  # noqa: E402
+from flyweight.live.messages import Packed  # noqa: E402
+from flyweight.transports.channel import Channel  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,15 +77,17 @@ def test_a_trainer_that_dies_in_the_pause_costs_the_weights_only_if_they_were_to
         assert child.told() == "up"
         mine = {name: torch.zeros_like(each) for name, each in model(1).items()}
         with fw.Replica(mine, address, transport="filled") as replica:
-            wait_packed = Reader.wait_packed
+            answer = Channel.answer
 
             def die(*words):
-                wait_packed(*words)
-                child.kill()
-                child.join()
+                frame = answer(*words)
+                if isinstance(frame.message, Packed):
+                    child.kill()
+                    child.join()
+                return frame
 
             if is_writing:
-                monkeypatch.setattr(Reader, "wait_packed", die)
+                monkeypatch.setattr(Channel, "answer", die)
             child.send(2)
             with pytest.raises(PeerLost):
                 replica.update(

@@ -18,6 +18,7 @@ from flyweight.errors import FlyweightError
 from flyweight.lifecycle.operations import Operations
 from flyweight.lifecycle.states import State
 from flyweight.live import replica as replicas
+from flyweight.live.fallback import StoredIncoming
 from flyweight.live.holder import Conversation
 from flyweight.live.incoming import Incoming
 from flyweight.live.shelf import Shelf
@@ -203,7 +204,7 @@ STEPS = {
     "found files": (replicas, "stored_version"),
     "pausing": (Engine, "pausing"),
     "copy": (Incoming, "copy"),
-    "load": (replicas, "load_stored"),
+    "load": (StoredIncoming, "copy"),
 }
 STRIKES = {
     ("found", "before"): OLD,

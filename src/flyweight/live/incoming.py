@@ -24,7 +24,7 @@ from flyweight.errors import (
 )
 from flyweight.live.fetch import Fetch
 from flyweight.live.loader import Loading
-from flyweight.live.messages import Available, Done, Leased, Staged
+from flyweight.live.messages import Available, Done, Leased, Released, Staged
 from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import HeldLease, Reader
@@ -326,9 +326,14 @@ class Incoming:
             self._loading.run(deadline)
         else:
             self._copy_to_model(deadline, check)
-        self.confirm(deadline)
-        if isinstance(self.session.target, ModelTarget):
-            self.session.target.finish(self.about.values)
+        self.confirm(deadline, self._finish)
+
+    def _finish(self) -> None:
+        """Do what is left to do in this process once the bytes are there."""
+        target = self.session.target
+        if isinstance(target, ModelTarget):
+            target.finish(self.about.values)
+            target.touched()
 
     def _copy_to_model(self, deadline: float, check: Callable[[], None]) -> None:
         copies = {
@@ -363,11 +368,19 @@ class Incoming:
         if found is not None:
             self._check(rank, found, arrived.digests, "where they were written")
 
-    def confirm(self, deadline: float) -> None:
-        """Raise unless leases without digests ran until now: that is the proof."""
-        for each in self.arrived.values():
-            if not each.digests and each.source is not None:
-                each.source.release(deadline, is_proof=True)
+    def confirm(self, deadline: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Raise unless leases without digests ran until now: that is the proof.
+
+        meanwhile: what to do while the holders answer.
+        """
+        unproved = {
+            each.source: each.source.ask_release(deadline)
+            for each in self.arrived.values()
+            if not each.digests and each.source is not None
+        }
+        meanwhile()
+        for source, number in unproved.items():
+            source.channel.answer(number, Released, deadline).close()
 
     def _check(self, rank: int, found: Words, digests: bytes, where: str) -> None:
         session = self.session

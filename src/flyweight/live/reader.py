@@ -316,12 +316,16 @@ class Reader:
 
     def release(self, deadline: float, *, is_proof: bool) -> None:
         """End the lease; with `is_proof`, raise HandleGone unless it ran until now."""
-        self.has_lease = False
-        release = messages.Release(seconds_for_holder(deadline))
         if is_proof:
-            self.channel.call(release, messages.Released, deadline)
+            self.channel.answer(self.ask_release(deadline), messages.Released, deadline).close()
         else:
-            self.channel.send(release, deadline)  # as no request, so that no answer comes
+            self.has_lease = False
+            self.channel.send(messages.Release(0.0), deadline)  # no request, so no answer comes
+
+    def ask_release(self, deadline: float) -> int:
+        """End the lease, and ask whether it ran until now; return the number of the request."""
+        self.has_lease = False
+        return self.channel.ask(messages.Release(seconds_for_holder(deadline)), deadline)
 
     def tell(self, message: messages.Staged | messages.Done) -> None:
         self.channel.send(message, monotonic() + _GRACE_SECONDS)

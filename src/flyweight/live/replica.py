@@ -678,8 +678,6 @@ class Replica:
         if self._held.taken is None:
             raise VersionError(f"{incoming.id} was written, and then forgotten: {self.failure}")
         (asked, started), ended = begun, monotonic()
-        if isinstance(target, ModelTarget):
-            target.touched()
         report = UpdateReport(
             version=incoming.id.version,
             parent=incoming.about.parent,
