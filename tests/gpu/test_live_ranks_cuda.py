@@ -116,7 +116,8 @@ def test_two_trainer_ranks_fill_two_engine_ranks(options, transport):
                 assert not isinstance(report, Exception), report
                 assert not report.failed, report
             for each in engines:
-                assert each.told() == ("READY", version, [True] * 4)
+                found = each.told()
+                assert found == ("READY", version, [True] * 4), found
         for each in (*engines, *trainers):
             each.send(None)
 

@@ -10,7 +10,7 @@ from flyweight.memory import Buffer
 from flyweight.memory_table import BufferTable, Integers, aligned
 from flyweight.spec.box import boxes_of_range
 
-SLOT_BYTES = 256 << 20
+SLOT_BYTES = 512 << 20
 NUM_SLOTS = 3
 
 

@@ -62,7 +62,7 @@ class LeaseBook:
     def readers(self, id: PublishId) -> set[int]:
         return {reader for reader, leased in self._leases.items() if leased == id}
 
-    def has_lease(self, reader: int) -> bool:
+    def has_lease(self, reader: int | None) -> bool:
         return reader in self._leases
 
     def is_free(self, id: PublishId) -> bool:

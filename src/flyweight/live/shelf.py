@@ -303,11 +303,12 @@ class Shelf:
         """Wait for a ring of a device that no reader with a lease uses; return its number."""
 
         def free() -> int | None:
-            for number in range(MAX_RINGS):
-                user = self._ring_users.get((device, number), reader)
-                if user == reader or not self._leases.has_lease(user):
-                    return number
-            return None
+            users = [self._ring_users.get((device, each)) for each in range(MAX_RINGS)]
+            if (
+                reader in users
+            ):  # else it could have two, and keep the other ranks of its engine out
+                return users.index(reader)
+            return next((n for n, u in enumerate(users) if not self._leases.has_lease(u)), None)
 
         with self._changed:
             self.wait_until(lambda: free() is not None, deadline)
