@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import monotonic
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ from flyweight.live.plan import Plan, Stream
 from flyweight.live.publish_id import PublishId
 from flyweight.live.rows import RowCopies, RowDigests
 from flyweight.memory import Buffer, Bytes
-from flyweight.memory_table import HOST, BufferTable, Integers, aligned, runs_of
+from flyweight.memory_table import HOST, BufferTable, Integers, aligned
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.device_segments import places_on_devices
 from flyweight.transports.segments import Placed, Segment, places_in_shared_memory
@@ -203,9 +204,10 @@ class Offer(Served):
         # Views of rows that follow each other in memory are one part, and so are copies.
         joins = ~is_view[1:] & ~is_view[:-1]
         joins |= is_view[1:] & is_view[:-1] & (address[1:] == address[:-1] + nbytes[:-1])
-        copied = _copied(rows, stream, row[~is_view], low[~is_view], high[~is_view])
-        found, at = list[Bytes](), 0
-        for first, end in runs_of(np.concatenate([[0], np.cumsum(~joins)])):
+        copied, found, at = np.empty(0, np.uint8), list[Bytes](), 0
+        if not is_view.all():
+            copied = _copied(rows, stream, row[~is_view], low[~is_view], high[~is_view])
+        for first, end in pairwise([0, *(np.flatnonzero(~joins) + 1).tolist(), len(row)]):
             size = int(nbytes[first:end].sum())
             if is_view[first]:
                 found.append(_view(int(address[first]), size))
@@ -239,8 +241,6 @@ def _copied(
     rows: BufferTable, stream: Stream, row: Integers, low: Integers, high: Integers
 ) -> Bytes:
     """Return a copy of bytes `low` to `high` of some rows, of which only the ends may be cut."""
-    if not len(row):
-        return np.empty(0, np.uint8)
     width = stream.item_bytes[row]
     pieces = pieces_of(stream.shape, stream.item_bytes, row, low // width, -(-high // width))
     found = np.empty(pieces.nbytes, np.uint8)
