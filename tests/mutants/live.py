@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(
         "a loader gets a tensor whose digest is wrong",
         "live/loader.py",
-        "            check_digests(found[known], rows.digest[known], rows.tensor[known], self._names, path)\n",
+        "            check_digests(found[known], rows.digest[known], tensor[known], self._names, path)\n",
         "            pass\n",
         "tests/live/test_loaders.py",
     ),

@@ -128,12 +128,11 @@ class CopyMemory(OfferMemory):
         starts, total = aligned(model.nbytes)
         segment = Segment.allocate(total)
         memory = Buffer.flat_at(segment.start, segment.nbytes, segment)
-        devices = [each for each in np.unique(model.device).tolist() if each >= 0]
-        owner = [pinned(each, memory) for each in devices] or segment
+        owner = [pinned(each, memory) for each in model.devices] or segment
         memory = Buffer.flat_at(segment.start, segment.nbytes, owner)
         table = BufferTable.packed(memory, starts, model.shape, model.item_bytes)
         super().__init__(rank, table, Placed((segment,), np.zeros(len(model), np.int64), starts))
-        kind: DigestKind = "words" if devices else "xxh3"
+        kind: DigestKind = "words" if model.devices else "xxh3"
         self._copies = RowCopies(table, model, kind)
         self._model = RowDigests(model, kind)
 
