@@ -100,8 +100,6 @@ class OfferMemory:
 
     def __init__(self, rank: int, table: BufferTable, placed: Placed | None) -> None:
         self.rank, self.table, self.placed = rank, table, placed
-        self.id: PublishId | None = None
-        """The version that was last in it."""
         self._rows: WeakKeyDictionary[Plan, tuple[BufferTable, RowDigests]] = WeakKeyDictionary()
 
     @classmethod

@@ -163,10 +163,6 @@ class Plan:
     def nbytes(self) -> int:
         return sum(each.total for each in self.streams.values())
 
-    @property
-    def is_cast(self) -> bool:
-        return any(each.is_cast for each in self.streams.values())
-
 
 @collector_paused()
 def make_plan(catalog: Catalog, wanted: Wanted) -> Plan:
@@ -245,8 +241,4 @@ class Plans:
 
 
 def _key(wanted: Wanted) -> bytes:
-    boxes, devices = wanted.boxes, wanted.devices
-    found = blake2b(msgspec.msgpack.encode((wanted.digest, devices.names)), digest_size=16)
-    for column in (boxes.tensor, boxes.offset, boxes.shape, wanted.dtype, devices.index):
-        found.update(packed(column))
-    return found.digest()
+    return blake2b(msgspec.msgpack.encode(wanted.message), digest_size=16).digest()
