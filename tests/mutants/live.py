@@ -220,4 +220,18 @@ MUTANTS = [
         "        if again:\n",
         "tests/transports/test_address.py",
     ),
+    Mutant(
+        "a range that is copied begins with its first item",
+        "live/offer.py",
+        "    skipped = int(low[0] % width[0])\n",
+        "    skipped = 0\n",
+        "tests/live/test_rows.py",
+    ),
+    Mutant(
+        "rows of one memory are digested before all have written it",
+        "live/rows.py",
+        "            is_early = on_host & ~doubles(sink)\n",
+        "            is_early = on_host\n",
+        "tests/live/test_rows.py",
+    ),
 ]
