@@ -58,7 +58,7 @@ def test_rows_are_copied_and_digested_where_they_were_written(kind):
     sinks = [np.zeros_like(each) for each in sources]
     sinks[-4] = np.zeros((1500, 1500), order="F")
     sinks[-2] = np.zeros((9, 1500))[:, ::2]
-    # Two names of one tensor here: the last copy counts, for both.
+    # Tensors that are one here and differ there have the digest of what is here in the end.
     sinks += [sinks[6], sinks[-1]]
     sources += [sources[6] + 1, sources[-1] + 1]
     copies = RowCopies(table_of(sinks), table_of(sources), kind)
@@ -68,8 +68,6 @@ def test_rows_are_copied_and_digested_where_they_were_written(kind):
         found = copies.start(should_digest=True)(monotonic() + LIMIT).tolist()
         assert all(np.array_equal(*each) for each in zip(sinks[:6], sources[:6], strict=True))
         assert all(np.array_equal(*each) for each in zip(sinks[7:-3], sources[7:-3], strict=True))
-        assert np.array_equal(sinks[6], sources[-2])
-        assert np.array_equal(sinks[-1], sources[-1])
         expected = [digest(as_bytes(each), kind) for each in sinks]
         assert found == expected
         assert RowDigests(table_of(sinks), kind).run(monotonic() + LIMIT)[0].tolist() == expected

@@ -230,8 +230,8 @@ MUTANTS = [
     Mutant(
         "rows of one memory are digested before all have written it",
         "live/rows.py",
-        "            is_early = on_host & ~doubles(sink)\n",
-        "            is_early = on_host\n",
+        "            is_late = ~on_host | doubles(sink)\n",
+        "            is_late = ~on_host\n",
         "tests/live/test_rows.py",
     ),
 ]

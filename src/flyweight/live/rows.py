@@ -46,24 +46,20 @@ class RowCopies:
         self._num_rows, self._digest = len(sink), digest
         is_cast = np.zeros(len(sink), bool) if cast is None else cast[:, 0] >= 0
         on_host = ~is_cast & (sink.device == HOST) & (source.device == HOST)
-        is_early = on_host
-        if digest is not None:  # memory that several rows write is digested after all of them
-            is_early = on_host & ~doubles(sink)
-        self._early, self._late = np.flatnonzero(is_early), np.flatnonzero(~is_early)
-        self._digested = self._others = _NO_BLOCKS
+        self._on_host, self._late = np.flatnonzero(on_host), np.zeros(0, np.int64)
+        self._blocks, self._late_digests = _NO_BLOCKS, _NO_DIGESTS
         self._on_devices: list[DeviceCopies] = []
         self._casts: list[_Casts] = []
-        self._late_digests = _NO_DIGESTS
-        if len(self._early):
-            self._digested = HostBlocks(sink.take(is_early), source.take(is_early))
-        if len(rows := np.flatnonzero(on_host & ~is_early)):
-            self._others = HostBlocks(sink.take(rows), source.take(rows))
+        if len(self._on_host):
+            self._blocks = HostBlocks(sink.take(on_host), source.take(on_host))
         if len(rows := np.flatnonzero(~is_cast & ~on_host)):
             self._on_devices = DeviceCopies.on_each(sink.take(rows), source.take(rows))
         if cast is not None and is_cast.any():
             self._casts = _prepared_casts(sink, source, cast)
-        if digest is not None and len(self._late):
-            self._late_digests = PreparedDigests(sink.take(~is_early))
+        if digest is not None:  # memory that several rows write is digested after all of them
+            is_late = ~on_host | doubles(sink)
+            self._late = np.flatnonzero(is_late)
+            self._late_digests = PreparedDigests(sink.take(is_late))
         self.overflows = 0
         """How many finite values became infinite by the casts of the last run."""
         self.digest_seconds = 0.0
@@ -85,8 +81,7 @@ class RowCopies:
         return partial(self._run, self._digest if should_digest else None)
 
     def _run(self, kind: DigestKind | None, deadline: float) -> Words | None:
-        early = self._digested.run(deadline, kind)
-        self._others.run(deadline, None)
+        early = self._blocks.run(deadline, kind)
         for copies in self._on_devices:
             copies.wait(deadline)
         self.overflows = 0
@@ -100,7 +95,8 @@ class RowCopies:
             return None
         copied = monotonic()
         found: Words = np.zeros(self._num_rows, np.uint64)
-        found[self._early], found[self._late] = early, self._late_digests.run(deadline, kind)
+        found[self._on_host] = early
+        found[self._late] = self._late_digests.run(deadline, kind)
         self.digest_seconds = monotonic() - copied
         return found
 
@@ -109,9 +105,8 @@ class RowCopies:
         for each in (*self._on_devices, *self._casts):
             if isinstance(each, (DeviceCopies, _BouncedCasts)):
                 each.close()
-        self._digested = self._others = _NO_BLOCKS
+        self._blocks, self._late_digests = _NO_BLOCKS, _NO_DIGESTS
         self._on_devices, self._casts = [], []
-        self._late_digests = _NO_DIGESTS
 
 
 def _prepared_casts(sink: BufferTable, source: BufferTable, cast: Integers) -> list[_Casts]:
