@@ -192,12 +192,14 @@ class _Fill:
 class StoredOffer(Served):
     """A version in files, which do not change while they are offered."""
 
+    memory: Stored
+
     def __init__(
         self, id: PublishId, stored: Stored, names: Sequence[str], *, should_verify: bool
     ) -> None:
         """names: those of the catalog's tensors, in order."""
         self.id, self.memory = id, stored
-        self._stored, self._names, self._should_verify = stored, names, should_verify
+        self._names, self._should_verify = names, should_verify
         self._streams: WeakKeyDictionary[Plan, _StoredStream] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -205,7 +207,7 @@ class StoredOffer(Served):
         if rank:
             raise PlanError(f"files are read by rank 0 of the publisher, not by rank {rank}")
         if plan not in self._streams:
-            self._streams[plan] = _StoredStream(self._stored, self._names, plan)
+            self._streams[plan] = _StoredStream(self.memory, self._names, plan)
         return self._streams[plan]
 
     def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
