@@ -139,8 +139,8 @@ class _Chunk:
 
 def _chunks(row: int, sink: Buffer, source: Buffer | None) -> list[_Chunk]:
     width, shape = sink.item_bytes, sink.shape
-    if not sink.nbytes:
-        return []
+    if sink.nbytes <= _CHUNK_BYTES:
+        return [_Chunk(sink.items(), None if source is None else source.items(), row, 0)]
     flat, flat_source = sink.flat(), None if source is None else source.flat()
     if flat is not None and (source is None or flat_source is not None):
         # Cut where the rows of digests end, so that each row is in one chunk.

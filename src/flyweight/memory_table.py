@@ -106,6 +106,11 @@ class BufferTable:
     def __len__(self) -> int:
         return len(self.address)
 
+    @property
+    def devices(self) -> list[int]:
+        """The devices that blocks are on, other than the host."""
+        return [each for each in np.unique(self.device).tolist() if each >= 0]
+
     @cached_property
     def nbytes(self) -> Integers:
         found: Integers = self.shape.prod(axis=1, dtype=np.int64) * self.item_bytes

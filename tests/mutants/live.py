@@ -132,7 +132,7 @@ MUTANTS = [
     Mutant(
         "a loader gets a tensor whose digest is wrong",
         "live/loader.py",
-        "            check_digests(found[known], rows.digest[known], rows.tensor[known], self._names, path)\n",
+        "            check_digests(found[known], rows.digest[known], tensor[known], self._names, path)\n",
         "            pass\n",
         "tests/live/test_loaders.py",
     ),
@@ -212,5 +212,19 @@ MUTANTS = [
         "        if again.token == known.token:\n",
         "        if again:\n",
         "tests/transports/test_address.py",
+    ),
+    Mutant(
+        "a range that is copied begins with its first item",
+        "live/offer.py",
+        "    skipped = int(low[0] % width[0])\n",
+        "    skipped = 0\n",
+        "tests/live/test_rows.py",
+    ),
+    Mutant(
+        "rows of one memory are digested before all have written it",
+        "live/rows.py",
+        "            is_late = ~on_host | doubles(sink)\n",
+        "            is_late = ~on_host\n",
+        "tests/live/test_rows.py",
     ),
 ]

@@ -127,7 +127,7 @@ def launch(pair: tuple[int, int], how: int, tasks: Any, counts: Any) -> None:
 
 
 class DeviceCasts(Launches):
-    """Casts between the same blocks, round after round."""
+    """Casts between the same blocks: `wait` returns how many finite values became infinite."""
 
     def __init__(
         self, sink: BufferTable, source: BufferTable, source_dtype: Integers, sink_dtype: Integers
@@ -139,10 +139,6 @@ class DeviceCasts(Launches):
             kernel()  # a missing triton is found before the first round
             with self._torch.cuda.device(self._device):
                 self._plan(sink, source, source_dtype, sink_dtype)
-
-    def wait(self, timeout_seconds: float) -> Integers:
-        """Return how many finite values of each row became infinite; raise TransferTimeout."""
-        return self._wait(timeout_seconds)
 
     def _plan(
         self, sink: BufferTable, source: BufferTable, source_dtype: Integers, sink_dtype: Integers

@@ -7,7 +7,6 @@ blocks in one launch. torch copies what the driver could copy only in small part
 from __future__ import annotations
 
 import ctypes
-import importlib
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
@@ -28,7 +27,8 @@ from flyweight.cuda.driver import (
     primary_context,
     wait_until,
 )
-from flyweight.errors import MissingDependency, TransportError
+from flyweight.cuda.launches import imported
+from flyweight.errors import TransportError
 from flyweight.memory import Buffer
 from flyweight.memory_table import BufferTable
 
@@ -273,12 +273,7 @@ class _ArrayInterface:
 
 def tensor_at(buffer: Buffer) -> Any:
     """View device memory as a torch tensor of integers, as wide as its strides allow."""
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError as cause:
-        raise MissingDependency(
-            "strided copies inside a GPU need torch; pip install torch"
-        ) from cause
+    torch = imported("torch", "strided copies")
     numbers = (buffer.address, buffer.item_bytes, *buffer.strides)
     width = next(width for width in (8, 4, 2, 1) if all(n % width == 0 for n in numbers))
     shape, strides = buffer.shape, buffer.strides

@@ -86,7 +86,7 @@ class DeviceDigests(Launches):
 
     def values(self, timeout_seconds: float) -> Words:
         """Return the digest of each block's bytes in row-major order; raise TransferTimeout."""
-        return fmix(self._start + self._wait(timeout_seconds).view(np.uint64))
+        return fmix(self._start + self.wait(timeout_seconds).view(np.uint64))
 
     def _plan(self, memory: BufferTable) -> None:
         """Digest contiguous blocks, then each part of others by way of scratch memory."""

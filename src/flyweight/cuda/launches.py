@@ -73,8 +73,11 @@ class Launches:
             self._host.copy_(self._sums, non_blocking=True)
             self._event.record()
 
-    def _wait(self, timeout_seconds: float) -> Integers:
-        """Return each row's number once the round is done, which is started if it was not."""
+    def wait(self, timeout_seconds: float) -> Integers:
+        """Return each row's number once the round is done; raise TransferTimeout.
+
+        Starts a round if none was started.
+        """
         if self._device is None:
             return np.zeros(0, np.int64)
         self.start()

@@ -13,7 +13,7 @@ from flyweight.digest import DigestKind
 from flyweight.errors import PlanError, SpecError
 from flyweight.live.messages import CatalogTable
 from flyweight.memory_table import HOST, BufferTable, Integers
-from flyweight.plans.copy_table import BoxTable, item_bytes
+from flyweight.plans.copy_table import BoxTable, item_bytes, numbers_of
 from flyweight.plans.merged_source import HeldTable, merge_held
 from flyweight.plans.tables import Boxes, Tensors, numbers, packed
 from flyweight.spec.manifest import Leaf, TensorSpec
@@ -59,6 +59,13 @@ class RankTable(CatalogTable, frozen=True):
     values: dict[str, Leaf]
 
 
+def _received(table: CatalogTable) -> tuple[dict[str, TensorSpec], BoxTable, Devices]:
+    """Return the tensors, the blocks and their devices; raise SpecError for absurd ones."""
+    tensors = table.tensors.specs()
+    blocks = table.blocks.table(BoxTable.whole(tensors.values()))
+    return tensors, blocks, Devices.received(table.devices, table.device, len(blocks))
+
+
 @dataclass(frozen=True, eq=False)
 class Catalog:
     """What a trainer has. Readers and holders work plans out from it, each for itself."""
@@ -79,32 +86,28 @@ class Catalog:
         """
         held, devices = [], []
         for each in ranks:
-            tensors = each.tensors.specs()
-            boxes = each.blocks.table(BoxTable.whole(tensors.values()))
+            tensors, boxes, places = _received(each)
             held.append(HeldTable(tensors, each.tied, each.values, boxes))
-            devices.append(Devices.received(each.devices, each.device, len(boxes)))
+            devices.append(places)
         merged = merge_held(held)
         names = tuple(sorted({name for each in devices for name in each.names}))
         index = np.empty(len(merged.rank), np.int64)
-        for rank, own in enumerate(devices):
-            number = np.array([names.index(name) for name in own.names], np.int64)
-            here = merged.rank == rank
-            index[here] = number[own.index[merged.block[here]]]
         blocks = [merged.block[merged.rank == rank] for rank in range(len(held))]
+        for rank, own in enumerate(devices):
+            number = numbers_of(own.names, names)
+            index[merged.rank == rank] = number[own.index[blocks[rank]]]
         found = cls(merged.tensors, merged.tied, merged.boxes, merged.rank, Devices(names, index))
         return found, blocks
 
     @classmethod
     def received(cls, table: CatalogTable) -> Catalog:
-        specs = table.tensors.specs()
+        specs, blocks, devices = _received(table)
         for name, target in table.tied.items():
             if name in specs or target not in specs:
                 raise SpecError(f"{name!r} is tied to {target!r}, which is no other tensor's name")
-        blocks = table.blocks.table(BoxTable.whole(specs.values()))
         rank = numbers(table.rank)
         if len(rank) != len(blocks) or (len(rank) and rank.min() < 0):
             raise PlanError(f"{len(blocks)} blocks have {len(rank)} ranks")
-        devices = Devices.received(table.devices, table.device, len(blocks))
         return cls(specs, table.tied, blocks, rank, devices)
 
     @cached_property

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +18,11 @@ from numpy.typing import NDArray
 
 from flyweight.digest import Words
 from flyweight.errors import FlyweightError, TransportError, listed
-from flyweight.live.plan import Plan
-from flyweight.live.rows import RowCopies, check_digests
+from flyweight.live.plan import Plan, Stream
+from flyweight.live.rows import RowCopies, check_digests, words_of
 from flyweight.live.target import LoaderTarget
 from flyweight.memory import Buffer
-from flyweight.memory_table import BufferTable, Integers
+from flyweight.memory_table import BufferTable, Integers, runs_of
 from flyweight.plans.copy_table import item_bytes
 
 if TYPE_CHECKING:
@@ -37,11 +36,8 @@ _BATCH_TENSORS = 1000
 class _Rows:
     """The rows of all source ranks, in the order of the loader's tensors."""
 
-    tensor: Integers
-    """The number of the loader's tensor that each row is of."""
-    offset: Integers
-    shape: Integers
-    cast: Integers
+    stream: Stream
+    """`cast` is that of what is still to be cast."""
     memory: BufferTable
     """Where they have arrived."""
     digest: Words
@@ -49,38 +45,28 @@ class _Rows:
 
     @classmethod
     def of(cls, plan: Plan, arrived: Mapping[int, Arrived]) -> _Rows:
-        streams = [plan.streams[rank] for rank in arrived]
-        casts, digests = [], []
-        for stream, each in zip(streams, arrived.values(), strict=True):
-            is_cast_already = each.source is None  # in staging
-            casts.append(np.full_like(stream.cast, -1) if is_cast_already else stream.cast)
-            known = each.digests or bytes(8 * len(stream.sink))
-            digests.append(np.frombuffer(known, "<u8").astype(np.uint64))
-        tensor = np.concatenate([each.sink for each in streams])
-        order = np.argsort(tensor, kind="stable")
-        has_digest = [bool(each.digests) for each in arrived.values()]
-        return cls(
-            tensor[order],
-            np.concatenate([each.sink_offset for each in streams])[order],
-            np.concatenate([each.shape for each in streams])[order],
-            np.concatenate(casts)[order],
-            BufferTable.joined([each.rows for each in arrived.values()]).take(order),
-            np.concatenate(digests)[order],
-            np.repeat(has_digest, [len(each.sink) for each in streams])[order],
+        streams, digests = [], []
+        for rank, each in arrived.items():
+            stream = plan.streams[rank]
+            digests.append(words_of(each.digests or bytes(8 * len(stream.sink))))
+            if each.source is None:  # in staging, which holds what was cast
+                stream = replace(stream, cast=np.full_like(stream.cast, -1))
+            streams.append(stream)
+        rows = cls(
+            Stream.joined(streams),
+            BufferTable.joined([each.rows for each in arrived.values()]),
+            np.concatenate(digests),
+            np.repeat([bool(each.digests) for each in arrived.values()], list(map(len, digests))),
         )
+        return rows.take(np.argsort(rows.stream.sink, kind="stable"))
+
+    def take(self, rows: Integers) -> _Rows:
+        memory, digest = self.memory.take(rows), self.digest[rows]
+        return _Rows(self.stream.take(rows), memory, digest, self.has_digest[rows])
 
     def of_tensors(self, first: int, end: int) -> _Rows:
         """Return the rows of the tensors from `first` to `end`, without `end`."""
-        rows = np.arange(*np.searchsorted(self.tensor, (first, end)))
-        return _Rows(
-            self.tensor[rows],
-            self.offset[rows],
-            self.shape[rows],
-            self.cast[rows],
-            self.memory.take(rows),
-            self.digest[rows],
-            self.has_digest[rows],
-        )
+        return self.take(np.arange(*np.searchsorted(self.stream.sink, (first, end))))
 
 
 class Loading:
@@ -96,7 +82,9 @@ class Loading:
             each.source for each in arrived.values() if each.source is not None and not each.digests
         ]
         self._nbytes = plan.wanted.boxes.num_items * item_bytes(self._specs)
-        self._batches = deque(_batches(self._nbytes))
+        batch = np.cumsum(self._nbytes) // _BATCH_BYTES
+        self._batches = deque(runs_of(batch, np.arange(len(batch)) // _BATCH_TENSORS))
+        """The first tensor and the end of each batch."""
         self._filled: deque[tuple[str, Any]] = deque()
         self._num_taken = 0
         self.has_begun = False
@@ -168,26 +156,17 @@ class Loading:
         self._filled.extend((name, tensor) for name, (tensor, _) in zip(names, fresh, strict=True))
 
     def _fill(self, rows: _Rows, first: int, buffers: Sequence[Buffer], deadline: float) -> None:
+        stream = replace(rows.stream, sink=rows.stream.sink - first)
         whole = self._plan.wanted.boxes.shape[first : first + len(buffers)]
-        memory = BufferTable.of(buffers, whole).widened(rows.shape.shape[1])
-        sink = memory.regions(rows.tensor - first, rows.offset, rows.shape)
-        copies = RowCopies(sink, rows.memory, self._plan.digest, rows.cast)
+        sink = stream.in_sink(BufferTable.of(buffers, whole))
+        copies = RowCopies(sink, rows.memory, self._plan.digest, stream.cast)
         try:
             found = copies.start(should_digest=bool(rows.has_digest.any()))(deadline)
         finally:
             copies.close()
         if found is not None:
-            known = rows.has_digest
+            known, tensor = rows.has_digest, rows.stream.sink
             path = (
                 f"on their way to the loader of replica {self._replica!r}, which did not get them"
             )
-            check_digests(found[known], rows.digest[known], rows.tensor[known], self._names, path)
-
-
-def _batches(nbytes: Integers) -> list[tuple[int, int]]:
-    """Return the first tensor and the end of each batch."""
-    at = np.cumsum(nbytes) // _BATCH_BYTES
-    is_cut = np.diff(at) > 0
-    is_cut[_BATCH_TENSORS - 1 :: _BATCH_TENSORS] = True
-    cuts = (np.flatnonzero(is_cut) + 1).tolist()
-    return list(pairwise([0, *cuts, len(nbytes)]))
+            check_digests(found[known], rows.digest[known], tensor[known], self._names, path)

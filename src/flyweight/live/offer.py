@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import monotonic
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ from flyweight.live.plan import Plan, Stream
 from flyweight.live.publish_id import PublishId
 from flyweight.live.rows import RowCopies, RowDigests
 from flyweight.memory import Buffer, Bytes
-from flyweight.memory_table import HOST, BufferTable, Integers, aligned, runs_of
+from flyweight.memory_table import HOST, BufferTable, Integers, aligned
 from flyweight.spec.manifest import Leaf
 from flyweight.transports.device_segments import places_on_devices
 from flyweight.transports.segments import Placed, Segment, places_in_shared_memory
@@ -99,8 +100,6 @@ class OfferMemory:
 
     def __init__(self, rank: int, table: BufferTable, placed: Placed | None) -> None:
         self.rank, self.table, self.placed = rank, table, placed
-        self.id: PublishId | None = None
-        """The version that was last in it."""
         self._rows: WeakKeyDictionary[Plan, tuple[BufferTable, RowDigests]] = WeakKeyDictionary()
 
     @classmethod
@@ -137,10 +136,9 @@ class CopyMemory(OfferMemory):
     """A copy of a rank's blocks in shared memory, compared with the model when it is made."""
 
     def __init__(self, rank: int, model: BufferTable) -> None:
-        devices = [each for each in np.unique(model.device).tolist() if each >= 0]
-        table, placed = packed_memory(model.shape, model.item_bytes, devices)
+        table, placed = packed_memory(model.shape, model.item_bytes, model.devices)
         super().__init__(rank, table, placed)
-        kind: DigestKind = "words" if devices else "xxh3"
+        kind: DigestKind = "words" if model.devices else "xxh3"
         self._copies = RowCopies(table, model, kind)
         self._model = RowDigests(model, kind)
 
@@ -211,9 +209,10 @@ class Offer(Served):
         # Views of rows that follow each other in memory are one part, and so are copies.
         joins = ~is_view[1:] & ~is_view[:-1]
         joins |= is_view[1:] & is_view[:-1] & (address[1:] == address[:-1] + nbytes[:-1])
-        copied = _copied(rows, stream, row[~is_view], low[~is_view], high[~is_view])
-        found, at = list[Bytes](), 0
-        for first, end in runs_of(np.concatenate([[0], np.cumsum(~joins)])):
+        copied, found, at = np.empty(0, np.uint8), list[Bytes](), 0
+        if not is_view.all():
+            copied = _copied(rows, stream, row[~is_view], low[~is_view], high[~is_view])
+        for first, end in pairwise([0, *(np.flatnonzero(~joins) + 1).tolist(), len(row)]):
             size = int(nbytes[first:end].sum())
             if is_view[first]:
                 found.append(_view(int(address[first]), size))
@@ -247,8 +246,6 @@ def _copied(
     rows: BufferTable, stream: Stream, row: Integers, low: Integers, high: Integers
 ) -> Bytes:
     """Return a copy of bytes `low` to `high` of some rows, of which only the ends may be cut."""
-    if not len(row):
-        return np.empty(0, np.uint8)
     width = stream.item_bytes[row]
     pieces = pieces_of(stream.shape, stream.item_bytes, row, low // width, -(-high // width))
     found = np.empty(pieces.nbytes, np.uint8)

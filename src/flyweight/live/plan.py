@@ -10,8 +10,8 @@ way, and the engine's parameters.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -99,9 +99,17 @@ class Stream:
         return bool((self.cast >= 0).any())
 
     @property
-    def columns(self) -> tuple[Integers, ...]:
-        found = self.block, self.offset, self.sink, self.sink_offset, self.shape, self.item_bytes
-        return *found, self.tensor, self.cast
+    def columns(self) -> list[Integers]:
+        return [getattr(self, each.name) for each in fields(self)]
+
+    def take(self, rows: Integers) -> Stream:
+        return Stream(*(column[rows] for column in self.columns))
+
+    @classmethod
+    def joined(cls, streams: Sequence[Stream]) -> Stream:
+        """Return the rows of all streams."""
+        columns = zip(*(each.columns for each in streams), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
 
     def range(self, start: int, stop: int) -> tuple[Integers, Integers, Integers]:
         """Return the rows of a range of the stream, and the bytes of each from which to which."""
@@ -155,18 +163,10 @@ class Plan:
     def nbytes(self) -> int:
         return sum(each.total for each in self.streams.values())
 
-    @property
-    def is_cast(self) -> bool:
-        return any(each.is_cast for each in self.streams.values())
 
-
+@collector_paused()
 def make_plan(catalog: Catalog, wanted: Wanted) -> Plan:
     """Work out who copies what; raise PlanError if some item cannot come."""
-    with collector_paused():
-        return _make_plan(catalog, wanted)
-
-
-def _make_plan(catalog: Catalog, wanted: Wanted) -> Plan:
     boxes, all_devices = wanted.boxes, (*catalog.devices.names, *wanted.devices.names)
     places = [
         numbers_of(each.names, all_devices)[each.index]
@@ -180,7 +180,8 @@ def _make_plan(catalog: Catalog, wanted: Wanted) -> Plan:
         source_places=places[0],
         sink_places=places[1],
     )
-    cast_from = _castable(catalog)[boxes.tensor]
+    names = [spec.dtype.name for spec in catalog.tensors.values()]
+    cast_from = numbers_of(names, CASTABLE)[boxes.tensor]
     is_cast = (wanted.dtype >= 0) & (wanted.dtype != cast_from)
     if (is_cast & (cast_from < 0)).any():
         row = int(np.flatnonzero(is_cast & (cast_from < 0))[0])
@@ -189,20 +190,18 @@ def _make_plan(catalog: Catalog, wanted: Wanted) -> Plan:
     dtypes = np.stack([cast_from, wanted.dtype], axis=1)
     dtypes[~is_cast] = _SAME
     width = np.where(is_cast, _WIDTHS[wanted.dtype], catalog.item_bytes[boxes.tensor])
-    rank, streams = catalog.rank[copies.source], {}
-    for each in np.unique(rank).tolist():
-        rows = np.flatnonzero(rank == each)
-        source, sink = copies.source[rows], copies.sink[rows]
-        streams[each] = Stream(
-            catalog.number_in_rank[source],
-            copies.source_offset[rows],
-            sink,
-            copies.sink_offset[rows],
-            copies.shape[rows],
-            width[sink],
-            catalog.blocks.tensor[source],
-            dtypes[sink],
-        )
+    rows = Stream(
+        catalog.number_in_rank[copies.source],
+        copies.source_offset,
+        copies.sink,
+        copies.sink_offset,
+        copies.shape,
+        width[copies.sink],
+        catalog.blocks.tensor[copies.source],
+        dtypes[copies.sink],
+    )
+    rank = catalog.rank[copies.source]
+    streams = {each: rows.take(np.flatnonzero(rank == each)) for each in np.unique(rank).tolist()}
     digest = common_digest(wanted.digest, catalog.devices.digest)
     found = blake2b(msgspec.msgpack.encode((catalog.table, digest)), digest_size=16)
     for each, stream in streams.items():
@@ -212,12 +211,6 @@ def _make_plan(catalog: Catalog, wanted: Wanted) -> Plan:
     return Plan(found.hexdigest(), digest, wanted, streams)
 
 
-def _castable(catalog: Catalog) -> Integers:
-    """Return the dtype of each tensor as an index of CASTABLE; -1 for others."""
-    names = [spec.dtype.name for spec in catalog.tensors.values()]
-    return numbers_of(names, CASTABLE)
-
-
 class Plans:
     """The plans of the readers that are connected: each lives as long as one of them has it."""
 
@@ -225,40 +218,27 @@ class Plans:
         """own: the only kind that is served, by a reader that serves others like itself."""
         self.catalog, self._own = catalog, own
         self._plans: WeakValueDictionary[bytes, Plan] = WeakValueDictionary()
-        self._planning: dict[bytes, threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._planning = threading.Lock()
         if own is not None:
             self._plans[_key(own.wanted)] = own
 
     def __iter__(self) -> Iterator[Plan]:
-        with self._lock:
-            return iter(list(self._plans.values()))
+        found = [each() for each in self._plans.valuerefs()]  # a list: threads add and end plans
+        return (each for each in found if each is not None)
 
     def planned(self, wanted: Wanted) -> Plan:
         """Return the plan, which readers of one kind share."""
         key = _key(wanted)
-        with self._lock:
-            if (found := self._plans.get(key)) is not None:
-                return found
-            if self._own is not None:
-                raise PlanError("this replica serves only readers that want the same as itself")
-            planning = self._planning.setdefault(key, threading.Lock())
-        with planning:  # readers of other kinds do not wait for this one
-            with self._lock:
-                found = self._plans.get(key)
-            try:
-                if found is None:
-                    found = make_plan(self.catalog, wanted)
-            finally:
-                with self._lock:
-                    self._planning.pop(key, None)
-            with self._lock:
-                return self._plans.setdefault(key, found)
+        if (known := self._plans.get(key)) is not None:  # does not wait for the plans of others
+            return known
+        if self._own is not None:
+            raise PlanError("this replica serves only readers that want the same as itself")
+        with self._planning:
+            found = self._plans.get(key)
+            if found is None:
+                found = self._plans[key] = make_plan(self.catalog, wanted)
+            return found
 
 
 def _key(wanted: Wanted) -> bytes:
-    boxes, devices = wanted.boxes, wanted.devices
-    found = blake2b(msgspec.msgpack.encode((wanted.digest, devices.names)), digest_size=16)
-    for column in (boxes.tensor, boxes.offset, boxes.shape, wanted.dtype, devices.index):
-        found.update(packed(column))
-    return found.digest()
+    return blake2b(msgspec.msgpack.encode(wanted.message), digest_size=16).digest()

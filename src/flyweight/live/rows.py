@@ -25,7 +25,7 @@ from flyweight.memory import Buffer
 from flyweight.memory_table import HOST, BufferTable, Integers, aligned, runs_of
 
 _SCRATCH_BYTES = 256 << 20
-_NO_BLOCKS = BufferTable.of([])
+_NO_BLOCKS, _NO_DIGESTS = HostBlocks(BufferTable.of([])), PreparedDigests(BufferTable.of([]))
 
 
 class RowCopies:
@@ -46,18 +46,20 @@ class RowCopies:
         self._num_rows, self._digest = len(sink), digest
         is_cast = np.zeros(len(sink), bool) if cast is None else cast[:, 0] >= 0
         on_host = ~is_cast & (sink.device == HOST) & (source.device == HOST)
-        on_devices = ~is_cast & ~on_host
-        # Memory that several rows write is digested after all of them.
-        is_early = on_host & ~doubles(sink)
-        self._early, self._late = np.flatnonzero(is_early), np.flatnonzero(~is_early)
-        self._digested = HostBlocks(sink.take(is_early), source.take(is_early))
-        others = on_host & ~is_early
-        self._others = HostBlocks(sink.take(others), source.take(others))
-        self._on_devices = DeviceCopies.on_each(sink.take(on_devices), source.take(on_devices))
+        self._on_host, self._late = np.flatnonzero(on_host), np.zeros(0, np.int64)
+        self._blocks, self._late_digests = _NO_BLOCKS, _NO_DIGESTS
+        self._on_devices: list[DeviceCopies] = []
         self._casts: list[_Casts] = []
+        if len(self._on_host):
+            self._blocks = HostBlocks(sink.take(on_host), source.take(on_host))
+        if len(rows := np.flatnonzero(~is_cast & ~on_host)):
+            self._on_devices = DeviceCopies.on_each(sink.take(rows), source.take(rows))
         if cast is not None and is_cast.any():
             self._casts = _prepared_casts(sink, source, cast)
-        self._late_digests = PreparedDigests(_NO_BLOCKS if digest is None else sink.take(~is_early))
+        if digest is not None:  # memory that several rows write is digested after all of them
+            is_late = ~on_host | doubles(sink)
+            self._late = np.flatnonzero(is_late)
+            self._late_digests = PreparedDigests(sink.take(is_late))
         self.overflows = 0
         """How many finite values became infinite by the casts of the last run."""
         self.digest_seconds = 0.0
@@ -79,8 +81,7 @@ class RowCopies:
         return partial(self._run, self._digest if should_digest else None)
 
     def _run(self, kind: DigestKind | None, deadline: float) -> Words | None:
-        early = self._digested.run(deadline, kind)
-        self._others.run(deadline, None)
+        early = self._blocks.run(deadline, kind)
         for copies in self._on_devices:
             copies.wait(deadline)
         self.overflows = 0
@@ -94,7 +95,8 @@ class RowCopies:
             return None
         copied = monotonic()
         found: Words = np.zeros(self._num_rows, np.uint64)
-        found[self._early], found[self._late] = early, self._late_digests.run(deadline, kind)
+        found[self._on_host] = early
+        found[self._late] = self._late_digests.run(deadline, kind)
         self.digest_seconds = monotonic() - copied
         return found
 
@@ -103,18 +105,20 @@ class RowCopies:
         for each in (*self._on_devices, *self._casts):
             if isinstance(each, (DeviceCopies, _BouncedCasts)):
                 each.close()
-        self._digested = self._others = HostBlocks(_NO_BLOCKS)
+        self._blocks, self._late_digests = _NO_BLOCKS, _NO_DIGESTS
         self._on_devices, self._casts = [], []
-        self._late_digests = PreparedDigests(_NO_BLOCKS)
 
 
 def _prepared_casts(sink: BufferTable, source: BufferTable, cast: Integers) -> list[_Casts]:
     """Return what casts the rows, by the memory that they are in."""
     found: list[_Casts] = []
     rows = np.flatnonzero(cast[:, 0] >= 0)
-    pairs = np.stack([sink.device[rows], source.device[rows]], axis=1)
-    for to, at in np.unique(pairs, axis=0).tolist():
-        some = rows[(pairs == (to, at)).all(axis=1)]
+    sinks, sources = sink.device[rows], source.device[rows]
+    places = ((to, at) for to in np.unique(sinks).tolist() for at in np.unique(sources).tolist())
+    for to, at in places:
+        some = rows[(sinks == to) & (sources == at)]
+        if not len(some):
+            continue
         tables = sink.take(some), source.take(some), cast[some, 0], cast[some, 1]
         if to == at == HOST:
             found.append(PreparedCasts(*tables))

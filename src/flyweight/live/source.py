@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from flyweight.adapters.identity import Identity as ModelIdentity
 from flyweight.adapters.model import Model, adapt
 from flyweight.adapters.parts import emptied_names, partial_names, undeclared_shards
@@ -45,7 +43,7 @@ class PublishedModel:
 
     @property
     def devices(self) -> list[int]:
-        return [each for each in np.unique(self.memory.device).tolist() if each >= 0]
+        return self.memory.devices
 
     def table(self, rank: int) -> RankTable:
         """Return what this rank holds, for the other ranks."""

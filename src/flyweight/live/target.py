@@ -7,6 +7,7 @@ gets whole tensors, which it places itself; `loader.py` calls it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -109,7 +110,8 @@ class ModelTarget:
                 name = names[boxes.tensor[lost[0]]]
                 raise PlanError(f"{name!r} is on a device that cannot be written in place")
             specs = {name: model.manifest.spec(name) for name in names}
-            number, dtype = matched(specs, catalog, may_cast=self._may_cast)
+            devices = Devices.of(table)
+            wanted, number = matched(specs, boxes, devices, catalog, may_cast=self._may_cast)
             is_left = np.ones(len(catalog.names), bool)
             is_left[number] = False
             unused = tuple(catalog.names[n] for n in np.flatnonzero(is_left).tolist())
@@ -119,10 +121,8 @@ class ModelTarget:
                     f"{listed(unused)}; strict=False leaves them out"
                 )
         self._model, self._identity, self.table, self.unused = model, identity, table, unused
-        self.devices = [each for each in np.unique(table.device).tolist() if each >= 0]
-        devices = Devices.of(table)
-        found = BoxTable(number[boxes.tensor], boxes.offset, boxes.shape)
-        return Wanted(found, dtype[boxes.tensor], devices, devices.digest)
+        self.devices = table.devices
+        return wanted
 
     def _described(self, catalog: Catalog) -> tuple[Identity, Model]:
         """Return the model as it is now, which takes long to describe if it has many tensors."""
@@ -145,10 +145,10 @@ class ModelTarget:
 
     def look_again(self) -> None:
         """Take other values beside the tensors; raise VersionError if tensors were replaced."""
-        before, after = self._identity, Identity(self.thing)
-        if before is None or not after.has_tensors_of(before):
+        before, self._identity = self._identity, Identity(self.thing)
+        if before is None or not self._identity.has_tensors_of(before):
+            self._identity = before
             raise VersionError(f"{REPLACED} while files were read into them; update again")
-        self._identity = after
 
     def is_current(self) -> bool:
         return self._identity is not None and self._identity.is_same()
@@ -172,10 +172,9 @@ class ModelTarget:
         """Set what is no tensor."""
         assert self._model is not None
         self._model.finish(Manifest({}, values=values))
-        before = self._identity
-        if values and before is not None and not before.is_same():
-            after = Identity(self.thing)  # setting a value changes the dict, but not its tensors
-            self._identity = after if after.has_tensors_of(before) else before
+        if values and not self.is_current():  # setting one changes a dict, but not its tensors
+            with suppress(VersionError):
+                self.look_again()
 
 
 class LoaderTarget:
@@ -194,13 +193,11 @@ class LoaderTarget:
         self.devices = [] if device is None else [device]
 
     def choose(self, catalog: Catalog) -> Wanted:
-        specs = dict(self.loader.choose(catalog.tensors))
-        number, dtype = matched(specs, catalog, may_cast=self._may_cast)
-        whole = BoxTable.whole(specs.values())
-        self.specs = specs
+        self.specs = dict(self.loader.choose(catalog.tensors))
+        whole = BoxTable.whole(self.specs.values())
         devices = Devices((self.loader.place,), np.zeros(len(whole), np.int64))
-        found = BoxTable(number[whole.tensor], whole.offset, whole.shape)
-        return Wanted(found, dtype[whole.tensor], devices, devices.digest)
+        wanted, _ = matched(self.specs, whole, devices, catalog, may_cast=self._may_cast)
+        return wanted
 
     def is_current(self) -> bool:
         """A loader finds the weights itself."""
@@ -228,9 +225,14 @@ def target_of(
 
 
 def matched(
-    specs: Mapping[str, TensorSpec], catalog: Catalog, *, may_cast: bool
-) -> tuple[Integers, Integers]:
-    """Return the number that each tensor has in the catalog, and the dtype that it is cast to.
+    specs: Mapping[str, TensorSpec],
+    boxes: BoxTable,
+    devices: Devices,
+    catalog: Catalog,
+    *,
+    may_cast: bool,
+) -> tuple[Wanted, Integers]:
+    """Return boxes of tensors as they are wanted, and the number of each tensor in the catalog.
 
     Raises PlanError unless the trainer has all of them, in the same shapes and dtypes.
     """
@@ -239,10 +241,8 @@ def matched(
     if (number < 0).any():
         missing = [names[n] for n in np.flatnonzero(number < 0).tolist()]
         raise PlanError(f"the trainer lacks {len(missing)} tensors: {listed(missing)}")
-    (have, have_kind), (want, want_kind) = (
-        kinds_of(catalog.tensors.values()),
-        kinds_of(specs.values()),
-    )
+    have, have_kind = kinds_of(catalog.tensors.values())
+    want, want_kind = kinds_of(specs.values())
     have_kind = have_kind[number]
     pairs = np.unique(have_kind * len(want) + want_kind).tolist()
     dtype = np.full(len(names), -1)
@@ -258,13 +258,11 @@ def matched(
             if not may_cast:
                 error.note(f"Replica(..., cast=True) casts between {', '.join(CASTABLE)}")
             raise
-        castable = numbers_of([each.dtype.name for each in want], CASTABLE)
-        differs = (
-            np.array([each.dtype.name for each in want])[want_kind]
-            != np.array([each.dtype.name for each in have])[have_kind]
-        )
-        dtype[differs] = castable[want_kind][differs]
-    return number, dtype
+        here, there = (np.array([each.dtype.name for each in kinds]) for kinds in (want, have))
+        differs = here[want_kind] != there[have_kind]
+        dtype[differs] = numbers_of(here.tolist(), CASTABLE)[want_kind][differs]
+    found_boxes = BoxTable(number[boxes.tensor], boxes.offset, boxes.shape)
+    return Wanted(found_boxes, dtype[boxes.tensor], devices, devices.digest), number
 
 
 def _wanted_names(
