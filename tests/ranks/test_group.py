@@ -21,8 +21,7 @@ from flyweight.errors import (
 )
 from flyweight.ranks import group as groups
 from flyweight.ranks import rendezvous
-from flyweight.ranks.connection import MESSAGES, Arrived, Step
-from flyweight.ranks.group import PATIENCE, WORKING_TIMES, Group
+from flyweight.ranks.group import MESSAGES, PATIENCE, WORKING_TIMES, Arrived, Group, Step
 from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.transports.address import TcpAddress, connected_tcp, listening_tcp
 from flyweight.transports.channel import Channel, Refused, frame_of, introduce
@@ -142,7 +141,8 @@ def test_no_thread_and_no_socket_is_left_behind():
 
 def test_a_rank_that_never_closes_holds_nobody_up(no_linger):
     ours, theirs = channels()
-    Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT).leave()
+    with Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT):
+        pass
     assert ours.wire.fileno() == -1
     theirs.close()
 
@@ -208,7 +208,7 @@ def test_silence_is_given_up_in_time_and_the_silent_one_is_named():
         try:
             if group.rank == 0:
                 until(lambda: group.is_over or group._connections[2].inbox)
-                group.set_timeout(0.4 / PATIENCE)
+                group.timeout_seconds = 0.4 / PATIENCE
             if group.rank != 1:
                 with in_time(0.4 if group.rank == 0 else 0):
                     group.gather("work", None)
@@ -229,7 +229,7 @@ class Working:
         self._clock, self._groups = clock, {}
 
     def joins(self, group):
-        group.set_timeout(1.0)
+        group.timeout_seconds = 1.0
         self._groups[group.rank] = group
 
     def goes_on(self, seconds, tick=lambda: None, *, others=None):
@@ -388,7 +388,7 @@ def test_a_rank_that_is_sent_away_because_too_many_come_comes_again():
     assert channel.next_frame(time.monotonic() + LIMIT).message == Arrived(1)
     door.close()
     channel.close()
-    group.leave()
+    group.close()
 
 
 def test_more_ranks_than_a_door_has_places_join_at_once():
@@ -410,7 +410,7 @@ def test_garbage_from_a_rank_is_named_and_ends_the_work(words, no_linger):
 @pytest.mark.parametrize("body", [b"junk", b"NaN", b'{"a": 1, "a": 2}'])
 def test_a_message_that_is_not_strict_json_is_named(body, no_linger):
     ours, theirs = channels()
-    theirs.send(Step("work", body), time.monotonic() + LIMIT, number=1)
+    theirs.send(Step(1, "work", body), time.monotonic() + LIMIT)
     group = Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT)
     with pytest.raises(PeerLost, match="rank 1 sent no message"), group:
         group.gather("work", None)

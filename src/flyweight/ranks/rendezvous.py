@@ -29,8 +29,7 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.host import location
-from flyweight.ranks.connection import MESSAGES, Arrived
-from flyweight.ranks.group import PATIENCE, TIMEOUT_SECONDS, Group
+from flyweight.ranks.group import MESSAGES, PATIENCE, TIMEOUT_SECONDS, Arrived, Group
 from flyweight.transports.address import TcpAddress, connected_tcp, listening_tcp, local_host_for
 from flyweight.transports.channel import Channel, introduce
 from flyweight.transports.door import ADMIT_SECONDS, Door
