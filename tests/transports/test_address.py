@@ -12,11 +12,9 @@ import flyweight as fw
 from child_processes import LIMIT, Command
 from flyweight.errors import PeerRefused, SpecError, TransportError
 from flyweight.transports.address import (
-    Endpoint,
     TcpAddress,
     UnixAddress,
     parse_address,
-    this_host,
 )
 from live.one_process import in_background
 from versioned_models import holds, weights
@@ -127,14 +125,6 @@ def test_of_two_that_start_at_once_the_second_hears_of_the_first(directory, addr
     assert os.listdir(directory) == ["lock"]
 
 
-def test_a_token_of_its_own_is_asked_for(address):
-    with (
-        fw.Publisher(weights(1), address, token="ours"),
-        pytest.raises(fw.FlyweightError, match="token="),
-    ):
-        fw.Replica(weights(2), address)
-
-
 def test_a_second_publisher_in_a_new_directory_survives_the_first(address, tmp_path):
     first = fw.Publisher(weights(1), address)
     os.rename(tmp_path / "policy", tmp_path / "moved")
@@ -214,15 +204,6 @@ def test_an_address_is_a_directory_or_a_host_and_a_port(tmp_path):
     assert parse_address("tcp://0.0.0.0:0").is_any
 
 
-def test_flyweight_host_says_which_processes_share_memory(monkeypatch):
-    """Containers of one machine look alike, and only the user knows whether they share memory."""
-    here = Endpoint(this_host(), "@name", "127.0.0.1:1")
-    assert here.is_here
-    monkeypatch.setenv("FLYWEIGHT_HOST", "another")
-    assert not here.is_here
-    assert Endpoint(this_host(), "@name").is_here
-
-
 def test_a_replica_of_another_host_reads_and_one_of_the_same_host_maps(monkeypatch):
     seen = []
     with fw.Publisher(weights(1), "tcp://127.0.0.1:0", token="ours", keep="memory") as publisher:
@@ -279,6 +260,8 @@ def test_a_wrong_token_is_refused_by_name(address, tmp_path):
         assert publisher.replicas == []
     with fw.Publisher(weights(1), address, token="ours"):
         assert not (tmp_path / "policy" / "token").exists()
+        with pytest.raises(PeerRefused, match="token="):
+            fw.Replica(weights(1), address)
         fw.Replica(weights(1), address, token="ours").close()
 
 

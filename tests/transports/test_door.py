@@ -22,7 +22,6 @@ from flyweight.transports.address import (
 from flyweight.transports.channel import (
     HEADER,
     STRANGER_BYTES,
-    STRANGERS,
     Challenge,
     Channel,
     Hello,
@@ -255,7 +254,7 @@ def test_a_closed_door_ends_strangers_and_listens_no_more(house):
 def test_an_encrypted_connection_carries_messages_and_bytes(certificates):
     house = House(tls(certificates, "holder"))
     wire = house.wire(tls(certificates, "reader"))
-    greet(wire)
+    wire.shake_hands(soon())
     channel = Channel(wire, "the holder", KNOWN)
     introduce(channel, "someone", TOKEN, soon())
     number = channel.ask(Ping(3 << 20), soon())
@@ -265,16 +264,6 @@ def test_an_encrypted_connection_carries_messages_and_bytes(certificates):
     assert not any(into)
     house.join()  # on this host nothing is encrypted
     house.close()
-
-
-def greet(wire):
-    while True:
-        try:
-            wire.greet()
-        except BlockingIOError:
-            assert wire.has_input(deadline=soon())
-        else:
-            return
 
 
 def test_nothing_that_is_sent_is_readable_on_the_line(certificates):
@@ -291,7 +280,7 @@ def test_nothing_that_is_sent_is_readable_on_the_line(certificates):
     for ends in ((far, real), (real, far)):
         threading.Thread(target=pump, args=ends, daemon=True).start()
     wire = TlsWire(near, tls(certificates, "reader").reader, hostname="127.0.0.1")
-    greet(wire)
+    wire.shake_hands(soon())
     channel = house.join(wire=wire)
     assert len(seen) > 1000
     assert b"someone" not in seen
@@ -300,39 +289,11 @@ def test_nothing_that_is_sent_is_readable_on_the_line(certificates):
         each.close()
 
 
-@pytest.mark.parametrize("name", [None, "stranger"])
-def test_a_holder_with_an_authority_demands_the_readers_certificate(certificates, name):
-    house = House(tls(certificates, "holder"))
-    with pytest.raises((FlyweightError, EOFError)):
-        wire = house.wire(tls(certificates, name))
-        greet(wire)  # the holder's refusal comes after the reader is done
-        house.join(wire=wire)
-    assert not house.members
-    house.close()
-
-
-def test_a_reader_refuses_another_holders_certificate(certificates):
-    house = House(tls(certificates, "stranger"))
-    with pytest.raises(PeerRefused, match="tls="):
-        greet(house.wire(tls(certificates, "reader")))
-    house.close()
-
-
 def test_a_reader_refuses_a_certificate_for_another_host(certificates):
     house = House(tls(certificates, "reader"))  # of this authority, and for reader.example
     with pytest.raises(PeerRefused, match="tls="):
-        greet(house.wire(tls(certificates, "reader")))
-    greet(house.wire(tls(certificates, "reader", check_hostname=False)))
-    house.close()
-
-
-def test_a_plain_reader_is_not_served_by_an_encrypted_holder(certificates):
-    house = House(tls(certificates, "holder"))
-    connection, _ = connected_tcp(house.address.place, soon())
-    wire = Wire(connection)
-    with pytest.raises(FlyweightError):
-        house.join(wire=wire)
-    wire.close()
+        house.wire(tls(certificates, "reader")).shake_hands(soon())
+    house.wire(tls(certificates, "reader", check_hostname=False)).shake_hands(soon())
     house.close()
 
 
@@ -344,8 +305,3 @@ def test_files_that_are_no_certificates_are_named(tmp_path):
         Tls(certificate=tmp_path / "x")
     with pytest.raises(SpecError, match="missing"):
         Tls(authority=tmp_path / "missing")
-
-
-def test_strangers_understand_no_message_of_a_room():
-    with pytest.raises(FlyweightError):
-        STRANGERS.decoded(frame_of(Ping(), 0)[HEADER.size :], "x")

@@ -66,7 +66,6 @@ def nixl_processes(pid):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="packed"),
         pytest.param({"keep": "memory", "shapes": LARGE}, id="pulled from a copy"),
         pytest.param({"make": shared, "shapes": LARGE}, id="pulled from shared memory"),
     ],
@@ -122,23 +121,6 @@ def test_engines_pull_from_the_staging_of_another_one(processes, over_tcp):
     check_holds(found, 1)
     assert found["report"].transport == "rdma"
     check_next_update([trainer], [first, late], 2)
-
-
-def test_a_step_of_the_trainer_while_bytes_are_pulled_is_noticed(processes, over_tcp):
-    trainer, engine = processes.pair(transport="rdma")
-    check_next_update([trainer], [engine], 1)
-    engine.send(("update", {"timeout_seconds": LIMIT, "stop_at": "leased"}))
-    trainer.send(("publish in the background", 2, {"waiting": 1, "timeout_seconds": LIMIT}))
-    assert engine.told() == "leased"
-    trainer.send(("train", 3))
-    assert trainer.told() == "trained"
-    engine.send("go on")
-    found = engine.told()
-    assert "DigestMismatch" in found["error"]
-    check_holds(found, 1)
-    trainer.send(("end of publish",))
-    assert trainer.told() == "ended"
-    check_next_update([trainer], [engine], 4)
 
 
 # Which engines use it.
@@ -292,21 +274,6 @@ def test_rdma_that_was_asked_for_fails_before_the_pause(processes, over_tcp, rol
     check_next_update([trainer], [engine], 2)
 
 
-def test_an_engine_keeps_its_version_if_the_holder_is_killed_in_the_middle(processes, over_tcp):
-    trainer, engine = processes.pair(transport="rdma", keep="memory", shapes=LARGE)
-    check_next_update([trainer], [engine], 1)
-    engine.send(("update", {"timeout_seconds": LIMIT, "stop_at": "range 5"}))
-    trainer.send(("publish", 2, {"waiting": 1, "timeout_seconds": LIMIT}))
-    assert engine.told() == "range 5"
-    serving = nixl_processes(trainer.pid)["serve"]
-    trainer.kill()
-    until(lambda: not os.path.exists(f"/proc/{serving}"))  # it ends with its starter
-    engine.send("go on")
-    found = engine.told()
-    assert "PeerLost" in found["error"]
-    check_holds(found, 1)
-
-
 def test_a_parent_that_is_killed_in_the_middle_costs_its_readers_nothing(processes, over_tcp):
     trainer, parent, address = stopped_in_the_middle(processes, "rdma")
     child = processes.engine(address, name="child", transport="rdma", shapes=LARGE)
@@ -317,18 +284,6 @@ def test_a_parent_that_is_killed_in_the_middle_costs_its_readers_nothing(process
     child.send("go on")
     check_holds(child.told(), 1)
     check_next_update([trainer], [child], 2)
-
-
-def test_readers_that_are_killed_in_the_middle_cost_nobody_but_themselves(processes, over_tcp):
-    trainer, engine, address = stopped_in_the_middle(processes, "rdma")
-    other = processes.engine(address, name="other", transport="rdma", shapes=LARGE)
-    other.told()
-    pulling = nixl_processes(engine.pid)["pull"]
-    engine.kill()
-    until(lambda: not os.path.exists(f"/proc/{pulling}"))
-    other.send(("update", {"timeout_seconds": LIMIT}))
-    check_holds(other.told(), 1)
-    check_next_update([trainer], [other], 2)
 
 
 @pytest.mark.parametrize("transport", ["rdma", "auto"])
@@ -539,22 +494,3 @@ def test_a_process_that_does_not_start_is_lost_by_name(monkeypatch, executable, 
     monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(PeerLost, match=says):
         NixlServer().running()
-
-
-@pytest.mark.campaign
-def test_an_idle_process_takes_little_time(over_tcp):
-    with both_sides() as (_, window, puller):
-        window.cover([], LIMIT)
-        into = space(99)
-        pulled(window, puller, [random_bytes(9)], into)
-        time.sleep(0.6)  # until it has seen that nobody pulls
-        before = cpu_seconds()
-        time.sleep(2)  # a process that gets no time meanwhile takes none
-        assert cpu_seconds() - before <= 0.1
-
-
-def cpu_seconds():
-    """Return the time that the processes of NIXL have taken."""
-    stats = [Path(f"/proc/{pid}/stat").read_text() for pid in nixl_processes(os.getpid()).values()]
-    words = [each.rpartition(")")[2].split() for each in stats]
-    return sum(int(each[11]) + int(each[12]) for each in words) / os.sysconf("SC_CLK_TCK")
