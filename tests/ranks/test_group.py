@@ -25,7 +25,7 @@ from flyweight.ranks.group import MESSAGES, PATIENCE, WORKING_TIMES, Arrived, Gr
 from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.transports.address import TcpAddress, connected_tcp, listening_tcp
 from flyweight.transports.channel import Channel, Refused, frame_of, introduce
-from flyweight.transports.door import PLACES, Door
+from flyweight.transports.door import Door
 from flyweight.transports.wire import Wire
 from moved_clock import Clock
 
@@ -148,29 +148,6 @@ def test_a_rank_that_fails_says_why_to_all():
         assert isinstance(found[rank], PeerFailed)
         assert "rank 1 " in str(found[rank])
         assert "PeerLost: boom" in str(found[rank])
-
-
-def test_a_connection_that_closes_names_its_rank():
-    ends = [channels(0, peer) for peer in (1, 2)]
-    groups = [
-        Group(0, 3, connections={1: ends[0][0], 2: ends[1][0]}, timeout_seconds=LIMIT),
-        Group(1, 3, connections={0: ends[0][1]}, timeout_seconds=LIMIT),
-    ]
-
-    def part(group):
-        try:
-            with group:
-                group.gather("work", None)
-                return group.broadcast("done", None)
-        except TransportError as error:
-            return error
-
-    ends[1][1].close()
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(part, groups))
-    for error in found:
-        assert isinstance(error, PeerLost)
-        assert "rank 2 closed" in str(error)
 
 
 def test_silence_is_given_up_in_time_and_the_silent_one_is_named():
@@ -327,12 +304,6 @@ def test_a_rank_that_is_sent_away_because_too_many_come_comes_again():
     door.close()
     channel.close()
     group.close()
-
-
-def test_more_ranks_than_a_door_has_places_join_at_once():
-    num_ranks = PLACES + 20
-    found = play(num_ranks, lambda group: group.gather("a", group.rank))
-    assert found == [list(range(num_ranks)), *([[]] * (num_ranks - 1))]
 
 
 @pytest.mark.parametrize(

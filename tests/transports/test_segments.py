@@ -1,7 +1,6 @@
 """Segments: mapped by other processes through files of a frame, never torn away, never leaked."""
 
 import ctypes
-import fcntl
 import gc
 import mmap
 import os
@@ -18,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from child_processes import LIMIT, Child, exit_code, shared_files
+from child_processes import LIMIT, Child, exit_code
 from flyweight.errors import FlyweightError, TransportError
 from flyweight.memory import Buffer
 from flyweight.memory_table import HOST, NOWHERE, BufferTable
@@ -551,26 +550,20 @@ def test_a_device_handle_is_the_same_after_its_way(more):
     assert (handle.nbytes, handle.num_files) == (400, 0 if handle.ipc else 2)
 
 
+LIES = {
+    "session": [b"1234567", b"123456789"],
+    "pid": [0, 2**22 + 1],
+    "device": [b"u" * 15, b"u" * 17],
+    "allocation": [-1],
+    "pieces": [(), (0,), (-1, 401), (2**47 + 1,), (300, 100)],  # the driver's is of one allocation
+    "ipc": [b"x" * 63, b"x" * 65],
+}
+LONG = [{"pieces": each, "ipc": b""} for each in [(2**46, 2**46, 1), (1,) * (2**16 + 1)]]
+
+
 @pytest.mark.parametrize(
     "lie",
-    [
-        {"session": b"1234567"},
-        {"session": b"123456789"},
-        {"pid": 0},
-        {"pid": 2**22 + 1},
-        {"device": b"u" * 15},
-        {"device": b"u" * 17},
-        {"allocation": -1},
-        {"pieces": ()},
-        {"pieces": (0,)},
-        {"pieces": (-1, 401)},
-        {"pieces": (2**47 + 1,)},
-        {"pieces": (300, 100)},  # the driver's handle is of one allocation
-        {"pieces": (2**46, 2**46, 1), "ipc": b""},
-        {"pieces": (1,) * (2**16 + 1), "ipc": b""},
-        {"ipc": b"x" * 63},
-        {"ipc": b"x" * 65},
-    ],
+    [*({name: each} for name, lies in LIES.items() for each in lies), *LONG],
     ids=lambda lie: str(lie)[:40],
 )
 def test_a_device_handle_that_lies_is_refused(lie):
@@ -602,17 +595,6 @@ def test_no_memory_left_is_an_error_with_both_values_and_leaks_nothing():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert num_files() == before
-
-
-def test_segments_have_no_name_and_all_of_their_memory():
-    before = shared_files()
-    segment = Segment.allocate(1 << 20)
-    assert shared_files() == before
-    status = os.fstat(segment.files[0])
-    assert (status.st_nlink, status.st_blocks * 512) == (0, 1 << 20)
-    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    assert fcntl.fcntl(segment.files[0], fcntl.F_GET_SEALS) & wanted == wanted
-    assert not os.get_inheritable(segment.files[0])
 
 
 def num_mapped():
