@@ -62,8 +62,8 @@ MUTANTS = [
     Mutant(
         "a pull that was too late leaves its process alive",
         "transports/nixl.py",
-        "        except BaseException:\n            self.end(process)\n            raise\n",
-        "        except BaseException:\n            raise\n",
+        "            if not process.end():\n                self.is_fenced = False\n            raise\n",
+        "            raise\n",
         "tests/transports/test_nixl.py",
     ),
     Mutant(

@@ -217,13 +217,13 @@ def connected(path: str, deadline: float) -> socket.socket:
     try:
         found.settimeout(max(deadline - monotonic(), 0.01))
         found.connect(_native(path))
-        user = peer_user(found)
+        check_peer(found, repr(path))
     except OSError as cause:
         found.close()
         raise PeerLost(f"nobody answers at {path!r}: {cause}; is that process up?") from cause
-    if user not in (os.geteuid(), 0):
+    except PeerRefused:
         found.close()
-        raise PeerRefused(f"{path!r} belongs to user {user}, not to user {os.geteuid()}")
+        raise
     return found
 
 
@@ -265,10 +265,11 @@ def host_facing(address: Address) -> str:
     return "" if found == "::1" or found.startswith("127.") else found
 
 
-def peer_user(connection: socket.socket) -> int:
-    """Return the user of the process at the other end of a Unix socket."""
+def check_peer(connection: socket.socket, name: str) -> None:
+    """Raise unless the process at the other end of a Unix socket is of this user, or of root."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("3i", found)[1])
+    if (user := struct.unpack("3i", found)[1]) not in (os.geteuid(), 0):
+        raise PeerRefused(f"{name} belongs to user {user}, not to user {os.geteuid()}")
 
 
 def keep_alive(connection: socket.socket) -> None:

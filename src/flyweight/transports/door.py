@@ -26,7 +26,7 @@ from flyweight.errors import (
 )
 from flyweight.forks import call_in_child
 from flyweight.host import make_room, raise_file_limit
-from flyweight.transports.address import keep_alive, peer_user
+from flyweight.transports.address import check_peer, keep_alive
 from flyweight.transports.channel import (
     HEADER,
     STRANGER_BYTES,
@@ -139,9 +139,7 @@ class Door:
 
     def _stranger(self, connection: socket.socket, peer: object) -> _Stranger:
         if connection.family == socket.AF_UNIX:
-            user = peer_user(connection)
-            if user not in (os.geteuid(), 0):
-                raise PeerRefused(f"user {user} is not the user of this holder")
+            check_peer(connection, "the other end")
             return _Stranger(Wire(connection), "reader on this host", self._token)
         keep_alive(connection)
         wire = Wire(connection) if self._tls is None else TlsWire(connection, self._tls)

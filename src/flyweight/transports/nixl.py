@@ -174,7 +174,7 @@ class _Process:
         self._channel = control_channel(ours, is_starter=True)
         self._popen: subprocess.Popen[bytes] | None = None
         self._owner, self._end_text = os.getpid(), ""
-        self._is_started, self._is_dead = threading.Event(), threading.Event()
+        self._is_started, self.is_dead = threading.Event(), threading.Event()
         self._asking, self._preparing = threading.Lock(), threading.RLock()
         self._numbers, self._asked = count(1), dict[int, Future[Message]]()
         self._registered: weakref.WeakKeyDictionary[Segment, _Asked] = weakref.WeakKeyDictionary()
@@ -184,7 +184,8 @@ class _Process:
             target=self._keep, args=(role, theirs), name="flyweight-nixl", daemon=True
         ).start()
         self._is_started.wait()
-        self._start = self.send(Start())
+        self.starting = self.send(Start())
+        """Its answer comes once NIXL can be used."""
 
     def _keep(self, role: str, theirs: socket.socket) -> None:
         try:
@@ -215,23 +216,19 @@ class _Process:
             self._end_text = f"the process of NIXL did not start: {reason(cause)}"
         finally:
             with self._asking:
-                self._is_dead.set()
+                self.is_dead.set()
                 self._channel.close()
                 last, self._asked = list(self._asked.values()), {}
             self._is_started.set()
             for each in last:
                 each.set_exception(PeerLost(self._end_text))
 
-    @property
-    def is_dead(self) -> bool:
-        return self._is_dead.is_set()
-
     def send(self, request: Message, file: int | None = None, nbytes: int = 0) -> _Asked:
         """Send a request, with an open file of so many bytes if it needs one."""
         until = monotonic() + _ANSWER_SECONDS + nbytes / _REGISTERED_BYTES
         asked = _Asked(Future(), until)
         with self._asking:
-            if self.is_dead:
+            if self.is_dead.is_set():
                 raise PeerLost(self._end_text)
             number = next(self._numbers)
             self._asked[number] = asked.answer
@@ -252,10 +249,6 @@ class _Process:
             raise error_named(answer.kind, answer.text)
         assert isinstance(answer, Done)
         return answer
-
-    def start(self, seconds: float) -> None:
-        """Wait until NIXL can be used, or raise why it cannot be."""
-        self.wait(self._start, seconds)
 
     def slab(self, segment: Segment, seconds: float) -> _Slab:
         """Return where the process has a segment, which it maps and registers once."""
@@ -283,9 +276,9 @@ class _Process:
     def end(self) -> bool:
         """Return True once it is dead: from then on nothing is written to what it had mapped."""
         self._channel.shut()
-        if not self._is_dead.wait(_END_SECONDS):
+        if not self.is_dead.wait(_END_SECONDS):
             self.kill()  # also one that is stopped
-        return self._is_dead.wait(_END_SECONDS)
+        return self.is_dead.wait(_END_SECONDS)
 
 
 class _Nixl:
@@ -315,26 +308,22 @@ class _Nixl:
                 raise TransportError("NIXL is not used here any more")
             if self._trouble is not None:
                 raise type(self._trouble)(str(self._trouble))
-            if self._process is None or self._process.is_dead:
+            if self._process is None or self._process.is_dead.is_set():
                 self._process = _Process(self._role)
             process = self._process
         try:
-            process.start(seconds)
+            process.wait(process.starting, seconds)
         except (MissingDependency, TransportError) as error:
             if not isinstance(error, (PeerLost, TransferTimeout)):
                 self._trouble = error  # the process says that it will never work
             raise
         return process
 
-    def end(self, process: _Process) -> None:
-        if not process.end():
-            self.is_fenced = False
-
     def close(self) -> None:
         """End the process. Safe to repeat."""
         self._is_closed = True
-        if self._process is not None:
-            self.end(self._process)
+        if self._process is not None and not self._process.end():
+            self.is_fenced = False
 
 
 class NixlServer(_Nixl):
@@ -456,5 +445,6 @@ class NixlPuller(_Nixl):
             asked = process.send(Pull(peers.pop(), pieces, here))
             process.wait(asked, min(stall_seconds, deadline - monotonic()))
         except BaseException:
-            self.end(process)
+            if not process.end():
+                self.is_fenced = False
             raise
