@@ -83,49 +83,36 @@ def test_casts_and_tensors_of_all_sizes_come_by_rdma(over_tcp, keep):
         assert np.array_equal(source["cast"].astype(ml_dtypes.bfloat16), sink["cast"])
 
 
-def test_engines_pull_from_the_staging_of_another_one(processes, over_tcp):
-    trainer = processes.trainer(keep="in_place", shapes=LARGE)
-    address = trainer.told()
-    options = {"transport": "rdma", "shapes": LARGE}
-    first = processes.engine(address, name="first", **options)
-    first.told()
-    trainer.send(("publish", 1, {}))
-    trainer.told()
-    first.send(("update", {"timeout_seconds": LIMIT}))
-    check_holds(first.told(), 1)
-    trainer.send(("withdraw",))
-    trainer.told()
-    late = processes.engine(address, name="late", **options)
-    late.told()
-    late.send(("update", {"timeout_seconds": LIMIT}))
-    found = late.told()
-    check_holds(found, 1)
-    assert found["report"].transport == "rdma"
-    check_next_update([trainer], [first, late], 2)
+def test_engines_pull_from_the_staging_of_another_one(over_tcp):
+    source = {"w": random_bytes(3 << 20)}
+    first, late = ({"w": np.zeros_like(source["w"])} for _ in range(2))
+    with (
+        Publisher(source, ADDRESS, token=TOKEN, keep="in_place") as publisher,
+        reader(first, publisher.address, "rdma") as serving,
+    ):
+        publisher.publish(1)
+        serving.update(timeout_seconds=LIMIT)
+        publisher.withdraw()
+        with reader(late, publisher.address, "rdma") as replica:
+            assert replica.update(timeout_seconds=LIMIT).transport == "rdma"
+    assert np.array_equal(late["w"], source["w"])
 
 
 # Which engines use it.
 
 
 @pytest.mark.parametrize("where", ["both", "trainer", "engine"])
-def test_auto_takes_rdma_where_both_hosts_have_it_and_else_sockets(
-    processes, over_tcp, monkeypatch, where
-):
-    if where == "engine":
-        monkeypatch.delenv("FLYWEIGHT_NIXL")
-    trainer = processes.trainer()
-    address = trainer.told()
-    if where == "trainer":
-        monkeypatch.delenv("FLYWEIGHT_NIXL")
-    if where == "engine":
-        monkeypatch.setenv("FLYWEIGHT_NIXL", "tcp")
-    engine = processes.engine(address, name="engine", host="another")
-    engine.told()
-    engine.send(("update", {"timeout_seconds": LIMIT}))
-    trainer.send(("publish", 1, {"num_replicas": 1, "timeout_seconds": LIMIT}))
-    found = engine.told()
-    check_holds(found, 1)
-    assert found["report"].transport == ("rdma" if where == "both" else "read")
+def test_auto_takes_rdma_where_both_hosts_have_it_and_else_sockets(over_tcp, monkeypatch, where):
+    sink = model()
+    monkeypatch.setenv("FLYWEIGHT_NIXL", "" if where == "engine" else "tcp")
+    with Publisher(model(3), ADDRESS, token=TOKEN, keep="in_place") as publisher:
+        publisher.publish(1)
+        monkeypatch.setenv("FLYWEIGHT_HOST", "another")
+        monkeypatch.setenv("FLYWEIGHT_NIXL", "" if where == "trainer" else "tcp")
+        with reader(sink, publisher.address) as replica:
+            report = replica.update(timeout_seconds=LIMIT)
+    assert report.transport == ("rdma" if where == "both" else "read")
+    assert holds(sink, 3)
 
 
 def test_rdma_that_was_asked_for_and_that_the_trainer_lacks_is_refused(over_tcp, monkeypatch):

@@ -317,12 +317,9 @@ class Group:
 
     @property
     def is_over(self) -> bool:
-        """True if a rank left, was given up or died; it is no fault before the group is closed."""
-        if self._lock.acquire(blocking=False):
-            try:
-                self._hear_all()
-            finally:
-                self._lock.release()
+        """True if a rank left, was given up or died. The others do not hear of that here."""
+        with self._lock:
+            self._hear_all()
         return self._fault is not None or any(each.has_left for each in self._connections.values())
 
     @property
