@@ -52,12 +52,6 @@ _NOTICE_SECONDS = 1.0
 """How long a rank tries to tell another that it works, fails or leaves."""
 
 
-class Arrived(Message, frozen=True):
-    """The first message to the coordinator: which rank has connected."""
-
-    rank: int
-
-
 class Step(Message, frozen=True):
     """What a rank says in a step."""
 
@@ -71,7 +65,7 @@ class Tick(Message, frozen=True):
     """The work of a rank goes on."""
 
 
-MESSAGES = Messages(Arrived, Step, Tick)
+MESSAGES = Messages(Step, Tick)
 _ENDED = Ended("this rank leaves")
 
 

@@ -159,6 +159,7 @@ class Door:
         else:
             self._leave(stranger)
             channel = Channel(stranger.wire, stranger.peer, self._messages)
+            channel.name = stranger.name
             channel.authenticate(key, is_reader=False)
             self._admit(channel)
 
@@ -177,7 +178,7 @@ class _Stranger:
     """A connection that has proved nothing yet."""
 
     def __init__(self, wire: Wire, peer: str, token: str) -> None:
-        self.wire, self.peer = wire, peer
+        self.wire, self.peer, self.name = wire, peer, ""
         self.deadline, self.number = monotonic() + ADMIT_SECONDS, 0
         self._has_greeted, self._left_bytes = False, STRANGER_BYTES
         self._missing, self._handshake = memoryview(b""), self._shake_hands(token)
@@ -206,7 +207,7 @@ class _Stranger:
         hello = yield from self._message(Hello)
         if not hello.name.isprintable():
             raise PeerRefused(f"{self.peer} has a name that cannot be printed")
-        self.peer = f"reader {hello.name!r}"
+        self.peer, self.name = f"reader {hello.name!r}", hello.name
         nonce = secrets.token_bytes(32)
         challenge = Challenge(nonce, proof_of(token, "holder", hello, nonce))
         self.wire.send([frame_of(challenge, self.number)], monotonic())
