@@ -135,42 +135,6 @@ def test_a_forked_child_has_none_of_the_connections_and_ends_none():
     assert play(2, part) == ["well", "well"]
 
 
-def test_a_rank_that_fails_says_why_to_all():
-    def part(group):
-        if group.rank == 1:
-            raise PeerLost("boom")  # any error of its own
-        group.gather("work", None)
-        return group.broadcast("done", None)
-
-    found = play(3, part)
-    assert str(found[1]) == "boom"
-    for rank in (0, 2):
-        assert isinstance(found[rank], PeerFailed)
-        assert "rank 1 " in str(found[rank])
-        assert "PeerLost: boom" in str(found[rank])
-
-
-def test_silence_is_given_up_in_time_and_the_silent_one_is_named():
-    noticed = threading.Barrier(3)
-
-    def part(group):
-        try:
-            if group.rank == 0:
-                until(lambda: group.is_over or group._connections[2].inbox)
-                group.timeout_seconds = 0.4 / PATIENCE
-            if group.rank != 1:
-                with in_time(0.4 if group.rank == 0 else 0):
-                    group.gather("work", None)
-                    group.broadcast("done", None)
-        finally:
-            noticed.wait(LIMIT)
-
-    found = play(3, part)
-    for rank in (0, 2):
-        assert isinstance(found[rank], TransferTimeout)
-        assert "rank 1 was silent" in str(found[rank])
-
-
 class Working:
     """A rank that tells that it works, while time goes by for ranks that have a second for it."""
 
@@ -211,13 +175,17 @@ def test_work_that_goes_on_is_no_silence(clock):
     assert play(3, part) == ["well"] * 3
 
 
-def test_a_tick_tells_who_works_that_another_has_ended():
+def test_a_rank_that_works_hears_by_a_tick_why_another_has_failed():
     def part(group):
         if group.rank == 2:
             raise PeerLost("boom")
         until(group.tick)
 
-    assert [type(each) for each in play(3, part)] == [PeerFailed, PeerFailed, PeerLost]
+    found = play(3, part)
+    assert [type(each) for each in found] == [PeerFailed, PeerFailed, PeerLost]
+    assert str(found[2]) == "boom"
+    for error in found[:2]:
+        assert "rank 2 failed in step 'join': PeerLost: boom" in str(error)
 
 
 @pytest.mark.parametrize(

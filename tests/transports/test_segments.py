@@ -25,7 +25,6 @@ from flyweight.plans.tables import packed
 from flyweight.transports.channel import Channel, Message, Messages
 from flyweight.transports.device_segments import DeviceHandle, open_segment, open_segments
 from flyweight.transports.segments import (
-    SPARE_FILES,
     Placed,
     Places,
     Segment,
@@ -311,22 +310,6 @@ def test_blocks_without_items_may_lie_anywhere():
         mapped = [map_segment(each.files[0], each.nbytes) for each in placed.segments]
         rows = mapped_rows(placed.table(table), mapped, table.shape, table.item_bytes)
         assert contents(rows) == contents(table)
-
-
-def _places_with_few_files(num_left):
-    """Return 1 if tensors that have 40 files are offered while so many files may be opened."""
-    os.closerange(64, 4096)  # files above the limit do not count
-    segments = [Segment.allocate(10) for _ in range(40)]
-    table = BufferTable.of([Buffer.of(each.bytes) for each in segments])
-    limit = num_files() - 1 + num_left
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    return places_in_shared_memory(table) is not None
-
-
-def test_memory_is_not_offered_if_too_few_open_files_would_be_left():
-    assert exit_code(_places_with_few_files, 40 + SPARE_FILES) == 1
-    assert exit_code(_places_with_few_files, 39 + SPARE_FILES) == 0
-    assert exit_code(_places_with_few_files, 0) == 0
 
 
 def test_a_file_that_has_a_name_is_refused_and_never_mapped():
