@@ -303,6 +303,7 @@ def space(nbytes):
 
 
 def test_parts_arrive_in_their_order_from_segments_and_slots(over_tcp):
+    outside = [random_bytes(1 << 20, seed=5)]  # the kernel maps what comes later below it
     with both_sides() as (_, window, puller):
         into = space(8 << 20)
         segments = [Segment.allocate(3 << 20, is_writable_by_readers=n > 0) for n in range(2)]
@@ -310,8 +311,9 @@ def test_parts_arrive_in_their_order_from_segments_and_slots(over_tcp):
             each.bytes[:] = random_bytes(3 << 20, seed=number)
         window.cover(segments, LIMIT)
         first, second = (each.bytes for each in segments)
-        small, large = random_bytes(100), random_bytes(1 << 20, seed=5)
-        parts = [small, first[5:1_000_005], first[7:50], large, second[-(1 << 20) :], small]
+        outside.append(random_bytes(1 << 20, seed=6))
+        small = random_bytes(100)
+        parts = [small, first[5:1_000_005], first[7:50], *outside, second[-(1 << 20) :], small]
         found = pulled(window, puller, parts, into)
         assert np.array_equal(found, np.concatenate(parts))
         keys, pieces = window.place([first[:1_000_000], first[1_000_000:2_000_000]], 0)
