@@ -248,7 +248,7 @@ def silent(rank, num_ranks, run):
 
         def join_and_hurry(*words, **options):
             group = join(*words, **options)
-            group.set_timeout(SILENCE)
+            group.timeout_seconds = SILENCE
             return group
 
         save_verb.join_group = join_and_hurry

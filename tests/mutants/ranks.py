@@ -6,8 +6,8 @@ MUTANTS = [
     Mutant(
         "a rank that fails does not tell the others why",
         "ranks/group.py",
-        "                    each.channel.refuse(self._fault, 0)\n",
-        "                    pass\n",
+        "            self._tell(Refused(type(self._fault).__name__, str(self._fault)))\n",
+        "            pass\n",
         "tests/ranks/test_group.py tests/flows/test_failing_ranks.py",
     ),
     Mutant(
@@ -21,8 +21,8 @@ MUTANTS = [
     Mutant(
         "a coordinator takes its own message for that of rank 0",
         "ranks/group.py",
-        "        return [message if rank == self.rank else found[rank] for rank in range(self.num_ranks)]\n",
-        "        return [message, *(found[peer] for peer in sorted(self._connections))]\n",
+        "        return [mine if rank == self.rank else heard[rank] for rank in range(self.num_ranks)]\n",
+        "        return [mine, *(heard[peer] for peer in sorted(heard))]\n",
         "tests/ranks/test_group.py",
     ),
     Mutant(
@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant(
         "ranks that are asked for different things go on",
         "ranks/agreement.py",
-        "        if (mixed := _mixed(said)) is not None:\n            raise mixed\n        return [{name: each",
+        "        _raise_mixed(said)\n        return [{name: each",
         "        return [{name: each",
         "tests/ranks/test_steps.py",
     ),

@@ -20,15 +20,15 @@ MUTANTS = [
     Mutant(
         "a silent stranger keeps its place for ever",
         "transports/door.py",
-        "                if monotonic() >= each.deadline:\n",
-        "                if monotonic() >= each.deadline + 1e6:\n",
+        "                if monotonic() >= stranger.deadline:\n",
+        "                if monotonic() >= stranger.deadline + 1e6:\n",
         "tests/transports/test_door.py tests/live/test_strangers.py",
     ),
     Mutant(
         "a frame that was changed or repeated on its way is taken",
         "transports/channel.py",
-        "        if not hmac.compare_digest(self.next(header, body), bytes(tag)):\n",
-        "        if not hmac.compare_digest(self.next(header, body)[:0], bytes(tag)[:0]):\n",
+        "                    if not hmac.compare_digest(self._tags[1].next(header, body), tag):\n",
+        "                    if not hmac.compare_digest(self._tags[1].next(header, body)[:0], b''):\n",
         "tests/transports/test_channel.py tests/live/test_strangers.py",
     ),
     Mutant(
@@ -62,8 +62,8 @@ MUTANTS = [
     Mutant(
         "a pull that was too late leaves its process alive",
         "transports/nixl.py",
-        "        except BaseException:\n            self.end(process)\n            raise\n",
-        "        except BaseException:\n            raise\n",
+        "            if not process.end():\n                self.is_fenced = False\n            raise\n",
+        "            raise\n",
         "tests/transports/test_nixl.py",
     ),
     Mutant(
@@ -104,8 +104,8 @@ MUTANTS = [
     Mutant(
         "a file of the user's own is taken for that of another publisher",
         "transports/address.py",
-        "            except SpecError:\n                if not self._was_used():",
-        "            except SpecError:\n                if self._was_used():",
+        "_clear(should_remove=was_used)",
+        "_clear(should_remove=True)",
         "tests/transports/test_address.py",
     ),
     Mutant(

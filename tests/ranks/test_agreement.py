@@ -35,26 +35,6 @@ def test_all_ranks_hear_the_facts_of_all(ranks, threads):
     assert [[each["number"] for each in said] for said in heard] == [[0, 1], [0, 1]]
 
 
-def test_an_error_of_one_rank_is_raised_on_all(ranks, threads):
-    error = TransferTimeout("a request never ends")
-    own, other = answers(
-        threads.submit(each.agree, "pause", soon(), failure)
-        for each, failure in zip(ranks, (error, None), strict=True)
-    )
-    assert own is error
-    assert isinstance(other, TransferTimeout)
-    assert "rank 0: TransferTimeout: a request never ends" in str(other)
-
-
-def test_ranks_that_are_at_different_things_name_both(ranks, threads):
-    heard = answers(
-        threads.submit(each.exchange, what, soon())
-        for each, what in zip(ranks, ("pause", "clear"), strict=True)
-    )
-    assert [type(each) for each in heard] == [LifecycleError, LifecycleError]
-    assert all("rank 0 'pause', rank 1 'clear'" in str(each) for each in heard)
-
-
 def test_a_rank_waits_for_one_that_gives_way(ranks, threads):
     pausing = threads.submit(ranks[0].agree, "pause", soon())
     with pytest.raises(LifecycleError, match="different things"):

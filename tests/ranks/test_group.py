@@ -5,12 +5,12 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from queue import SimpleQueue
 
 import pytest
 
-from child_processes import LIMIT, Child, in_time, resources, settled, until
+from child_processes import LIMIT, Child, in_time, resources, until
+from fakes import FakeRendezvousStore
 from flyweight.errors import (
     PeerFailed,
     PeerLost,
@@ -21,52 +21,31 @@ from flyweight.errors import (
 )
 from flyweight.ranks import group as groups
 from flyweight.ranks import rendezvous
-from flyweight.ranks.connection import MESSAGES, Arrived, Step
-from flyweight.ranks.group import PATIENCE, WORKING_TIMES, Group
+from flyweight.ranks.group import MESSAGES, PATIENCE, WORKING_TIMES, Group, Step
 from flyweight.ranks.rendezvous import Rendezvous, join_group
 from flyweight.transports.address import TcpAddress, connected_tcp, listening_tcp
 from flyweight.transports.channel import Channel, Refused, frame_of, introduce
-from flyweight.transports.door import PLACES, Door
+from flyweight.transports.door import Door
 from flyweight.transports.wire import Wire
 from moved_clock import Clock
 
 
-class FakeRendezvousStore:
-    """A store in memory."""
+class Watched(FakeRendezvousStore):
+    """Rank 1 hears no answer before the event, once others have seen it."""
 
     def __init__(self):
-        self._texts, self._changed = {}, threading.Condition()
+        super().__init__()
+        self.answers, self.may_answer = SimpleQueue(), threading.Event()
 
     def set(self, key, text, deadline):
-        with self._changed:
-            self._texts[key] = text
-            self._changed.notify_all()
-
-    def get(self, key, deadline):
-        with self._changed:
-            return self._texts.get(key)
-
-    def answer(self, timeout_seconds):
-        """Wait for the first answer to anybody; return its address and its secret."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: any("/answer/" in key for key in self._texts), timeout_seconds
-            )
-            answer = next(text for key, text in self._texts.items() if "/answer/" in key)
-            return answer.split(" ")[1:]
-
-
-class LateStore(FakeRendezvousStore):
-    """The same store for a rank that hears no answer before an event."""
-
-    def __init__(self, store, event):
-        self.__dict__.update(vars(store))
-        self._event = event
+        super().set(key, text, deadline)
+        if "/answer/" in key:
+            self.answers.put(text.split(" ")[1:])
 
     def get(self, key, deadline):
         text = super().get(key, deadline)
         if text is not None and "/answer/" in key:
-            assert self._event.wait(LIMIT)
+            assert self.may_answer.wait(LIMIT)
         return text
 
 
@@ -132,17 +111,10 @@ def test_a_group_of_one_rank_needs_no_connection():
     assert join_group(Rendezvous()).num_ranks == 1
 
 
-def test_no_thread_and_no_socket_is_left_behind():
-    play(3, lambda group: group.gather("a", None))
-    before = resources()
-    for _ in range(5):
-        play(3, lambda group: group.gather("a", None))
-    assert settled(before) == before
-
-
 def test_a_rank_that_never_closes_holds_nobody_up(no_linger):
     ours, theirs = channels()
-    Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT).leave()
+    with Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT):
+        pass
     assert ours.wire.fileno() == -1
     theirs.close()
 
@@ -163,65 +135,6 @@ def test_a_forked_child_has_none_of_the_connections_and_ends_none():
     assert play(2, part) == ["well", "well"]
 
 
-def test_a_rank_that_fails_says_why_to_all():
-    def part(group):
-        if group.rank == 1:
-            raise PeerLost("boom")  # any error of its own
-        group.gather("work", None)
-        return group.broadcast("done", None)
-
-    found = play(3, part)
-    assert str(found[1]) == "boom"
-    for rank in (0, 2):
-        assert isinstance(found[rank], PeerFailed)
-        assert "rank 1 " in str(found[rank])
-        assert "PeerLost: boom" in str(found[rank])
-
-
-def test_a_connection_that_closes_names_its_rank():
-    ends = [channels(0, peer) for peer in (1, 2)]
-    groups = [
-        Group(0, 3, connections={1: ends[0][0], 2: ends[1][0]}, timeout_seconds=LIMIT),
-        Group(1, 3, connections={0: ends[0][1]}, timeout_seconds=LIMIT),
-    ]
-
-    def part(group):
-        try:
-            with group:
-                group.gather("work", None)
-                return group.broadcast("done", None)
-        except TransportError as error:
-            return error
-
-    ends[1][1].close()
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(part, groups))
-    for error in found:
-        assert isinstance(error, PeerLost)
-        assert "rank 2 closed" in str(error)
-
-
-def test_silence_is_given_up_in_time_and_the_silent_one_is_named():
-    noticed = threading.Barrier(3)
-
-    def part(group):
-        try:
-            if group.rank == 0:
-                until(lambda: group.is_over or group._connections[2].inbox)
-                group.set_timeout(0.4 / PATIENCE)
-            if group.rank != 1:
-                with in_time(0.4 if group.rank == 0 else 0):
-                    group.gather("work", None)
-                    group.broadcast("done", None)
-        finally:
-            noticed.wait(LIMIT)
-
-    found = play(3, part)
-    for rank in (0, 2):
-        assert isinstance(found[rank], TransferTimeout)
-        assert "rank 1 was silent" in str(found[rank])
-
-
 class Working:
     """A rank that tells that it works, while time goes by for ranks that have a second for it."""
 
@@ -229,7 +142,7 @@ class Working:
         self._clock, self._groups = clock, {}
 
     def joins(self, group):
-        group.set_timeout(1.0)
+        group.timeout_seconds = 1.0
         self._groups[group.rank] = group
 
     def goes_on(self, seconds, tick=lambda: None, *, others=None):
@@ -262,22 +175,17 @@ def test_work_that_goes_on_is_no_silence(clock):
     assert play(3, part) == ["well"] * 3
 
 
-def test_a_tick_tells_who_works_that_another_has_ended():
+def test_a_rank_that_works_hears_by_a_tick_why_another_has_failed():
     def part(group):
         if group.rank == 2:
             raise PeerLost("boom")
         until(group.tick)
 
-    assert [type(each) for each in play(3, part)] == [PeerFailed, PeerFailed, PeerLost]
-
-
-def test_ranks_that_make_different_calls_are_told():
-    def part(group):
-        return group.gather("save" if group.rank else "load", None)
-
-    found = play(2, part)
-    assert "rank 1 is at step 'save'" in str(found[0])
-    assert "'load'" in str(found[0])
+    found = play(3, part)
+    assert [type(each) for each in found] == [PeerFailed, PeerFailed, PeerLost]
+    assert str(found[2]) == "boom"
+    for error in found[:2]:
+        assert "rank 2 failed in step 'join': PeerLost: boom" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -291,37 +199,13 @@ def test_ranks_that_do_not_come_are_named_in_time(rank, seconds, text):
     assert text in str(error)
 
 
-@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 72])
-def test_strangers_are_turned_away_and_hold_nobody_up(words):
-    store, stranger_is_there = FakeRendezvousStore(), threading.Event()
-
-    def stranger():
-        connection, _ = connected_tcp(store.answer(LIMIT)[0], time.monotonic() + LIMIT)
-        with connection:
-            connection.sendall(words)
-            stranger_is_there.set()
-            with suppress(ConnectionResetError):  # it had sent more than is read
-                while connection.recv(100):
-                    pass
-
-    def rank_part(rank):
-        seen = LateStore(store, stranger_is_there) if rank == 1 else store
-        with join_group(Rendezvous(rank, 2, seen, "group"), timeout_seconds=LIMIT) as group:
-            return group.gather("a", group.rank)
-
-    with ThreadPoolExecutor(3) as pool:
-        thief = pool.submit(stranger)
-        assert list(pool.map(rank_part, range(2))) == [[0, 1], []]
-        thief.result(LIMIT)
-
-
 def test_the_ranks_token_is_never_sent_and_the_store_alone_admits_nobody():
     """Without it, reading the store is not enough to take a rank's place."""
-    store, thief_was_there = FakeRendezvousStore(), threading.Event()
+    store = Watched()
 
     def thief():
         try:
-            place, secret = store.answer(LIMIT)
+            place, secret = store.answers.get(timeout=LIMIT)
             for token in (secret, "", "another"):
                 deadline = time.monotonic() + LIMIT
                 wire = Wire(connected_tcp(place, deadline)[0])
@@ -330,11 +214,10 @@ def test_the_ranks_token_is_never_sent_and_the_store_alone_admits_nobody():
                     introduce(channel, "rank 1", token, deadline)
                 channel.close()
         finally:
-            thief_was_there.set()
+            store.may_answer.set()
 
     def rank_part(rank):
-        seen = LateStore(store, thief_was_there) if rank == 1 else store
-        place = Rendezvous(rank, 2, seen, "group", token="of the ranks")
+        place = Rendezvous(rank, 2, store, "group", token="of the ranks")
         assert "of the ranks" not in repr(place)
         with join_group(place, timeout_seconds=LIMIT) as group:
             return group.gather("a", group.rank)
@@ -385,34 +268,33 @@ def test_a_rank_that_is_sent_away_because_too_many_come_comes_again():
         door.open(joined.put)
         group = joining.result(LIMIT)
     channel = joined.get(timeout=LIMIT)
-    assert channel.next_frame(time.monotonic() + LIMIT).message == Arrived(1)
+    assert channel.name == "rank 1"
     door.close()
     channel.close()
-    group.leave()
+    group.close()
 
 
-def test_more_ranks_than_a_door_has_places_join_at_once():
-    num_ranks = PLACES + 20
-    found = play(num_ranks, lambda group: group.gather("a", group.rank))
-    assert found == [list(range(num_ranks)), *([[]] * (num_ranks - 1))]
-
-
-@pytest.mark.parametrize("words", [b"\xff" * 40, b"fw\n\0" + bytes(40)])
-def test_garbage_from_a_rank_is_named_and_ends_the_work(words, no_linger):
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (b"\xff" * 40, "rank 1 speaks protocol unknown"),
+        (b"fw\n\0" + bytes(40), "rank 1"),
+        (Step(1, "work", b"junk"), "rank 1 sent no message"),
+        (Step(1, "work", b"NaN"), "rank 1 sent no message"),
+        (Step(1, "work", b'{"a": 1, "a": 2}'), "rank 1 sent no message"),
+        (Step(1, "load", b"1"), "rank 1 is at step 'load'.* at 'work'"),
+        (Step(2, "work", b"1"), "rank 1 is at step 'work', its number 2, this rank .* number 1"),
+    ],
+    ids=str,
+)
+def test_what_is_no_message_of_the_step_is_named_and_ends_the_work(message, says, no_linger):
     ours, theirs = channels()
-    theirs.wire.send([words], time.monotonic() + LIMIT)
+    if isinstance(message, bytes):
+        theirs.wire.send([message], time.monotonic() + LIMIT)
+    else:
+        theirs.send(message, time.monotonic() + LIMIT)
     group = Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT)
-    with pytest.raises(TransportError, match="rank 1"), group:
-        group.gather("work", None)
-    theirs.close()
-
-
-@pytest.mark.parametrize("body", [b"junk", b"NaN", b'{"a": 1, "a": 2}'])
-def test_a_message_that_is_not_strict_json_is_named(body, no_linger):
-    ours, theirs = channels()
-    theirs.send(Step("work", body), time.monotonic() + LIMIT, number=1)
-    group = Group(0, 2, connections={1: ours}, timeout_seconds=LIMIT)
-    with pytest.raises(PeerLost, match="rank 1 sent no message"), group:
+    with pytest.raises(TransportError, match=says), group:
         group.gather("work", None)
     theirs.close()
 
@@ -424,34 +306,15 @@ def test_a_message_may_contain_any_number_of_a_state_that_is_saved():
     assert play(2, part)[0] == [{"state": 2**127}, {"state": 2**127 + 1}]
 
 
-def test_a_message_of_an_earlier_step_is_not_taken_for_one_of_a_later_step():
-    def part(group):
-        if group.rank == 1:
-            group._number = 1  # as if it were ahead
-        return group.gather("save", None)
-
-    found = play(2, part)
-    assert "rank 1 is at step 'save', its number 2, this rank 0 at 'save', its number 1" in str(
-        found[0]
-    )
-
-
 def test_ranks_of_other_networks_connect_to_an_address_they_can_reach(monkeypatch):
     """Two ranks that take themselves for strangers: not the loopback, the host's own address."""
-    posted = []
-    real = rendezvous.location
+    store, real = Watched(), rendezvous.location
+    store.may_answer.set()
 
     def elsewhere():
         return f"{threading.get_ident()} {real().partition(' ')[2]}"
 
     monkeypatch.setattr(rendezvous, "location", elsewhere)
-
-    class Watched(FakeRendezvousStore):
-        def set(self, key, text, deadline):
-            posted.append((key, text))
-            super().set(key, text, deadline)
-
-    store = Watched()
 
     def rank_part(rank):
         with join_group(Rendezvous(rank, 2, store, "group"), timeout_seconds=LIMIT) as group:
@@ -459,8 +322,7 @@ def test_ranks_of_other_networks_connect_to_an_address_they_can_reach(monkeypatc
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank_part, range(2))) == [[0, 1], []]
-    (answer,) = [text for key, text in posted if "/answer/" in key]
-    host = answer.split()[1].rpartition(":")[0]
+    host = store.answers.get()[0].rpartition(":")[0]
     assert host in (socket.gethostbyname(socket.gethostname()), "127.0.0.1")
 
 
@@ -491,29 +353,6 @@ def test_a_rank_that_missed_a_call_is_not_out_of_step_for_the_next(late):
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank_part, range(2))) == [[[0, 1]] * 2, [[]] * 2]
-
-
-def test_an_arrival_of_an_earlier_call_is_not_answered_again():
-    answers = []
-
-    class Watched(FakeRendezvousStore):
-        def set(self, key, text, deadline):
-            if "/answer/" in key:
-                answers.append(key)
-            super().set(key, text, deadline)
-
-    store = Watched()
-
-    def rank_part(rank):
-        with join_group(Rendezvous(rank, 2, store, "again"), timeout_seconds=LIMIT) as group:
-            return group.gather("a", rank)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(rank_part, range(2))) == [[0, 1], []]
-    assert len(answers) == 1
-    with pytest.raises(TransferTimeout, match="join"):
-        join_group(Rendezvous(0, 2, store, "again"), timeout_seconds=0.4)
-    assert len(answers) == 1
 
 
 def test_ranks_that_take_different_ranks_for_the_coordinator_are_told():
@@ -581,25 +420,3 @@ def test_work_that_cannot_tell_is_told_for_it_and_not_for_ever(clock, is_endless
         assert "rank 1 was silent" in str(found[0])
     else:
         assert found == ["well", "well"]
-
-
-def test_many_silent_strangers_cost_the_ranks_nothing():
-    store, all_are_there, connections = FakeRendezvousStore(), threading.Event(), []
-
-    def strangers():
-        place, _ = store.answer(LIMIT)
-        for _ in range(3 * PLACES):
-            connections.append(connected_tcp(place, time.monotonic() + LIMIT)[0])
-        all_are_there.set()
-
-    def rank_part(rank):
-        seen = LateStore(store, all_are_there) if rank == 1 else store
-        with join_group(Rendezvous(rank, 2, seen, "group"), timeout_seconds=LIMIT) as group:
-            return group.gather("a", group.rank)
-
-    with ThreadPoolExecutor(3) as pool:
-        crowd = pool.submit(strangers)
-        assert list(pool.map(rank_part, range(2))) == [[0, 1], []]
-        crowd.result(LIMIT)
-    for connection in connections:
-        connection.close()

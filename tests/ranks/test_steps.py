@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from child_processes import LIMIT, Child, in_time, resources, settled
-from fakes import FakeRendezvousStore
+from fakes import FakeRendezvousStore, FileRendezvousStore
 from flyweight.errors import (
     DigestMismatch,
     FlyweightError,
@@ -21,24 +21,6 @@ from flyweight.errors import (
 )
 from flyweight.ranks.agreement import Ranks
 from flyweight.ranks.rendezvous import Rendezvous
-
-
-class Directory:
-    """A store for ranks: each text in a file, which is there as a whole or not at all."""
-
-    def __init__(self, place):
-        self._place = place
-        place.mkdir(exist_ok=True)
-
-    def set(self, key, text, deadline):
-        path = self._place / key.encode().hex()
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(text)
-        fresh.rename(path)
-
-    def get(self, key, deadline):
-        path = self._place / key.encode().hex()
-        return path.read_text() if path.exists() else None
 
 
 def soon(seconds=LIMIT):
@@ -159,14 +141,6 @@ def test_a_missing_rank_is_given_up_at_the_deadline_and_named(late, seconds):
             assert f"rank {late} was silent" in str(error)
 
 
-def test_a_rank_that_never_came_is_named_in_time():
-    store = FakeRendezvousStore()
-    with in_time(0.3), pytest.raises(TransferTimeout, match=r"did not join .*\[1, 2\]"):
-        Ranks(Rendezvous(0, 3, store, "steps")).step("write", nothing, soon(0.3))
-    with in_time(1.3), pytest.raises(TransferTimeout, match="coordinator rank 0 did not answer"):
-        Ranks(Rendezvous(1, 3, store, "steps")).step("write", nothing, soon(0.3))
-
-
 def test_after_a_missed_deadline_the_next_step_meets_again():
     given_up = threading.Barrier(2)
 
@@ -255,7 +229,9 @@ def test_steps_leave_no_thread_and_no_file_behind():
 
 def rank_process(directory, rank, num_ranks, pipe):
     """Take the steps that the test asks for, and say how each ended."""
-    ranks = Ranks(Rendezvous(rank, num_ranks, Directory(directory), "steps", token="secret"))
+    ranks = Ranks(
+        Rendezvous(rank, num_ranks, FileRendezvousStore(directory), "steps", token="secret")
+    )
     for what, blow in iter(pipe.recv, None):
         ranks.renew() if what == "meet" else None
         work = (lambda blow=blow: os.kill(os.getpid(), blow)) if blow else nothing

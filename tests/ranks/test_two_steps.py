@@ -1,9 +1,8 @@
 """Write, then commit: in every order of messages, deaths and timeouts no ranks serve a mixture.
 
-`conversation` is the part of an exchange that sends and hears; `Group.exchange` runs it over real
-connections. Here every state that ranks can get into is visited: at each point a rank goes on, gives
-up (a deadline has passed, or a connection ended: more often here than it can be), or dies. A rank
-that stops and runs on later is one that others give up.
+Here every state that ranks can get into is visited: at each message that `Group.exchange` sends or
+hears, a rank goes on, gives up (a deadline has passed, or a connection ended: more often here than
+it can be), or dies. A rank that stops and runs on later is one that others give up.
 """
 
 import itertools
@@ -12,7 +11,7 @@ import pytest
 
 from flyweight.errors import FlyweightError, LifecycleError, PeerLost
 from flyweight.ranks.agreement import raise_first
-from flyweight.ranks.group import conversation
+from flyweight.ranks.group import Group
 
 OLD, NEW, NONE = "old", "new", "none"
 
@@ -21,18 +20,18 @@ class Paused(Exception):
     """The rank waits for what is not in its history yet."""
 
 
-class Rank:
+class Rank(Group):
     """A rank that has gone through a history: of each point, what it heard, or None if it gave up."""
 
     def __init__(self, update, rank, num_ranks, history, failing):
+        super().__init__(rank, num_ranks)
         self.sent, self.holds, self.hears = [], OLD, False
-        self._rank, self._num_ranks, self._failing = rank, num_ranks, failing
-        self._todo = list(history)
-        self.is_over = True
+        self._failing, self._todo = failing, list(history)
+        self.is_at_end = True
         try:
             update(self)
         except Paused:
-            self.is_over = False
+            self.is_at_end = False
         except FlyweightError:
             pass
 
@@ -44,17 +43,18 @@ class Rank:
             raise PeerLost("gives up")
         return heard
 
-    def _say(self, peer, body):
+    def say(self, peer, body, deadline=None):
         self._next(hears=False)
         self.sent.append((peer, body))
 
+    def hear(self, deadline=None):
+        return self._next(hears=True)
+
     def step(self, what):
-        error = LifecycleError("on purpose") if (self._rank, what) in self._failing else None
+        error = LifecycleError("on purpose") if (self.rank, what) in self._failing else None
         mine = {"what": what, "error": type(error).__name__ if error else "", "text": ""}
-        said = conversation(
-            (self._rank, 0), mine, say=self._say, hear=lambda: self._next(hears=True)
-        )
-        assert [each["what"] for each in said] == [what] * self._num_ranks
+        said = self.exchange(what, mine, 0.0)
+        assert [each["what"] for each in said] == [what] * self.num_ranks
         raise_first(said, error)
 
 
@@ -87,7 +87,7 @@ def states(update, num_ranks, failing=frozenset()):
             if n in dead:
                 continue
             follows = [(histories, dead | {n})]
-            if not each.is_over:
+            if not each.is_at_end:
                 inputs = [None, *next_inputs(ranks, n, histories[n])]
                 follows += [
                     ((*histories[:n], (*histories[n], one), *histories[n + 1 :]), dead)

@@ -16,7 +16,7 @@ from flyweight.errors import (
     TransferTimeout,
     TransportError,
 )
-from flyweight.transports.channel import HEADER, Channel, Message, Messages, frame_of
+from flyweight.transports.channel import HEADER, PROTOCOL, Channel, Message, Messages
 from flyweight.transports.wire import FILES_AT_ONCE, Wire
 
 
@@ -167,36 +167,48 @@ def test_a_peer_that_takes_nothing_ends_the_wait(pair):
         holder.send(Pong("b"), soon(), parts=[np.zeros(64 << 20, np.uint8)], stall_seconds=0.01)
 
 
+def sealed_frame():
+    """Return the bytes of the first frame that the holder of `pair` would send."""
+    there, here = socket.socketpair()
+    with there, here:
+        sender = Channel(Wire(there), "x", KNOWN)
+        sender.authenticate(b"key", is_reader=False)
+        sender.send(Ping("a"), soon())
+        return bytearray(here.recv(1 << 16))
+
+
 @pytest.mark.parametrize("place", [0, HEADER.size + 2, -1], ids=["header", "body", "tag"])
 def test_a_changed_frame_is_refused(pair, place):
     reader, holder = pair
-    there, here = socket.socketpair()
-    sender = Channel(Wire(there), "x", KNOWN)
-    sender.authenticate(b"key", is_reader=False)
-    sender.send(Ping("a"), soon())
-    data = bytearray(here.recv(1 << 16))
+    data = sealed_frame()
     data[place] ^= 1
     holder.wire.send([data], soon())
     with pytest.raises(TransportError):
         reader.next_frame(soon())
     assert reader.has_failed
-    for each in (there, here):
-        each.close()
 
 
 def test_a_repeated_frame_is_refused(pair):
-    reader, _ = pair
-    there, here = socket.socketpair()
-    sender = Channel(Wire(there), "x", KNOWN)
-    sender.authenticate(b"key", is_reader=False)
-    sender.send(Ping("a"), soon())
-    data = here.recv(1 << 16)
-    pair[1].wire.send([data, data], soon())
+    reader, holder = pair
+    holder.wire.send([sealed_frame() * 2], soon())
     assert reader.next_frame(soon()).message == Ping("a")
     with pytest.raises(PeerRefused):
         reader.next_frame(soon())
-    for each in (there, here):
-        each.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [((b"fw", PROTOCOL + 1, 0, 9), "protocol"), ((b"fw", PROTOCOL, 0, 1 << 20), "1048576")],
+    ids=["another protocol", "too large"],
+)
+def test_a_frame_is_refused_by_its_header_before_memory_is_taken(header, says):
+    there, here = socket.socketpair()
+    reader = Channel(Wire(here), "the holder", KNOWN)
+    there.sendall(HEADER.pack(*header))
+    with pytest.raises(PeerRefused, match=says):
+        reader.next_frame(soon())
+    there.close()
+    reader.close()
 
 
 def test_a_message_of_another_room_is_refused(pair):
@@ -204,28 +216,6 @@ def test_a_message_of_another_room_is_refused(pair):
     holder.send(Other(), soon())
     with pytest.raises(TransportError, match="Other"):
         reader.next_frame(soon())
-
-
-def test_another_protocol_is_refused():
-    there, here = socket.socketpair()
-    reader = Channel(Wire(here), "the holder", KNOWN)
-    frame = bytearray(frame_of(Ping("a"), 1))
-    frame[2] += 1
-    there.sendall(frame)
-    with pytest.raises(PeerRefused, match="protocol"):
-        reader.next_frame(soon())
-    there.close()
-    reader.close()
-
-
-def test_a_frame_that_is_announced_too_large_is_refused_before_memory_is_taken():
-    there, here = socket.socketpair()
-    reader = Channel(Wire(here), "the holder", KNOWN)
-    there.sendall(HEADER.pack(b"fw", frame_of(Ping(""), 0)[2], 0, 1 << 20))
-    with pytest.raises(PeerRefused, match="1048576"):
-        reader.next_frame(soon())
-    there.close()
-    reader.close()
 
 
 def test_another_thread_ends_a_wait(pair):

@@ -6,7 +6,6 @@ import threading
 from contextlib import suppress
 from time import monotonic
 
-import numpy as np
 import pytest
 import trustme
 
@@ -22,7 +21,6 @@ from flyweight.transports.address import (
 from flyweight.transports.channel import (
     HEADER,
     STRANGER_BYTES,
-    STRANGERS,
     Challenge,
     Channel,
     Hello,
@@ -39,7 +37,7 @@ from flyweight.transports.wire import Wire
 
 
 class Ping(Message, frozen=True):
-    nbytes: int = 0
+    """What members say."""
 
 
 KNOWN = Messages(Ping)
@@ -67,8 +65,7 @@ class House:
     def serve(self, channel):
         with suppress(FlyweightError):  # who breaks a connection has its own test
             frame = channel.next_frame(soon())
-            data = np.zeros(frame.message.nbytes, np.uint8)
-            channel.send(Ping(), soon(), number=frame.number, parts=[data])
+            channel.send(Ping(), soon(), number=frame.number)
 
     def wire(self, tls=None, *, hostname="127.0.0.1"):
         if tls is None:
@@ -252,31 +249,6 @@ def test_a_closed_door_ends_strangers_and_listens_no_more(house):
         house.wire()
 
 
-def test_an_encrypted_connection_carries_messages_and_bytes(certificates):
-    house = House(tls(certificates, "holder"))
-    wire = house.wire(tls(certificates, "reader"))
-    greet(wire)
-    channel = Channel(wire, "the holder", KNOWN)
-    introduce(channel, "someone", TOKEN, soon())
-    number = channel.ask(Ping(3 << 20), soon())
-    channel.answer(number, Ping, soon())
-    into = bytearray(3 << 20)
-    channel.receive_bytes(into, soon(), 60)
-    assert not any(into)
-    house.join()  # on this host nothing is encrypted
-    house.close()
-
-
-def greet(wire):
-    while True:
-        try:
-            wire.greet()
-        except BlockingIOError:
-            assert wire.has_input(deadline=soon())
-        else:
-            return
-
-
 def test_nothing_that_is_sent_is_readable_on_the_line(certificates):
     house = House(tls(certificates, "holder"))
     seen, (near, far) = bytearray(), socket.socketpair()
@@ -291,8 +263,9 @@ def test_nothing_that_is_sent_is_readable_on_the_line(certificates):
     for ends in ((far, real), (real, far)):
         threading.Thread(target=pump, args=ends, daemon=True).start()
     wire = TlsWire(near, tls(certificates, "reader").reader, hostname="127.0.0.1")
-    greet(wire)
+    wire.shake_hands(soon())
     channel = house.join(wire=wire)
+    house.join()  # on this host nothing is encrypted
     assert len(seen) > 1000
     assert b"someone" not in seen
     assert b"Ping" not in seen
@@ -300,39 +273,11 @@ def test_nothing_that_is_sent_is_readable_on_the_line(certificates):
         each.close()
 
 
-@pytest.mark.parametrize("name", [None, "stranger"])
-def test_a_holder_with_an_authority_demands_the_readers_certificate(certificates, name):
-    house = House(tls(certificates, "holder"))
-    with pytest.raises((FlyweightError, EOFError)):
-        wire = house.wire(tls(certificates, name))
-        greet(wire)  # the holder's refusal comes after the reader is done
-        house.join(wire=wire)
-    assert not house.members
-    house.close()
-
-
-def test_a_reader_refuses_another_holders_certificate(certificates):
-    house = House(tls(certificates, "stranger"))
-    with pytest.raises(PeerRefused, match="tls="):
-        greet(house.wire(tls(certificates, "reader")))
-    house.close()
-
-
 def test_a_reader_refuses_a_certificate_for_another_host(certificates):
     house = House(tls(certificates, "reader"))  # of this authority, and for reader.example
     with pytest.raises(PeerRefused, match="tls="):
-        greet(house.wire(tls(certificates, "reader")))
-    greet(house.wire(tls(certificates, "reader", check_hostname=False)))
-    house.close()
-
-
-def test_a_plain_reader_is_not_served_by_an_encrypted_holder(certificates):
-    house = House(tls(certificates, "holder"))
-    connection, _ = connected_tcp(house.address.place, soon())
-    wire = Wire(connection)
-    with pytest.raises(FlyweightError):
-        house.join(wire=wire)
-    wire.close()
+        house.wire(tls(certificates, "reader")).shake_hands(soon())
+    house.wire(tls(certificates, "reader", check_hostname=False)).shake_hands(soon())
     house.close()
 
 
@@ -344,8 +289,3 @@ def test_files_that_are_no_certificates_are_named(tmp_path):
         Tls(certificate=tmp_path / "x")
     with pytest.raises(SpecError, match="missing"):
         Tls(authority=tmp_path / "missing")
-
-
-def test_strangers_understand_no_message_of_a_room():
-    with pytest.raises(FlyweightError):
-        STRANGERS.decoded(frame_of(Ping(), 0)[HEADER.size :], "x")

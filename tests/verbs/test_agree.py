@@ -12,8 +12,7 @@ import flyweight as fw
 from child_processes import LIMIT
 from flyweight.adapters.model import adapt
 from flyweight.errors import FormatError, PlanError, SpecError
-from flyweight.ranks.connection import MESSAGES
-from flyweight.ranks.group import Group
+from flyweight.ranks.group import MESSAGES, Group
 from flyweight.transports.channel import Channel
 from flyweight.transports.wire import Wire
 from flyweight.verbs.agree import begin_version

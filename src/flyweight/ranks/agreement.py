@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, cast
 
 from flyweight.errors import (
     FlyweightError,
@@ -27,6 +27,8 @@ from flyweight.spec.strict_json import Json
 
 YIELD_SECONDS = 0.001
 """How long to wait before asking again a rank that gives way."""
+Answer = dict[str, Any]
+Facts = dict[str, Json]
 _LATE_SECONDS = 0.75
 """How long an agreement listens after the deadline: ranks that time out send their error then."""
 
@@ -42,7 +44,7 @@ class Ranks:
 
     def step(
         self, what: str, work: Callable[[], object], deadline: float, **facts: Callable[[], Json]
-    ) -> list[dict[str, Any]]:
+    ) -> list[Answer]:
         """Do this rank's work, and return the facts of all ranks once all have done theirs.
 
         Every rank must call this for the same `what` and with about the same deadline. Raises on
@@ -51,7 +53,7 @@ class Ranks:
         `facts` are called after the work.
         """
         error: FlyweightError | None = None
-        mine: dict[str, Json] = {}
+        mine: Facts = {}
         with self._in_turn(what, deadline):
             group = self._join(deadline)  # before the work: then all hear of its end
             group.wait_for_fault(0)
@@ -64,14 +66,13 @@ class Ranks:
                 error = LifecycleError(f"this rank could not {what}: {cause!r}")
                 error.__cause__ = cause
             try:
-                said = self._exchange_answers(group, _answer(what, error, mine), deadline)
+                said = self._said(group, what, deadline, error, mine)
             except TransportError:
                 if error is None:
                     raise
                 raise error from error.__cause__
         raise_first(said, error)
-        if (mixed := _mixed(said)) is not None:
-            raise mixed
+        _raise_mixed(said)
         return [{name: each[name] for name in facts} for each in said]
 
     def renew(self) -> None:
@@ -80,7 +81,7 @@ class Ranks:
         To be called before the first step of what the ranks do together. In later steps a rank that
         was lost is an error at once, also if it was started again.
         """
-        if self._group is not None and self._group.is_over:
+        if not self.is_met:
             self._part()
 
     @property
@@ -126,10 +127,16 @@ class Ranks:
             self._group = join_group(self._rendezvous, deadline=end)
         return self._group
 
-    def _exchange_answers(self, group: Group, mine: dict[str, Json], end: float) -> list[Any]:
+    def _said(
+        self, group: Group, what: str, end: float, error: BaseException | None, facts: Facts
+    ) -> list[Answer]:
+        """Return the answers of all ranks: what each is at, its error, and its facts."""
+        kind = "" if error is None else type(error).__name__
+        text = "" if error is None else f"{kind}: {error}"
+        mine: Json = {"what": what, "error": kind, "text": text, **facts}
         while True:
             try:
-                return group.exchange(str(mine["what"]), mine, end)
+                return cast("list[Answer]", group.exchange(what, mine, end))
             except RankLeft:  # it was started again, or heard of one that was
                 self._part()
                 group = self._join(end)
@@ -145,7 +152,7 @@ class RankAgreement(Ranks):
 
     def agree(
         self, what: str, deadline: float, error: FlyweightError | None = None, **facts: Json
-    ) -> list[dict[str, Any]]:
+    ) -> list[Answer]:
         """Return the facts of all ranks once all are ready for `what`. Every rank must call this.
 
         Ranks that are at different things repeat their answers until all are at the same one, or
@@ -154,39 +161,39 @@ class RankAgreement(Ranks):
         """
         while True:
             is_last = monotonic() >= deadline
-            said = self._exchange(_answer(what, error, {"is_last": is_last, **facts}), deadline)
-            mixed = _mixed(said)
-            if mixed is None:
+            said = self._exchange(what, deadline, error, {"is_last": is_last, **facts})
+            if len({each["what"] for each in said}) == 1:
                 raise_first(said, error)
                 return said
             if any(each.get("is_last") for each in said):
-                raise mixed
+                _raise_mixed(said)
             sleep(YIELD_SECONDS)  # a rank that follows its source gives way
 
     def exchange(
         self, what: str, deadline: float, error: BaseException | None = None, **facts: Json
-    ) -> list[dict[str, Any]]:
+    ) -> list[Answer]:
         """Return the answers of all ranks, and let the caller decide. Every rank must call this.
 
         Raises LifecycleError if a rank is at something else.
         """
-        said = self._exchange(_answer(what, error, facts), deadline)
-        if (mixed := _mixed(said)) is not None:
-            raise mixed
+        said = self._exchange(what, deadline, error, facts)
+        _raise_mixed(said)
         return said
 
-    def _exchange(self, mine: dict[str, Json], deadline: float) -> list[dict[str, Any]]:
+    def _exchange(
+        self, what: str, deadline: float, error: BaseException | None, facts: Facts
+    ) -> list[Answer]:
         # A rank that tries until the deadline sends its answer after it.
         end = max(deadline, monotonic()) + _LATE_SECONDS
         try:
-            with self._in_turn(str(mine["what"]), end):
+            with self._in_turn(what, end):
                 self.renew()
-                return self._exchange_answers(self._join(end), mine, end)
+                return self._said(self._join(end), what, end, error, facts)
         except TransportError as fault:
             raise PeerLost(f"the ranks did not decide: {fault}") from fault
 
 
-def raise_first(said: list[dict[str, Any]], own: BaseException | None = None) -> None:
+def raise_first(said: list[Answer], own: BaseException | None = None) -> None:
     """Raise this rank's own error, or else the first one in the answers of all ranks."""
     if own is not None:
         raise own
@@ -195,17 +202,10 @@ def raise_first(said: list[dict[str, Any]], own: BaseException | None = None) ->
             raise error_named(each["error"], f"rank {rank}: {each['text']}")
 
 
-def _answer(what: str, error: BaseException | None, facts: dict[str, Json]) -> dict[str, Json]:
-    kind = "" if error is None else type(error).__name__
-    text = "" if error is None else f"{kind}: {error}"
-    return {"what": what, "error": kind, "text": text, **facts}
-
-
-def _mixed(said: list[dict[str, Any]]) -> LifecycleError | None:
-    """Return the error that names what each rank is at, if that is not the same for all."""
-    if len({each["what"] for each in said}) == 1:
-        return None
-    words = ", ".join(f"rank {rank} {each['what']!r}" for rank, each in enumerate(said))
-    return LifecycleError(
-        f"the ranks were asked for different things: {words}; ask all of them for the same"
-    )
+def _raise_mixed(said: list[Answer]) -> None:
+    """Raise an error that names what each rank is at, if that is not the same for all."""
+    if len({each["what"] for each in said}) > 1:
+        words = ", ".join(f"rank {rank} {each['what']!r}" for rank, each in enumerate(said))
+        raise LifecycleError(
+            f"the ranks were asked for different things: {words}; ask all of them for the same"
+        )

@@ -10,20 +10,30 @@ the rank at fault. No thread listens: a rank hears what has come when it exchang
 from __future__ import annotations
 
 import errno
+import json
 import select
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import TypeVar
 
 import msgspec
 
-from flyweight.errors import PeerFailed, PeerLost, StoreError, TransferTimeout, TransportError
+from flyweight.errors import (
+    FlyweightError,
+    HandleGone,
+    PeerFailed,
+    PeerLost,
+    StoreError,
+    TransferTimeout,
+    TransportError,
+)
 from flyweight.forks import call_in_child
-from flyweight.ranks.connection import ENDED, TICK, Connection
-from flyweight.spec.strict_json import Json, convert
-from flyweight.transports.channel import Channel
+from flyweight.spec.strict_json import Json, convert, parse_json
+from flyweight.transports.channel import Channel, Ended, Message, Messages, Refused
+from flyweight.transports.wire import FOREVER
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 120.0
@@ -39,7 +49,61 @@ _LOOK_SECONDS = 0.25
 """How often `Group.working` looks for faults."""
 _LINGER_SECONDS = 2.0
 _NOTICE_SECONDS = 1.0
-"""How long a rank tries to tell another that it works, or leaves."""
+"""How long a rank tries to tell another that it works, fails or leaves."""
+
+
+class Step(Message, frozen=True):
+    """What a rank says in a step."""
+
+    number: int
+    what: str
+    body: bytes
+    """JSON: a state to be saved may contain larger integers than msgpack can."""
+
+
+class Tick(Message, frozen=True):
+    """The work of a rank goes on."""
+
+
+MESSAGES = Messages(Step, Tick)
+_ENDED = Ended("this rank leaves")
+
+
+class Connection:
+    """A connection to one rank, and what it said that nobody has asked for yet."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        channel.on_push = self._take
+        self.inbox: deque[tuple[int, str, Json]] = deque()
+        """The number of a step, its name, and what the rank said in it."""
+        self.heard, self.has_left = 0.0, False
+        """When the last message came; whether the rank has said that it leaves."""
+
+    @property
+    def is_usable(self) -> bool:
+        """False once it is closed: its end was heard, or this process is a forked child."""
+        return self.channel.wire.fileno() >= 0
+
+    def hear(self) -> TransportError | None:
+        """Take the message that comes; return the fault that it means, or its absence."""
+        self.heard = monotonic()
+        try:
+            self.channel.hear(FOREVER)  # it has begun to come
+        except FlyweightError as error:
+            self.channel.close()
+            if isinstance(error, HandleGone):
+                self.has_left = True
+            elif isinstance(error, TransportError):
+                return error
+            else:
+                return PeerLost(f"{self.channel.peer} sent no message: {error}")
+        return None
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Step):
+            said = parse_json(message.body, "message")
+            self.inbox.append((message.number, message.what, said))
 
 
 class RankLeft(PeerLost):
@@ -67,14 +131,15 @@ class Group:
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.rank, self.num_ranks, self.coordinator = rank, num_ranks, coordinator
-        self.set_timeout(timeout_seconds)
+        self.timeout_seconds = timeout_seconds
         self._connections = {
             peer: Connection(channel) for peer, channel in (connections or {}).items()
         }
         self._lock = threading.Lock()
         """Of the thread that sends or hears. A tick in another thread finds nothing left to do."""
         self._fault: TransportError | None = None
-        self._is_idle = False
+        self._is_told = False
+        """Whether the others have heard of the fault."""
         self._step, self._number = "join", 0
         self._last_tick = monotonic()
         call_in_child(self._replace_lock)
@@ -86,10 +151,10 @@ class Group:
     def is_coordinator(self) -> bool:
         return self.rank == self.coordinator
 
-    def set_timeout(self, timeout_seconds: float) -> None:
-        """Change the timeout of every wait from now on; all ranks must set about the same."""
-        # The coordinator gives a silent rank up before others give the coordinator up for it.
-        self._timeout_seconds = timeout_seconds * (PATIENCE if self.is_coordinator else 1)
+    @property
+    def _patience(self) -> float:
+        """The coordinator gives a silent rank up before others give the coordinator up for it."""
+        return self.timeout_seconds * (PATIENCE if self.is_coordinator else 1)
 
     # Exchanges, which every rank must make together.
 
@@ -97,10 +162,9 @@ class Group:
         """Return every rank's message, by rank, at the coordinator; elsewhere an empty list."""
         with self._entered(step):
             if not self.is_coordinator:
-                self._say(self.coordinator, message, None)
+                self.say(self.coordinator, message)
                 return []
-            found = self._hear_step(None)
-        return [message if rank == self.rank else found[rank] for rank in range(self.num_ranks)]
+            return self._by_rank(message, self.hear())
 
     def gather_typed(self, step: str, message: T) -> list[T]:
         """Do as `gather` for messages of a type that msgspec knows; other ranks' are checked."""
@@ -112,9 +176,9 @@ class Group:
         """Return this rank's message out of the coordinator's list, which has one for each rank."""
         with self._entered(step):
             if not self.is_coordinator:
-                return self._hear_step(None)[self.coordinator]
+                return self.hear()[self.coordinator]
             for peer in self._connections:
-                self._say(peer, messages[peer], None)
+                self.say(peer, messages[peer])
             return messages[self.rank]
 
     def broadcast(self, step: str, message: Json) -> Json:
@@ -128,17 +192,21 @@ class Group:
         later. Nothing that a rank says meanwhile extends it.
         """
         late = deadline + VERDICT_SECONDS
-        end = deadline if self.is_coordinator else late
         with self._entered(step):
-            said = conversation(
-                (self.rank, self.coordinator),
-                message,
-                say=lambda peer, body: self._say(peer, body, late),
-                hear=lambda: self._hear_step(end),
-            )
+            if not self.is_coordinator:
+                self.say(self.coordinator, message, late)
+                said = self.hear(late)[self.coordinator]
+            else:
+                heard = self.hear(deadline)
+                said = self._by_rank(message, heard)
+                for peer in heard:
+                    self.say(peer, said, late)
         if not isinstance(said, list) or len(said) != self.num_ranks:
             raise TransportError(f"the coordinator sent {str(said)[:80]}, not the ranks' answers")
         return said
+
+    def _by_rank(self, mine: Json, heard: Mapping[int, Json]) -> list[Json]:
+        return [mine if rank == self.rank else heard[rank] for rank in range(self.num_ranks)]
 
     @contextmanager
     def _entered(self, step: str) -> Iterator[None]:
@@ -149,23 +217,28 @@ class Group:
             self._raise_fault()
             yield
 
-    def _say(self, peer: int, body: Json, deadline: float | None) -> None:
-        end = monotonic() + self._timeout_seconds if deadline is None else deadline
-        connection = self._connections[peer]
+    # A test runs `exchange` with a `say` and a `hear` of its own, in every order of events.
+
+    def say(self, peer: int, body: Json, deadline: float | None = None) -> None:
+        """Send one rank what this one says in the step."""
+        end = monotonic() + self._patience if deadline is None else deadline
+        data, connection = json.dumps(body, separators=(",", ":")), self._connections[peer]
         try:
-            connection.say(self._number, self._step, body, end)
+            connection.channel.send(Step(self._number, self._step, data.encode()), end)
         except TransportError as error:
-            if not isinstance(error, TransferTimeout):
+            if isinstance(error, HandleGone):
+                connection.has_left, error = True, PeerLost(str(error))
+            elif not isinstance(error, TransferTimeout):
                 self._hear_all()  # the reason why the peer ended may have come before
             if self.is_coordinator or not connection.has_left:  # else the next hearing raises
                 self._fail(error)
             self._raise_fault()
 
-    def _hear_step(self, deadline: float | None) -> dict[int, Json]:
+    def hear(self, deadline: float | None = None) -> dict[int, Json]:
         """Return what each connected rank says in this step, once all have.
 
-        Without a deadline a rank may be silent until the timeout, and the coordinator tells the
-        others meanwhile that work goes on: they wait for those that it waits for.
+        Without a deadline the coordinator tells the others meanwhile that work goes on: they wait
+        for those that it waits for.
         """
         started = monotonic()
         while waiting := [each for each in self._connections.values() if not each.inbox]:
@@ -176,11 +249,11 @@ class Group:
                 raise PeerLost("this process, or its parent, has closed the group")
             last = min(waiting, key=lambda each: each.heard)
             since = max(started, last.heard)
-            end = since + self._timeout_seconds if deadline is None else deadline
+            end = since + self._patience if deadline is None else deadline
             until = end
             if deadline is None and self.is_coordinator:
                 self._send_ticks()
-                until = min(end, monotonic() + self._timeout_seconds / _TICKS)
+                until = min(end, monotonic() + self._patience / _TICKS)
             # Messages that came while this process was stopped are heard before it gives up.
             if not self._hear_next(until) and until == end <= monotonic():
                 silence = f"was silent for {monotonic() - since:.3g} s in step {self._step!r}"
@@ -203,8 +276,13 @@ class Group:
 
         Waits for nothing: cheap enough to call for every few megabytes, from any thread.
         """
-        self._look()
-        self._raise_fault()
+        if self._lock.acquire(blocking=False):  # else another thread is at it
+            try:
+                self._hear_all()
+                self._send_ticks()
+                self._raise_fault()
+            finally:
+                self._lock.release()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -215,12 +293,13 @@ class Group:
         if not self._connections:
             yield
             return
-        done, until = threading.Event(), monotonic() + WORKING_TIMES * self._timeout_seconds
-        seconds = min(self._timeout_seconds / _TICKS, _LOOK_SECONDS)
+        done, until = threading.Event(), monotonic() + WORKING_TIMES * self._patience
+        seconds = min(self._patience / _TICKS, _LOOK_SECONDS)
 
         def look() -> None:
-            while not done.wait(seconds) and monotonic() < until:
-                self._look()
+            with suppress(TransportError):  # it is raised in the next exchange
+                while not done.wait(seconds) and monotonic() < until:
+                    self.tick()
 
         thread = threading.Thread(target=look, name="flyweight-working", daemon=True)
         thread.start()
@@ -232,8 +311,9 @@ class Group:
 
     @property
     def is_over(self) -> bool:
-        """True if a rank left, was given up or died; the others hear that they can meet anew."""
-        self._look(is_idle=True)
+        """True if a rank left, was given up or died. The others do not hear of that here."""
+        with self._lock:
+            self._hear_all()
         return self._fault is not None or any(each.has_left for each in self._connections.values())
 
     @property
@@ -247,29 +327,19 @@ class Group:
         with self._lock:
             while self._fault is None and self._hear_next(deadline):
                 pass
-        self._raise_fault()
-
-    def _look(self, *, is_idle: bool = False) -> None:
-        """Hear what has come, and tell the others that work goes on, unless a thread is at it."""
-        if self._lock.acquire(blocking=False):
-            self._is_idle = is_idle
-            try:
-                self._hear_all()
-                if not is_idle:
-                    self._send_ticks()
-            finally:
-                self._is_idle = False
-                self._lock.release()
+            self._raise_fault()
 
     def _send_ticks(self) -> None:
-        """Tell the others that work goes on, where that can be sent at once."""
-        now = monotonic()
-        if now - self._last_tick < self._timeout_seconds / _TICKS:
-            return
-        self._last_tick = now
-        for each in self._ready(select.POLLOUT, now):
+        """Tell the others from time to time that work goes on."""
+        if (now := monotonic()) - self._last_tick >= self._patience / _TICKS:
+            self._last_tick = now
+            self._tell(Tick())
+
+    def _tell(self, message: Message) -> None:
+        """Send a message to the ranks that can take it at once."""
+        for each in self._ready(select.POLLOUT, monotonic()):
             with suppress(TransportError):  # a rank that is gone is heard of
-                each.channel.send(TICK, monotonic() + _NOTICE_SECONDS)
+                each.channel.send(message, monotonic() + _NOTICE_SECONDS)
 
     def _hear_all(self) -> None:
         while self._hear_next(monotonic()):
@@ -280,9 +350,7 @@ class Group:
         ready = self._ready(select.POLLIN, deadline)
         for each in ready:
             fault = each.hear()
-            each.heard = monotonic()
-            if fault is not None:
-                self._fail(fault)
+            self._fault = self._fault or fault
         return bool(ready)
 
     def _ready(self, event: int, deadline: float) -> list[Connection]:
@@ -302,24 +370,21 @@ class Group:
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
+            self._fail(self._fault)
             raise self._fault
 
     def _fail(self, fault: TransportError) -> None:
         """Keep the first fault, and tell the others: the coordinator connects all."""
-        if self._fault is None:
-            self._fault = fault
-            for each in self._connections.values():
-                if not self._is_idle:
-                    each.channel.refuse(self._fault, 0)
-                elif each.is_usable:
-                    with suppress(TransportError):
-                        each.channel.send(ENDED, monotonic() + _NOTICE_SECONDS)
+        self._fault = self._fault or fault
+        if not self._is_told:
+            self._is_told = True
+            self._tell(Refused(type(self._fault).__name__, str(self._fault)))
 
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Tell the others how the work ended here, then leave.
+        """Tell the others how the work ended here; close once they have left too, or soon after.
 
         A file may be gone because another rank gave up; then that rank's fault is raised.
         """
@@ -330,22 +395,15 @@ class Group:
                 except TransportError as fault:
                     raise fault from error
         finally:
-            self.leave(error)
-
-    def leave(self, error: BaseException | None = None) -> None:
-        """Close once the others have left too, or soon after; tell them why if it is an error."""
-        with self._lock:
-            if error is not None:
-                why = f"{type(error).__name__}: {error}"
-                self._fail(PeerFailed(f"rank {self.rank} failed in step {self._step!r}: {why}"))
-            for each in self._ready(select.POLLOUT, monotonic()):
-                with suppress(TransportError):
-                    each.channel.send(ENDED, monotonic() + _NOTICE_SECONDS)
-            deadline, peers = monotonic() + _LINGER_SECONDS, self._connections.values()
-            while any(each.is_usable and not each.has_left for each in peers):
-                if not self._hear_next(deadline):
-                    break
-        self.close()
+            with self._lock:
+                if error is not None:
+                    why = f"{type(error).__name__}: {error}"
+                    self._fail(PeerFailed(f"rank {self.rank} failed in step {self._step!r}: {why}"))
+                self._tell(_ENDED)
+                deadline = monotonic() + _LINGER_SECONDS
+                while self._hear_next(deadline):  # until all are closed
+                    pass
+            self.close()
 
     def close(self, fault: TransportError | None = None) -> bool:
         """End now, in any thread or signal handler; the others hear of the fault.
@@ -363,33 +421,6 @@ class Group:
                 self._hear_all()  # closing a socket with unread bytes might discard what was sent
         finally:
             for each in self._connections.values():
-                each.channel.end(ENDED.text)
+                each.channel.end(_ENDED.text)
             self._lock.release()
         return True
-
-
-def conversation(
-    ranks: tuple[int, int],
-    mine: Json,
-    *,
-    say: Callable[[int, Json], None],
-    hear: Callable[[], Mapping[int, Json]],
-) -> Json:
-    """Take this rank's part in an exchange, and return what all ranks say, by rank.
-
-    A test explores it in every order in which ranks send, give up and die.
-
-    Args:
-        ranks: this one, and the coordinator.
-        hear: returns what each rank says that this one is connected to.
-    """
-    rank, coordinator = ranks
-    if rank != coordinator:
-        say(coordinator, mine)
-        return hear()[coordinator]
-    heard = {**hear(), rank: mine}
-    said = [heard[each] for each in sorted(heard)]
-    for peer in heard:
-        if peer != rank:
-            say(peer, said)
-    return said

@@ -29,11 +29,10 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.host import location
-from flyweight.ranks.connection import MESSAGES, Arrived
-from flyweight.ranks.group import PATIENCE, TIMEOUT_SECONDS, Group
+from flyweight.ranks.group import MESSAGES, PATIENCE, TIMEOUT_SECONDS, Group
 from flyweight.transports.address import TcpAddress, connected_tcp, listening_tcp, local_host_for
 from flyweight.transports.channel import Channel, introduce
-from flyweight.transports.door import ADMIT_SECONDS, Door
+from flyweight.transports.door import Door
 from flyweight.transports.wire import Wire
 
 _POLL_SECONDS = 0.01
@@ -177,7 +176,6 @@ class _Meeting:
             channel = Channel(wire, peer, MESSAGES)
             try:
                 introduce(channel, f"rank {rank}", self._token(secret), self._deadline)
-                channel.send(Arrived(rank), self._deadline)
                 return channel
             except BaseException as error:
                 channel.close()
@@ -222,12 +220,9 @@ class _Meeting:
         """Wait a moment for a connection, and take it if it is of a rank that has arrived."""
         with suppress(Empty):
             channel = self._admitted.get(timeout=_POLL_SECONDS)
-            with suppress(TransportError):  # it has ended already
-                end = min(self._deadline, monotonic() + ADMIT_SECONDS)
-                message = channel.next_frame(end).message
-                if isinstance(message, Arrived) and message.rank in self._awaited - found.keys():
-                    channel.peer = f"rank {message.rank}"
-                    found[message.rank] = channel
+            for rank in self._awaited - found.keys():
+                if channel.name == f"rank {rank}":
+                    channel.peer, found[rank] = channel.name, channel
                     return
             channel.close()
 

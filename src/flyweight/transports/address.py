@@ -108,9 +108,8 @@ class UnixAddress:
     def make_directory(self) -> None:
         """Make the directory if it does not exist; raise if another user can enter it."""
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except FileExistsError:
-            self.check_private()
+            with suppress(FileExistsError):
+                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as cause:
             raise TransportError(
                 f"cannot make directory {str(self.directory)!r}: {cause.strerror}"
@@ -218,13 +217,13 @@ def connected(path: str, deadline: float) -> socket.socket:
     try:
         found.settimeout(max(deadline - monotonic(), 0.01))
         found.connect(_native(path))
-        user = peer_user(found)
+        check_peer(found, repr(path))
     except OSError as cause:
         found.close()
         raise PeerLost(f"nobody answers at {path!r}: {cause}; is that process up?") from cause
-    if user not in (os.geteuid(), 0):
+    except PeerRefused:
         found.close()
-        raise PeerRefused(f"{path!r} belongs to user {user}, not to user {os.geteuid()}")
+        raise
     return found
 
 
@@ -266,10 +265,11 @@ def host_facing(address: Address) -> str:
     return "" if found == "::1" or found.startswith("127.") else found
 
 
-def peer_user(connection: socket.socket) -> int:
-    """Return the user of the process at the other end of a Unix socket."""
+def check_peer(connection: socket.socket, name: str) -> None:
+    """Raise unless the process at the other end of a Unix socket is of this user, or of root."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("3i", found)[1])
+    if (user := struct.unpack("3i", found)[1]) not in (os.geteuid(), 0):
+        raise PeerRefused(f"{name} belongs to user {user}, not to user {os.geteuid()}")
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -305,17 +305,19 @@ class Claim:
         self.token = secrets.token_hex(_TOKEN_DIGITS // 2) if token is None else check_token(token)
         address.socket_of(0)
         address.make_directory()
-        if not self._was_used():  # before anything is made in somebody's directory
-            try:
-                self._check_free()
-            except SpecError:
-                if not self._was_used():  # else another publisher has started meanwhile
-                    raise
+        self._path = address.directory / "lock"
+        is_new = not os.path.lexists(self._path)
         self._lock = self._acquire_lock()
         call_in_child(self._unlock)
         try:
-            self._remove_files()
-            self._check_free()
+            was_used = not is_new and _is_private_file(os.fstat(self._lock), most=0)
+            if others := self._clear(should_remove=was_used):
+                if is_new:  # nothing is left in somebody's directory
+                    self._path.unlink(missing_ok=True)
+                raise SpecError(
+                    f"{str(others[0])!r} exists and was not made by a publisher, which needs the "
+                    f"name; move it, or choose another directory"
+                )
             if token is None:
                 self._write_token()
         except BaseException:
@@ -323,11 +325,11 @@ class Claim:
             raise
 
     def _acquire_lock(self) -> int:
-        path = self.address.directory / "lock"
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            lock = os.open(self._path, flags, 0o600)
         except OSError as cause:
-            raise TransportError(f"cannot open {str(path)!r}: {cause.strerror}") from cause
+            raise TransportError(f"cannot open {str(self._path)!r}: {cause.strerror}") from cause
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as cause:
@@ -348,45 +350,28 @@ class Claim:
         except OSError as cause:
             raise TransportError(f"cannot write {str(draft)!r}: {cause.strerror}") from cause
 
-    def _was_used(self) -> bool:
-        """True if a publisher was here before: its lock exists, an empty file of mode 600."""
-        try:
-            found = os.lstat(self.address.directory / "lock")
-        except OSError:
-            return False
-        return _is_private_file(found) and found.st_size == 0
-
-    def _made(self) -> list[Path]:
-        """The files that publishers make here, apart from the lock, which stays."""
+    def _clear(self, *, should_remove: bool) -> list[Path]:
+        """Remove the files of a publisher; return others that have a name which it needs."""
         directory = self.address.directory
         ranks = [path for path in directory.glob("holder.*") if path.suffix[1:].isdigit()]
-        return [*(directory / name for name in ("holder", "token", "token.new")), *ranks]
-
-    def _check_free(self) -> None:
-        """Raise if a file exists that has a name which a publisher needs."""
-        for path in self._made():
-            if os.path.lexists(path):
-                raise SpecError(
-                    f"{str(path)!r} exists and was not made by a publisher, which needs the name; "
-                    f"move it, or choose another directory"
-                )
-
-    def _remove_files(self) -> None:
-        """Remove the files of a publisher, and nothing that a publisher did not make."""
-        for path in self._made():
+        others = []
+        for path in [*(directory / name for name in ("holder", "token", "token.new")), *ranks]:
             with suppress(FileNotFoundError):
                 found = os.lstat(path)
                 is_token = path.name.startswith("token")
-                if _is_token(path, found) if is_token else stat.S_ISSOCK(found.st_mode):
+                is_ours = _is_token(path, found) if is_token else stat.S_ISSOCK(found.st_mode)
+                if is_ours and should_remove:
                     path.unlink()
+                else:
+                    others.append(path)
+        return others
 
     def close(self) -> None:
         """Free the address for another publisher. Safe to repeat."""
         if self._lock >= 0:
             with suppress(FileNotFoundError):
-                held = os.fstat(self._lock).st_ino
-                if os.stat(self.address.directory / "lock").st_ino == held:
-                    self._remove_files()  # another publisher's files stay
+                if os.path.samestat(os.stat(self._path), os.fstat(self._lock)):
+                    self._clear(should_remove=True)  # another publisher's files stay
             self._unlock()
 
     def _unlock(self) -> None:
@@ -396,13 +381,13 @@ class Claim:
             self._lock = -1
 
 
-def _is_private_file(found: os.stat_result) -> bool:
-    return stat.S_ISREG(found.st_mode) and not exposure(found)
+def _is_private_file(found: os.stat_result, *, most: int) -> bool:
+    return stat.S_ISREG(found.st_mode) and not exposure(found) and found.st_size <= most
 
 
 def _is_token(path: Path, found: os.stat_result) -> bool:
     """True if a publisher wrote this file; one that was killed may have written less."""
-    if not _is_private_file(found) or found.st_size > _TOKEN_DIGITS:
+    if not _is_private_file(found, most=_TOKEN_DIGITS):
         return False
     is_whole = path.suffix == ".new" or found.st_size == _TOKEN_DIGITS
     return is_whole and re.fullmatch(rb"[0-9a-f]*", path.read_bytes()) is not None

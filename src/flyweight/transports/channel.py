@@ -133,8 +133,9 @@ class Channel:
         """`peer` says who is at the other end, in errors."""
         self.on_push: Callable[[Message], None] = lambda message: None
         """Called with a message that nobody asked for."""
-        self.sent_bytes = 0
-        self.has_failed = False
+        self.name = ""
+        """What a reader has called itself, with its proof of the token."""
+        self.sent_bytes, self.has_failed = 0, False
         self._messages, self._numbers = messages, count(1)
         self._max_frame_bytes = STRANGER_BYTES
         self._tags: tuple[Tags, Tags] | None = None
@@ -267,7 +268,10 @@ class Channel:
                 self.wire.receive(body, end)
                 if self._tags is not None:
                     self.wire.receive(tag, end)
-                    self._tags[1].check(header, body, tag, self.peer)
+                    if not hmac.compare_digest(self._tags[1].next(header, body), tag):
+                        raise PeerRefused(
+                            f"a frame was not sent by {self.peer}, or has been changed on its way"
+                        )
                 message = self._messages.decoded(body, self.peer)
                 if not isinstance(message, Files):
                     return Frame(number, message, files)
@@ -386,7 +390,3 @@ class Tags:
         for part in parts:
             found.update(part)
         return found.digest()
-
-    def check(self, header: bytearray, body: bytearray, tag: bytearray, peer: str) -> None:
-        if not hmac.compare_digest(self.next(header, body), bytes(tag)):
-            raise PeerRefused(f"a frame was not sent by {peer}, or has been changed on its way")

@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, sleep
 
 from flyweight.errors import (
     FlyweightError,
@@ -26,7 +26,7 @@ from flyweight.errors import (
 )
 from flyweight.forks import call_in_child
 from flyweight.host import make_room, raise_file_limit
-from flyweight.transports.address import keep_alive, peer_user
+from flyweight.transports.address import check_peer, keep_alive
 from flyweight.transports.channel import (
     HEADER,
     STRANGER_BYTES,
@@ -34,7 +34,7 @@ from flyweight.transports.channel import (
     Challenge,
     Channel,
     Hello,
-    Message,
+    M,
     Messages,
     Proof,
     Refused,
@@ -67,7 +67,7 @@ class Door:
         """By the number of the open file, the oldest first."""
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
-        self._is_closed, self._paused_until = False, 0.0
+        self._is_closed = False
         call_in_child(self._close_files)
 
     def open(self, admit: Callable[[Channel], None]) -> None:
@@ -97,31 +97,23 @@ class Door:
 
     def _run(self) -> None:
         while not self._is_closed:
-            polled, accepting = select.poll(), self._accepting()
-            for file in (self._bell, *accepting, *self._strangers):
+            polled = select.poll()
+            for file in (self._bell, *(each.fileno() for each in self._servers), *self._strangers):
                 polled.register(file, select.POLLIN)
-            ready = [file for file, _ in polled.poll(1000 * self._patience())]
-            for file in ready:  # those that are here already first: accepting may end the oldest
-                if file in self._strangers:
-                    self._hear(self._strangers[file])
-            for file in ready:
-                if file in accepting:
-                    self._accept(accepting[file])
-            for each in list(self._strangers.values()):
-                if monotonic() >= each.deadline:
+            ends = [each.deadline for each in self._strangers.values()]
+            patience = max(min(ends, default=monotonic() + 60) - monotonic(), 0.001)
+            ready = {file for file, _ in polled.poll(1000 * patience)}
+            for file in (
+                ready & self._strangers.keys()
+            ):  # before accepting, which may end the oldest
+                self._hear(self._strangers[file])
+            for each in self._servers:
+                if each.fileno() in ready:
+                    self._accept(each)
+            for stranger in list(self._strangers.values()):
+                if monotonic() >= stranger.deadline:
                     late = TransferTimeout(f"no proof of the token in {ADMIT_SECONDS:g} s")
-                    self._send_away(each, late)
-
-    def _accepting(self) -> dict[int, socket.socket]:
-        if monotonic() < self._paused_until:
-            return {}
-        return {each.fileno(): each for each in self._servers}
-
-    def _patience(self) -> float:
-        ends = [each.deadline for each in self._strangers.values()]
-        if monotonic() < self._paused_until:
-            ends.append(self._paused_until)
-        return max(min(ends, default=monotonic() + 60) - monotonic(), 0.001)
+                    self._send_away(stranger, late)
 
     def _accept(self, server: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -132,7 +124,7 @@ class Door:
             except OSError as cause:  # no file is free, or the peer has left again
                 if cause.errno == errno.EMFILE and raise_file_limit():
                     continue
-                self._paused_until = monotonic() + _PAUSE_SECONDS
+                sleep(_PAUSE_SECONDS)
                 return
             make_room(connection.fileno())  # a member needs more than one
             if len(self._strangers) >= PLACES:
@@ -147,9 +139,7 @@ class Door:
 
     def _stranger(self, connection: socket.socket, peer: object) -> _Stranger:
         if connection.family == socket.AF_UNIX:
-            user = peer_user(connection)
-            if user not in (os.geteuid(), 0):
-                raise PeerRefused(f"user {user} is not the user of this holder")
+            check_peer(connection, "the other end")
             return _Stranger(Wire(connection), "reader on this host", self._token)
         keep_alive(connection)
         wire = Wire(connection) if self._tls is None else TlsWire(connection, self._tls)
@@ -169,6 +159,7 @@ class Door:
         else:
             self._leave(stranger)
             channel = Channel(stranger.wire, stranger.peer, self._messages)
+            channel.name = stranger.name
             channel.authenticate(key, is_reader=False)
             self._admit(channel)
 
@@ -187,15 +178,11 @@ class _Stranger:
     """A connection that has proved nothing yet."""
 
     def __init__(self, wire: Wire, peer: str, token: str) -> None:
-        self.wire, self.peer = wire, peer
+        self.wire, self.peer, self.name = wire, peer, ""
         self.deadline, self.number = monotonic() + ADMIT_SECONDS, 0
-        self._has_greeted = False
-        self._left_bytes = STRANGER_BYTES
-        self._frame, self._filled = memoryview(bytearray(HEADER.size)), 0
-        """What is read now, and how much of it has come: never more than the frame, because what
-        follows the proof is the member's."""
-        self._handshake = self._greet(token)
-        next(self._handshake)
+        self._has_greeted, self._left_bytes = False, STRANGER_BYTES
+        self._missing, self._handshake = memoryview(b""), self._shake_hands(token)
+        """What must come next: never more than a frame, because what follows is the member's."""
 
     def hear(self) -> bytes:
         """Take what has come, and answer it; return the key of a connection that was proved.
@@ -204,43 +191,36 @@ class _Stranger:
         """
         self._has_greeted = self._has_greeted or self.wire.greet()
         while True:
-            header = self._read(HEADER.size, 0)
-            self.number, nbytes = sizes_in(header, self._left_bytes, self.peer)
-            body = self._read(HEADER.size + nbytes, HEADER.size)
-            message = STRANGERS.decoded(body, self.peer)
-            self._left_bytes -= HEADER.size + nbytes
-            self._frame, self._filled = memoryview(bytearray(HEADER.size)), 0
+            while self._missing:
+                received = self.wire.receive_some(self._missing)
+                if not received:
+                    raise EOFError
+                self._missing = self._missing[received:]
             try:
-                answer = self._handshake.send(message)
+                self._missing = memoryview(next(self._handshake))
             except StopIteration as over:
                 key: bytes = over.value
                 return key
-            self.wire.send([frame_of(answer, self.number)], monotonic())
 
-    def _read(self, end: int, start: int) -> bytes:
-        """Return bytes of the frame, once it has come up to `end`."""
-        if len(self._frame) < end:
-            longer = memoryview(bytearray(end))
-            longer[: len(self._frame)] = self._frame
-            self._frame = longer
-        while self._filled < end:
-            received = self.wire.receive_some(self._frame[self._filled : end])
-            if not received:
-                raise EOFError
-            self._filled += received
-        return bytes(self._frame[start:end])
-
-    def _greet(self, token: str) -> Generator[Message, Message, bytes]:
-        """Take messages and yield their answers; return the connection's key."""
-        hello = yield Challenge(b"", b"")  # not sent: it only starts the generator
-        if not isinstance(hello, Hello):
-            raise TransportError(f"{self.peer} sent {type(hello).__name__}, not Hello")
+    def _shake_hands(self, token: str) -> Generator[bytearray, None, bytes]:
+        """Yield memory to be filled with what comes; return the connection's key."""
+        hello = yield from self._message(Hello)
         if not hello.name.isprintable():
             raise PeerRefused(f"{self.peer} has a name that cannot be printed")
-        self.peer = f"reader {hello.name!r}"
+        self.peer, self.name = f"reader {hello.name!r}", hello.name
         nonce = secrets.token_bytes(32)
-        proof = yield Challenge(nonce, proof_of(token, "holder", hello, nonce))
-        if not isinstance(proof, Proof):
-            raise TransportError(f"{self.peer} sent {type(proof).__name__}, not Proof")
+        challenge = Challenge(nonce, proof_of(token, "holder", hello, nonce))
+        self.wire.send([frame_of(challenge, self.number)], monotonic())
+        proof = yield from self._message(Proof)
         check_proof(proof.proof, proof_of(token, "reader", hello, nonce), self.peer)
         return proof_of(token, "key", hello, nonce)
+
+    def _message(self, kind: type[M]) -> Generator[bytearray, None, M]:
+        yield (header := bytearray(HEADER.size))
+        self.number, nbytes = sizes_in(header, self._left_bytes, self.peer)
+        yield (body := bytearray(nbytes))
+        self._left_bytes -= HEADER.size + nbytes
+        message = STRANGERS.decoded(body, self.peer)
+        if not isinstance(message, kind):
+            raise TransportError(f"{self.peer} sent {type(message).__name__}, not {kind.__name__}")
+        return message

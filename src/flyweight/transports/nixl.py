@@ -29,8 +29,6 @@ from operator import attrgetter
 from time import monotonic
 from typing import NamedTuple
 
-import msgspec
-
 from flyweight.errors import (
     FlyweightError,
     MissingDependency,
@@ -44,17 +42,15 @@ from flyweight.forks import call_in_child
 from flyweight.host import reason
 from flyweight.memory import Bytes
 from flyweight.transports import nixl_process
+from flyweight.transports.channel import Message, Refused
 from flyweight.transports.nixl_process import (
-    ANSWERS,
-    MAX_MESSAGE_BYTES,
     NIXL_INSTALL,
     Done,
-    Failed,
     Know,
     Pull,
     Register,
-    Request,
     Start,
+    control_channel,
 )
 from flyweight.transports.segments import Segment
 
@@ -165,7 +161,7 @@ class _Slab(NamedTuple):
 class _Asked(NamedTuple):
     """A request that is on its way."""
 
-    answer: Future[Done | Failed]
+    answer: Future[Message]
     until: float
     """A process that has not answered by then hangs."""
 
@@ -174,12 +170,13 @@ class _Process:
     """A process of NIXL, as the one that starts it sees it. Thread-safe."""
 
     def __init__(self, role: str) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair()
+        self._channel = control_channel(ours, is_starter=True)
         self._popen: subprocess.Popen[bytes] | None = None
         self._owner, self._end_text = os.getpid(), ""
-        self._is_started, self._is_dead = threading.Event(), threading.Event()
+        self._is_started, self.is_dead = threading.Event(), threading.Event()
         self._asking, self._preparing = threading.Lock(), threading.RLock()
-        self._numbers, self._asked = count(1), dict[int, Future[Done | Failed]]()
+        self._numbers, self._asked = count(1), dict[int, Future[Message]]()
         self._registered: weakref.WeakKeyDictionary[Segment, _Asked] = weakref.WeakKeyDictionary()
         self._known: dict[bytes, _Asked] = {}
         # The kernel ends the process with the thread that started it, so that thread stays.
@@ -187,8 +184,8 @@ class _Process:
             target=self._keep, args=(role, theirs), name="flyweight-nixl", daemon=True
         ).start()
         self._is_started.wait()
-        call_in_child(self._control.close)
-        self._start = self.send(Start(0))
+        self.starting = self.send(Start())
+        """Its answer comes once NIXL can be used."""
 
     def _keep(self, role: str, theirs: socket.socket) -> None:
         try:
@@ -203,12 +200,14 @@ class _Process:
                 )
             self._is_started.set()
             try:
-                while data := self._control.recv(MAX_MESSAGE_BYTES):
-                    answer = ANSWERS.decode(data)
+                while True:
+                    frame = self._channel.next_frame()
                     with self._asking:
-                        asked = self._asked.pop(answer.number)
-                    asked.set_result(answer)
-            except (OSError, ValueError, KeyError):  # what no sound process sends
+                        asked = self._asked.pop(frame.number)
+                    asked.set_result(frame.message)
+            except PeerLost:  # it ends
+                pass
+            except (FlyweightError, KeyError):  # what no sound process sends
                 self.kill()
             code = self._popen.wait()
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -217,30 +216,25 @@ class _Process:
             self._end_text = f"the process of NIXL did not start: {reason(cause)}"
         finally:
             with self._asking:
-                self._is_dead.set()
-                self._control.close()
+                self.is_dead.set()
+                self._channel.close()
                 last, self._asked = list(self._asked.values()), {}
             self._is_started.set()
             for each in last:
                 each.set_exception(PeerLost(self._end_text))
 
-    @property
-    def is_dead(self) -> bool:
-        return self._is_dead.is_set()
-
-    def send(self, request: Request, file: int | None = None, nbytes: int = 0) -> _Asked:
+    def send(self, request: Message, file: int | None = None, nbytes: int = 0) -> _Asked:
         """Send a request, with an open file of so many bytes if it needs one."""
         until = monotonic() + _ANSWER_SECONDS + nbytes / _REGISTERED_BYTES
         asked = _Asked(Future(), until)
         with self._asking:
-            if self.is_dead:
+            if self.is_dead.is_set():
                 raise PeerLost(self._end_text)
             number = next(self._numbers)
             self._asked[number] = asked.answer
-            data = msgspec.msgpack.encode(msgspec.structs.replace(request, number=number))
-            with suppress(OSError):  # if it takes nothing, it ends now, or hangs
-                flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-                socket.send_fds(self._control, [data], [] if file is None else [file], flags)
+            files = () if file is None else (file,)
+            with suppress(TransportError):  # if it takes nothing, it ends
+                self._channel.send(request, monotonic(), files, number=number)
         return asked
 
     def wait(self, asked: _Asked, seconds: float) -> Done:
@@ -251,13 +245,10 @@ class _Process:
             if monotonic() >= asked.until:
                 self.kill()
             raise TransferTimeout(f"NIXL did not answer in {seconds:.2g} s") from cause
-        if isinstance(answer, Failed):
+        if isinstance(answer, Refused):
             raise error_named(answer.kind, answer.text)
+        assert isinstance(answer, Done)
         return answer
-
-    def start(self, seconds: float) -> None:
-        """Wait until NIXL can be used, or raise why it cannot be."""
-        self.wait(self._start, seconds)
 
     def slab(self, segment: Segment, seconds: float) -> _Slab:
         """Return where the process has a segment, which it maps and registers once."""
@@ -265,7 +256,7 @@ class _Process:
             if segment not in self._registered:
                 # Else it would keep memory in use that is free here, and let others read it.
                 weakref.finalize(segment, self.kill).atexit = False
-                asked = self.send(Register(0, segment.nbytes), segment.files[0], segment.nbytes)
+                asked = self.send(Register(segment.nbytes), segment.files[0], segment.nbytes)
                 self._registered[segment] = asked
         found = self.wait(self._registered[segment], seconds)
         return _Slab(found.address, segment.start, segment.nbytes, found.key)
@@ -274,7 +265,7 @@ class _Process:
         """Return the name of the process that a key belongs to."""
         with self._preparing:
             if key not in self._known:
-                self._known[key] = self.send(Know(0, key))
+                self._known[key] = self.send(Know(key))
         return self.wait(self._known[key], seconds).peer
 
     def kill(self) -> None:
@@ -284,11 +275,10 @@ class _Process:
 
     def end(self) -> bool:
         """Return True once it is dead: from then on nothing is written to what it had mapped."""
-        with suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
-        if not self._is_dead.wait(_END_SECONDS):
+        self._channel.shut()
+        if not self.is_dead.wait(_END_SECONDS):
             self.kill()  # also one that is stopped
-        return self._is_dead.wait(_END_SECONDS)
+        return self.is_dead.wait(_END_SECONDS)
 
 
 class _Nixl:
@@ -318,26 +308,22 @@ class _Nixl:
                 raise TransportError("NIXL is not used here any more")
             if self._trouble is not None:
                 raise type(self._trouble)(str(self._trouble))
-            if self._process is None or self._process.is_dead:
+            if self._process is None or self._process.is_dead.is_set():
                 self._process = _Process(self._role)
             process = self._process
         try:
-            process.start(seconds)
+            process.wait(process.starting, seconds)
         except (MissingDependency, TransportError) as error:
             if not isinstance(error, (PeerLost, TransferTimeout)):
                 self._trouble = error  # the process says that it will never work
             raise
         return process
 
-    def end(self, process: _Process) -> None:
-        if not process.end():
-            self.is_fenced = False
-
     def close(self) -> None:
         """End the process. Safe to repeat."""
         self._is_closed = True
-        if self._process is not None:
-            self.end(self._process)
+        if self._process is not None and not self._process.end():
+            self.is_fenced = False
 
 
 class NixlServer(_Nixl):
@@ -456,8 +442,9 @@ class NixlPuller(_Nixl):
                     f"{nbytes} bytes of {len(peers)} processes are to be pulled, not "
                     f"{stop - start} of one"
                 )
-            asked = process.send(Pull(0, peers.pop(), pieces, here))
+            asked = process.send(Pull(peers.pop(), pieces, here))
             process.wait(asked, min(stall_seconds, deadline - monotonic()))
         except BaseException:
-            self.end(process)
+            if not process.end():
+                self.is_fenced = False
             raise

@@ -25,14 +25,13 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-import msgspec
-
 from flyweight.errors import FlyweightError, MissingDependency, PeerLost, TransportError
 from flyweight.memory import Bytes, bytes_of
+from flyweight.transports.channel import Channel, Frame, Message, Messages
+from flyweight.transports.wire import FOREVER, Wire
 
 NIXL_INSTALL = "pip install --no-deps nixl-cu12==1.5.1"
 """Without --no-deps pip installs torch with CUDA, which NIXL does not need."""
-MAX_MESSAGE_BYTES = 1 << 17
 _MODULES = ("nixl_cu12", "nixl_cu13")
 _HOST_MEMORY = "DRAM"
 _PULLING_SECONDS, _SERVING_SECONDS = 0.0002, 0.002
@@ -41,29 +40,23 @@ _DRAIN_SECONDS = 0.3
 _PR_SET_PDEATHSIG = 1
 
 
-class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To the process. The answer repeats the number."""
-
-    number: int
-
-
-class Start(Request, frozen=True):
+class Start(Message, frozen=True):
     """Answer once NIXL can be used."""
 
 
-class Register(Request, frozen=True):
+class Register(Message, frozen=True):
     """Map the open file that comes with this, and let NIXL use it."""
 
     nbytes: int
 
 
-class Know(Request, frozen=True):
+class Know(Message, frozen=True):
     """Take in the key of another process's memory."""
 
     key: bytes
 
 
-class Pull(Request, frozen=True):
+class Pull(Message, frozen=True):
     """Bring pieces of a peer's memory here, one behind the other."""
 
     peer: str
@@ -72,10 +65,9 @@ class Pull(Request, frozen=True):
     into: int
 
 
-class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Done(Message, frozen=True):
     """From the process. The fields that the request asks for are set."""
 
-    number: int
     address: int = 0
     """Where the file is mapped in the process."""
     key: bytes = b""
@@ -84,18 +76,11 @@ class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Whose key it was."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """From the process: an error, by the name of its class."""
-
-    number: int
-    kind: str
-    text: str
-
-
-ANSWERS: msgspec.msgpack.Decoder[Done | Failed] = msgspec.msgpack.Decoder(Done | Failed)
-_REQUESTS: msgspec.msgpack.Decoder[Start | Register | Know | Pull] = msgspec.msgpack.Decoder(
-    Start | Register | Know | Pull
-)
+def control_channel(connection: socket.socket, *, is_starter: bool) -> Channel:
+    """Return the channel of a process, or of the one that starts it: nobody else has the ends."""
+    channel = Channel(Wire(connection), "NIXL", Messages(Start, Register, Know, Pull, Done))
+    channel.authenticate(b"", is_reader=is_starter)
+    return channel
 
 
 class _Agent:
@@ -135,14 +120,14 @@ class _Agent:
         rows = [(address, request.nbytes, 0, "")]
         registered = self._nixl.register_memory(rows, _HOST_MEMORY)
         key = self._nixl.get_partial_agent_metadata(registered, True, ["UCX"])
-        return Done(request.number, address, bytes(key))
+        return Done(address, bytes(key))
 
     def know(self, request: Know) -> Done:
         peer: bytes | str = self._nixl.add_remote_agent(request.key)
         name = peer.decode(errors="replace") if isinstance(peer, bytes) else peer
-        return Done(request.number, peer=name)
+        return Done(peer=name)
 
-    def pull(self, request: Pull) -> None:
+    def pull(self, request: Pull, number: int) -> None:
         into, here = request.into, []
         for _, nbytes in request.pieces:
             here.append((into, nbytes, 0))
@@ -150,86 +135,80 @@ class _Agent:
         there = [(address, nbytes, 0) for address, nbytes in request.pieces]
         local, remote = (self._nixl.get_xfer_descs(each, _HOST_MEMORY) for each in (here, there))
         transfer = self._nixl.initialize_xfer("READ", local, remote, request.peer)
-        self.pulls[request.number] = transfer
+        self.pulls[number] = transfer
         if self._nixl.transfer(transfer) == "ERR":
             raise PeerLost("NIXL could not begin a transfer")
 
-    def go_on(self) -> list[Done | Failed]:
-        """Answer peers for a moment, go on with all transfers, and return what has ended."""
+    def go_on(self) -> dict[int, str]:
+        """Answer peers for a moment, and go on with all transfers; return how some have ended."""
         with suppress(*self.errors):  # a peer is gone; which one does not matter
             self._nixl.get_new_notifs()
-        ended: list[Done | Failed] = []
+        ended = {}
         for number, transfer in list(self.pulls.items()):
             try:
                 state = self._nixl.check_xfer_state(transfer)
             except self.errors as cause:
                 state = f"{type(cause).__name__} {cause}"
             if state == "DONE":
-                self._nixl.release_xfer_handle(self.pulls.pop(number))
-                ended.append(Done(number))
-            elif state != "PROC":
-                self.pulls.pop(number)
-                ended.append(Failed(number, "PeerLost", f"NIXL's transfer ended with {state}"))
+                self._nixl.release_xfer_handle(transfer)
+            if state != "PROC":
+                ended[number] = state
+                del self.pulls[number]
         return ended
 
 
-def _answer(agent: _Agent, data: bytes, files: Sequence[int]) -> Done | Failed | None:
+def _answer(agent: _Agent, frame: Frame) -> Done | None:
     """Do what is asked; return None if the answer comes later."""
-    request = _REQUESTS.decode(data)
-    try:
-        match request:
-            case Start():
-                return Done(request.number)
-            case Register():
-                return agent.register(request, files[0])
-            case Know():
-                return agent.know(request)
-            case Pull():
-                agent.pull(request)
-                return None
-    except FlyweightError as error:
-        return Failed(request.number, type(error).__name__, str(error))
-    except agent.errors as cause:
-        text = f"NIXL refused {type(request).__name__}: {type(cause).__name__} {cause}"
-        return Failed(request.number, "PeerLost", text[:1000])
+    match frame.message:
+        case Register() as request:
+            return agent.register(request, frame.files[0])
+        case Know() as request:
+            return agent.know(request)
+        case Pull() as request:
+            agent.pull(request, frame.number)
+            return None
+    return Done()
 
 
-def _run(agent: _Agent, control: socket.socket, *, is_server: bool) -> None:
+def _run(agent: _Agent, channel: Channel, *, is_server: bool) -> None:
     """Do what comes, until the other end is closed or a transfer fails: it may still write then."""
     while True:
-        for answer in agent.go_on():
-            control.send(msgspec.msgpack.encode(answer))
-            if isinstance(answer, Failed):
+        for number, state in agent.go_on().items():
+            if state != "DONE":
+                channel.refuse(PeerLost(f"NIXL's transfer ended with {state}"), number)
                 return
+            channel.send(Done(), FOREVER, number=number)
         pause = _SERVING_SECONDS if is_server else None  # over TCP, a server must be pumped
         wait = _PULLING_SECONDS if agent.pulls else pause
-        if not select.select([control], [], [], wait)[0]:
+        if not select.select([channel.wire], [], [], wait)[0]:
             continue
-        data, files, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
-        if not data:
-            return
+        frame = channel.next_frame()
         try:
-            found = _answer(agent, data, files)
+            found = _answer(agent, frame)
+        except PeerLost as error:
+            channel.refuse(error, frame.number)
+        except agent.errors as cause:
+            text = f"NIXL refused {type(frame.message).__name__}: {type(cause).__name__} {cause}"
+            channel.refuse(PeerLost(text[:1000]), frame.number)
+        else:
+            if found is not None:
+                channel.send(found, FOREVER, number=frame.number)
         finally:
-            for each in files:
-                os.close(each)
-        if found is not None:
-            control.send(msgspec.msgpack.encode(found))
+            frame.close()
 
 
 def main() -> None:
     """Run until the other end of the standard input is closed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have the weights
-    control = socket.socket(fileno=os.dup(0))
+    channel = control_channel(socket.socket(fileno=os.dup(0)), is_starter=False)
     try:
         agent = _Agent()
     except FlyweightError as error:
-        number = _REQUESTS.decode(control.recv(MAX_MESSAGE_BYTES)).number
-        control.send(msgspec.msgpack.encode(Failed(number, type(error).__name__, str(error))))
+        channel.refuse(error, channel.next_frame().number)
         return
-    with suppress(ConnectionError):  # the process that started this one is gone
-        _run(agent, control, is_server=sys.argv[1] == "serve")
+    with suppress(TransportError):  # the process that started this one is gone
+        _run(agent, channel, is_server=sys.argv[1] == "serve")
     end = monotonic() + _DRAIN_SECONDS
     while agent.pulls and monotonic() < end:  # one that is cut off may abort the peer's process
         agent.go_on()

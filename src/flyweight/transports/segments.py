@@ -168,7 +168,9 @@ def places_in_shared_memory(memory: BufferTable) -> Placed | None:
         # The kernel lists mappings by address.
         found = [each for each in shared_mappings() if each.file in files]
         starts = np.array([0, *(each.start for each in found)])
-        ends = np.array([0, *(_end(each, files[each.file][1]) for each in found)])
+        # A mapping may be larger than its file.
+        sizes = (min(each.end - each.start, files[each.file][1] - each.offset) for each in found)
+        ends = starts + np.array([0, *sizes])
         index = np.searchsorted(starts, low, side="right") - 1
         if (high > ends[index]).any():
             return None
@@ -192,11 +194,6 @@ def _open_files() -> dict[tuple[int, int], tuple[int, int]]:
             status = os.fstat(int(name))
             found[status.st_dev, status.st_ino] = int(name), status.st_size
     return found
-
-
-def _end(mapping: SharedMapping, file_bytes: int) -> int:
-    """Return the end of the memory that both a mapping and its file have."""
-    return min(mapping.end, mapping.start - mapping.offset + file_bytes)
 
 
 def _shared(mapping: SharedMapping, file: int, owner: object) -> Segment:

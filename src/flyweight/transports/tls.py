@@ -119,19 +119,16 @@ class TlsWire(Wire):
     def shake_hands(self, deadline: float) -> None:
         """Return once the connection is encrypted; raise PeerRefused if one side refuses."""
         try:
-            while not self._has_greeted(deadline):
-                pass
+            while True:
+                try:
+                    if self.greet():
+                        return
+                except BlockingIOError:
+                    self._wait(select.POLLIN, deadline, FOREVER)
         except DeadlinePassed as cause:
             raise TransferTimeout("the other side did not shake hands in time") from cause
         except OSError as cause:
             raise PeerLost(f"no encrypted connection: {cause}; is tls= given there?") from cause
-
-    def _has_greeted(self, deadline: float) -> bool:
-        try:
-            return self.greet()
-        except BlockingIOError:
-            self._wait(select.POLLIN, deadline, FOREVER)
-            return False
 
     def send(
         self,

@@ -51,8 +51,10 @@ class Wire:
         todo = [view for each in parts if (view := memoryview(each).cast("B"))]
         while todo:
             some = todo[:_PARTS_AT_ONCE]
+            passed = [np.array(files, np.int32)] if files else []
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, each) for each in passed]
             try:
-                sent = self._socket.sendmsg(some, _passing(files), socket.MSG_NOSIGNAL)
+                sent = self._socket.sendmsg(some, ancillary, socket.MSG_NOSIGNAL)
                 files = ()
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline, stall_seconds)
@@ -136,13 +138,6 @@ class Wire:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _passing(files: Sequence[int]) -> list[tuple[int, int, bytes]]:
-    """Return what a message needs to carry open files."""
-    if not files:
-        return []
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, np.array(files, np.int32).tobytes())]
 
 
 def _milliseconds(deadline: float) -> float | None:
