@@ -207,6 +207,7 @@ def engine(address, options, pipe):
 
     stop_at: tell the test "before" or a point, such as "copy" or "range 5", and wait there.
     stall_seconds: how long a holder may make no progress.
+    num_connections: how many bring ranges; one brings them in order.
     host: the name of a host of its own: it maps no memory of others.
     is_spoiled: whether it passes wrong bytes on.
     """
@@ -216,6 +217,7 @@ def engine(address, options, pipe):
     ranks = options.get("rank", 0), options.get("world_size", 1)
     part = Part(options.pop("shapes", SHAPES), options.pop("make", plain), *ranks, dim=1)
     fetch.STALL_SECONDS = options.pop("stall_seconds", LIMIT)
+    fetch.NUM_CONNECTIONS = options.pop("num_connections", fetch.NUM_CONNECTIONS)
     with Replica(part.model, address, **{"token": TOKEN, **options}) as replica:
         pipe.send(replica.serves_at)
         while True:

@@ -115,10 +115,14 @@ def test_the_trainer_sends_one_model_and_readers_serve_each_other(processes):
 
 
 def parent_at(processes, point, **options):
-    """Return a trainer, and an engine that others fetch from and that waits at a range."""
+    """Return a trainer, and an engine that others fetch from and that waits at a range.
+
+    It has all ranges before that one.
+    """
     trainer = processes.trainer(keep="memory", shapes=LARGE)
     address = trainer.told()
-    parent = processes.engine(address, name="parent", transport="read", shapes=LARGE, **options)
+    options = {"transport": "read", "shapes": LARGE, "num_connections": 1, **options}
+    parent = processes.engine(address, name="parent", **options)
     parent.told()
     parent.send(("update", {"timeout_seconds": LIMIT, "stop_at": point}))
     trainer.send(("publish", 1, {"timeout_seconds": LIMIT}))
