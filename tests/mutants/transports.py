@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "a holder takes any token",
         "transports/door.py",
-        '        check_proof(proof.proof, proof_of(token, "reader", hello, nonce), self.peer)\n',
+        '        check_proof(proof.proof, proof_of(token, "reader", hello, nonce), peer)\n',
         "",
         "tests/transports/test_door.py",
     ),

@@ -355,6 +355,17 @@ def test_a_rank_that_missed_a_call_is_not_out_of_step_for_the_next(late):
         assert list(pool.map(rank_part, range(2))) == [[[0, 1]] * 2, [[]] * 2]
 
 
+def test_a_rank_that_another_process_takes_too_is_told():
+    class Shared(FakeRendezvousStore):
+        def set(self, key, text, deadline):
+            super().set(key, text and "of another process", deadline)
+
+    store = Shared()
+    with pytest.raises(TransferTimeout, match="another process made it as rank 1"):
+        join_group(Rendezvous(1, 2, store, "group"), timeout_seconds=0.1)
+    assert store.get("group/arrival/1", 0) == "of another process"
+
+
 def test_ranks_that_take_different_ranks_for_the_coordinator_are_told():
     store = FakeRendezvousStore()
 

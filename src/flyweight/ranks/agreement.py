@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
-from typing import Any, cast
+from typing import Any
 
 from flyweight.errors import (
     FlyweightError,
@@ -66,7 +66,7 @@ class Ranks:
                 error = LifecycleError(f"this rank could not {what}: {cause!r}")
                 error.__cause__ = cause
             try:
-                said = self._said(group, what, deadline, error, mine)
+                said = self._said(group, _answer(what, error, mine), deadline)
             except TransportError:
                 if error is None:
                     raise
@@ -127,16 +127,10 @@ class Ranks:
             self._group = join_group(self._rendezvous, deadline=end)
         return self._group
 
-    def _said(
-        self, group: Group, what: str, end: float, error: BaseException | None, facts: Facts
-    ) -> list[Answer]:
-        """Return the answers of all ranks: what each is at, its error, and its facts."""
-        kind = "" if error is None else type(error).__name__
-        text = "" if error is None else f"{kind}: {error}"
-        mine: Json = {"what": what, "error": kind, "text": text, **facts}
+    def _said(self, group: Group, mine: Answer, end: float) -> list[Any]:
         while True:
             try:
-                return cast("list[Answer]", group.exchange(what, mine, end))
+                return group.exchange(mine["what"], mine, end)
             except RankLeft:  # it was started again, or heard of one that was
                 self._part()
                 group = self._join(end)
@@ -161,7 +155,7 @@ class RankAgreement(Ranks):
         """
         while True:
             is_last = monotonic() >= deadline
-            said = self._exchange(what, deadline, error, {"is_last": is_last, **facts})
+            said = self._exchange(_answer(what, error, {"is_last": is_last, **facts}), deadline)
             if len({each["what"] for each in said}) == 1:
                 raise_first(said, error)
                 return said
@@ -176,19 +170,17 @@ class RankAgreement(Ranks):
 
         Raises LifecycleError if a rank is at something else.
         """
-        said = self._exchange(what, deadline, error, facts)
+        said = self._exchange(_answer(what, error, facts), deadline)
         _raise_mixed(said)
         return said
 
-    def _exchange(
-        self, what: str, deadline: float, error: BaseException | None, facts: Facts
-    ) -> list[Answer]:
+    def _exchange(self, mine: Answer, deadline: float) -> list[Answer]:
         # A rank that tries until the deadline sends its answer after it.
         end = max(deadline, monotonic()) + _LATE_SECONDS
         try:
-            with self._in_turn(what, end):
+            with self._in_turn(mine["what"], end):
                 self.renew()
-                return self._said(self._join(end), what, end, error, facts)
+                return self._said(self._join(end), mine, end)
         except TransportError as fault:
             raise PeerLost(f"the ranks did not decide: {fault}") from fault
 
@@ -200,6 +192,12 @@ def raise_first(said: list[Answer], own: BaseException | None = None) -> None:
     for rank, each in enumerate(said):
         if each["error"]:
             raise error_named(each["error"], f"rank {rank}: {each['text']}")
+
+
+def _answer(what: str, error: BaseException | None, facts: Facts) -> Answer:
+    kind = "" if error is None else type(error).__name__
+    text = "" if error is None else f"{kind}: {error}"
+    return {"what": what, "error": kind, "text": text, **facts}
 
 
 def _raise_mixed(said: list[Answer]) -> None:

@@ -198,14 +198,12 @@ def listening_tcp(address: TcpAddress) -> tuple[socket.socket, TcpAddress]:
     All interfaces are IPv4 and IPv6 together, where the system has both.
     """
     host, port = address.host, address.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        if host == "::" and socket.has_dualstack_ipv6():
-            server = socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-            )
-        else:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            server = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        server = socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
     except OSError as cause:
         raise TransportError(f"cannot listen at {address}: {cause.strerror or cause}") from cause
     return server, TcpAddress(host, server.getsockname()[1])

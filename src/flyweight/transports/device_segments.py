@@ -149,16 +149,13 @@ def _runs(allocations: Sequence[driver.Allocation]) -> Iterator[list[driver.Allo
     """Yield mapped allocations that follow each other together, and all others alone."""
     run: list[driver.Allocation] = []
     for each in allocations:
-        if run and (each.can_ipc or run[-1].can_ipc or each.start != _end(run)):
+        end = run[-1].start + run[-1].nbytes if run else 0
+        if run and (each.can_ipc or run[-1].can_ipc or each.start != end):
             yield run
             run = []
         run.append(each)
     if run:
         yield run
-
-
-def _end(run: Sequence[driver.Allocation]) -> int:
-    return run[-1].start + run[-1].nbytes
 
 
 def _exported_run(device: int, run: Sequence[driver.Allocation], owner: object) -> DeviceSegment:

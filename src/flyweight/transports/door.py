@@ -39,12 +39,11 @@ from flyweight.transports.channel import (
     Proof,
     Refused,
     check_proof,
-    frame_of,
     proof_of,
     sizes_in,
 )
 from flyweight.transports.tls import Tls, TlsWire
-from flyweight.transports.wire import DeadlinePassed, Wire
+from flyweight.transports.wire import Wire
 
 PLACES = 64
 ADMIT_SECONDS = 5.0
@@ -90,7 +89,7 @@ class Door:
         for server in self._servers:
             server.close()
         for stranger in self._strangers.values():
-            stranger.wire.close()
+            stranger.channel.close()
         if self._bell >= 0:
             os.close(self._bell)
         self._servers, self._strangers, self._bell, self._thread = [], {}, -1, None
@@ -135,15 +134,17 @@ class Door:
             except (OSError, FlyweightError):  # another user's, or it has left again
                 connection.close()
             else:
-                self._strangers[stranger.wire.fileno()] = stranger
+                self._strangers[connection.fileno()] = stranger
 
     def _stranger(self, connection: socket.socket, peer: object) -> _Stranger:
         if connection.family == socket.AF_UNIX:
             check_peer(connection, "the other end")
-            return _Stranger(Wire(connection), "reader on this host", self._token)
-        keep_alive(connection)
-        wire = Wire(connection) if self._tls is None else TlsWire(connection, self._tls)
-        return _Stranger(wire, f"reader at {peer}", self._token)
+            channel = Channel(Wire(connection), "reader on this host", self._messages)
+        else:
+            keep_alive(connection)
+            wire = Wire(connection) if self._tls is None else TlsWire(connection, self._tls)
+            channel = Channel(wire, f"reader at {peer}", self._messages)
+        return _Stranger(channel, self._token)
 
     def _hear(self, stranger: _Stranger) -> None:
         """Read what has come from a stranger; a proof makes it a member."""
@@ -151,34 +152,30 @@ class Door:
             key = stranger.hear()
         except BlockingIOError:
             return
-        except (OSError, EOFError, DeadlinePassed):
-            self._leave(stranger)
-            stranger.wire.close()
+        except (OSError, EOFError):
+            self._send_away(stranger, None)
         except FlyweightError as error:
             self._send_away(stranger, error)
         else:
-            self._leave(stranger)
-            channel = Channel(stranger.wire, stranger.peer, self._messages)
-            channel.name = stranger.name
-            channel.authenticate(key, is_reader=False)
-            self._admit(channel)
+            del self._strangers[stranger.channel.wire.fileno()]
+            stranger.channel.authenticate(key, is_reader=False)
+            self._admit(stranger.channel)
 
-    def _send_away(self, stranger: _Stranger, error: FlyweightError) -> None:
-        self._leave(stranger)
-        refused = Refused(type(error).__name__, str(error))
-        with suppress(OSError, DeadlinePassed, FlyweightError):
-            stranger.wire.send([frame_of(refused, stranger.number)], monotonic())
-        stranger.wire.close()
-
-    def _leave(self, stranger: _Stranger) -> None:
-        del self._strangers[stranger.wire.fileno()]
+    def _send_away(self, stranger: _Stranger, error: FlyweightError | None) -> None:
+        channel = stranger.channel
+        del self._strangers[channel.wire.fileno()]
+        if error is not None:
+            with suppress(FlyweightError):
+                refused = Refused(type(error).__name__, str(error))
+                channel.send(refused, monotonic(), number=stranger.number)
+        channel.close()
 
 
 class _Stranger:
     """A connection that has proved nothing yet."""
 
-    def __init__(self, wire: Wire, peer: str, token: str) -> None:
-        self.wire, self.peer, self.name = wire, peer, ""
+    def __init__(self, channel: Channel, token: str) -> None:
+        self.channel = channel
         self.deadline, self.number = monotonic() + ADMIT_SECONDS, 0
         self._has_greeted, self._left_bytes = False, STRANGER_BYTES
         self._missing, self._handshake = memoryview(b""), self._shake_hands(token)
@@ -189,10 +186,10 @@ class _Stranger:
 
         Raises BlockingIOError if there is more to come.
         """
-        self._has_greeted = self._has_greeted or self.wire.greet()
+        self._has_greeted = self._has_greeted or self.channel.wire.greet()
         while True:
             while self._missing:
-                received = self.wire.receive_some(self._missing)
+                received = self.channel.wire.receive_some(self._missing)
                 if not received:
                     raise EOFError
                 self._missing = self._missing[received:]
@@ -206,21 +203,23 @@ class _Stranger:
         """Yield memory to be filled with what comes; return the connection's key."""
         hello = yield from self._message(Hello)
         if not hello.name.isprintable():
-            raise PeerRefused(f"{self.peer} has a name that cannot be printed")
-        self.peer, self.name = f"reader {hello.name!r}", hello.name
+            raise PeerRefused(f"{self.channel.peer} has a name that cannot be printed")
+        self.channel.name = hello.name
+        self.channel.peer = peer = f"reader {hello.name!r}"
         nonce = secrets.token_bytes(32)
         challenge = Challenge(nonce, proof_of(token, "holder", hello, nonce))
-        self.wire.send([frame_of(challenge, self.number)], monotonic())
+        self.channel.send(challenge, monotonic(), number=self.number)
         proof = yield from self._message(Proof)
-        check_proof(proof.proof, proof_of(token, "reader", hello, nonce), self.peer)
+        check_proof(proof.proof, proof_of(token, "reader", hello, nonce), peer)
         return proof_of(token, "key", hello, nonce)
 
     def _message(self, kind: type[M]) -> Generator[bytearray, None, M]:
         yield (header := bytearray(HEADER.size))
-        self.number, nbytes = sizes_in(header, self._left_bytes, self.peer)
+        peer = self.channel.peer
+        self.number, nbytes = sizes_in(header, self._left_bytes, peer)
         yield (body := bytearray(nbytes))
         self._left_bytes -= HEADER.size + nbytes
-        message = STRANGERS.decoded(body, self.peer)
+        message = STRANGERS.decoded(body, peer)
         if not isinstance(message, kind):
-            raise TransportError(f"{self.peer} sent {type(message).__name__}, not {kind.__name__}")
+            raise TransportError(f"{peer} sent {type(message).__name__}, not {kind.__name__}")
         return message
