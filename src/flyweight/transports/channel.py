@@ -39,7 +39,7 @@ from flyweight.forks import call_in_child
 from flyweight.memory import Bytes
 from flyweight.transports.wire import FILES_AT_ONCE, FOREVER, DeadlinePassed, Wire
 
-PROTOCOL = 10
+PROTOCOL = 11
 HEADER = struct.Struct("<2sBxII")
 TAG_BYTES = 16
 STRANGER_BYTES, FRAME_BYTES = 4 << 10, 256 << 20
