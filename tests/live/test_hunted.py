@@ -190,10 +190,10 @@ def test_a_lease_that_was_ended_is_noticed_before_anything_else_is_said():
     shelf, id = Shelf(), PublishId("3fa9c1d2", 1)
     shelf.offer(SimpleNamespace(id=id))
     shelf.lease(id, 7, monotonic() + LIMIT)
-    shelf.check_lease(id, 7)
+    shelf.leased(7)
     shelf.reclaim(id, monotonic())
     with pytest.raises(HandleGone, match="has ended; the memory may have changed"):
-        shelf.check_lease(id, 7)
+        shelf.leased(7)
 
 
 # Leases and digests.
@@ -487,5 +487,5 @@ def test_a_door_stays_open_when_a_reader_could_not_be_served(monkeypatch, fault)
         with sink:
             assert not sink.is_connected
             assert source.replicas == []
-            assert not source.shelf._channels
+            assert not source.shelf._readers
             check_next_update(source, weights, (sink, arrays))

@@ -8,15 +8,9 @@ import pytest
 from every_order import NotPossible, explore
 
 from flyweight.errors import VersionError
+from flyweight.live.messages import Join, Result
 from flyweight.live.publish_id import PublishId
-from flyweight.live.tracker import (
-    CHAIN_HOSTS,
-    MAX_HOLDERS,
-    MAX_PLACES,
-    MAX_REFUSED,
-    Result,
-    Tracker,
-)
+from flyweight.live.tracker import CHAIN_HOSTS, MAX_HOLDERS, MAX_PLACES, MAX_REFUSED, Tracker
 
 LOST = "PeerLost: rank {} of 'e' died, or its lease was ended"
 
@@ -27,8 +21,8 @@ def id_(version, session="3fa9c1d2"):
 
 def join(tracker, reader, name="", rank=0, num_ranks=1, *, host="", serves=True):
     place = f"tcp://h:{reader}" if serves else ""
-    host = host or f"host {reader}"
-    tracker.join(reader, name or f"r{reader}", rank, num_ranks, serves_at=place, host=host)
+    name, host = name or f"r{reader}", host or f"host {reader}"
+    tracker.join(reader, Join(name, 0, rank, num_ranks, host, place, ""))
 
 
 def waiting(count):
@@ -47,7 +41,7 @@ def holders(tracker, reader, kind="k"):
 
 
 def outcomes(tracker, id):
-    return {each.name: each.error for each in tracker.results(id)}
+    return {each.name: each.error for each in tracker.outcome(id).results}
 
 
 # What readers are told of.
@@ -187,7 +181,7 @@ def test_a_version_that_the_trainer_withdrew_is_there_as_long_as_others_have_it(
     join(tracker, 3)
     assert tracker.answer(2, "k", None, None, is_offered=False) == ("tcp://h:1",)
     assert tracker.answer(3, "other", None, None, is_offered=False) is None
-    assert "r3" not in tracker.missing(id_(1))  # it was not told
+    assert "r3" not in tracker.outcome(id_(1)).missing  # it was not told
 
 
 def test_only_readers_that_wait_for_another_version_are_told_of_a_new_one():
@@ -199,7 +193,7 @@ def test_only_readers_that_wait_for_another_version_are_told_of_a_new_one():
     assert tracker.waiting() == ["r0", "r2"]
     tracker.announce(id_(1))
     assert tracker.newest == id_(1)
-    assert tracker.missing(id_(1)) == ["r0"]
+    assert tracker.outcome(id_(1)).missing == ["r0"]
     tracker.lose(0)
     tracker.lose(2)
     assert tracker.replicas() == ["r1", "r3"]
@@ -216,17 +210,17 @@ def test_the_result_of_an_engine_is_joined_from_its_ranks():
         join(tracker, rank, "e", rank, 2)
         holders(tracker, rank, kind=f"k{rank}")
     tracker.done(1, id_(1), Result("e", 11, 5, 2.0, 0.1, 0.5, 0.3, 0.1, 0.4, "read", 3))
-    assert tracker.missing(id_(1)) == ["e"]
-    assert tracker.results(id_(1)) == []
+    assert tracker.outcome(id_(1)).missing == ["e"]
+    assert tracker.outcome(id_(1)).results == []
     tracker.done(0, id_(1), Result("e", 10, 7, 1.0, 0.2, 0.4, 0.4, 0.2, 0.3, "mapped", 4))
-    assert tracker.missing(id_(1)) == []
-    assert tracker.results(id_(1)) == [
+    assert tracker.outcome(id_(1)).missing == []
+    assert tracker.outcome(id_(1)).results == [
         Result("e", 10, 12, 2.0, 0.2, 0.5, 0.4, 0.2, 0.4, "mapped+read", 7)
     ]
     failed = Result("e", 11, error="PeerLost: gone", is_touched=True)
     tracker.done(1, id_(1), failed)
     tracker.done(0, id_(1), Result("e", 10, error="TransferTimeout: late"))
-    assert tracker.results(id_(1)) == [
+    assert tracker.outcome(id_(1)).results == [
         Result("e", 10, error="TransferTimeout: late", is_touched=True)
     ]
 
@@ -250,7 +244,7 @@ def test_a_rank_that_is_lost_after_it_was_told_makes_its_engine_fail():
     tracker.done(0, id_(1), Result("e"))
     tracker.lose(1)
     tracker.lose(0)
-    assert tracker.missing(id_(1)) == []
+    assert tracker.outcome(id_(1)).missing == []
     assert outcomes(tracker, id_(1)) == {"e": LOST.format(1)}
 
 
@@ -261,14 +255,14 @@ def test_an_engine_whose_ranks_have_fetched_everything_is_missing_and_needs_nobo
         tracker.wait(rank, "k", None)
     tracker.announce(id_(1))
     tracker.staged(0, id_(1))
-    assert tracker.needing(id_(1)) == ["e"]
+    assert tracker.outcome(id_(1)).needing == ["e"]
     tracker.staged(1, id_(1))
-    assert (tracker.needing(id_(1)), tracker.missing(id_(1))) == ([], ["e"])
+    assert (tracker.outcome(id_(1)).needing, tracker.outcome(id_(1)).missing) == ([], ["e"])
     assert holders(tracker, 1) == [0]  # it has begun again
-    assert tracker.needing(id_(1)) == ["e"]
-    assert tracker.needing(id_(2)) == []
+    assert tracker.outcome(id_(1)).needing == ["e"]
+    assert tracker.outcome(id_(2)).needing == []
     tracker.lose(1)
-    assert (tracker.needing(id_(1)), tracker.missing(id_(1))) == ([], ["e"])
+    assert (tracker.outcome(id_(1)).needing, tracker.outcome(id_(1)).missing) == ([], ["e"])
 
 
 def test_an_engine_needs_the_trainer_until_each_of_its_ranks_has_asked():
@@ -279,11 +273,11 @@ def test_an_engine_needs_the_trainer_until_each_of_its_ranks_has_asked():
     tracker.wait(0, "k0", None)
     tracker.announce(id_(1))
     tracker.staged(0, id_(1))
-    assert tracker.needing(id_(1)) == ["e"]
+    assert tracker.outcome(id_(1)).needing == ["e"]
     assert holders(tracker, 1, "k1") == []
-    assert tracker.needing(id_(1)) == ["e"]
+    assert tracker.outcome(id_(1)).needing == ["e"]
     tracker.staged(1, id_(1))
-    assert (tracker.needing(id_(1)), tracker.missing(id_(1))) == ([], ["e"])
+    assert (tracker.outcome(id_(1)).needing, tracker.outcome(id_(1)).missing) == ([], ["e"])
 
 
 def test_an_engine_that_has_failed_needs_nobody_though_a_rank_never_asked():
@@ -294,27 +288,30 @@ def test_an_engine_that_has_failed_needs_nobody_though_a_rank_never_asked():
     for rank in range(2):
         holders(tracker, rank)
         tracker.staged(rank, id_(1))
-    assert tracker.needing(id_(1)) == ["e"]
+    assert tracker.outcome(id_(1)).needing == ["e"]
     tracker.done(0, id_(1), Result("e", error="PeerLost: rank 2 is gone"))
-    assert tracker.needing(id_(1)) == []
+    assert tracker.outcome(id_(1)).needing == []
 
 
 def test_readers_that_were_lost_before_they_were_told_have_no_result():
     tracker = waiting(2)
     tracker.lose(0)
     tracker.announce(id_(1))
-    assert (tracker.missing(id_(1)), tracker.results(id_(1))) == (["r1"], [])
+    assert (tracker.outcome(id_(1)).missing, tracker.outcome(id_(1)).results) == (["r1"], [])
 
 
 def test_what_was_done_for_another_version_does_not_count():
     tracker = waiting(1)
     tracker.announce(id_(1))
     tracker.done(0, id_(1, "old"), Result("r0"))
-    assert tracker.missing(id_(1)) == ["r0"]
-    assert (tracker.missing(id_(1, "old")), tracker.results(id_(1, "old"))) == ([], [])
+    assert tracker.outcome(id_(1)).missing == ["r0"]
+    assert (tracker.outcome(id_(1, "old")).missing, tracker.outcome(id_(1, "old")).results) == (
+        [],
+        [],
+    )
     tracker.done(0, id_(1), Result("r0"))
     tracker.announce(id_(2))
-    assert (tracker.missing(id_(1)), tracker.results(id_(1))) == ([], [])
+    assert (tracker.outcome(id_(1)).missing, tracker.outcome(id_(1)).results) == ([], [])
 
 
 def test_engines_that_were_refused_are_in_the_results_of_the_next_version_only():
@@ -322,25 +319,25 @@ def test_engines_that_were_refused_are_in_the_results_of_the_next_version_only()
     tracker.announce(id_(1))
     tracker.refused("bad", "ShapeMismatch: first")
     tracker.refused("bad", "ShapeMismatch: second")
-    assert tracker.results(id_(1)) == []
+    assert tracker.outcome(id_(1)).results == []
     tracker.announce(id_(2))
-    assert tracker.results(id_(2)) == [Result("bad", error="ShapeMismatch: second")]
+    assert tracker.outcome(id_(2)).results == [Result("bad", error="ShapeMismatch: second")]
     tracker.announce(id_(3))
-    assert tracker.results(id_(3)) == []
+    assert tracker.outcome(id_(3)).results == []
 
 
 def test_a_refused_engine_that_came_back_has_one_result():
     tracker = waiting(1)
     tracker.refused("r0", "ShapeMismatch")
     tracker.announce(id_(1))
-    assert tracker.results(id_(1)) == []
+    assert tracker.outcome(id_(1)).results == []
     tracker.done(0, id_(1), Result("r0"))
     assert outcomes(tracker, id_(1)) == {"r0": ""}
     tracker.refused("late", "ShapeMismatch")
     join(tracker, 1, "late")
     holders(tracker, 1)
     tracker.announce(id_(2))
-    assert tracker.results(id_(2)) == []
+    assert tracker.outcome(id_(2)).results == []
 
 
 # Bounds.
@@ -352,7 +349,9 @@ def test_refused_engines_are_bounded_and_the_latest_are_kept():
         tracker.refused(f"bad {number}", "ShapeMismatch")
     tracker.announce(id_(1))
     kept = [*range(6, MAX_REFUSED), 0, *range(MAX_REFUSED, MAX_REFUSED + 5)]
-    assert [each.name for each in tracker.results(id_(1))] == [f"bad {each}" for each in kept]
+    assert [each.name for each in tracker.outcome(id_(1)).results] == [
+        f"bad {each}" for each in kept
+    ]
 
 
 def size(value):
@@ -379,7 +378,7 @@ def test_a_restart_loop_is_bounded_within_a_version_and_forgotten_after_it():
     full = size(vars(tracker))
     restarts(tracker, MAX_PLACES + 1, 50)
     assert size(vars(tracker)) == full
-    assert len(tracker.results(id_(1))) == MAX_PLACES
+    assert len(tracker.outcome(id_(1)).results) == MAX_PLACES
     tracker.announce(id_(2))
     assert size(vars(tracker)) == empty
 
@@ -442,7 +441,7 @@ class Places:
             raise NotPossible  # places are alike but for their hosts, so that they may come in order
         reader = min(set(range(2 * len(self.hosts))).difference(*self.readers.values()))
         host = self.hosts[place]
-        self.tracker.join(reader, f"r{place}", 0, 1, serves_at=str(place), host=host)
+        self.tracker.join(reader, Join(f"r{place}", 0, 0, 1, host, str(place), ""))
         self.readers.setdefault(place, []).append(reader)
         self.told.pop(place, None)
 
@@ -618,10 +617,10 @@ class Ranks:
     def check(self):
         errors = [self.ended[rank] for rank in sorted(self.ended)]
         is_missing = None in errors
-        assert self.tracker.missing(id_(self.version)) == ["e"] * is_missing
+        assert self.tracker.outcome(id_(self.version)).missing == ["e"] * is_missing
         needs = [rank not in self.complete for rank in self.ended if self.ended[rank] is None]
         lacks_one = len(self.ended) == 1 and is_missing
-        assert self.tracker.needing(id_(self.version)) == ["e"] * (any(needs) or lacks_one)
+        assert self.tracker.outcome(id_(self.version)).needing == ["e"] * (any(needs) or lacks_one)
         found = outcomes(self.tracker, id_(self.version))
         if is_missing or not errors:
             assert found == {}

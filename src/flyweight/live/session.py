@@ -20,7 +20,7 @@ from flyweight.errors import PeerLost, PlanError, SpecError, TransferTimeout, Tr
 from flyweight.live.catalog import Catalog
 from flyweight.live.fetch import Connections
 from flyweight.live.holder import Holding
-from flyweight.live.messages import Declined, Done, Planned, Staged
+from flyweight.live.messages import Confirmed, Declined, Done, Staged
 from flyweight.live.offer import About
 from flyweight.live.plan import Plan, Plans, make_plan
 from flyweight.live.publish_id import PublishId
@@ -149,7 +149,7 @@ class Session:
         except (PlanError, SpecError) as error:  # the trainer's next report says so
             with suppress(TransportError):
                 text = f"{type(error).__name__}: {error}"
-                self.front.channel.call(Declined(text), Planned, deadline)
+                self.front.channel.call(Declined(text), Confirmed, deadline)
             raise
         for each in self.plans:
             self.front.want(each, deadline)
