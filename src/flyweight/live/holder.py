@@ -22,8 +22,8 @@ from flyweight.errors import (
     FlyweightError,
     HandleGone,
     PeerLost,
-    PlanError,
     SpecError,
+    TransferTimeout,
     TransportError,
 )
 from flyweight.events import announce
@@ -246,8 +246,6 @@ class Conversation:
         except FlyweightError as error:  # the reader asked for what there is not
             if self._channel.has_failed or self._me.ending:
                 raise
-            if isinstance(error, PlanError):
-                self._shelf.refuse(self._reader, f"PlanError: {error}")
             if frame.number:
                 self._channel.refuse(error, frame.number)
         else:
@@ -372,18 +370,23 @@ class Conversation:
         self._planned(kind)
         counted = self._shelf.waiting(self._reader, kind, wait) if wait.seconds else nullcontext()
         with counted:
-            while True:
-                found = self._shelf.answer(self._reader, kind, wait)
-                if found is not None:
-                    if isinstance(found, messages.Available):
-                        self._told = found.id
-                    return found
-                # In time, or the reader cancels, or it is gone.
-                if monotonic() >= deadline or self._channel.wire.has_input(
-                    self._me.bell, deadline=deadline
-                ):
-                    raise self._shelf.nothing_new(wait.have)
+            while (found := self._shelf.answer(self._reader, kind, wait)) is None:
+                has_input = self._channel.wire.has_input(self._me.bell, deadline=deadline)
+                if has_input or monotonic() >= deadline:  # it cancels, or is gone
+                    break
                 self._hear_bell()
+        # It may have been told of a version until it did not count any more.
+        found = found or self._shelf.answer(self._reader, kind, wait)
+        if found is None:
+            is_newest = wait.have is not None and wait.have == self._shelf.newest
+            why = f"{wait.have} is the newest" if is_newest else "there is no version"
+            raise TransferTimeout(
+                f"{why}, and no other came in time; publish one, or give update a longer "
+                f"timeout_seconds"
+            )
+        if isinstance(found, messages.Available):
+            self._told = found.id
+        return found
 
     def _give_lease(self, lease: messages.Lease, number: int) -> None:
         self._joined()
@@ -423,18 +426,17 @@ class Conversation:
     def _open_window(self, segments: Sequence[Segment], seconds: float) -> None:
         """Let the reader pull what it has leased, if NIXL can be used; else it reads."""
         try:
-            if self._window is None and self._holder.nixl is not None:
-                self._window = Window(self._holder.nixl)
-            if self._window is not None:
+            if self._holder.nixl is not None:
+                self._window = self._window or Window(self._holder.nixl)
                 self._window.cover(segments, seconds)
         except FlyweightError as error:
             self._close_window()
             _log.warning("%s cannot pull by NIXL: %s", self._channel.peer, error)
 
     def _close_window(self) -> None:
-        window, self._window = self._window, None
-        if window is not None:
-            window.close()
+        if self._window is not None:
+            self._window.close()
+            self._window = None
 
     def _leased(self, kind: str) -> tuple[Served, Plan, int]:
         """Return the offer that is leased, the plan of a kind, and the rank."""

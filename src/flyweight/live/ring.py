@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 
 from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
@@ -94,25 +95,23 @@ class RingCopies:
         self, source: Reader, kind: str, deadline: float, *, should_digest: bool
     ) -> Words | None:
         """Copy everything; return the digests of the rows, read from the model."""
-        channel, num_buckets, asked = source.channel, len(self._copies), deque[int]()
+        channel, asked = source.channel, deque[int]()
+        buckets = iter(range(len(self._copies)))
 
-        def ask(bucket: int) -> None:
-            pack = Pack(kind, bucket, seconds_for_holder(deadline))
-            asked.append(channel.ask(pack, deadline))
+        def ask(most: int) -> None:
+            for bucket in islice(buckets, most):
+                pack = Pack(kind, bucket, seconds_for_holder(deadline))
+                asked.append(channel.ask(pack, deadline))
 
-        running: Callable[[float], object] | None = None
-        for bucket in range(min(NUM_SLOTS, num_buckets)):
-            ask(bucket)
-        for bucket, each in enumerate(self._copies):
+        ask(NUM_SLOTS - 1)
+        running: Callable[[float], object] = lambda _: None  # noqa: E731
+        for each in self._copies:
             channel.answer(asked.popleft(), Confirmed, deadline).close()
             started = each.start(should_digest=False)
-            if running is not None:  # while this bucket is copied, the slot of the last is free
-                running(deadline)
-                if bucket - 1 + NUM_SLOTS < num_buckets:
-                    ask(bucket - 1 + NUM_SLOTS)
+            running(deadline)  # while this bucket is copied, the slot of the last one is free
+            ask(1)
             running = started
-        if running is not None:
-            running(deadline)
+        running(deadline)
         return self._digests.run(deadline)[0] if should_digest else None
 
     def close(self) -> None:

@@ -247,7 +247,7 @@ class Shelf:
     def waiting(self, reader: int, kind: str, wait: Wait) -> Iterator[None]:
         """Count the reader among those that wait."""
         with self.changing():
-            self.tracker.wait(reader, kind, wait.have, wait.version)
+            self.tracker.wait(reader, kind, wait)
             me = self._readers[reader]
             me.is_updating = False
             assert me.replica is not None
@@ -265,30 +265,14 @@ class Shelf:
         Raises VersionError if the version that it wants cannot come any more.
         """
         with self._changed:
-            newest, wanted = self.newest, wait.id
-            if newest is not None and wait.version is not None:
-                wanted = PublishId(newest.session, wait.version)
-            if newest is not None and newest == wait.have and wait.may_keep:
-                return Current()
-            if wanted is not None and wanted == wait.have:  # what this id names never changes
-                return Current()
-            is_offered = newest in self.leases.offered
-            found = self.tracker.answer(reader, kind, wanted, wait.have, is_offered=is_offered)
-            if found is None or newest is None:
-                return None
+            is_offered, about = self.newest in self.leases.offered, self._about
+            found = self.tracker.answer(reader, kind, wait, is_offered=is_offered)
+            if not isinstance(found, tuple):
+                return found
             with self.changing():
                 self._readers[reader].is_updating = True
-            about = self._about
-            return Available(newest, about.parent, dict(about.values), found)
-
-    def nothing_new(self, have: PublishId | None) -> TransferTimeout:
-        """Return the error for a reader whose time is over."""
-        is_newest = have is not None and have == self.newest
-        why = f"{have} is the newest" if is_newest else "there is no version"
-        return TransferTimeout(
-            f"{why}, and no other came in time; publish one, or give update a longer "
-            f"timeout_seconds"
-        )
+            assert self.newest is not None
+            return Available(self.newest, about.parent, dict(about.values), found)
 
     def lease(self, id: PublishId, reader: int, deadline: float) -> Served:
         """Return the offer of a version, which stays until the lease ends.
@@ -339,11 +323,9 @@ class Shelf:
             me = self._readers[reader]
             if me.replica is None:
                 raise TransportError("a reader must join before it has a version")
-            if isinstance(message, Staged):
-                self.tracker.staged(reader, message.id)
-            else:
+            self.tracker.note(reader, message)
+            if isinstance(message, Done):
                 result, me.is_updating = message.result, False
-                self.tracker.done(reader, message.id, result)
                 if not result.error:
                     me.replica = replace(me.replica, state="READY", version=message.id.version)
                 elif result.is_touched:

@@ -17,7 +17,7 @@ from itertools import chain
 from msgspec.structs import replace
 
 from flyweight.errors import VersionError
-from flyweight.live.messages import Join, Result
+from flyweight.live.messages import Current, Done, Join, Result, Staged, Wait
 from flyweight.live.publish_id import PublishId
 from flyweight.transports.address import Endpoint
 
@@ -89,7 +89,7 @@ class Tracker:
         self._readers: dict[int, Join] = {}
         self._at: dict[Endpoint | tuple[str, int] | None, list[int]] = {}
         """The readers at each place and of each rank of an engine, the newest last."""
-        self._waiting: dict[int, tuple[str, PublishId | None, int | None]] = {}
+        self._waiting: dict[int, tuple[str, Wait]] = {}
         self.newest: PublishId | None = None
         self._version = _Version()
         self._refused: dict[str, Result] = {}
@@ -124,32 +124,28 @@ class Tracker:
                 del self._at[key]
         self._waiting.pop(reader, None)
 
-    def wait(
-        self, reader: int, kind: str, have: PublishId | None, version: int | None = None
-    ) -> None:
-        """Count a reader among those that wait, for any version but `have` or for one number."""
-        self._waiting[reader] = kind, have, version
+    def wait(self, reader: int, kind: str, wait: Wait) -> None:
+        """Count a reader among those that wait."""
+        self._waiting[reader] = kind, wait
 
     def stop_waiting(self, reader: int) -> None:
         self._waiting.pop(reader, None)
 
     def answer(
-        self,
-        reader: int,
-        kind: str,
-        wanted: PublishId | None,
-        have: PublishId | None,
-        *,
-        is_offered: bool,
-    ) -> tuple[Endpoint, ...] | None:
+        self, reader: int, kind: str, wait: Wait, *, is_offered: bool
+    ) -> Current | tuple[Endpoint, ...] | None:
         """Return where a reader may fetch the newest version, best first; None lets it wait.
 
         The trainer is the last resort, and not in the list. Raises VersionError if the version that
         the reader wants cannot come any more.
 
-        wanted: the version to wait for; None: any but `have`. `is_offered`: by the trainer.
+        is_offered: whether the trainer offers the newest version.
         """
-        newest = self.newest
+        newest, have, wanted = self.newest, wait.have, wait.id
+        if newest is not None and wait.version is not None:
+            wanted = PublishId(newest.session, wait.version)
+        if have is not None and (have == wanted or (have == newest and wait.may_keep)):
+            return Current()  # what an id names never changes
         if newest is None:
             return None
         if wanted is None:
@@ -168,13 +164,16 @@ class Tracker:
         self._tell(reader, kind)
         return holders
 
-    def staged(self, reader: int, id: PublishId) -> None:
-        """Note that a rank that was told of the newest version has fetched all of it."""
+    def note(self, reader: int, said: Staged | Done) -> None:
+        """Note that a rank that was told of the newest version has all of it, or how it ended."""
         place, rank = self._known(reader)
-        if id == self.newest and rank is not None:
-            rank.is_staged = True
-        if id == self.newest and place is not None and place.is_complete is not None:
-            place.is_complete = True
+        result = said.result if isinstance(said, Done) else None
+        if said.id != self.newest:
+            return
+        if rank is not None:
+            rank.is_staged, rank.result = True, result or rank.result
+        if place is not None and place.is_complete is not None:
+            place.is_complete = None if result and result.error else True
 
     def maps(self, reader: int) -> None:
         """Note that there is nothing to fetch from a reader: it maps the newest version, say."""
@@ -182,22 +181,14 @@ class Tracker:
         if place is not None:
             place.is_complete = None
 
-    def done(self, reader: int, id: PublishId, result: Result) -> None:
-        """Note how the update of a rank that was told of the newest version has ended."""
-        place, rank = self._known(reader)
-        if id == self.newest and rank is not None:
-            rank.result = result
-        if id == self.newest and place is not None and place.is_complete is not None:
-            place.is_complete = None if result.error else True
-
     # What the publisher does.
 
     def announce(self, id: PublishId) -> None:
         """Begin a version, and note that all readers that wait for one were told."""
         self.newest, self._version = id, _Version(refused=self._refused)
         self._refused = {}
-        for reader, (kind, have, version) in self._waiting.items():
-            if have != id and version in (None, id.version):
+        for reader, (kind, wait) in self._waiting.items():
+            if wait.have != id and wait.version in (None, id.version):
                 self._tell(reader, kind)
 
     def refused(self, name: str, text: str) -> None:
