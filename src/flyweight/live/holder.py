@@ -157,11 +157,10 @@ class Holder:
 
 def _file_at(path: str) -> tuple[int, int] | None:
     """Return the file that a socket has; None for a name in no file system."""
-    try:
+    with suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
+    return None
 
 
 class Conversation:
@@ -286,10 +285,10 @@ class Conversation:
                 return self._pack(message)
             case messages.Release():
                 return self._release(message, is_proof=frame.number > 0)
-            case messages.Look():
-                return messages.Posted(self._shelf.look(message.key))
-            case messages.Post():
-                self._shelf.post(message.key, message.text)
+            case messages.Post(key, str(text)):
+                self._shelf.post(key, text)
+            case messages.Post(key):
+                return messages.Post(key, self._shelf.look(key))
             case messages.Watch():
                 self._me.is_watching, self._shown = True, self._shelf.news()
                 return self._shown
@@ -390,10 +389,10 @@ class Conversation:
 
     def _give_lease(self, lease: messages.Lease, number: int) -> None:
         self._joined()
-        self._rank = rank = lease.rank
-        plans = [self._planned(kind, rank) for kind in lease.kinds]
+        rank, plans = lease.rank, [self._planned(kind, lease.rank) for kind in lease.kinds]
         deadline = monotonic() + min(lease.seconds, _MOST_SECONDS)
         offer = self._shelf.lease(lease.id, self._reader, deadline)
+        self._rank = rank
         try:
             found = [offer.digests(plan, rank, deadline) for plan in plans]
             self._shelf.leased(self._reader)  # else they are of what came later

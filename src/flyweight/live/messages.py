@@ -291,18 +291,13 @@ class Done(Message, frozen=True):
 
 
 class Post(Message, frozen=True):
-    """Keep a text for the other ranks of an engine or of the trainer."""
+    """Keep a text for the other ranks of an engine or of the trainer.
+
+    Without a text, ask for it; the answer is a `Post`, too.
+    """
 
     key: Text
-    text: Text
-
-
-class Look(Message, frozen=True):
-    key: Text
-
-
-class Posted(Message, frozen=True):
-    text: str | None
+    text: Text | None = None
 
 
 class Watch(Message, frozen=True):
@@ -331,5 +326,5 @@ class News(Message, frozen=True):
 MESSAGES = Messages(
     Join, Welcome, Want, Declined, Planned, Wait, Available, Current, Cancel, Announced, Lease,
     Leased, Read, Data, Pull, Later, Fill, TakeRing, Ringed, Pack, Release, Confirmed, Staged,
-    Done, Post, Look, Posted, Watch, News,
+    Done, Post, Watch, News,
 )  # fmt: skip
