@@ -152,6 +152,17 @@ def test_a_rank_that_has_nothing_of_the_plan_cannot_be_leased(source):
             channel.call(lease, Leased, deadline)
 
 
+def test_a_connection_for_bytes_cannot_wait_for_a_version(source):
+    sink, _, _, deadline = leased(source)
+    with sink:
+        endpoint = parse_address(source.address).endpoint
+        found = sink._link.session.connections.take(endpoint, deadline)
+        with pytest.raises(TransportError, match="has joined for bytes, and waits for no version"):
+            found.channel.call(Wait(None, None, None, False, 0.0), Current, deadline)
+        found.close()
+    check_works(source)
+
+
 def test_memory_that_is_shared_is_checked_before_it_is_written(source):
     sink, channel, plan, deadline = leased(source, "filled")
     with sink:

@@ -110,10 +110,9 @@ class Holder:
 
     def start(self, holding: Holding) -> None:
         """Begin to answer, or go on with another session: readers of the last must come again."""
-        is_first, self.holding = self.holding is None, holding
-        if is_first:
-            self.shelf.ring()
-        else:
+        with self.shelf.changing():
+            is_first, self.holding = self.holding is None, holding
+        if not is_first:
             self.shelf.end_conversations("its session has ended; connect again")
 
     def _admit(self, channel: Channel) -> None:
@@ -126,16 +125,14 @@ class Holder:
                 channel.close()
 
         self._threads = {each for each in self._threads if each.is_alive()}
-        if len(self._threads) >= MAX_CONNECTIONS:
-            channel.end(f"{MAX_CONNECTIONS} readers are connected")
-            return
         thread = threading.Thread(target=serve, name="flyweight-reader", daemon=True)
         try:
+            if len(self._threads) >= MAX_CONNECTIONS:
+                raise RuntimeError(f"{MAX_CONNECTIONS} readers are connected")
             thread.start()
-        except RuntimeError as error:  # the system gives no more threads
-            channel.end(str(error))
-        else:
             self._threads.add(thread)
+        except RuntimeError as error:  # or the system gives no more threads
+            channel.end(str(error))
 
     def close(self, why: str) -> None:
         """End all conversations. Does nothing in a forked child, which holds nothing open."""
@@ -365,6 +362,8 @@ class Conversation:
 
     def _wait(self, wait: messages.Wait) -> Message:
         self._joined()
+        if self._me.replica is None:
+            raise TransportError("this connection has joined for bytes, and waits for no version")
         kind, deadline = next(iter(self._plans), ""), monotonic() + wait.seconds
         self._planned(kind)
         counted = self._shelf.waiting(self._reader, kind, wait) if wait.seconds else nullcontext()

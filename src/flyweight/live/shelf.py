@@ -88,9 +88,10 @@ class Shelf:
         """Hold the lock; then let watchers look again, and all that wait in this process."""
         with self._changed:
             yield
-            self._ring(each for each in self._readers.values() if each.is_watching)
+            self._wake(each for each in self._readers.values() if each.is_watching)
 
-    def _ring(self, readers: Iterable[Connected]) -> None:
+    def _wake(self, readers: Iterable[Connected]) -> None:
+        """Let readers' own threads look again, and all that wait in this process."""
         for each in readers:
             os.eventfd_write(each.bell, 1)
         self._changed.notify_all()
@@ -118,12 +119,7 @@ class Shelf:
         with self._changed:
             self._about = about
             self.tracker.announce(id)
-            self.ring()
-
-    def ring(self) -> None:
-        """Let all that wait look again."""
-        with self._changed:
-            self._ring(self._readers.values())
+            self._wake(self._readers.values())
 
     def stop(self) -> None:
         """End the waits of whoever publishes: the holder is about to close."""
@@ -177,7 +173,7 @@ class Shelf:
         ended = [self._readers[each] for each in readers if each in self._readers]
         for each in ended:
             each.ending = each.ending or text
-        self._ring(ended)
+        self._wake(ended)
 
         def left() -> list[Connected]:
             return [each for each in ended if each.number in self._readers]
@@ -331,7 +327,7 @@ class Shelf:
                 elif result.is_touched:
                     me.replica = replace(me.replica, state="FAILED", version=None)
                 me.replica = replace(me.replica, seconds=result.seconds, error=result.error)
-            self.ring()
+            self._wake(self._readers.values())
 
     # Watchers.
 
