@@ -22,7 +22,8 @@ from flyweight.errors import (
 from flyweight.live import Publisher, Replica, UpdateReport
 from flyweight.live.front_store import FrontStore
 from flyweight.live.holder import Conversation
-from flyweight.live.offer import Offer
+from flyweight.live.messages import Available, Wait
+from flyweight.live.offer import About, Offer
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, Reader
 from flyweight.live.shelf import Shelf
@@ -194,6 +195,26 @@ def test_a_lease_that_was_ended_is_noticed_before_anything_else_is_said():
     shelf.reclaim(id, monotonic())
     with pytest.raises(HandleGone, match="has ended; the memory may have changed"):
         shelf.leased(7)
+
+
+def test_a_version_that_is_announced_while_a_wait_ends_is_its_answer(monkeypatch):
+    """Else the publisher waits until its deadline for a replica that was never told."""
+    has_input, ids = Wire.has_input, []
+
+    def late(self, *others, deadline):
+        found = has_input(self, *others, deadline=deadline)
+        if readers_thread() and others and not ids and monotonic() >= deadline:
+            ids.append(PublishId(session, 1))
+            source.shelf.announce(ids[0], About())
+        return found
+
+    with Publisher(model(1), ANY, token=TOKEN) as source, reader(model(), source.address) as sink:
+        front = sink._link.session.front
+        session = front.welcome.session
+        source.shelf.offer(SimpleNamespace(id=PublishId(session, 1)))
+        monkeypatch.setattr(Wire, "has_input", late)
+        wait = Wait(None, None, None, False, 0.05)
+        assert front.channel.call(wait, Available, monotonic() + LIMIT).id == ids[0]
 
 
 # Leases and digests.
