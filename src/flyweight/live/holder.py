@@ -287,7 +287,8 @@ class Conversation:
             case messages.Post(key):
                 return messages.Post(key, self._shelf.look(key))
             case messages.Watch():
-                self._me.is_watching, self._shown = True, self._shelf.news()
+                self._me.is_watching = True  # before it looks, so that no change is missed
+                self._shown = self._shelf.news()
                 return self._shown
             case messages.Staged() | messages.Done():
                 self._note(message)

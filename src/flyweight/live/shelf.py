@@ -40,7 +40,7 @@ _PARTING_SECONDS, _NOTICE_SECONDS = 0.5, 0.2
 
 @dataclass(eq=False)
 class Connected:
-    """What a shelf knows of a reader, whose own thread may read it."""
+    """What a shelf knows of a reader."""
 
     number: int
     channel: Channel
