@@ -315,12 +315,11 @@ class Conversation:
     def _join(self, join: messages.Join) -> Message:
         if self._holding is not None:
             raise TransportError(f"{self._channel.peer} has joined already")
-        if not self._shelf.wait_until(
-            lambda: self._holder.holding is not None, monotonic() + _MOST_SECONDS
-        ):
-            raise HandleGone("this holder has nothing yet; come again")
+        deadline = monotonic() + _MOST_SECONDS
+        self._shelf.wait_until(lambda: self._holder.holding is not None, deadline)
         holding, known = self._holder.holding, join.session
-        assert holding is not None
+        if holding is None:
+            raise HandleGone("this holder has nothing yet; come again")
         if known not in ("", holding.session):
             raise HandleGone(f"this holder serves session {holding.session[:6]}, not {known[:6]}")
         if join.num_ranks < 1 or not 0 <= join.rank < join.num_ranks:

@@ -126,11 +126,11 @@ class Shelf:
         with self.changing():
             self._is_stopped = True
 
-    def wait_until(self, is_true: Callable[[], bool], deadline: float) -> bool:
+    def wait_until(self, is_true: Callable[[], bool], deadline: float) -> None:
         """Wait until a claim about this shelf holds, or the deadline, or `stop`."""
         with self._changed:
             left = max(deadline - monotonic(), 0)
-            return self._changed.wait_for(lambda: self._is_stopped or is_true(), left)
+            self._changed.wait_for(lambda: self._is_stopped or is_true(), left)
 
     def wait_served(
         self, id: PublishId, num_replicas: int, deadline: float
@@ -277,8 +277,7 @@ class Shelf:
         """
 
         def is_decided() -> bool:
-            last = self._last
-            return last is not None and last.session == id.session and last.version >= id.version
+            return self._last is not None and (self._last == id or self._last.follows(id))
 
         with self._changed:
             self.wait_until(is_decided, deadline)
