@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import flyweight as fw  # noqa: E402
 from child_processes import LIMIT, SPAWN, Child  # noqa: E402
 from flyweight.errors import PeerLost  # noqa: E402
-from flyweight.live.messages import Packed  # noqa: E402
+from flyweight.live.messages import Confirmed  # noqa: E402
 from flyweight.transports.channel import Channel  # noqa: E402
 
 pytestmark = [
@@ -81,7 +81,7 @@ def test_a_trainer_that_dies_in_the_pause_costs_the_weights_only_if_they_were_to
 
             def die(*words):
                 frame = answer(*words)
-                if isinstance(frame.message, Packed):
+                if isinstance(frame.message, Confirmed):
                     child.kill()
                     child.join()
                 return frame

@@ -37,16 +37,16 @@ def holds(arrays, version):
 
 def is_free(publisher, version):
     """True if nobody can lease a version of a publisher, and nobody has a lease of it."""
-    return publisher.shelf._leases.is_free(_id(publisher, version))
+    return publisher.shelf.leases.is_free(_id(publisher, version))
 
 
 def is_leased(publisher, version):
     """True while somebody has a lease of a version."""
-    return bool(publisher.shelf._leases.readers(_id(publisher, version)))
+    return bool(publisher.shelf.leases.readers(_id(publisher, version)))
 
 
 def is_offered(publisher, version):
-    return _id(publisher, version) in publisher.shelf._leases.offered
+    return _id(publisher, version) in publisher.shelf.leases.offered
 
 
 def _id(publisher, version):

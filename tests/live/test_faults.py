@@ -238,7 +238,7 @@ def test_staging_memory_comes_back_only_without_leases_even_after_ctrl_c(pair, m
                 patch.setattr(condition, "wait_for", raising(KeyboardInterrupt()))
                 with pytest.raises(KeyboardInterrupt):
                     parent.update(timeout_seconds=LIMIT)
-            assert not parent._link.shelf._leases.readers(staging.id)
+            assert not parent._link.shelf.leases.readers(staging.id)
             assert staging.memory not in parent._link.session._memory.values()  # it is the shelf's
             assert parent.update(timeout_seconds=LIMIT).version == 2
             may_go_on.set()
@@ -419,7 +419,7 @@ def test_the_plans_of_readers_that_left_are_not_digested_any_more(pair):
     assert len(list(source._holding.plans)) == 1
     sink.close()
     del sink
-    until(lambda: not source.shelf._channels)
+    until(lambda: not source.shelf._readers)
     until(lambda: not list(source._holding.plans))
 
 

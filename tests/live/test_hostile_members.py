@@ -115,7 +115,7 @@ def test_whatever_a_member_says_it_is_answered_or_sent_away_and_breaks_nothing(
             pass  # it was sent away before it had said all, or cannot say it
         finally:
             channel.close()
-        until(lambda: not source.shelf._channels)
+        until(lambda: not source.shelf._readers)
     failed = [each.getMessage() for each in caplog.records if "failed" in each.getMessage()]
     assert not failed  # an error that nobody has thought of
     caplog.clear()

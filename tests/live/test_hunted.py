@@ -22,7 +22,8 @@ from flyweight.errors import (
 from flyweight.live import Publisher, Replica, UpdateReport
 from flyweight.live.front_store import FrontStore
 from flyweight.live.holder import Conversation
-from flyweight.live.offer import Offer
+from flyweight.live.messages import Available, Wait
+from flyweight.live.offer import About, Offer
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, Reader
 from flyweight.live.shelf import Shelf
@@ -190,10 +191,30 @@ def test_a_lease_that_was_ended_is_noticed_before_anything_else_is_said():
     shelf, id = Shelf(), PublishId("3fa9c1d2", 1)
     shelf.offer(SimpleNamespace(id=id))
     shelf.lease(id, 7, monotonic() + LIMIT)
-    shelf.check_lease(id, 7)
+    shelf.leased(7)
     shelf.reclaim(id, monotonic())
     with pytest.raises(HandleGone, match="has ended; the memory may have changed"):
-        shelf.check_lease(id, 7)
+        shelf.leased(7)
+
+
+def test_a_version_that_is_announced_while_a_wait_ends_is_its_answer(monkeypatch):
+    """Else the publisher waits until its deadline for a replica that was never told."""
+    has_input, ids = Wire.has_input, []
+
+    def late(self, *others, deadline):
+        found = has_input(self, *others, deadline=deadline)
+        if readers_thread() and others and not ids and monotonic() >= deadline:
+            ids.append(PublishId(session, 1))
+            source.shelf.announce(ids[0], About())
+        return found
+
+    with Publisher(model(1), ANY, token=TOKEN) as source, reader(model(), source.address) as sink:
+        front = sink._link.session.front
+        session = front.welcome.session
+        source.shelf.offer(SimpleNamespace(id=PublishId(session, 1)))
+        monkeypatch.setattr(Wire, "has_input", late)
+        wait = Wait(None, None, None, False, 0.05)
+        assert front.channel.call(wait, Available, monotonic() + LIMIT).id == ids[0]
 
 
 # Leases and digests.
@@ -487,5 +508,5 @@ def test_a_door_stays_open_when_a_reader_could_not_be_served(monkeypatch, fault)
         with sink:
             assert not sink.is_connected
             assert source.replicas == []
-            assert not source.shelf._channels
+            assert not source.shelf._readers
             check_next_update(source, weights, (sink, arrays))

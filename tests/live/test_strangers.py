@@ -16,23 +16,22 @@ from flyweight.errors import (
 )
 from flyweight.live import Publisher, Replica
 from flyweight.live.messages import (
+    Confirmed,
     Current,
     Data,
     Done,
     Fill,
-    Filled,
     Join,
     Lease,
     Leased,
     Read,
     Release,
-    Released,
+    Result,
     Wait,
     Welcome,
 )
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, Reader, open_channel
-from flyweight.live.tracker import Result
 from flyweight.transports.address import parse_address, this_host
 from flyweight.transports.segments import Segment
 from live.live_processes import TOKEN
@@ -119,8 +118,8 @@ def check_works(source):
 
 def test_a_holder_answers_no_message_that_only_holders_send(source):
     channel, deadline, _ = joined(source)
-    with pytest.raises(TransportError, match="sent Filled, which a holder sends"):
-        channel.call(Filled(), Current, deadline)
+    with pytest.raises(TransportError, match="sent Confirmed, which a holder sends"):
+        channel.call(Confirmed(), Current, deadline)
     channel.close()
 
 
@@ -153,6 +152,17 @@ def test_a_rank_that_has_nothing_of_the_plan_cannot_be_leased(source):
             channel.call(lease, Leased, deadline)
 
 
+def test_a_connection_for_bytes_cannot_wait_for_a_version(source):
+    sink, _, _, deadline = leased(source)
+    with sink:
+        endpoint = parse_address(source.address).endpoint
+        found = sink._link.session.connections.take(endpoint, deadline)
+        with pytest.raises(TransportError, match="has joined for bytes, and waits for no version"):
+            found.channel.call(Wait(None, None, None, False, 0.0), Current, deadline)
+        found.close()
+    check_works(source)
+
+
 def test_memory_that_is_shared_is_checked_before_it_is_written(source):
     sink, channel, plan, deadline = leased(source, "filled")
     with sink:
@@ -161,7 +171,7 @@ def test_memory_that_is_shared_is_checked_before_it_is_written(source):
         )
 
         def fill(files, nbytes):
-            return channel.call(Fill(plan.kind, nbytes, LIMIT), Filled, deadline, files)
+            return channel.call(Fill(plan.kind, nbytes, LIMIT), Confirmed, deadline, files)
 
         with pytest.raises(SpecError, match="0 files came"):
             fill((), 1 << 20)
@@ -171,8 +181,8 @@ def test_memory_that_is_shared_is_checked_before_it_is_written(source):
             fill(small.files, 100)
         with open("/dev/null") as other, pytest.raises(TransportError):
             fill((other.fileno(),), 1 << 20)
-        assert fill(large.files, 1 << 20) == Filled()
-        assert fill((), 1 << 20) == Filled()  # the same once more
+        assert fill(large.files, 1 << 20) == Confirmed()
+        assert fill((), 1 << 20) == Confirmed()  # the same once more
         assert large.bytes[: plan.nbytes].any()
         assert not small.bytes.any()
     check_works(source)
@@ -185,7 +195,7 @@ def test_files_and_memory_that_are_shared_are_bounded(source):
         for _ in range(20):
             segment = Segment.allocate(1 << 20, is_writable_by_readers=True)
             fill = Fill(plan.kind, segment.nbytes, LIMIT)
-            channel.call(fill, Filled, deadline, segment.files)
+            channel.call(fill, Confirmed, deadline, segment.files)
             del segment
         gc.collect()
         now = resources()
@@ -196,9 +206,9 @@ def test_files_and_memory_that_are_shared_are_bounded(source):
 def test_a_lease_can_be_released_once(source):
     sink, channel, _, deadline = leased(source)
     with sink:
-        channel.call(Release(1.0), Released, deadline)
+        channel.call(Release(1.0), Confirmed, deadline)
         with pytest.raises(FlyweightError, match="has no lease here"):
-            channel.call(Release(1.0), Released, deadline)
+            channel.call(Release(1.0), Confirmed, deadline)
 
 
 def test_what_a_reader_says_of_others_costs_them_nothing(source):
@@ -241,7 +251,7 @@ def test_readers_that_come_and_go_leave_nothing_behind(source):
             sink.update(timeout_seconds=LIMIT)
 
     come_and_go("read")
-    until(lambda: not source.shelf._channels)
+    until(lambda: not source.shelf._readers)
     gc.collect()
     before = resources()
     for transport in ("filled", "read", "mapped"):

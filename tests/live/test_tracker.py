@@ -8,15 +8,9 @@ import pytest
 from every_order import NotPossible, explore
 
 from flyweight.errors import VersionError
+from flyweight.live.messages import Current, Done, Join, Result, Staged, Wait
 from flyweight.live.publish_id import PublishId
-from flyweight.live.tracker import (
-    CHAIN_HOSTS,
-    MAX_HOLDERS,
-    MAX_PLACES,
-    MAX_REFUSED,
-    Result,
-    Tracker,
-)
+from flyweight.live.tracker import CHAIN_HOSTS, MAX_HOLDERS, MAX_PLACES, MAX_REFUSED, Tracker
 
 LOST = "PeerLost: rank {} of 'e' died, or its lease was ended"
 
@@ -27,8 +21,24 @@ def id_(version, session="3fa9c1d2"):
 
 def join(tracker, reader, name="", rank=0, num_ranks=1, *, host="", serves=True):
     place = f"tcp://h:{reader}" if serves else ""
-    host = host or f"host {reader}"
-    tracker.join(reader, name or f"r{reader}", rank, num_ranks, serves_at=place, host=host)
+    name, host = name or f"r{reader}", host or f"host {reader}"
+    tracker.join(reader, Join(name, 0, rank, num_ranks, host, place, ""))
+
+
+def wait(wanted, have):
+    return Wait(wanted, None, have, False, 0.0)
+
+
+def answer(tracker, reader, kind, wanted, have, *, is_offered=True):
+    return tracker.answer(reader, kind, wait(wanted, have), is_offered=is_offered)
+
+
+def staged(tracker, reader, id):
+    tracker.note(reader, Staged(id))
+
+
+def done(tracker, reader, id, result):
+    tracker.note(reader, Done(id, result))
 
 
 def waiting(count):
@@ -36,18 +46,18 @@ def waiting(count):
     tracker = Tracker()
     for reader in range(count):
         join(tracker, reader)
-        tracker.wait(reader, "k", None)
+        tracker.wait(reader, "k", wait(None, None))
     return tracker
 
 
 def holders(tracker, reader, kind="k"):
     """Return the numbers of the readers that a reader is sent to."""
-    found = tracker.answer(reader, kind, tracker.newest, None, is_offered=True)
+    found = answer(tracker, reader, kind, tracker.newest, None)
     return [int(each.removeprefix("tcp://h:")) for each in found]
 
 
 def outcomes(tracker, id):
-    return {each.name: each.error for each in tracker.results(id)}
+    return {each.name: each.error for each in tracker.outcome(id).results}
 
 
 # What readers are told of.
@@ -57,12 +67,12 @@ def test_a_front_that_lags_behind_sends_no_engine_back_but_a_restarted_trainer_d
     tracker = Tracker()
     join(tracker, 0)
     tracker.announce(id_(1))
-    ask = lambda have: tracker.answer(0, "k", None, have, is_offered=True)  # noqa: E731
+    ask = lambda have: answer(tracker, 0, "k", None, have)  # noqa: E731
     assert ask(id_(2)) is None
     assert ask(id_(1)) is None
     assert ask(id_(0)) == ()
     assert ask(id_(2, "another")) == ()
-    assert tracker.answer(0, "k", id_(1), id_(2), is_offered=True) == ()
+    assert answer(tracker, 0, "k", id_(1), id_(2)) == ()
 
 
 # Where readers fetch.
@@ -80,15 +90,15 @@ def test_hosts_form_chains_in_the_order_in_which_they_were_told():
 def test_the_first_of_a_late_chain_finds_those_that_are_complete():
     tracker = waiting(CHAIN_HOSTS + 1)
     tracker.announce(id_(1))
-    tracker.done(3, id_(1), Result("r3"))
-    tracker.done(4, id_(1), Result("r4", error="DigestMismatch"))
+    done(tracker, 3, id_(1), Result("r3"))
+    done(tracker, 4, id_(1), Result("r4", error="DigestMismatch"))
     assert holders(tracker, CHAIN_HOSTS) == [3]
 
 
 def test_a_parent_in_the_chain_comes_before_those_that_are_complete():
     tracker = waiting(CHAIN_HOSTS + 2)
     tracker.announce(id_(1))
-    tracker.done(3, id_(1), Result("r3"))
+    done(tracker, 3, id_(1), Result("r3"))
     assert holders(tracker, CHAIN_HOSTS + 1) == [CHAIN_HOSTS, 3]
 
 
@@ -116,7 +126,7 @@ def test_a_reader_that_does_not_serve_is_nobodys_parent_and_has_no_place_in_a_ch
     join(tracker, 3, serves=False, host="host 2")
     assert [holders(tracker, reader) for reader in range(4)] == [[], [], [0], [2, 0]]
     for reader in (0, 1):
-        tracker.done(reader, id_(1), Result(f"r{reader}"))
+        done(tracker, reader, id_(1), Result(f"r{reader}"))
     assert holders(tracker, 1) == [0]
 
 
@@ -142,7 +152,7 @@ def test_a_list_has_a_limit_and_begins_with_the_nearest():
     for reader in range(2 * MAX_HOLDERS):
         join(tracker, reader)
         holders(tracker, reader)
-        tracker.done(reader, id_(1), Result("complete"))
+        done(tracker, reader, id_(1), Result("complete"))
     join(tracker, 99, host="host 3")
     assert holders(tracker, 99) == [3, 2, 1, 0, *range(15, 11, -1)]
 
@@ -150,8 +160,8 @@ def test_a_list_has_a_limit_and_begins_with_the_nearest():
 def test_a_reader_that_has_fetched_everything_is_known_as_complete():
     tracker = waiting(CHAIN_HOSTS + 1)
     tracker.announce(id_(1))
-    tracker.staged(3, id_(1))
-    tracker.staged(4, id_(2))
+    staged(tracker, 3, id_(1))
+    staged(tracker, 4, id_(2))
     assert holders(tracker, CHAIN_HOSTS) == [3]
 
 
@@ -160,10 +170,10 @@ def test_a_reader_that_has_fetched_everything_is_known_as_complete():
 
 def test_another_version_is_news_whatever_its_number():
     tracker = waiting(1)
-    assert tracker.answer(0, "k", None, None, is_offered=True) is None
+    assert answer(tracker, 0, "k", None, None) is None
     tracker.announce(id_(5, "new"))
-    assert tracker.answer(0, "k", None, id_(5, "old"), is_offered=True) == ()
-    assert tracker.answer(0, "k", None, id_(5, "new"), is_offered=True) is None
+    assert answer(tracker, 0, "k", None, id_(5, "old")) == ()
+    assert answer(tracker, 0, "k", None, id_(5, "new")) is None
 
 
 def test_a_version_that_cannot_come_any_more_is_an_immediate_answer():
@@ -171,35 +181,35 @@ def test_a_version_that_cannot_come_any_more_is_an_immediate_answer():
     tracker.announce(id_(2))
     for wanted in (id_(1), id_(7, "old")):
         with pytest.raises(VersionError, match="newest is version 2"):
-            tracker.answer(0, "k", wanted, None, is_offered=True)
-    assert tracker.answer(0, "k", id_(3), None, is_offered=True) is None  # it is on its way
-    assert tracker.answer(0, "k", id_(2), id_(2), is_offered=True) == ()
+            answer(tracker, 0, "k", wanted, None)
+    assert answer(tracker, 0, "k", id_(3), None) is None  # it is on its way
+    assert answer(tracker, 0, "k", id_(2), id_(2)) == Current()
 
 
 def test_a_version_that_the_trainer_withdrew_is_there_as_long_as_others_have_it():
     tracker = waiting(1)
     tracker.announce(id_(1))
     join(tracker, 1)
-    assert tracker.answer(1, "k", None, None, is_offered=False) == ("tcp://h:0",)
+    assert answer(tracker, 1, "k", None, None, is_offered=False) == ("tcp://h:0",)
     tracker.lose(0)
-    assert tracker.answer(1, "k", None, None, is_offered=False) is None
+    assert answer(tracker, 1, "k", None, None, is_offered=False) is None
     join(tracker, 2)
     join(tracker, 3)
-    assert tracker.answer(2, "k", None, None, is_offered=False) == ("tcp://h:1",)
-    assert tracker.answer(3, "other", None, None, is_offered=False) is None
-    assert "r3" not in tracker.missing(id_(1))  # it was not told
+    assert answer(tracker, 2, "k", None, None, is_offered=False) == ("tcp://h:1",)
+    assert answer(tracker, 3, "other", None, None, is_offered=False) is None
+    assert "r3" not in tracker.outcome(id_(1)).missing  # it was not told
 
 
 def test_only_readers_that_wait_for_another_version_are_told_of_a_new_one():
     tracker = waiting(3)
     join(tracker, 3)
     tracker.stop_waiting(1)
-    tracker.wait(2, "k", id_(1))
+    tracker.wait(2, "k", wait(None, id_(1)))
     assert tracker.replicas() == ["r0", "r1", "r2", "r3"]
     assert tracker.waiting() == ["r0", "r2"]
     tracker.announce(id_(1))
     assert tracker.newest == id_(1)
-    assert tracker.missing(id_(1)) == ["r0"]
+    assert tracker.outcome(id_(1)).missing == ["r0"]
     tracker.lose(0)
     tracker.lose(2)
     assert tracker.replicas() == ["r1", "r3"]
@@ -215,18 +225,18 @@ def test_the_result_of_an_engine_is_joined_from_its_ranks():
     for rank in (1, 0):
         join(tracker, rank, "e", rank, 2)
         holders(tracker, rank, kind=f"k{rank}")
-    tracker.done(1, id_(1), Result("e", 11, 5, 2.0, 0.1, 0.5, 0.3, 0.1, 0.4, "read", 3))
-    assert tracker.missing(id_(1)) == ["e"]
-    assert tracker.results(id_(1)) == []
-    tracker.done(0, id_(1), Result("e", 10, 7, 1.0, 0.2, 0.4, 0.4, 0.2, 0.3, "mapped", 4))
-    assert tracker.missing(id_(1)) == []
-    assert tracker.results(id_(1)) == [
+    done(tracker, 1, id_(1), Result("e", 11, 5, 2.0, 0.1, 0.5, 0.3, 0.1, 0.4, "read", 3))
+    assert tracker.outcome(id_(1)).missing == ["e"]
+    assert tracker.outcome(id_(1)).results == []
+    done(tracker, 0, id_(1), Result("e", 10, 7, 1.0, 0.2, 0.4, 0.4, 0.2, 0.3, "mapped", 4))
+    assert tracker.outcome(id_(1)).missing == []
+    assert tracker.outcome(id_(1)).results == [
         Result("e", 10, 12, 2.0, 0.2, 0.5, 0.4, 0.2, 0.4, "mapped+read", 7)
     ]
     failed = Result("e", 11, error="PeerLost: gone", is_touched=True)
-    tracker.done(1, id_(1), failed)
-    tracker.done(0, id_(1), Result("e", 10, error="TransferTimeout: late"))
-    assert tracker.results(id_(1)) == [
+    done(tracker, 1, id_(1), failed)
+    done(tracker, 0, id_(1), Result("e", 10, error="TransferTimeout: late"))
+    assert tracker.outcome(id_(1)).results == [
         Result("e", 10, error="TransferTimeout: late", is_touched=True)
     ]
 
@@ -236,7 +246,7 @@ def test_an_engine_that_lacks_a_rank_is_not_committed():
     tracker.announce(id_(1))
     join(tracker, 0, "e", 0, 3)
     assert holders(tracker, 0) == []
-    tracker.done(0, id_(1), Result("e"))
+    done(tracker, 0, id_(1), Result("e"))
     error = "PeerLost: 1 of 3 ranks of 'e' asked for the version"
     assert outcomes(tracker, id_(1)) == {"e": error}
 
@@ -245,12 +255,12 @@ def test_a_rank_that_is_lost_after_it_was_told_makes_its_engine_fail():
     tracker = Tracker()
     for rank in range(2):
         join(tracker, rank, "e", rank, 2)
-        tracker.wait(rank, "k", None)
+        tracker.wait(rank, "k", wait(None, None))
     tracker.announce(id_(1))
-    tracker.done(0, id_(1), Result("e"))
+    done(tracker, 0, id_(1), Result("e"))
     tracker.lose(1)
     tracker.lose(0)
-    assert tracker.missing(id_(1)) == []
+    assert tracker.outcome(id_(1)).missing == []
     assert outcomes(tracker, id_(1)) == {"e": LOST.format(1)}
 
 
@@ -258,17 +268,17 @@ def test_an_engine_whose_ranks_have_fetched_everything_is_missing_and_needs_nobo
     tracker = Tracker()
     for rank in range(2):
         join(tracker, rank, "e", rank, 2)
-        tracker.wait(rank, "k", None)
+        tracker.wait(rank, "k", wait(None, None))
     tracker.announce(id_(1))
-    tracker.staged(0, id_(1))
-    assert tracker.needing(id_(1)) == ["e"]
-    tracker.staged(1, id_(1))
-    assert (tracker.needing(id_(1)), tracker.missing(id_(1))) == ([], ["e"])
+    staged(tracker, 0, id_(1))
+    assert tracker.outcome(id_(1)).needing == ["e"]
+    staged(tracker, 1, id_(1))
+    assert (tracker.outcome(id_(1)).needing, tracker.outcome(id_(1)).missing) == ([], ["e"])
     assert holders(tracker, 1) == [0]  # it has begun again
-    assert tracker.needing(id_(1)) == ["e"]
-    assert tracker.needing(id_(2)) == []
+    assert tracker.outcome(id_(1)).needing == ["e"]
+    assert tracker.outcome(id_(2)).needing == []
     tracker.lose(1)
-    assert (tracker.needing(id_(1)), tracker.missing(id_(1))) == ([], ["e"])
+    assert (tracker.outcome(id_(1)).needing, tracker.outcome(id_(1)).missing) == ([], ["e"])
 
 
 def test_an_engine_needs_the_trainer_until_each_of_its_ranks_has_asked():
@@ -276,14 +286,14 @@ def test_an_engine_needs_the_trainer_until_each_of_its_ranks_has_asked():
     tracker = Tracker()
     for rank in range(2):
         join(tracker, rank, "e", rank, 2)
-    tracker.wait(0, "k0", None)
+    tracker.wait(0, "k0", wait(None, None))
     tracker.announce(id_(1))
-    tracker.staged(0, id_(1))
-    assert tracker.needing(id_(1)) == ["e"]
+    staged(tracker, 0, id_(1))
+    assert tracker.outcome(id_(1)).needing == ["e"]
     assert holders(tracker, 1, "k1") == []
-    assert tracker.needing(id_(1)) == ["e"]
-    tracker.staged(1, id_(1))
-    assert (tracker.needing(id_(1)), tracker.missing(id_(1))) == ([], ["e"])
+    assert tracker.outcome(id_(1)).needing == ["e"]
+    staged(tracker, 1, id_(1))
+    assert (tracker.outcome(id_(1)).needing, tracker.outcome(id_(1)).missing) == ([], ["e"])
 
 
 def test_an_engine_that_has_failed_needs_nobody_though_a_rank_never_asked():
@@ -293,28 +303,31 @@ def test_an_engine_that_has_failed_needs_nobody_though_a_rank_never_asked():
     tracker.announce(id_(1))
     for rank in range(2):
         holders(tracker, rank)
-        tracker.staged(rank, id_(1))
-    assert tracker.needing(id_(1)) == ["e"]
-    tracker.done(0, id_(1), Result("e", error="PeerLost: rank 2 is gone"))
-    assert tracker.needing(id_(1)) == []
+        staged(tracker, rank, id_(1))
+    assert tracker.outcome(id_(1)).needing == ["e"]
+    done(tracker, 0, id_(1), Result("e", error="PeerLost: rank 2 is gone"))
+    assert tracker.outcome(id_(1)).needing == []
 
 
 def test_readers_that_were_lost_before_they_were_told_have_no_result():
     tracker = waiting(2)
     tracker.lose(0)
     tracker.announce(id_(1))
-    assert (tracker.missing(id_(1)), tracker.results(id_(1))) == (["r1"], [])
+    assert (tracker.outcome(id_(1)).missing, tracker.outcome(id_(1)).results) == (["r1"], [])
 
 
 def test_what_was_done_for_another_version_does_not_count():
     tracker = waiting(1)
     tracker.announce(id_(1))
-    tracker.done(0, id_(1, "old"), Result("r0"))
-    assert tracker.missing(id_(1)) == ["r0"]
-    assert (tracker.missing(id_(1, "old")), tracker.results(id_(1, "old"))) == ([], [])
-    tracker.done(0, id_(1), Result("r0"))
+    done(tracker, 0, id_(1, "old"), Result("r0"))
+    assert tracker.outcome(id_(1)).missing == ["r0"]
+    assert (tracker.outcome(id_(1, "old")).missing, tracker.outcome(id_(1, "old")).results) == (
+        [],
+        [],
+    )
+    done(tracker, 0, id_(1), Result("r0"))
     tracker.announce(id_(2))
-    assert (tracker.missing(id_(1)), tracker.results(id_(1))) == ([], [])
+    assert (tracker.outcome(id_(1)).missing, tracker.outcome(id_(1)).results) == ([], [])
 
 
 def test_engines_that_were_refused_are_in_the_results_of_the_next_version_only():
@@ -322,25 +335,25 @@ def test_engines_that_were_refused_are_in_the_results_of_the_next_version_only()
     tracker.announce(id_(1))
     tracker.refused("bad", "ShapeMismatch: first")
     tracker.refused("bad", "ShapeMismatch: second")
-    assert tracker.results(id_(1)) == []
+    assert tracker.outcome(id_(1)).results == []
     tracker.announce(id_(2))
-    assert tracker.results(id_(2)) == [Result("bad", error="ShapeMismatch: second")]
+    assert tracker.outcome(id_(2)).results == [Result("bad", error="ShapeMismatch: second")]
     tracker.announce(id_(3))
-    assert tracker.results(id_(3)) == []
+    assert tracker.outcome(id_(3)).results == []
 
 
 def test_a_refused_engine_that_came_back_has_one_result():
     tracker = waiting(1)
     tracker.refused("r0", "ShapeMismatch")
     tracker.announce(id_(1))
-    assert tracker.results(id_(1)) == []
-    tracker.done(0, id_(1), Result("r0"))
+    assert tracker.outcome(id_(1)).results == []
+    done(tracker, 0, id_(1), Result("r0"))
     assert outcomes(tracker, id_(1)) == {"r0": ""}
     tracker.refused("late", "ShapeMismatch")
     join(tracker, 1, "late")
     holders(tracker, 1)
     tracker.announce(id_(2))
-    assert tracker.results(id_(2)) == []
+    assert tracker.outcome(id_(2)).results == []
 
 
 # Bounds.
@@ -352,7 +365,9 @@ def test_refused_engines_are_bounded_and_the_latest_are_kept():
         tracker.refused(f"bad {number}", "ShapeMismatch")
     tracker.announce(id_(1))
     kept = [*range(6, MAX_REFUSED), 0, *range(MAX_REFUSED, MAX_REFUSED + 5)]
-    assert [each.name for each in tracker.results(id_(1))] == [f"bad {each}" for each in kept]
+    assert [each.name for each in tracker.outcome(id_(1)).results] == [
+        f"bad {each}" for each in kept
+    ]
 
 
 def size(value):
@@ -379,7 +394,7 @@ def test_a_restart_loop_is_bounded_within_a_version_and_forgotten_after_it():
     full = size(vars(tracker))
     restarts(tracker, MAX_PLACES + 1, 50)
     assert size(vars(tracker)) == full
-    assert len(tracker.results(id_(1))) == MAX_PLACES
+    assert len(tracker.outcome(id_(1)).results) == MAX_PLACES
     tracker.announce(id_(2))
     assert size(vars(tracker)) == empty
 
@@ -442,7 +457,7 @@ class Places:
             raise NotPossible  # places are alike but for their hosts, so that they may come in order
         reader = min(set(range(2 * len(self.hosts))).difference(*self.readers.values()))
         host = self.hosts[place]
-        self.tracker.join(reader, f"r{place}", 0, 1, serves_at=str(place), host=host)
+        self.tracker.join(reader, Join(f"r{place}", 0, 0, 1, host, str(place), ""))
         self.readers.setdefault(place, []).append(reader)
         self.told.pop(place, None)
 
@@ -454,7 +469,7 @@ class Places:
 
     def tell(self, place, which, kind="k"):
         reader = self.reader(place, which)
-        found = self.tracker.answer(reader, kind, None, None, is_offered=True)
+        found = answer(self.tracker, reader, kind, None, None)
         found = [int(each) for each in found]
         self.edges |= {(place, other) for other in found}
         self.order.setdefault(place, kind)
@@ -480,13 +495,13 @@ class Places:
         return best, complete.intersection(usable).difference(best)
 
     def staged(self, place, which):
-        self.tracker.staged(self.reader(place, which), id_(self.version))
+        staged(self.tracker, self.reader(place, which), id_(self.version))
         if which == "newer" and place in self.told:
             self.told[place] = True
 
     def done(self, place, which, error):
         reader = self.reader(place, which)
-        self.tracker.done(reader, id_(self.version), Result(f"r{place}", error=error))
+        done(self.tracker, reader, id_(self.version), Result(f"r{place}", error=error))
         if which == "newer" and place in self.told:
             self.told[place] = True
             if error:
@@ -584,7 +599,7 @@ class Ranks:
 
     def wait(self, rank):
         reader = self.reader(rank, "newer")
-        self.tracker.wait(reader, "k", None)
+        self.tracker.wait(reader, "k", wait(None, None))
         self.waiting.add(reader)
 
     def tell(self, rank, which):
@@ -597,13 +612,13 @@ class Ranks:
             self.complete.discard(rank)
 
     def staged(self, rank, which):
-        self.tracker.staged(self.reader(rank, which), id_(self.version))
+        staged(self.tracker, self.reader(rank, which), id_(self.version))
         if which == "newer" and rank in self.ended:
             self.complete.add(rank)
 
     def done(self, rank, which, error):
         reader = self.reader(rank, which)
-        self.tracker.done(reader, id_(self.version), Result("e", nbytes=rank + 1, error=error))
+        done(self.tracker, reader, id_(self.version), Result("e", nbytes=rank + 1, error=error))
         if which == "newer" and rank in self.ended:
             self.ended[rank] = error
 
@@ -618,10 +633,10 @@ class Ranks:
     def check(self):
         errors = [self.ended[rank] for rank in sorted(self.ended)]
         is_missing = None in errors
-        assert self.tracker.missing(id_(self.version)) == ["e"] * is_missing
+        assert self.tracker.outcome(id_(self.version)).missing == ["e"] * is_missing
         needs = [rank not in self.complete for rank in self.ended if self.ended[rank] is None]
         lacks_one = len(self.ended) == 1 and is_missing
-        assert self.tracker.needing(id_(self.version)) == ["e"] * (any(needs) or lacks_one)
+        assert self.tracker.outcome(id_(self.version)).needing == ["e"] * (any(needs) or lacks_one)
         found = outcomes(self.tracker, id_(self.version))
         if is_missing or not errors:
             assert found == {}

@@ -20,15 +20,15 @@ MUTANTS = [
     Mutant(
         "a reader is sent to places that were told after it",
         "live/tracker.py",
-        "            if is_serving and version.order[place] < at and place not in found:\n",
-        "            if is_serving and place not in found and place != me.place:\n",
+        "            if is_serving and place.position < at and place.address not in found:\n",
+        "            if is_serving and place is not mine and place.address not in found:\n",
         "tests/live/test_tracker.py",
     ),
     Mutant(
         "an engine is done with the first of its ranks",
         "live/tracker.py",
-        "        if result.error or len(ranks) >= num_ranks:\n",
-        "        if result.error or ranks:\n",
+        "            if lacks_ranks:\n",
+        "            if not ranks:\n",
         "tests/live/test_tracker.py",
     ),
     Mutant(
@@ -160,8 +160,8 @@ MUTANTS = [
     Mutant(
         "listeners do not learn why an update failed",
         "live/holder.py",
-        "                    error=found.error,\n",
-        '                    error="",\n',
+        "                error=found.error,\n",
+        '                error="",\n',
         "tests/live/test_live_events.py",
     ),
     Mutant(
@@ -188,8 +188,8 @@ MUTANTS = [
     Mutant(
         "a version is withdrawn before each rank of an engine has asked for it",
         "live/tracker.py",
-        "            lacks_ranks = len(ranks) < version.num_ranks[name] and not has_failed\n",
-        "            lacks_ranks = False\n",
+        "                if lacks_ranks or any(not each.is_staged for each in ranks if not each.result):\n",
+        "                if any(not each.is_staged for each in ranks if not each.result):\n",
         "tests/live/test_tracker.py",
     ),
     Mutant(

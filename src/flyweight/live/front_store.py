@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 
 from flyweight.errors import PeerLost, PeerRefused, SpecError, TransportError
-from flyweight.live.messages import Look, Post, Posted
+from flyweight.live.messages import Post
 from flyweight.live.reader import Identity, open_channel, with_token
 from flyweight.live.shelf import Shelf
 from flyweight.ranks.process_group import rendezvous_of
@@ -71,7 +71,7 @@ class FrontStore:
 
     def get(self, key: str, deadline: float) -> str | None:
         with self._lock:
-            return self._connected(deadline).call(Look(key), Posted, deadline).text
+            return self._connected(deadline).call(Post(key), Post, deadline).text
 
     def _connected(self, deadline: float, is_over: Callable[[], bool] = lambda: False) -> Channel:
         while self._is_open and (self._channel is None or self._channel.is_broken):

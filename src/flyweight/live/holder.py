@@ -11,16 +11,19 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from time import monotonic
+
+import numpy as np
 
 from flyweight.cuda import driver
 from flyweight.errors import (
     FlyweightError,
     HandleGone,
     PeerLost,
-    PlanError,
     SpecError,
+    TransferTimeout,
     TransportError,
 )
 from flyweight.events import announce
@@ -103,24 +106,14 @@ class Holder:
             raise
         self.endpoint = Endpoint(this_host(), path, place)
         self._threads: set[threading.Thread] = set()
-        self._rings: dict[tuple[int, int], Ring] = {}
-        self._making_ring = threading.Lock()
         self._door.open(self._admit)
 
     def start(self, holding: Holding) -> None:
         """Begin to answer, or go on with another session: readers of the last must come again."""
-        is_first, self.holding = self.holding is None, holding
-        if is_first:
-            self.shelf.ring()
-        else:
+        with self.shelf.changing():
+            is_first, self.holding = self.holding is None, holding
+        if not is_first:
             self.shelf.end_conversations("its session has ended; connect again")
-
-    def ring(self, device: int, number: int) -> Ring:
-        """Return a ring of a device, which is made when it is first needed."""
-        with self._making_ring:
-            if (device, number) not in self._rings:
-                self._rings[device, number] = Ring(device)
-            return self._rings[device, number]
 
     def _admit(self, channel: Channel) -> None:
         def serve() -> None:
@@ -132,16 +125,14 @@ class Holder:
                 channel.close()
 
         self._threads = {each for each in self._threads if each.is_alive()}
-        if len(self._threads) >= MAX_CONNECTIONS:
-            channel.end(f"{MAX_CONNECTIONS} readers are connected")
-            return
         thread = threading.Thread(target=serve, name="flyweight-reader", daemon=True)
         try:
+            if len(self._threads) >= MAX_CONNECTIONS:
+                raise RuntimeError(f"{MAX_CONNECTIONS} readers are connected")
             thread.start()
-        except RuntimeError as error:  # the system gives no more threads
-            channel.end(str(error))
-        else:
             self._threads.add(thread)
+        except RuntimeError as error:  # or the system gives no more threads
+            channel.end(str(error))
 
     def close(self, why: str) -> None:
         """End all conversations. Does nothing in a forked child, which holds nothing open."""
@@ -154,8 +145,7 @@ class Holder:
             each.join(max(deadline - monotonic(), 0))
         if self.nixl is not None:
             self.nixl.close()
-        for ring in self._rings.values():
-            ring.close()
+        self.shelf.close_rings()
         path = self.endpoint.local
         if self._file is not None and _file_at(path) == self._file:  # else it is of another holder
             with suppress(OSError):
@@ -164,11 +154,10 @@ class Holder:
 
 def _file_at(path: str) -> tuple[int, int] | None:
     """Return the file that a socket has; None for a name in no file system."""
-    try:
+    with suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
+    return None
 
 
 class Conversation:
@@ -176,20 +165,19 @@ class Conversation:
 
     def __init__(self, holder: Holder, channel: Channel) -> None:
         self._holder, self._shelf, self._channel = holder, holder.shelf, channel
-        self._reader, self._bell = self._shelf.enter(channel)
+        self._me = self._shelf.enter(channel)
+        self._reader = self._me.number
         self._holding: Holding | None = None
-        self._join_said: messages.Join | None = None
-        """Who the reader is; None for connections for bytes, and for those that only watch."""
+        """What the holder served when the reader joined."""
         self._plans: dict[str, Plan] = {}
         """By kind; listeners know of a reader once it has one."""
-        self._lease: tuple[Served, int] | None = None
-        self._memory: dict[str, Bytes] = {}
-        """Memory of the reader that was filled last, by the kind that it is for."""
+        self._rank = 0
+        """The source rank that was leased last."""
         self._window: Window | None = None
         """What this reader can pull."""
-        self._prepared: dict[tuple[str, int], tuple[tuple[object, object], Copies]] = {}
+        self._prepared: dict[tuple[str, int], tuple[object, object, Copies]] = {}
+        """By kind and bucket: copies, and the memories that they are from and to."""
         self._ring: Ring | None = None
-        """The ring that is this reader's while its lease lasts."""
         self._shown: messages.News | None = None
         """What this reader saw last, if it watches."""
         self._told: PublishId | None = None
@@ -198,7 +186,7 @@ class Conversation:
         channel, number, why = self._channel, 0, ""
         try:
             while True:
-                if not channel.wire.has_input(self._bell, deadline=FOREVER):
+                if not channel.wire.has_input(self._me.bell, deadline=FOREVER):
                     self._push()
                     continue
                 frame = channel.next_frame()
@@ -220,19 +208,19 @@ class Conversation:
         finally:
             self._shelf.lose(self._reader)
             self._tell_listeners("replica.lost", error=why)
-            for _, copies in self._prepared.values():
+            for *_, copies in self._prepared.values():
                 copies.close()
             self._close_window()
 
     def _tell_listeners(self, kind: str, **fields: int | float | str) -> None:
         """Announce what a replica did, once the shelf knows of it."""
-        if self._plans and (me := self._join_said) is not None:
+        if self._plans and (me := self._me.replica) is not None:
             announce(kind, name=me.name, rank=me.rank, pid=me.pid, **fields)
 
     def _push(self) -> None:
         """Say what is new to a reader that asked for nothing."""
         self._hear_bell()
-        if self._shown is not None and (news := self._shelf.news()) != self._shown:
+        if self._me.is_watching and (news := self._shelf.news()) != self._shown:
             self._shown = news
             self._send(news)
         newest = self._shelf.newest
@@ -243,19 +231,17 @@ class Conversation:
     def _hear_bell(self) -> None:
         """Take the ring of the bell; raise HandleGone if this connection must end."""
         with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-        if (text := self._shelf.ending(self._reader)) is not None:
-            raise HandleGone(text)
+            os.eventfd_read(self._me.bell)
+        if self._me.ending:
+            raise HandleGone(self._me.ending)
 
     def _answer(self, frame: Frame) -> None:
         """Answer a request; number 0 asks for no answer."""
         try:
             answer = self._answer_to(frame.message, frame)
         except FlyweightError as error:  # the reader asked for what there is not
-            if self._channel.has_failed or self._shelf.ending(self._reader):
+            if self._channel.has_failed or self._me.ending:
                 raise
-            if isinstance(error, PlanError):
-                self._shelf.refuse(self._reader, f"PlanError: {error}")
             if frame.number:
                 self._channel.refuse(error, frame.number)
         else:
@@ -266,7 +252,7 @@ class Conversation:
         self,
         message: Message,
         number: int = 0,
-        files: tuple[int, ...] = (),
+        files: Sequence[int] = (),
         parts: Sequence[Bytes] = (),
     ) -> None:
         deadline = monotonic() + _SEND_SECONDS
@@ -281,7 +267,7 @@ class Conversation:
                 return self._plan(message)
             case messages.Declined():
                 self._shelf.refuse(self._reader, message.text)
-                return messages.Planned("")
+                return messages.Confirmed()
             case messages.Wait():
                 return self._wait(message)
             case messages.Lease():
@@ -296,12 +282,13 @@ class Conversation:
                 return self._pack(message)
             case messages.Release():
                 return self._release(message, is_proof=frame.number > 0)
-            case messages.Look():
-                return messages.Posted(self._shelf.look(message.key))
-            case messages.Post():
-                self._shelf.post(message.key, message.text)
+            case messages.Post(key, str(text)):
+                self._shelf.post(key, text)
+            case messages.Post(key):
+                return messages.Post(key, self._shelf.look(key))
             case messages.Watch():
-                self._shown = self._shelf.watch(self._reader)
+                self._me.is_watching = True  # before it looks, so that no change is missed
+                self._shown = self._shelf.news()
                 return self._shown
             case messages.Staged() | messages.Done():
                 self._note(message)
@@ -328,12 +315,11 @@ class Conversation:
     def _join(self, join: messages.Join) -> Message:
         if self._holding is not None:
             raise TransportError(f"{self._channel.peer} has joined already")
-        if not self._shelf.wait_until(
-            lambda: self._holder.holding is not None, monotonic() + _MOST_SECONDS
-        ):
-            raise HandleGone("this holder has nothing yet; come again")
+        deadline = monotonic() + _MOST_SECONDS
+        self._shelf.wait_until(lambda: self._holder.holding is not None, deadline)
         holding, known = self._holder.holding, join.session
-        assert holding is not None
+        if holding is None:
+            raise HandleGone("this holder has nothing yet; come again")
         if known not in ("", holding.session):
             raise HandleGone(f"this holder serves session {holding.session[:6]}, not {known[:6]}")
         if join.num_ranks < 1 or not 0 <= join.rank < join.num_ranks:
@@ -342,7 +328,6 @@ class Conversation:
         self._channel.peer = f"reader {join.name!r} rank {join.rank}"
         if not known:  # others are connections for bytes, of a reader that has joined before
             self._shelf.join(self._reader, join)
-            self._join_said = join
         return messages.Welcome(
             holding.session,
             None if known else holding.plans.catalog.table,
@@ -367,54 +352,63 @@ class Conversation:
             self._tell_listeners("replica.joined", nbytes=plan.nbytes)
         return messages.Planned(plan.kind)
 
-    def _planned(self, kind: str) -> Plan:
+    def _planned(self, kind: str, rank: int | None = None) -> Plan:
+        """Return the plan of a kind; raise SpecError unless it reads something from a rank."""
         if kind not in self._plans:
             raise SpecError(f"{self._channel.peer} has not said which boxes it wants")
+        if rank is not None and rank not in self._plans[kind].streams:
+            raise SpecError(f"readers of kind {kind} read nothing from rank {rank}")
         return self._plans[kind]
 
     def _wait(self, wait: messages.Wait) -> Message:
         self._joined()
+        if self._me.replica is None:
+            raise TransportError("this connection has joined for bytes, and waits for no version")
         kind, deadline = next(iter(self._plans), ""), monotonic() + wait.seconds
         self._planned(kind)
         counted = self._shelf.waiting(self._reader, kind, wait) if wait.seconds else nullcontext()
         with counted:
-            while True:
-                found = self._shelf.answer(self._reader, kind, wait)
-                if found is not None:
-                    if isinstance(found, messages.Available):
-                        self._told = found.id
-                    return found
-                # In time, or the reader cancels, or it is gone.
-                if monotonic() >= deadline or self._channel.wire.has_input(
-                    self._bell, deadline=deadline
-                ):
-                    raise self._shelf.nothing_new(wait.have)
+            while (found := self._shelf.answer(self._reader, kind, wait)) is None:
+                has_input = self._channel.wire.has_input(self._me.bell, deadline=deadline)
+                if has_input or monotonic() >= deadline:  # it cancels, or is gone
+                    break
                 self._hear_bell()
+        # It may have been told of a version until it did not count any more.
+        found = found or self._shelf.answer(self._reader, kind, wait)
+        if found is None:
+            is_newest = wait.have is not None and wait.have == self._shelf.newest
+            why = f"{wait.have} is the newest" if is_newest else "there is no version"
+            raise TransferTimeout(
+                f"{why}, and no other came in time; publish one, or give update a longer "
+                f"timeout_seconds"
+            )
+        if isinstance(found, messages.Available):
+            self._told = found.id
+        return found
 
     def _give_lease(self, lease: messages.Lease, number: int) -> None:
         self._joined()
-        rank, plans = lease.rank, [self._planned(kind) for kind in lease.kinds]
-        for plan in plans:
-            if rank not in plan.streams:
-                raise SpecError(f"readers of kind {plan.kind} read nothing from rank {rank}")
+        rank, plans = lease.rank, [self._planned(kind, lease.rank) for kind in lease.kinds]
         deadline = monotonic() + min(lease.seconds, _MOST_SECONDS)
         offer = self._shelf.lease(lease.id, self._reader, deadline)
-        self._lease = offer, rank
+        self._rank = rank
         try:
             found = [offer.digests(plan, rank, deadline) for plan in plans]
-            self._shelf.check_lease(lease.id, self._reader)  # else they are of what came later
+            self._shelf.leased(self._reader)  # else they are of what came later
         except BaseException:
-            self._lease = None
-            self._shelf.drop_lease(self._reader)
+            with self._shelf.changing():
+                self._shelf.leases.lose(self._reader)
             raise
-        layout, mapped, files = "", None, tuple[int, ...]()
+        layout, mapped, files = "", None, list[int]()
         places = offer.mappable(rank) if lease.can_map and self._channel.wire.is_local else None
         if places is not None:
-            self._shelf.maps(self._reader, lease.id)
+            if self._me.replica is not None and lease.id == self._shelf.newest:
+                with self._shelf.changing():  # others cannot fetch it from this reader
+                    self._shelf.tracker.maps(self._reader)
             placed, table = places
             layout = placed.layout
             if layout not in lease.layouts:
-                files = tuple(file for each in placed.segments for file in each.files)
+                files = [file for each in placed.segments for file in each.files]
                 handles = (
                     each.nbytes if isinstance(each, Segment) else each.handle
                     for each in placed.segments
@@ -430,31 +424,21 @@ class Conversation:
     def _open_window(self, segments: Sequence[Segment], seconds: float) -> None:
         """Let the reader pull what it has leased, if NIXL can be used; else it reads."""
         try:
-            if self._window is None and self._holder.nixl is not None:
-                self._window = Window(self._holder.nixl)
-            if self._window is not None:
+            if self._holder.nixl is not None:
+                self._window = self._window or Window(self._holder.nixl)
                 self._window.cover(segments, seconds)
         except FlyweightError as error:
             self._close_window()
             _log.warning("%s cannot pull by NIXL: %s", self._channel.peer, error)
 
     def _close_window(self) -> None:
-        window, self._window = self._window, None
-        if window is not None:
-            window.close()
-
-    def _checked_lease(self) -> tuple[Served, int]:
-        if self._lease is None:
-            raise HandleGone(f"{self._channel.peer} has no lease here")
-        self._shelf.check_lease(self._lease[0].id, self._reader)
-        return self._lease
+        if self._window is not None:
+            self._window.close()
+            self._window = None
 
     def _leased(self, kind: str) -> tuple[Served, Plan, int]:
         """Return the offer that is leased, the plan of a kind, and the rank."""
-        (offer, rank), plan = self._checked_lease(), self._planned(kind)
-        if rank not in plan.streams:
-            raise SpecError(f"readers of kind {kind} read nothing from rank {rank}")
-        return offer, plan, rank
+        return self._shelf.leased(self._reader), self._planned(kind, self._rank), self._rank
 
     def _give_bytes(self, read: messages.Read, number: int) -> None:
         offer, plan, rank = self._leased(read.kind)
@@ -477,46 +461,43 @@ class Conversation:
         """Write the whole stream of a kind into memory of the reader."""
         offer, plan, rank = self._leased(fill.kind)
         total = plan.streams[rank].total
-        memory = self._memory.get(fill.kind)
+        _, memory, _ = self._prepared.get((fill.kind, -1), (None, None, None))
         if files:
             memory = map_segment(files[0], nbytes=fill.nbytes, is_writable=True)
-            self._memory[fill.kind] = memory
-        if len(files) > 1 or memory is None or len(memory) < total:
+        if len(files) > 1 or not isinstance(memory, np.ndarray) or len(memory) < total:
             raise SpecError(
                 f"{total} bytes do not fit into memory of {fill.nbytes} bytes, for which "
                 f"{len(files)} files came"
             )
         where = memory[:total]
         copies = self._copies(
-            (fill.kind, -1), (offer.memory, memory), lambda: offer.copies(plan, rank, where)
+            (fill.kind, -1), offer.memory, memory, lambda: offer.copies(plan, rank, where)
         )
         copies.start(should_digest=False)(monotonic() + fill.seconds)
-        return messages.Filled()
+        return messages.Confirmed()
 
     def _copies(
-        self, key: tuple[str, int], memories: tuple[object, object], make: Callable[[], Copies]
+        self, key: tuple[str, int], source: object, sink: object, make: Callable[[], Copies]
     ) -> Copies:
         """Return copies from one memory to another, prepared once for the same two."""
-        known, copies = self._prepared.get(key, ((None, None), None))
-        if copies is None or any(old is not new for old, new in zip(known, memories, strict=True)):
-            if copies is not None:
-                copies.close()
-            copies = make()
-            self._prepared[key] = memories, copies
-        return copies
+        known = self._prepared.get(key)
+        if known is not None and known[0] is source and known[1] is sink:
+            return known[2]
+        if known is not None:
+            known[2].close()
+            del self._prepared[key]
+        self._prepared[key] = source, sink, make()
+        return self._prepared[key][2]
 
     def _take_ring(self, take: messages.TakeRing, number: int) -> None:
-        self._checked_lease()
+        self._shelf.leased(self._reader)
         device = driver.device_named(take.device)
         if device is None:
             raise SpecError(f"this holder sees no device {take.device!r}")
         deadline = monotonic() + min(take.seconds, _MOST_SECONDS)
-        self._ring = self._holder.ring(
-            device, self._shelf.take_ring(device, self._reader, deadline)
-        )
-        self._ring.take(self._reader)
-        segment = self._ring.segment
-        self._send(messages.Ringed(segment.handle), number, tuple(segment.files))
+        self._ring = self._shelf.take_ring(device, self._reader, deadline)
+        segment = self._ring.open()
+        self._send(messages.Ringed(segment.handle), number, segment.files)
 
     def _pack(self, pack: messages.Pack) -> Message:
         (offer, plan, rank), ring = self._leased(pack.kind), self._ring
@@ -524,20 +505,17 @@ class Conversation:
         if ring is None or not isinstance(offer, Offer) or not 0 <= pack.bucket < len(buckets):
             raise SpecError(f"bucket {pack.bucket} of {len(buckets)} cannot be packed")
         slot, deadline = ring.slot(pack.bucket % NUM_SLOTS), monotonic() + pack.seconds
-        copies = self._copies(
-            (pack.kind, pack.bucket),
-            (offer.memory, ring),
-            lambda: offer.bucket(plan, rank, pack.bucket, slot),
-        )
+        make = partial(offer.bucket, plan, rank, pack.bucket, slot)
+        copies = self._copies((pack.kind, pack.bucket), offer.memory, ring, make)
         ring.pack(self._reader, lambda: copies.start(should_digest=False)(deadline))
-        return messages.Packed()
+        return messages.Confirmed()
 
     def _release(self, release: messages.Release, *, is_proof: bool) -> Message:
-        offer, _ = self._checked_lease()
-        self._lease = None
+        offer = self._shelf.leased(self._reader)
         try:
             if is_proof:  # the reader asks whether the lease ran until now
                 offer.confirm(min(release.seconds, _MOST_SECONDS))
         finally:
-            self._shelf.release(offer.id, self._reader)
-        return messages.Released(offer.id)
+            with self._shelf.changing():
+                self._shelf.leases.release(offer.id, self._reader)
+        return messages.Confirmed()

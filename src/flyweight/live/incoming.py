@@ -24,7 +24,7 @@ from flyweight.errors import (
 )
 from flyweight.live.fetch import Fetch
 from flyweight.live.loader import Loading
-from flyweight.live.messages import Available, Done, Leased, Released, Staged
+from flyweight.live.messages import Available, Confirmed, Done, Leased, Staged
 from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import HeldLease, Reader
@@ -380,7 +380,7 @@ class Incoming:
         }
         meanwhile()
         for source, number in unproved.items():
-            source.channel.answer(number, Released, deadline).close()
+            source.channel.answer(number, Confirmed, deadline).close()
 
     def _check(self, rank: int, found: Words, digests: bytes, where: str) -> None:
         session = self.session

@@ -62,8 +62,9 @@ class LeaseBook:
     def readers(self, id: PublishId) -> set[int]:
         return {reader for reader, leased in self._leases.items() if leased == id}
 
-    def has_lease(self, reader: int | None) -> bool:
-        return reader in self._leases
+    def leased(self, reader: int | None) -> PublishId | None:
+        """Return the version that a reader reads, if any."""
+        return None if reader is None else self._leases.get(reader)
 
     def is_free(self, id: PublishId) -> bool:
         """True if nobody reads the memory of a version, and nobody can begin to."""

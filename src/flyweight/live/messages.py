@@ -1,34 +1,20 @@
 """The messages between a reader and a holder, after the reader has proved the token.
 
-reader                             holder
-Join: who I am                     Welcome          the catalog, and where the trainer's ranks are
-Want: boxes of my model            Planned
-Declined: the model does not fit   Planned, without a kind
-Wait: for another version          Available or Current
-Lease: let me read it              Leased, with open files if the memory can be mapped
-Read: a range of a stream          Data and the bytes; Pull, where NIXL finds them; or Later if
-                                   they are not there in time
-Fill: a stream into my memory      Filled
-TakeRing: slots on a device        Ringed, with open files if the driver exports those
-Pack: a bucket into its slot       Packed
-Release: was it still all the way? Released
-Look: what another rank posted     Posted
-Post, Staged, Done                 nothing
-Watch                              News, again and again
-                                   Announced at any time: there is a version
-                                   Refused instead of any answer; Ended, before the holder closes
+`docs/protocol.md` has a table of what is sent when, and of the answers. Besides these, the holder
+may send `Refused` instead of any answer, and `Ended` before it closes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 
 from flyweight.digest import DigestKind
 from flyweight.live.publish_id import PublishId
-from flyweight.live.tracker import Result
 from flyweight.plans.tables import Boxes, Table, Tensors
+from flyweight.ports import UpdateReport
 from flyweight.spec.manifest import Leaf
 from flyweight.spec.strict_json import Number
 from flyweight.transports.address import Endpoint
@@ -215,10 +201,6 @@ class Fill(Message, frozen=True):
     seconds: Seconds
 
 
-class Filled(Message, frozen=True):
-    """The stream is written, and nothing more is written there for this request."""
-
-
 class TakeRing(Message, frozen=True):
     """Let the leased stream come through a ring on a device."""
 
@@ -240,24 +222,65 @@ class Pack(Message, frozen=True):
     seconds: Seconds
 
 
-class Packed(Message, frozen=True):
-    """The bucket is there."""
-
-
 class Release(Message, frozen=True):
+    """End the lease. As a request: did it run until now?"""
+
     seconds: Seconds
 
 
-class Released(Message, frozen=True):
-    """The lease ran until now: all that was read is the version."""
+class Confirmed(Message, frozen=True):
+    """What was asked for is done.
 
-    id: PublishId
+    After `Fill` and `Pack` the bytes are there, and nothing more is written there for this request.
+    After `Release` the lease ran until now: all that was read is the version.
+    """
 
 
 class Staged(Message, frozen=True):
     """The reader has all of the version; it needs nobody any more."""
 
     id: PublishId
+
+
+class Result(msgspec.Struct, frozen=True):
+    """How an update of one engine ended, or of one of its ranks."""
+
+    name: str
+    pid: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+    drain_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    transport: str = ""
+    overflows: int = 0
+    """Finite values that became infinite by a cast."""
+    error: str = ""
+    is_touched: bool = False
+    """True if it failed and no longer holds the version that it had."""
+
+    @classmethod
+    def of(cls, name: str, pid: int, report: UpdateReport) -> Result:
+        """Return what the trainer learns of an update that succeeded."""
+        fields = {each: getattr(report, each) for each in cls.__struct_fields__[2:-2]}
+        return cls(name, pid, **fields)
+
+    @classmethod
+    def joined(cls, ranks: Sequence[Result]) -> Result:
+        """Return the result of an engine from those of its ranks; the slowest counts."""
+        times = [each for each in cls.__struct_fields__ if each.endswith("seconds")]
+        return cls(
+            ranks[0].name,
+            ranks[0].pid,
+            nbytes=sum(each.nbytes for each in ranks),
+            transport="+".join(sorted({each.transport for each in ranks if each.transport})),
+            overflows=sum(each.overflows for each in ranks),
+            error=next((each.error for each in ranks if each.error), ""),
+            is_touched=any(each.is_touched for each in ranks),
+            **{time: max(getattr(each, time) for each in ranks) for time in times},
+        )
 
 
 class Done(Message, frozen=True):
@@ -268,18 +291,13 @@ class Done(Message, frozen=True):
 
 
 class Post(Message, frozen=True):
-    """Keep a text for the other ranks of an engine or of the trainer."""
+    """Keep a text for the other ranks of an engine or of the trainer.
+
+    Without a text, ask for it; the answer is a `Post`, too.
+    """
 
     key: Text
-    text: Text
-
-
-class Look(Message, frozen=True):
-    key: Text
-
-
-class Posted(Message, frozen=True):
-    text: str | None
+    text: Text | None = None
 
 
 class Watch(Message, frozen=True):
@@ -307,6 +325,6 @@ class News(Message, frozen=True):
 
 MESSAGES = Messages(
     Join, Welcome, Want, Declined, Planned, Wait, Available, Current, Cancel, Announced, Lease,
-    Leased, Read, Data, Pull, Later, Fill, Filled, TakeRing, Ringed, Pack, Packed, Release,
-    Released, Staged, Done, Post, Look, Posted, Watch, News,
+    Leased, Read, Data, Pull, Later, Fill, TakeRing, Ringed, Pack, Release, Confirmed, Staged,
+    Done, Post, Watch, News,
 )  # fmt: skip

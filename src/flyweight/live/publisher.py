@@ -24,6 +24,7 @@ from flyweight.errors import (
 from flyweight.live.catalog import Catalog, RankTable
 from flyweight.live.front_store import FrontStore, OwnStore, ranks_given
 from flyweight.live.holder import Holder, Holding
+from flyweight.live.messages import Result
 from flyweight.live.offer import RECLAIM_SECONDS, About, CopyMemory, Offer, OfferMemory
 from flyweight.live.plan import Plans
 from flyweight.live.publish_id import PublishId
@@ -31,7 +32,6 @@ from flyweight.live.reader import Identity
 from flyweight.live.report import TIMEOUT_SECONDS, Publication, PublishReport
 from flyweight.live.shelf import Shelf
 from flyweight.live.source import PublishedFiles, PublishedModel, source_of
-from flyweight.live.tracker import Result
 from flyweight.memory_table import BufferTable, Integers
 from flyweight.plans.copy_table import BoxTable
 from flyweight.ranks.agreement import Ranks

@@ -299,7 +299,7 @@ class Reader:
         """Have the holder write the leased stream of a kind into memory of this process."""
         files = () if self._filled.pop(kind, None) is segment else segment.files
         fill = messages.Fill(kind, segment.nbytes, seconds_for_holder(deadline))
-        self.channel.call(fill, messages.Filled, deadline, files)
+        self.channel.call(fill, messages.Confirmed, deadline, files)
         self._filled[kind] = segment
 
     def take_ring(self, device: str, deadline: float) -> Buffer:
@@ -317,7 +317,7 @@ class Reader:
     def release(self, deadline: float, *, is_proof: bool) -> None:
         """End the lease; with `is_proof`, raise HandleGone unless it ran until now."""
         if is_proof:
-            self.channel.answer(self.ask_release(deadline), messages.Released, deadline).close()
+            self.channel.answer(self.ask_release(deadline), messages.Confirmed, deadline).close()
         else:
             self.has_lease = False
             self.channel.send(messages.Release(0.0), deadline)  # no request, so no answer comes

@@ -27,7 +27,7 @@ from flyweight.live.catalog import Catalog, Devices
 from flyweight.live.holder import Holder, Holding
 from flyweight.live.incoming import Incoming
 from flyweight.live.link import Link
-from flyweight.live.messages import Available, Done, Wait
+from flyweight.live.messages import Available, Done, Result, Wait
 from flyweight.live.offer import RECLAIM_SECONDS, Offer, OfferMemory
 from flyweight.live.plan import Plan, Plans, Wanted
 from flyweight.live.publish_id import PublishId
@@ -35,7 +35,6 @@ from flyweight.live.reader import Identity, seconds_for_holder
 from flyweight.live.report import TIMEOUT_SECONDS
 from flyweight.live.session import Session, Ways
 from flyweight.live.shelf import Shelf
-from flyweight.live.tracker import Result
 from flyweight.memory_table import BufferTable
 from flyweight.plans.copy_table import BoxTable
 from flyweight.transports.address import Claim, TcpAddress, UnixAddress, parse_address

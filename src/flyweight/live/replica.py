@@ -36,13 +36,12 @@ from flyweight.live.front_store import FrontStore, ranks_given
 from flyweight.live.held_version import HeldVersion, ReplicaState
 from flyweight.live.incoming import Incoming
 from flyweight.live.link import Link
-from flyweight.live.messages import Available, Current, Done, Wait
+from flyweight.live.messages import Available, Current, Done, Result, Wait
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, seconds_for_holder
 from flyweight.live.report import TIMEOUT_SECONDS, LiveReport
 from flyweight.live.session import Session, TransportChoice, Ways
 from flyweight.live.target import REPLACED, LoaderTarget, ModelTarget, target_of
-from flyweight.live.tracker import Result
 from flyweight.ports import UpdateOptions, UpdateReport
 from flyweight.ranks.agreement import Ranks
 from flyweight.ranks.rendezvous import Rendezvous

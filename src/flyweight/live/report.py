@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 import msgspec
 
 from flyweight.errors import TransferTimeout
-from flyweight.live.tracker import Result
+from flyweight.live.messages import Result
 from flyweight.plans.tables import Table
 from flyweight.spec.box import Box
 

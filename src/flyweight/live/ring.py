@@ -11,12 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 
 from flyweight.cuda import driver
 from flyweight.digest import DigestKind, Words
 from flyweight.errors import HandleGone, TransportError
 from flyweight.live.buckets import NUM_SLOTS, SLOT_BYTES
-from flyweight.live.messages import Pack, Packed
+from flyweight.live.messages import Confirmed, Pack
 from flyweight.live.plan import Stream
 from flyweight.live.reader import Reader, seconds_for_holder
 from flyweight.live.rows import RowCopies, RowDigests
@@ -26,29 +27,32 @@ from flyweight.transports.device_segments import DeviceSegment, export
 
 
 class Ring:
-    """The holder's side: the memory, and whose turn it is."""
+    """The holder's side: memory of a device, allocated when it is first needed."""
 
     def __init__(self, device: int) -> None:
-        self.device, self._memory = device, driver.allocate(device, NUM_SLOTS * SLOT_BYTES)
-        try:
-            self.segment: DeviceSegment = export(
-                device, self._memory.address, self._memory.nbytes, self
-            )
-        except BaseException:
-            driver.free(self._memory)
-            raise
+        self.device, self._memory = device, Buffer.flat_at(0, 0, None)
+        self._segment: DeviceSegment | None = None
         self._packing = threading.Lock()
-        self._reader: int | None = None
+        self.reader: int | None = None
+        """Who uses it, or was the last to use it."""
 
-    def take(self, reader: int) -> None:
-        """Give the ring to a reader, once nothing is packed for the last one any more."""
+    def open(self) -> DeviceSegment:
+        """Return its memory, once nothing is packed for the last reader any more."""
         with self._packing:
-            self._reader = reader
+            if self._segment is None:
+                memory = driver.allocate(self.device, NUM_SLOTS * SLOT_BYTES)
+                try:
+                    self._segment = export(self.device, memory.address, memory.nbytes, self)
+                except BaseException:
+                    driver.free(memory)
+                    raise
+                self._memory = memory
+            return self._segment
 
     def pack(self, reader: int, copy: Callable[[], object]) -> None:
         """Fill a slot; raise HandleGone unless it is this reader's turn."""
         with self._packing:
-            if self._reader != reader:
+            if self.reader != reader or self._segment is None:
                 raise HandleGone("the ring of this device is another reader's by now")
             copy()
 
@@ -58,8 +62,9 @@ class Ring:
 
     def close(self) -> None:
         with self._packing, suppress(TransportError):  # a broken context frees it anyway
-            self._reader = None
-            driver.free(self._memory)
+            if self._segment is not None:
+                self._segment = None
+                driver.free(self._memory)
 
 
 def slot_of(memory: Buffer, number: int) -> Buffer:
@@ -90,25 +95,23 @@ class RingCopies:
         self, source: Reader, kind: str, deadline: float, *, should_digest: bool
     ) -> Words | None:
         """Copy everything; return the digests of the rows, read from the model."""
-        channel, num_buckets, asked = source.channel, len(self._copies), deque[int]()
+        channel, asked = source.channel, deque[int]()
+        buckets = iter(range(len(self._copies)))
 
-        def ask(bucket: int) -> None:
-            pack = Pack(kind, bucket, seconds_for_holder(deadline))
-            asked.append(channel.ask(pack, deadline))
+        def ask(most: int) -> None:
+            for bucket in islice(buckets, most):
+                pack = Pack(kind, bucket, seconds_for_holder(deadline))
+                asked.append(channel.ask(pack, deadline))
 
-        running: Callable[[float], object] | None = None
-        for bucket in range(min(NUM_SLOTS, num_buckets)):
-            ask(bucket)
-        for bucket, each in enumerate(self._copies):
-            channel.answer(asked.popleft(), Packed, deadline).close()
+        ask(NUM_SLOTS - 1)
+        running: Callable[[float], object] = lambda _: None  # noqa: E731
+        for each in self._copies:
+            channel.answer(asked.popleft(), Confirmed, deadline).close()
             started = each.start(should_digest=False)
-            if running is not None:  # while this bucket is copied, the slot of the last is free
-                running(deadline)
-                if bucket - 1 + NUM_SLOTS < num_buckets:
-                    ask(bucket - 1 + NUM_SLOTS)
+            running(deadline)  # while this bucket is copied, the slot of the last one is free
+            ask(1)
             running = started
-        if running is not None:
-            running(deadline)
+        running(deadline)
         return self._digests.run(deadline)[0] if should_digest else None
 
     def close(self) -> None:

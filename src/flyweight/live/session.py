@@ -20,7 +20,7 @@ from flyweight.errors import PeerLost, PlanError, SpecError, TransferTimeout, Tr
 from flyweight.live.catalog import Catalog
 from flyweight.live.fetch import Connections
 from flyweight.live.holder import Holding
-from flyweight.live.messages import Declined, Done, Planned, Staged
+from flyweight.live.messages import Confirmed, Declined, Done, Staged
 from flyweight.live.offer import About
 from flyweight.live.plan import Plan, Plans, make_plan
 from flyweight.live.publish_id import PublishId
@@ -146,13 +146,13 @@ class Session:
             """What is leased together: what is taken, and where a loader puts it."""
             if self.target.live not in (None, self.target) and self.front.welcome.ranks:
                 self.plans.append(self.look()[1])  # other replicas serve only what they take
+            for each in self.plans:
+                self.front.want(each, deadline)
         except (PlanError, SpecError) as error:  # the trainer's next report says so
             with suppress(TransportError):
                 text = f"{type(error).__name__}: {error}"
-                self.front.channel.call(Declined(text), Planned, deadline)
+                self.front.channel.call(Declined(text), Confirmed, deadline)
             raise
-        for each in self.plans:
-            self.front.want(each, deadline)
 
     def look(self) -> tuple[ModelTarget, Plan]:
         """Return where a version lies once it is taken, as it is now, and the plan of that."""

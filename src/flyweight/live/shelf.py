@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from time import monotonic
 
@@ -22,12 +22,14 @@ from flyweight.live.messages import (
     Join,
     News,
     ReplicaNews,
+    Result,
     Staged,
     Wait,
 )
 from flyweight.live.offer import About, Served
 from flyweight.live.publish_id import PublishId
-from flyweight.live.tracker import Result, Tracker
+from flyweight.live.ring import Ring
+from flyweight.live.tracker import Tracker
 from flyweight.transports.channel import Channel
 
 MAX_RINGS = 2
@@ -36,85 +38,99 @@ _MOST_POSTS = 4096
 _PARTING_SECONDS, _NOTICE_SECONDS = 0.5, 0.2
 
 
+@dataclass(eq=False)
+class Connected:
+    """What a shelf knows of a reader."""
+
+    number: int
+    channel: Channel
+    bell: int
+    """Rings when the reader's thread has to look."""
+    ending: str = ""
+    """Why the connection must end."""
+    replica: ReplicaNews | None = None
+    """Who has joined, and what its last update came to."""
+    is_updating: bool = False
+    """True if it was told of a version, and is not done."""
+    is_watching: bool = False
+    """True if the bell is to ring when the news change."""
+
+
 class Shelf:
     """Threads that publish and threads of connections meet here."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         """A signal handler may close what its own thread is using."""
-        self._leases, self._tracker = LeaseBook(), Tracker()
+        self.leases, self.tracker = LeaseBook(), Tracker()
+        """Other files change them within `changing`."""
         self._offers: dict[PublishId, Served] = {}
         self._about = About()
         self._last: PublishId | None = None
         """The last version that was offered; none before it comes any more."""
-        self._channels: dict[int, Channel] = {}
-        self._bells: dict[int, int] = {}
-        self._replicas: dict[int, ReplicaNews] = {}
-        """Who has joined, and what the last update of each came to."""
-        self._updating: set[int] = set()
-        """The readers that were told of a version, and are not done."""
-        self._ring_users: dict[tuple[int, int], int] = {}
-        """The reader that uses each ring of a device, or was the last to use it."""
-        self._watchers: set[int] = set()
-        self._is_publishing = False
-        self._ending: dict[int, str] = {}
-        self._posts: OrderedDict[str, str] = OrderedDict()
-        self._is_stopped = False
+        self._readers: dict[int, Connected] = {}
+        self._rings: dict[int, list[Ring]] = {}
+        """Those of each device."""
+        self._is_publishing = self._is_stopped = False
+        self._posts: dict[str, str] = {}
         self._numbers = count()
-        self.sent_bytes = 0
+        self._sent_bytes = 0
         call_in_child(self._close_in_child)
 
     def _close_in_child(self) -> None:
         self._changed = threading.Condition(threading.RLock())
-        for bell in self._bells.values():
-            os.close(bell)
-        self._bells, self._channels = {}, {}
+        for each in self._readers.values():
+            os.close(each.bell)
+        self._readers = {}
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the lock; then let watchers look again, and all that wait in this process."""
+        with self._changed:
+            yield
+            self._wake(each for each in self._readers.values() if each.is_watching)
+
+    def _wake(self, readers: Iterable[Connected]) -> None:
+        """Let readers' own threads look again, and all that wait in this process."""
+        for each in readers:
+            os.eventfd_write(each.bell, 1)
+        self._changed.notify_all()
 
     # The side that has offers.
 
     @property
     def newest(self) -> PublishId | None:
-        return self._tracker.newest
+        return self.tracker.newest
 
     def offer(self, offer: Served) -> None:
         """From now on readers can lease the version, if they know of it."""
-        with self._changed:
-            self._leases.offer(offer.id)
+        with self.changing():
+            self.leases.offer(offer.id)
             self._offers[offer.id] = offer
             self._last = offer.id
-            self._changed.notify_all()
 
     def pass_over(self, id: PublishId) -> None:
         """From now on nobody waits for a version here, which is not offered."""
-        with self._changed:
+        with self.changing():
             self._last = id
-            self._changed.notify_all()
 
     def announce(self, id: PublishId, about: About) -> None:
         """Tell all readers that wait, and those that come, of the version."""
         with self._changed:
             self._about = about
-            self._tracker.announce(id)
-            self.ring()
-
-    def ring(self) -> None:
-        """Let all that wait look again."""
-        with self._changed:
-            for bell in self._bells.values():
-                os.eventfd_write(bell, 1)
-            self._changed.notify_all()
+            self.tracker.announce(id)
+            self._wake(self._readers.values())
 
     def stop(self) -> None:
         """End the waits of whoever publishes: the holder is about to close."""
-        with self._changed:
+        with self.changing():
             self._is_stopped = True
-            self._changed.notify_all()
 
-    def wait_until(self, is_true: Callable[[], bool], deadline: float) -> bool:
+    def wait_until(self, is_true: Callable[[], bool], deadline: float) -> None:
         """Wait until a claim about this shelf holds, or the deadline, or `stop`."""
         with self._changed:
             left = max(deadline - monotonic(), 0)
-            return self._changed.wait_for(lambda: self._is_stopped or is_true(), left)
+            self._changed.wait_for(lambda: self._is_stopped or is_true(), left)
 
     def wait_served(
         self, id: PublishId, num_replicas: int, deadline: float
@@ -126,12 +142,14 @@ class Shelf:
         """
 
         def is_over() -> bool:
-            num_done = sum(not each.error for each in self._tracker.results(id))
-            return num_done >= num_replicas and not self._tracker.needing(id)
+            found = self.tracker.outcome(id)
+            num_done = sum(not each.error for each in found.results)
+            return num_done >= num_replicas and not found.needing
 
         with self._changed:
             self.wait_until(is_over, deadline)
-            return self._tracker.results(id), self._tracker.missing(id)
+            found = self.tracker.outcome(id)
+            return found.results, found.missing
 
     def reclaim(self, id: PublishId, deadline: float) -> Served | None:
         """Withdraw a version, end the leases that outlast the deadline, and give the offer back.
@@ -141,111 +159,101 @@ class Shelf:
         and digests do not fit.
         """
         with self._changed:
-            self._leases.withdraw(id)
+            self.leases.withdraw(id)
             try:
-                self.wait_until(lambda: self._leases.is_free(id), deadline)
+                self.wait_until(lambda: self.leases.is_free(id), deadline)
             finally:  # Ctrl-C does not wait, and leaves no lease either
-                readers = self._leases.end(id)
-                for reader in readers:
-                    self._end(reader, "its time was over; the memory may have changed")
                 # Readers that have not begun to write learn of it before the memory changes.
-                self._changed.wait_for(
-                    lambda: not readers & set(self._channels), _NOTICE_SECONDS if readers else 0
-                )
-                for reader in readers & set(self._channels):  # it still sends what will change
-                    self._channels[reader].shut()
+                text = "its time was over; the memory may have changed"
+                self._end(self.leases.end(id), text, _NOTICE_SECONDS)
             return self._offers.pop(id, None)
 
-    def _end(self, reader: int, text: str) -> None:
-        """Have a reader's own thread say why its connection ends."""
-        self._ending.setdefault(reader, text)
-        if reader in self._bells:
-            os.eventfd_write(self._bells[reader], 1)
+    def _end(self, readers: Iterable[int], text: str, seconds: float) -> None:
+        """Have readers' own threads say why their connections end; shut those that take longer."""
+        ended = [self._readers[each] for each in readers if each in self._readers]
+        for each in ended:
+            each.ending = each.ending or text
+        self._wake(ended)
+
+        def left() -> list[Connected]:
+            return [each for each in ended if each.number in self._readers]
+
+        self._changed.wait_for(lambda: not left(), seconds)
+        for each in left():
+            each.channel.shut()
 
     def end_conversations(self, text: str) -> None:
         """Let all readers that are connected know why they must connect again, or leave."""
         with self._changed:
-            readers = set(self._channels)
-            for reader in readers:
-                self._end(reader, text)
-            self._changed.wait_for(lambda: not readers & set(self._channels), _PARTING_SECONDS)
-            for reader in readers & set(self._channels):
-                self._channels[reader].shut()
+            self._end(list(self._readers), text, _PARTING_SECONDS)
+
+    def close_rings(self) -> None:
+        """Free the memory of the rings, which no reader uses any more."""
+        for device in self._rings.values():
+            for ring in device:
+                ring.close()
 
     def replicas(self) -> list[str]:
         """Return the names of the engines that are connected."""
         with self._changed:
-            return self._tracker.replicas()
+            return self.tracker.replicas()
 
     def waiting_names(self) -> list[str]:
         """Return the names of the engines that wait for a version."""
         with self._changed:
-            return self._tracker.waiting()
+            return self.tracker.waiting()
 
     def all_sent_bytes(self) -> int:
         with self._changed:
-            return self.sent_bytes + sum(each.sent_bytes for each in self._channels.values())
+            return self._sent_bytes + sum(
+                each.channel.sent_bytes for each in self._readers.values()
+            )
 
     # The side of connections: a reader is the number of its connection.
 
-    def enter(self, channel: Channel) -> tuple[int, int]:
-        """Return the number of a new connection, and the bell that rings when it has to look."""
+    def enter(self, channel: Channel) -> Connected:
+        """Begin to know a connection, until `lose`."""
         with self._changed:
-            reader = next(self._numbers)
-            self._bells[reader] = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._channels[reader] = channel
-            return reader, self._bells[reader]
-
-    def ending(self, reader: int) -> str | None:
-        """Return why a reader's connection must end."""
-        return self._ending.get(reader)
+            bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            found = Connected(next(self._numbers), channel, bell)
+            self._readers[found.number] = found
+            return found
 
     def join(self, reader: int, join: Join) -> None:
-        with self._changed:
-            self._replicas[reader] = ReplicaNews(join.name, join.rank, join.pid)
-            self._tracker.join(
-                reader,
-                join.name,
-                join.rank,
-                join.num_ranks,
-                serves_at=join.serves_at,
-                host=join.host,
-            )
-            self._show()
+        with self.changing():
+            self._readers[reader].replica = ReplicaNews(join.name, join.rank, join.pid)
+            self.tracker.join(reader, join)
 
     def refuse(self, reader: int, text: str) -> None:
         """Note that an engine cannot take this model; the next report says so."""
         with self._changed:
-            if (replica := self._replicas.get(reader)) is not None:
-                self._tracker.refused(replica.name, text)
+            if (replica := self._readers[reader].replica) is not None:
+                self.tracker.refused(replica.name, text)
 
     def lose(self, reader: int) -> None:
-        with self._changed:
-            self.sent_bytes += self._channels.pop(reader).sent_bytes
-            os.close(self._bells.pop(reader))
-            self._ending.pop(reader, None)
-            self._watchers.discard(reader)
-            self._updating.discard(reader)
-            self._leases.lose(reader)
-            if self._replicas.pop(reader, None) is not None:
-                self._tracker.lose(reader)
-            self._show()
+        with self.changing():
+            gone = self._readers.pop(reader)
+            os.close(gone.bell)
+            self._sent_bytes += gone.channel.sent_bytes
+            self.leases.lose(reader)
+            if gone.replica is not None:
+                self.tracker.lose(reader)
 
     @contextmanager
     def waiting(self, reader: int, kind: str, wait: Wait) -> Iterator[None]:
         """Count the reader among those that wait."""
-        with self._changed:
-            self._tracker.wait(reader, kind, wait.have, wait.version)
-            self._updating.discard(reader)
-            replica = self._replicas[reader]
-            if wait.have is not None and replica.state == "EMPTY":  # of an earlier connection
-                self._replicas[reader] = replace(replica, state="READY", version=wait.have.version)
-            self._show()
+        with self.changing():
+            self.tracker.wait(reader, kind, wait)
+            me = self._readers[reader]
+            me.is_updating = False
+            assert me.replica is not None
+            if wait.have is not None and me.replica.state == "EMPTY":  # of an earlier connection
+                me.replica = replace(me.replica, state="READY", version=wait.have.version)
         try:
             yield
         finally:
             with self._changed:
-                self._tracker.stop_waiting(reader)
+                self.tracker.stop_waiting(reader)
 
     def answer(self, reader: int, kind: str, wait: Wait) -> Available | Current | None:
         """Return what a reader should be told now, if anything.
@@ -253,30 +261,14 @@ class Shelf:
         Raises VersionError if the version that it wants cannot come any more.
         """
         with self._changed:
-            newest, wanted = self._tracker.newest, wait.id
-            if newest is not None and wait.version is not None:
-                wanted = PublishId(newest.session, wait.version)
-            if newest is not None and newest == wait.have and wait.may_keep:
-                return Current()
-            if wanted is not None and wanted == wait.have:  # what this id names never changes
-                return Current()
-            is_offered = newest in self._leases.offered
-            found = self._tracker.answer(reader, kind, wanted, wait.have, is_offered=is_offered)
-            if found is None or newest is None:
-                return None
-            self._updating.add(reader)
-            self._show()
-            about = self._about
-            return Available(newest, about.parent, dict(about.values), found)
-
-    def nothing_new(self, have: PublishId | None) -> TransferTimeout:
-        """Return the error for a reader whose time is over."""
-        is_newest = have is not None and have == self.newest
-        why = f"{have} is the newest" if is_newest else "there is no version"
-        return TransferTimeout(
-            f"{why}, and no other came in time; publish one, or give update a longer "
-            f"timeout_seconds"
-        )
+            is_offered, about = self.newest in self.leases.offered, self._about
+            found = self.tracker.answer(reader, kind, wait, is_offered=is_offered)
+            if not isinstance(found, tuple):
+                return found
+            with self.changing():
+                self._readers[reader].is_updating = True
+            assert self.newest is not None
+            return Available(self.newest, about.parent, dict(about.values), found)
 
     def lease(self, id: PublishId, reader: int, deadline: float) -> Served:
         """Return the offer of a version, which stays until the lease ends.
@@ -285,131 +277,90 @@ class Shelf:
         """
 
         def is_decided() -> bool:
-            last = self._last
-            return last is not None and last.session == id.session and last.version >= id.version
+            return self._last is not None and (self._last == id or self._last.follows(id))
 
         with self._changed:
             self.wait_until(is_decided, deadline)
-            self._leases.take(id, reader)
+            self.leases.take(id, reader)
             return self._offers[id]
 
-    def check_lease(self, id: PublishId, reader: int) -> None:
-        """Raise HandleGone unless a reader's lease still runs."""
+    def leased(self, reader: int) -> Served:
+        """Return the offer that a reader has leased; raise HandleGone unless its lease runs."""
         with self._changed:
-            if reader not in self._leases.readers(id):
-                raise HandleGone(f"the lease of {id} has ended; the memory may have changed")
+            if (id := self.leases.leased(reader)) is None:
+                raise HandleGone(
+                    "the reader has no lease here, or it has ended; the memory may have changed"
+                )
+            return self._offers[id]
 
-    def take_ring(self, device: int, reader: int, deadline: float) -> int:
-        """Wait for a ring of a device that no reader with a lease uses; return its number."""
+    def take_ring(self, device: int, reader: int, deadline: float) -> Ring:
+        """Wait for a ring of a device that no reader with a lease uses, and give it to a reader."""
 
-        def free() -> int | None:
-            users = [self._ring_users.get((device, each)) for each in range(MAX_RINGS)]
-            if (
-                reader in users
-            ):  # else it could have two, and keep the other ranks of its engine out
-                return users.index(reader)
-            return next((n for n, u in enumerate(users) if not self._leases.has_lease(u)), None)
+        def free() -> Ring | None:
+            rings = self._rings.setdefault(device, [Ring(device) for _ in range(MAX_RINGS)])
+            # With another one than it had, it would keep the other ranks of its engine out.
+            mine = [each for each in rings if each.reader == reader]
+            unused = [each for each in rings if self.leases.leased(each.reader) is None]
+            return next(iter(mine + unused), None)
 
         with self._changed:
             self.wait_until(lambda: free() is not None, deadline)
-            if (number := free()) is None:
+            if (ring := free()) is None:
                 raise TransferTimeout(
                     f"{MAX_RINGS} other readers use the rings of device {device}; update again"
                 )
-            self._ring_users[device, number] = reader
-            return number
-
-    def drop_lease(self, reader: int) -> None:
-        """End the lease of a reader that will not use it."""
-        with self._changed:
-            self._leases.lose(reader)
-            self._changed.notify_all()
-
-    def release(self, id: PublishId, reader: int) -> None:
-        """End a lease; raise HandleGone unless it ran until now."""
-        with self._changed:
-            self._leases.release(id, reader)
-            self._changed.notify_all()
-
-    def maps(self, reader: int, id: PublishId) -> None:
-        """Note that a reader maps a version, so that others cannot fetch it there."""
-        with self._changed:
-            if reader in self._replicas and id == self.newest:
-                self._tracker.maps(reader)
+            ring.reader = reader
+            return ring
 
     def note(self, reader: int, message: Staged | Done) -> None:
         """Take what a reader says of a version, without a request."""
         with self._changed:
-            if reader not in self._replicas:
+            me = self._readers[reader]
+            if me.replica is None:
                 raise TransportError("a reader must join before it has a version")
-            if isinstance(message, Staged):
-                self._tracker.staged(reader, message.id)
-            else:
-                self._updating.discard(reader)
-                self._tracker.done(reader, message.id, message.result)
-                self._replicas[reader] = after(self._replicas[reader], message)
-            self.ring()
+            self.tracker.note(reader, message)
+            if isinstance(message, Done):
+                result, me.is_updating = message.result, False
+                if not result.error:
+                    me.replica = replace(me.replica, state="READY", version=message.id.version)
+                elif result.is_touched:
+                    me.replica = replace(me.replica, state="FAILED", version=None)
+                me.replica = replace(me.replica, seconds=result.seconds, error=result.error)
+            self._wake(self._readers.values())
 
     # Watchers.
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
         """Let watchers see that a publish is under way."""
-        with self._changed:
+        with self.changing():
             self._is_publishing = True
-            self._show()
         try:
             yield
         finally:
-            with self._changed:
+            with self.changing():
                 self._is_publishing = False
-                self._show()
-
-    def watch(self, reader: int) -> News:
-        """Return what watchers see; from now on the reader's bell rings when that changes."""
-        with self._changed:
-            self._watchers.add(reader)
-            return self.news()
-
-    def _show(self) -> None:
-        """Let watchers look again, and all that wait in this process."""
-        for reader in self._watchers & set(self._bells):
-            os.eventfd_write(self._bells[reader], 1)
-        self._changed.notify_all()
 
     def news(self) -> News:
         """Return what watchers see."""
         with self._changed:
             replicas = tuple(
-                replace(each, state="UPDATING") if reader in self._updating else each
-                for reader, each in self._replicas.items()
+                replace(each.replica, state="UPDATING") if each.is_updating else each.replica
+                for each in self._readers.values()
+                if each.replica is not None
             )
             version = None if self.newest is None else self.newest.version
-            state = "PUBLISHING" if self._is_publishing else "IDLE"
-            return News(version, state, replicas)
+            return News(version, "PUBLISHING" if self._is_publishing else "IDLE", replicas)
 
     # Texts that ranks leave for each other.
 
     def post(self, key: str, text: str) -> None:
         with self._changed:
+            self._posts.pop(key, None)
             self._posts[key] = text
-            self._posts.move_to_end(key)
             if len(self._posts) > _MOST_POSTS:
-                self._posts.popitem(last=False)
-            self._changed.notify_all()
+                del self._posts[next(iter(self._posts))]
 
     def look(self, key: str) -> str | None:
         """Return the text under a key; None if there is none."""
         return self._posts.get(key)
-
-
-def after(replica: ReplicaNews, done: Done) -> ReplicaNews:
-    """Return what is known of a replica once it has said how an update ended."""
-    result = done.result
-    if not result.error:
-        return replace(
-            replica, state="READY", version=done.id.version, seconds=result.seconds, error=""
-        )
-    if result.is_touched:
-        replica = replace(replica, state="FAILED", version=None)
-    return replace(replica, seconds=result.seconds, error=result.error)
