@@ -21,7 +21,7 @@ from flyweight.errors import (
     TransportError,
     VersionError,
 )
-from flyweight.live import Publisher, fetch, incoming, messages, publisher, source_rank
+from flyweight.live import Publisher, fetch, incoming, messages, publisher, reader, source_rank
 from flyweight.live.incoming import Incoming
 from flyweight.live.reader import Reader
 from live.live_processes import TOKEN, at, once
@@ -187,7 +187,7 @@ def test_copies_that_were_prepared_for_a_failed_attempt_are_thrown_away(
     closed = []
     with monkeypatch.context() as patch:
         wrong = DigestMismatch("wrong")
-        patch.setattr(incoming, "check_digests", raising(wrong))
+        patch.setattr(source_rank, "check_digests", raising(wrong))
         with pytest.raises(DigestMismatch):
             sink.update(timeout_seconds=LIMIT, before=closed.append)
     assert all(each._copies is None for each in sink._link.session.sources.values())

@@ -41,14 +41,14 @@ MUTANTS = [
     Mutant(
         "digests are not compared where rows were written",
         "live/incoming.py",
-        "                self._check(rank, found, self.arrived[rank].digests, where)\n",
-        "                pass\n",
+        "                each.source.check(found, each.digests, where)\n        if failure",
+        "                pass\n        if failure",
         "tests/live/test_faults.py tests/live/test_one_trainer.py",
     ),
     Mutant(
         "digests are not compared in staging, before the pause",
-        "live/incoming.py",
-        '                self._check(rank, found, digests, "as they arrived")\n',
+        "live/fetch.py",
+        '                source.check(found, digests, "as they arrived")\n',
         "                pass\n",
         "tests/live/test_chains.py tests/live/test_one_trainer.py",
     ),

@@ -13,10 +13,20 @@ from itertools import count
 from logging import getLogger
 from time import monotonic
 
-from flyweight.errors import FlyweightError, PeerLost, TransferTimeout, TransportError
+import numpy as np
+
+from flyweight.errors import (
+    DigestMismatch,
+    FlyweightError,
+    PeerLost,
+    TransferTimeout,
+    TransportError,
+)
 from flyweight.live.messages import Data, Later, Pull, Read
 from flyweight.live.reader import Reader
+from flyweight.live.rows import words_of
 from flyweight.live.session import Session
+from flyweight.live.source_rank import Arrived, SourceRank
 from flyweight.live.staging import Range, Staging
 from flyweight.transports.address import Endpoint
 from flyweight.transports.nixl import NUM_SLOTS
@@ -35,14 +45,41 @@ STALL_SECONDS = 3.0
 class Fetch:
     """Fetches the streams of one version; safe to use from one thread for each rank."""
 
-    def __init__(self, session: Session, staging: Staging, deadline: float) -> None:
+    def __init__(
+        self, session: Session, staging: Staging, holders: Sequence[Endpoint], deadline: float
+    ) -> None:
+        """holders: other readers that have the version, best first; the trainer comes last."""
         self._session, self._staging, self._deadline = session, staging, deadline
+        self._holders = holders
         self._must_pull, self._puller = session.ways.transport == "rdma", session.puller
         self._can_pull = session.puller is not None
         """False once NIXL has failed."""
 
-    def run(self, rank: int, holders: Sequence[Endpoint]) -> None:
-        """Fetch the stream of a rank; raise PeerLost, with all reasons, if no holder gives it."""
+    def run(self, source: SourceRank) -> Arrived:
+        """Have the trainer write a stream that it has leased here, or fetch it; then verify it."""
+        staging, rank, deadline = self._staging, source.rank, self._deadline
+        if source.leased is not None:
+            source.fill(staging, source.leased, deadline)
+        else:
+            self._fetch(rank, [*self._holders, source.endpoint])
+        digests, overflows = staging.digests(source.plan, rank, deadline)
+        memory = staging.memory.streams[rank]
+        if digests:
+            found, _ = memory.digests.run(deadline)
+            try:
+                source.check(found, digests, "as they arrived")
+            except DigestMismatch:
+                wrong = np.flatnonzero(found != words_of(digests)).tolist()
+                if not staging.spoiled(rank, wrong) & set(self._holders):
+                    raise  # the trainer's own memory has changed
+                self._fetch(rank, [source.endpoint])
+                found, _ = memory.digests.run(deadline)
+                source.check(found, digests, "as they arrived from the trainer itself")
+        ways = staging.ways(rank)
+        return Arrived(source, memory.rows, digests, overflows, ways, is_staged=True)
+
+    def _fetch(self, rank: int, holders: Sequence[Endpoint]) -> None:
+        """Fetch what is missing; raise PeerLost, with all reasons, if no holder gives it."""
         reasons = []
         for number, endpoint in enumerate(holders, 1):
             try:
@@ -68,11 +105,11 @@ class Fetch:
         missing = self._staging.missing(rank)
         total = sum(each.nbytes for each in missing)
         num_connections = NUM_CONNECTIONS if total > _SEVERAL_BYTES else 1
-        readers: list[Reader] = []
-        try:
+        with self._session.lending() as lend:
+            readers = []
             for _ in range(num_connections):
                 soon = min(self._deadline, monotonic() + STALL_SECONDS)
-                readers.append(self._session.connection(endpoint, soon))
+                readers.append(lend(endpoint, soon))
                 # The last one is the trainer, which may have to compute the digests first.
                 is_verified = self._lease(readers[-1], rank, self._deadline if is_last else soon)
             waiting = deque(readers)
@@ -83,12 +120,6 @@ class Fetch:
             run_on_threads(missing, fetch, num_connections, "flyweight-fetch")
             for each in readers:  # without digests, only the holder's word is the proof
                 each.release(self._deadline, is_proof=not is_verified)
-        except BaseException:
-            for each in readers:
-                each.close()
-            raise
-        for each in readers:
-            self._session.give_back(each)
 
     def _lease(self, reader: Reader, rank: int, deadline: float) -> bool:
         """Lease the version; return True if its digests came with the lease."""

@@ -6,15 +6,11 @@ lease keeps still, or verified staging. `copy` is the only step that writes to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from time import monotonic
 
-import numpy as np
-
-from flyweight.digest import Words
 from flyweight.errors import (
-    DigestMismatch,
     FlyweightError,
     PlanError,
     TransferTimeout,
@@ -23,12 +19,11 @@ from flyweight.errors import (
 )
 from flyweight.live.fetch import Fetch
 from flyweight.live.loader import Loading
-from flyweight.live.messages import Available, Done, Leased, Released, Staged
+from flyweight.live.messages import Available, Done, Released, Staged
 from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
-from flyweight.live.rows import check_digests, words_of
 from flyweight.live.session import Session
-from flyweight.live.source_rank import Arrived
+from flyweight.live.source_rank import Arrived, SourceRank
 from flyweight.live.staging import Staging
 from flyweight.live.target import LoaderTarget, ModelTarget
 from flyweight.transports.address import Endpoint
@@ -89,32 +84,34 @@ class Incoming:
         return 1.0 if self.staging is None else self.staging.progress
 
     def tell(self, message: Staged | Done) -> None:
-        """Let the trainer know, if it is still there."""
-        with suppress(TransportError):  # the version is here all the same
-            self.session.front.tell(message)
+        self.session.front.tell(message)
 
     def open(self, available: Available, deadline: float) -> bool:
         """Lease the version; fetch into staging, and verify there, what cannot be mapped.
 
         Returns False if the trainer has withdrawn the version, and nobody else has it.
         """
-        session, holders = self.session, available.holders
+        session, holders, sources = self.session, available.holders, self.session.sources
         self.about = About(available.parent, available.values)
-        leases = self._lease(deadline)
-        num_local = sum(each.reader is not None for each in session.sources.values())
-        if not holders and len(leases) < num_local:
+        asked = [each for each in sources.values() if each.reader is not None]
+        for each in asked:  # all at once
+            each.ask_lease(self.id, deadline)
+        for each in asked:
+            with suppress(VersionError):  # others may have what was withdrawn
+                each.lease(deadline)
+        if not holders and any(each.leased is None for each in asked):
             return False
-        for rank, leased in leases.items():
-            if (found := session.sources[rank].arrived(leased, deadline)) is not None:
-                self.arrived[rank] = found
-        staged = [rank for rank in session.sources if rank not in self.arrived]
+        for each in asked:
+            if (found := each.arrived(deadline)) is not None:
+                self.arrived[each.rank] = found
+        staged = [each for rank, each in sources.items() if rank not in self.arrived]
         if staged and session.ways.transport == "mapped":
             raise TransportError(
                 f"the memory of {len(staged)} ranks of the trainer cannot be mapped here, and "
                 f"transport='mapped' was asked for; share it, or use transport='auto'"
             )
         if staged:
-            self._stage(staged, leases, holders, deadline)
+            self._stage(staged, holders, deadline)
         else:
             session.pass_over(self.id)
         if self.is_verified:
@@ -130,20 +127,6 @@ class Incoming:
         session.announce(self.id, self.about)
         return True
 
-    def _lease(self, deadline: float) -> dict[int, Leased]:
-        """Lease the version at all ranks on this host at once, and map what can be mapped.
-
-        Returns the leases, without those of ranks that have withdrawn the version.
-        """
-        found, sources = dict[int, Leased](), self.session.sources.values()
-        asked = [each for each in sources if each.reader is not None]
-        for each in asked:
-            each.ask_lease(self.id, deadline)
-        for each in asked:
-            with suppress(VersionError):
-                found[each.rank] = each.lease(deadline)
-        return found
-
     def _keep_digests(self, deadline: float) -> None:
         """Keep all digests for `check_live`, which may come when the trainer has gone on."""
         session, soon = self.session, min(deadline, monotonic() + _DIGEST_SECONDS)
@@ -158,77 +141,43 @@ class Incoming:
         session, target = self.session, self.session.target
         if isinstance(target, LoaderTarget):
             staged = 0 if self.staging is None else self.staging.memory.nbytes
-            self._loading = Loading(target, session.plan, self.arrived, session.me.name)
+            self._loading = Loading(
+                target, session.plan, list(self.arrived.values()), session.me.name
+            )
             if self._loading.prepare(session.ways.room(staged), deadline):
                 self.confirm(deadline)
                 self._end_leases()
 
     def _stage(
-        self,
-        ranks: Sequence[int],
-        leases: Mapping[int, Leased],
-        holders: Sequence[Endpoint],
-        deadline: float,
+        self, sources: Sequence[SourceRank], holders: Sequence[Endpoint], deadline: float
     ) -> None:
-        """Have the trainer write what it has leased into staging; fetch the rest, and verify it."""
-        session = self.session
+        session, ranks = self.session, [each.rank for each in sources]
         staging = self.staging = session.stage(self.id, ranks, deadline)
-        fetch = Fetch(session, staging, deadline)
+        fetch = Fetch(session, staging, holders, deadline)
 
-        def run(todo: Iterator[int]) -> None:
-            for rank in todo:
-                source = session.sources[rank]
-                if rank in leases:
-                    source.fill(staging, leases[rank], deadline)
-                else:
-                    fetch.run(rank, [*holders, source.endpoint])
+        def run(todo: Iterator[SourceRank]) -> None:
+            for each in todo:
+                self.arrived[each.rank] = fetch.run(each)
 
         try:
-            run_on_threads(ranks, run, len(ranks), "flyweight-fetch")
-            for rank in ranks:
-                self._verify_staged(staging, rank, holders, fetch, deadline)
+            run_on_threads(sources, run, len(sources), "flyweight-fetch")
         except BaseException as error:
             staging.end(error if isinstance(error, FlyweightError) else TransportError(repr(error)))
             raise
         staging.end()
-
-    def _verify_staged(
-        self,
-        staging: Staging,
-        rank: int,
-        holders: Sequence[Endpoint],
-        fetch: Fetch,
-        deadline: float,
-    ) -> None:
-        """Compare digests of what was staged; fetch rows that are wrong from the trainer again."""
-        digests, overflows = staging.digests(self.session.plan, rank, deadline)
-        memory = staging.memory.streams[rank]
-        if digests:
-            found, _ = memory.digests.run(deadline)
-            try:
-                self._check(rank, found, digests, "as they arrived")
-            except DigestMismatch:
-                wrong = np.flatnonzero(found != words_of(digests)).tolist()
-                if not staging.spoiled(rank, wrong) & set(holders):
-                    raise  # the trainer's own memory has changed
-                fetch.run(rank, [self.session.sources[rank].endpoint])
-                found, _ = memory.digests.run(deadline)
-                self._check(rank, found, digests, "as they arrived from the trainer itself")
-        self.arrived[rank] = Arrived(memory.rows, digests, overflows, staging.ways(rank))
 
     def check_time(self, deadline: float) -> None:
         """Raise unless the copy can begin: in time, and with leases that last for all of it."""
         now, seconds = monotonic(), _LEAST_SECONDS + self.session.plan.nbytes / _SLOW_BYTES
         if now > deadline:
             raise TransferTimeout(f"everything was here {now - deadline:.2g} s too late to begin")
-        for rank, each in self.arrived.items():
-            source, reader = self.session.sources[rank], each.lease
-            if reader is None:
+        for each in self.arrived.values():
+            if (reader := each.lease) is None:
                 continue
             reader.check_lease()
             if now + seconds > reader.until:  # the pause took long
-                source.ask_lease(self.id, deadline)
-                source.lease(deadline)
+                each.source.ask_lease(self.id, deadline)
+                each.source.lease(deadline)
             if now + seconds > reader.until:
                 raise TransferTimeout(
                     f"{reader.channel.peer} keeps {self.id} for {reader.until - now:.2g} s, and "
@@ -259,36 +208,30 @@ class Incoming:
             target.touched()
 
     def _copy_to_model(self, deadline: float, check: Callable[[], None]) -> None:
-        sources, where = self.session.sources, "where they were written"
-        rings = {rank: each.ring for rank, each in self.arrived.items() if each.ring is not None}
-        copies = {
-            rank: sources[rank].copies(each)
-            for rank, each in self.arrived.items()
-            if rank not in rings
-        }
-        started = {
-            rank: each.start(should_digest=bool(self.arrived[rank].digests))
-            for rank, each in copies.items()
-        }
+        started, where = [], "where they were written"
+        for each in self.arrived.values():
+            if each.ring is None:
+                copies = each.source.copies(each)
+                started.append((each, copies, copies.start(should_digest=bool(each.digests))))
         failure = None
         try:
             check()
         except FlyweightError as error:
             failure = error
-        for rank, finish in started.items():
+        for each, copies, finish in started:
             found = finish(deadline)
-            self.verify_seconds += copies[rank].digest_seconds
+            self.verify_seconds += copies.digest_seconds
             if found is not None:
-                self._check(rank, found, self.arrived[rank].digests, where)
+                each.source.check(found, each.digests, where)
         if failure is not None:
             raise failure
-        for rank, ring in rings.items():
-            reader, digests = self.arrived[rank].reader, self.arrived[rank].digests
-            assert reader is not None
-            kind, should_digest = self.session.plan.kind, bool(digests)
-            found = ring.run(reader, kind, deadline, should_digest=should_digest)
-            if found is not None:
-                self._check(rank, found, digests, where)
+        for each in self.arrived.values():
+            if each.ring is not None:
+                assert each.lease is not None
+                kind, has_digests = each.source.plan.kind, bool(each.digests)
+                found = each.ring.run(each.lease, kind, deadline, should_digest=has_digests)
+                if found is not None:
+                    each.source.check(found, each.digests, where)
 
     def confirm(self, deadline: float, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Raise unless leases without digests ran until now: that is the proof.
@@ -304,12 +247,6 @@ class Incoming:
         for reader, number in unproved.items():
             reader.channel.answer(number, Released, deadline).close()
 
-    def _check(self, rank: int, found: Words, digests: bytes, where: str) -> None:
-        session = self.session
-        path = f"from rank {rank} of the trainer to replica {session.me.name!r}, {where}"
-        tensor = session.plan.streams[rank].tensor
-        check_digests(found, words_of(digests), tensor, session.catalog.names, path)
-
     def close(self) -> None:
         """End the leases of the trainer's memory. Staging is served until the next update."""
         self._end_leases()
@@ -317,4 +254,5 @@ class Incoming:
 
     def _end_leases(self) -> None:
         for each in self.session.sources.values():
-            each.end_lease()
+            if each.reader is not None:
+                each.reader.end_lease()

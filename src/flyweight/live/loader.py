@@ -9,14 +9,14 @@ of many small ones takes longer than its copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from flyweight.errors import FlyweightError, TransportError, listed
-from flyweight.live.plan import Plan, Stream
+from flyweight.live.plan import Plan
 from flyweight.live.rows import RowCopies, check_digests, words_of
 from flyweight.live.source_rank import Arrived
 from flyweight.live.target import LoaderTarget
@@ -31,7 +31,7 @@ class Loading:
     """One version on its way through a loader, from memory that keeps still until the end."""
 
     def __init__(
-        self, target: LoaderTarget, plan: Plan, arrived: Mapping[int, Arrived], replica: str
+        self, target: LoaderTarget, plan: Plan, arrived: Sequence[Arrived], replica: str
     ) -> None:
         self._loader, self._plan, self._replica = target.loader, plan, replica
         self._names, self._specs = list(target.specs), list(target.specs.values())
@@ -104,31 +104,27 @@ class Loading:
         fresh = [self._loader.fresh(spec) for spec in self._specs[first:end]]
         whole = self._plan.wanted.boxes.shape[first:end]
         table = BufferTable.of([buffer for _, buffer in fresh], whole)
-        for rank, each in self._arrived.items():
-            self._fill(self._plan.streams[rank], each, (first, end), table, deadline)
+        for each in self._arrived:
+            self._fill(each, (first, end), table, deadline)
             if not each.digests and each.lease is not None:
                 each.lease.check_lease()
         names = self._names[first:end]
         self._filled.extend((name, tensor) for name, (tensor, _) in zip(names, fresh, strict=True))
 
     def _fill(
-        self,
-        stream: Stream,
-        arrived: Arrived,
-        tensors: tuple[int, int],
-        table: BufferTable,
-        deadline: float,
+        self, arrived: Arrived, tensors: tuple[int, int], table: BufferTable, deadline: float
     ) -> None:
         """Copy the rows of a source rank; raise DigestMismatch if one is wrong.
 
         tensors: the first one, and the end; `table` says where they are.
         """
+        stream = arrived.source.stream
         rows = np.arange(*np.searchsorted(stream.sink, tensors))
         if not len(rows):
             return
         some, digests = stream.take(rows), arrived.digests
         sink = replace(some, sink=some.sink - tensors[0]).in_sink(table)
-        cast = None if arrived.reader is None else some.cast  # in staging, they have been cast
+        cast = None if arrived.cast is None else some.cast
         copies = RowCopies(sink, arrived.rows.take(rows), self._plan.digest, cast)
         try:
             found = copies.start(should_digest=bool(digests))(deadline)

@@ -125,8 +125,10 @@ class Reader:
         """The newest version that the holder has announced."""
         self.mapped: dict[str, BufferTable] = {}
         """The rows that lie in memory of the holder, by its layout: the last one alone."""
+        self.leased: messages.Leased | None = None
+        """The lease, until its end."""
         self.until = 0.0
-        """The holder keeps what is leased still until then, at least; 0 if nothing is leased."""
+        """The holder keeps what is leased still until then, at least."""
         self._asked: tuple[int, messages.Lease, float] | None = None
         """A lease that was asked for: the number of the request, and when that was."""
         channel.on_push = self._take_push
@@ -265,7 +267,7 @@ class Reader:
             raise
         finally:
             frame.close()
-        self.until = asked + leased.seconds
+        self.leased, self.until = leased, asked + leased.seconds
         return leased
 
     def check_lease(self) -> None:
@@ -283,24 +285,26 @@ class Reader:
         if is_proof:
             self.channel.answer(self.ask_release(deadline), messages.Released, deadline).close()
         else:
-            self.until = 0.0
+            self.leased = None
             self.channel.send(messages.Release(0.0), deadline)  # no request, so no answer comes
 
     def ask_release(self, deadline: float) -> int:
         """End the lease, and ask whether it ran until now; return the number of the request."""
-        self.until = 0.0
+        self.leased = None
         return self.channel.ask(messages.Release(seconds_for_holder(deadline)), deadline)
 
     def end_lease(self) -> None:
         """End a lease that still runs; if it was asked for and did not come, the connection too."""
         if self._asked is not None:
             self.close()
-        elif self.until:
+        elif self.leased is not None:
             with suppress(FlyweightError):
                 self.release(monotonic() + _GRACE_SECONDS, is_proof=False)
 
     def tell(self, message: messages.Staged | messages.Done) -> None:
-        self.channel.send(message, monotonic() + _GRACE_SECONDS)
+        """Let the holder know, if it is still there."""
+        with suppress(TransportError):  # the version is here all the same
+            self.channel.send(message, monotonic() + _GRACE_SECONDS)
 
     def close(self) -> None:
         self.channel.close()

@@ -7,8 +7,8 @@ together: after any error of a connection the replica builds another session and
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -162,6 +162,7 @@ class Session:
             plan=self.plan,
             target=self.target,
             transport=self.ways.transport,
+            replica=self.me.name,
         )
 
     def _endpoint_of(self, rank: int) -> Endpoint:
@@ -189,20 +190,14 @@ class Session:
         last, known = self.known or (None, {})
         if last == id and plan.kind in known:
             return known[plan.kind]
-        asked = dict[int, Reader]()
-        try:
-            for rank in plan.streams:
-                asked[rank] = reader = self.connection(self._endpoint_of(rank), deadline)
+        with self.lending() as lend:
+            asked = {rank: lend(self._endpoint_of(rank), deadline) for rank in plan.streams}
+            for rank, reader in asked.items():
                 reader.want(plan, deadline)
                 reader.ask_lease(id, plan.kind, rank, deadline)
             found = {rank: each.lease(deadline).digests[0] for rank, each in asked.items()}
             for each in asked.values():
                 each.release(deadline, is_proof=False)
-                self.give_back(each)
-        except BaseException:
-            for each in asked.values():
-                each.close()
-            raise
         return found
 
     @classmethod
@@ -249,20 +244,33 @@ class Session:
         """What this replica serves to others of its kind."""
         return Holding(self.id, Plans(self.catalog, self.plan))
 
-    def connection(self, endpoint: Endpoint, deadline: float) -> Reader:
-        """Return a connection for bytes of the caller's own, until it is given back or closed."""
-        with self._lending:
-            kept = self._idle.get(endpoint, [])
-            found = kept.pop() if kept else None
-        if found is not None:
-            if not found.channel.is_broken:
-                return found
-            found.close()
-        return Reader.connect(endpoint, self.me, deadline, session=self.id, plan=self.plan)
+    @contextmanager
+    def lending(self) -> Iterator[Callable[[Endpoint, float], Reader]]:
+        """Lend connections for bytes, which are kept for the next time unless there is an error."""
+        lent: list[Reader] = []
 
-    def give_back(self, reader: Reader) -> None:
+        def lend(endpoint: Endpoint, deadline: float) -> Reader:
+            with self._lending:
+                kept = self._idle.get(endpoint)
+                found = kept.pop() if kept else None
+            if found is not None and found.channel.is_broken:
+                found.close()
+                found = None
+            if found is None:
+                me, session, plan = self.me, self.id, self.plan
+                found = Reader.connect(endpoint, me, deadline, session=session, plan=plan)
+            lent.append(found)
+            return found
+
+        try:
+            yield lend
+        except BaseException:
+            for each in lent:
+                each.close()
+            raise
         with self._lending:
-            self._idle.setdefault(reader.endpoint, []).append(reader)
+            for each in lent:
+                self._idle.setdefault(each.endpoint, []).append(each)
 
     @cached_property
     def has_doubles(self) -> bool:

@@ -12,40 +12,21 @@ from functools import cached_property
 
 import numpy as np
 
+from flyweight.digest import Words
 from flyweight.live import messages
 from flyweight.live.catalog import Catalog
 from flyweight.live.plan import Plan, Stream
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Reader, seconds_for_holder
 from flyweight.live.ring import RingCopies
-from flyweight.live.rows import RowCopies
+from flyweight.live.rows import RowCopies, check_digests, words_of
 from flyweight.live.staging import Staging
 from flyweight.live.target import ModelTarget, Target
 from flyweight.memory import Buffer
-from flyweight.memory_table import BufferTable
+from flyweight.memory_table import BufferTable, Integers
 from flyweight.transports.address import Endpoint
 from flyweight.transports.device_segments import open_segments
 from flyweight.transports.segments import Segment, mapped_rows
-
-
-@dataclass(frozen=True, eq=False)
-class Arrived:
-    """The rows of one source rank, in memory that keeps still until they are copied."""
-
-    rows: BufferTable
-    """Empty if they come through a ring."""
-    digests: bytes
-    overflows: int
-    ways: set[str]
-    """How they have come."""
-    reader: Reader | None = None
-    """Where the memory was leased; None for staging of our own."""
-    ring: RingCopies | None = None
-
-    @property
-    def lease(self) -> Reader | None:
-        """Where the memory is leased, as long as it is."""
-        return self.reader if self.reader is not None and self.reader.until else None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,6 +42,7 @@ class SourceRank:
     plan: Plan
     target: Target
     transport: str
+    replica: str
     _copies: tuple[BufferTable, RowCopies] | None = None
     _ring_copies: RingCopies | None = None
     _filled: Segment | None = None
@@ -75,12 +57,16 @@ class SourceRank:
         assert self.reader is not None
         return self.reader
 
+    @property
+    def leased(self) -> messages.Leased | None:
+        return None if self.reader is None else self.reader.leased
+
     def ask_lease(self, id: PublishId, deadline: float) -> None:
         self._local.ask_lease(id, self.plan.kind, self.rank, deadline, can_map=self._can_map)
 
-    def lease(self, deadline: float) -> messages.Leased:
+    def lease(self, deadline: float) -> None:
         """Take the lease that was asked for, and map its memory if that is possible."""
-        return self._local.lease(deadline, self._rows_in)
+        self._local.lease(deadline, self._rows_in)
 
     def _rows_in(self, layout: messages.Layout, files: Sequence[int]) -> BufferTable:
         """Map the segments of the trainer, and return where the rows lie in them."""
@@ -115,15 +101,17 @@ class SourceRank:
         names = {devices.names[n] for n in at} | {wanted.names[n] for n in to}
         return names.pop() if len(names) == 1 else ""
 
-    def arrived(self, leased: messages.Leased, deadline: float) -> Arrived | None:
-        """Return the rows that are mapped, or come through a ring; None if they must be filled."""
-        digests, overflows, reader = leased.digests[0], leased.overflows[0], self._local
+    def arrived(self, deadline: float) -> Arrived | None:
+        """Return the rows that are mapped, or come through a ring; None if they must be staged."""
+        if (leased := self.leased) is None:
+            return None
+        digests, overflows = leased.digests[0], leased.overflows[0]
         if leased.layout:
-            return Arrived(reader.mapped[leased.layout], digests, overflows, {"mapped"}, reader)
+            return Arrived(self, self._local.mapped[leased.layout], digests, overflows, {"mapped"})
         if not self._ring_device:
             return None
         ring, no_rows = self._take_ring(deadline), BufferTable.of([])
-        return Arrived(no_rows, digests, overflows, {"filled"}, reader, ring)
+        return Arrived(self, no_rows, digests, overflows, {"filled"}, ring)
 
     def _take_ring(self, deadline: float) -> RingCopies:
         """Take the trainer's ring until the lease ends; return copies from it, prepared once."""
@@ -142,7 +130,7 @@ class SourceRank:
         return copies
 
     def fill(self, staging: Staging, leased: messages.Leased, deadline: float) -> None:
-        """Have the trainer write its stream into staging, and end the lease.
+        """Have the trainer write what it has leased into staging, and end the lease.
 
         If no answer comes, the connection is over, and with it the session and this memory: a late
         trainer writes where nobody reads.
@@ -169,11 +157,15 @@ class SourceRank:
         if self._copies is None or self._copies[0] is not arrived.rows:
             if self._copies is not None:
                 self._copies[1].close()
-            is_cast = arrived.reader is not None and self.stream.is_cast
-            cast = self.stream.cast if is_cast else None  # in staging, they have been cast
-            made = RowCopies(self.sink, arrived.rows, self.plan.digest, cast)
+            made = RowCopies(self.sink, arrived.rows, self.plan.digest, arrived.cast)
             self._copies = arrived.rows, made
         return self._copies[1]
+
+    def check(self, found: Words, digests: bytes, where: str) -> None:
+        """Raise DigestMismatch unless the rows have the digests that came with the lease."""
+        path = f"from rank {self.rank} of the trainer to replica {self.replica!r}, {where}"
+        names = self.catalog.names
+        check_digests(found, words_of(digests), self.stream.tensor, names, path)
 
     def throw_copies_away(self) -> None:
         """Forget what was prepared for an attempt that failed: devices may still work on it."""
@@ -183,7 +175,29 @@ class SourceRank:
             self._ring_copies.close()
         self._copies = self._ring_copies = None
 
-    def end_lease(self) -> None:
-        """End what still runs; if an answer is still to come, end the connection."""
-        if self.reader is not None:
-            self.reader.end_lease()
+
+@dataclass(frozen=True, eq=False)
+class Arrived:
+    """The rows of one source rank, in memory that keeps still until they are copied."""
+
+    source: SourceRank
+    rows: BufferTable
+    """Empty if they come through a ring."""
+    digests: bytes
+    overflows: int
+    ways: set[str]
+    """How they have come."""
+    ring: RingCopies | None = None
+    is_staged: bool = False
+
+    @property
+    def lease(self) -> Reader | None:
+        """Where the memory is leased, as long as it is."""
+        return None if self.is_staged or self.source.leased is None else self.source.reader
+
+    @property
+    def cast(self) -> Integers | None:
+        """How rows are cast when they are copied; those in staging have been cast."""
+        return (
+            self.source.stream.cast if self.source.stream.is_cast and not self.is_staged else None
+        )

@@ -130,7 +130,7 @@ class Staging(Served):
 
     def ways(self, rank: int) -> set[str]:
         """Return how a stream has come."""
-        return {way for each, (_, way) in self._from.items() if each.rank == rank}
+        return {way for each, (_, way) in list(self._from.items()) if each.rank == rank}
 
     def arrived(self, each: Range, holder: Endpoint, way: str) -> None:
         with self._changed:
