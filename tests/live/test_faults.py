@@ -203,7 +203,7 @@ def test_what_changes_in_staging_after_it_was_verified_is_noticed(pair, transpor
     source.publish(1)
 
     def before(version):
-        staged(sink).memory.streams[0].segment.bytes[5] ^= 1
+        staged(sink).memory[0].segment.bytes[5] ^= 1
 
     with pytest.raises(DigestMismatch, match="where they were written"):
         sink.update(timeout_seconds=LIMIT, before=before)
@@ -400,7 +400,7 @@ def test_one_flipped_byte_at_a_parent_costs_a_range(pair):
     source, weights, parent, arrays = pair("read", keep="memory")
     source.publish(1)
     parent.update(timeout_seconds=LIMIT)
-    staged(parent).memory.streams[0].segment.bytes[5] ^= 1
+    staged(parent).memory[0].segment.bytes[5] ^= 1
     child_arrays = model()
     with replica_of(child_arrays, source.address, "read", name="child") as child:
         assert child.update(timeout_seconds=LIMIT).version == 1

@@ -128,7 +128,7 @@ def leased(source, transport="read"):
     """Return a reader that has a lease of version 1, its plan, and a deadline."""
     sink = reader(model(), source.address, transport, name="spy")
     session, deadline = sink._link.session, monotonic() + LIMIT
-    session.front.ask_lease(source.shelf.newest, session.plan.kind, 0, deadline, can_map=False)
+    session.front.ask_lease(source.shelf.newest, [session.plan.kind], 0, deadline, can_map=False)
     session.front.lease(deadline)
     return sink, session.front.channel, session.plan, deadline
 

@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant(
         "the digests of where a loader puts a version are lost with the trainer",
         "live/incoming.py",
-        "            self._keep_digests(deadline)\n",
+        "            self._keep_digests(known, deadline)\n",
         "            pass\n",
         "tests/live/test_check_live.py",
     ),

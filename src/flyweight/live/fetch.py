@@ -63,7 +63,7 @@ class Fetch:
         else:
             self._fetch(rank, [*self._holders, source.endpoint])
         digests, overflows = staging.digests(source.plan, rank, deadline)
-        memory = staging.memory.streams[rank]
+        memory = staging.memory[rank]
         if digests:
             found, _ = memory.digests.run(deadline)
             try:
@@ -123,11 +123,11 @@ class Fetch:
 
     def _lease(self, reader: Reader, rank: int, deadline: float) -> bool:
         """Lease the version; return True if its digests came with the lease."""
-        staging, plan = self._staging, self._staging.memory.plan
+        staging, plan = self._staging, self._staging.plan
         can_pull = self._pulls_from(reader)
         if can_pull and self._puller is not None:
             self._puller.begin()  # while the holder starts its own
-        reader.ask_lease(staging.id, plan.kind, rank, deadline, can_pull=can_pull)
+        reader.ask_lease(staging.id, [plan.kind], rank, deadline, can_pull=can_pull)
         leased = reader.lease(deadline)
         staging.set_digests(rank, leased.digests[0], leased.overflows[0])
         return bool(leased.digests[0])
@@ -145,7 +145,7 @@ class Fetch:
 
     def _fetch_ranges(self, reader: Reader, ranges: Iterator[Range]) -> None:
         staging, coming, progress = self._staging, deque[tuple[int, Range, bool]](), -1
-        channel, kind, slots = reader.channel, staging.memory.plan.kind, count()
+        channel, kind, slots = reader.channel, staging.plan.kind, count()
 
         def ask(each: Range) -> None:
             slot = next(slots) % NUM_SLOTS if self._pulls_from(reader) else None
@@ -193,7 +193,7 @@ class Fetch:
             self._puller.pull(
                 found.keys,
                 found.pieces,
-                self._staging.memory.streams[each.rank].segment,
+                self._staging.memory[each.rank].segment,
                 each.start,
                 each.stop,
                 stall_seconds=STALL_SECONDS,

@@ -101,7 +101,11 @@ class Incoming:
                 each.lease(deadline)
         if not holders and any(each.leased is None for each in asked):
             return False
+        known: dict[str, dict[int, bytes]] = {each.kind: {} for each in session.plans}
         for each in asked:
+            if each.leased is not None:
+                for kind, digests in zip(each.kinds, each.leased.digests, strict=True):
+                    known[kind][each.rank] = digests
             if (found := each.arrived(deadline)) is not None:
                 self.arrived[each.rank] = found
         staged = [each for rank, each in sources.items() if rank not in self.arrived]
@@ -115,7 +119,7 @@ class Incoming:
         else:
             session.pass_over(self.id)
         if self.is_verified:
-            self._keep_digests(deadline)
+            self._keep_digests(known, deadline)
         elif session.has_doubles:
             raise PlanError(
                 "tensors that are one here are several at the trainer, and nothing is verified, so "
@@ -127,20 +131,23 @@ class Incoming:
         session.announce(self.id, self.about)
         return True
 
-    def _keep_digests(self, deadline: float) -> None:
-        """Keep all digests for `check_live`, which may come when the trainer has gone on."""
+    def _keep_digests(self, known: dict[str, dict[int, bytes]], deadline: float) -> None:
+        """Keep all digests for `check_live`, which may come when the trainer has gone on.
+
+        known: those that came with leases, by kind and source rank.
+        """
         session, soon = self.session, min(deadline, monotonic() + _DIGEST_SECONDS)
-        taken = {rank: each.digests for rank, each in self.arrived.items()}
-        session.known = self.id, {session.plan.kind: taken}
-        if (plan := session.live_plan) is not None:
-            with suppress(FlyweightError):  # then `check_live` asks again
-                session.known[1][plan.kind] = session.digests(plan, self.id, soon)
+        known[session.plan.kind] = {rank: each.digests for rank, each in self.arrived.items()}
+        session.known = self.id, known
+        for plan in session.plans[1:]:  # of ranks that gave no lease of it, as on other hosts
+            with suppress(FlyweightError):  # then `check_live` asks for a lease
+                known[plan.kind] = session.digests(plan, self.id, soon)
 
     def _prepare_loading(self, deadline: float) -> None:
         """Make what an engine's loader will get; if that is all of it, the trainer may go on."""
         session, target = self.session, self.session.target
         if isinstance(target, LoaderTarget):
-            staged = 0 if self.staging is None else self.staging.memory.nbytes
+            staged = 0 if self.staging is None else self.staging.nbytes
             self._loading = Loading(
                 target, session.plan, list(self.arrived.values()), session.me.name
             )

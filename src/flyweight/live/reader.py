@@ -141,12 +141,12 @@ class Reader:
         deadline: float,
         *,
         session: str = "",
-        plan: Plan | None = None,
+        plans: Sequence[Plan] = (),
     ) -> Reader:
         """Connect to a holder and join it.
 
         session: the session that the holder must serve; "" if that is not known yet.
-        plan: what this reader takes; None if that is said later.
+        plans: what this reader takes, unless that is said later.
         """
         join = messages.Join(
             me.name, os.getpid(), me.rank, me.num_ranks, this_host(), me.serves_at, session
@@ -166,8 +166,8 @@ class Reader:
                     f"{channel.peer} serves session {welcome.session}, not {session}"
                 )
             made = cls(channel, welcome, endpoint)
-            if plan is not None:
-                made.want(plan, deadline)
+            for each in plans:
+                made.want(each, deadline)
         except BaseException:
             channel.close()
             raise
@@ -227,7 +227,7 @@ class Reader:
     def ask_lease(
         self,
         id: PublishId,
-        kind: str,
+        kinds: Sequence[str],
         rank: int,
         deadline: float,
         *,
@@ -236,7 +236,7 @@ class Reader:
     ) -> None:
         """Ask for a lease; several holders can be asked before the first one answers."""
         layouts, seconds = tuple(self.mapped), seconds_for_holder(deadline)
-        lease = messages.Lease(id, (kind,), rank, can_map, layouts, seconds, can_pull)
+        lease = messages.Lease(id, tuple(kinds), rank, can_map, layouts, seconds, can_pull)
         now = monotonic()
         self._asked = self.channel.ask(lease, deadline), lease, now
 

@@ -26,7 +26,7 @@ from flyweight.live.reader import Identity, Reader, with_newest_token
 from flyweight.live.rows import doubles
 from flyweight.live.shelf import Shelf
 from flyweight.live.source_rank import SourceRank
-from flyweight.live.staging import WITHDRAW_SECONDS, Staging, StagingMemory
+from flyweight.live.staging import WITHDRAW_SECONDS, Staging, StreamMemory, staging_memory
 from flyweight.live.target import ModelTarget, Target
 from flyweight.memory import available_bytes
 from flyweight.transports.address import (
@@ -58,11 +58,9 @@ class Ways:
         if self.transport == "rdma":
             check_nixl()
 
-    def room(self, staged: int) -> int:
-        """Return how much memory is left for tensors of a loader, beside what is staged."""
-        if self.staging_bytes is None:
-            return available_bytes() // 2
-        return self.staging_bytes - staged
+    def room(self, staged: int = 0) -> int:
+        """Return how much memory is left beside what is staged."""
+        return available_bytes() // 2 if self.staging_bytes is None else self.staging_bytes - staged
 
 
 def serving_place(address: Address, *, serve: str | bool) -> TcpAddress | None:
@@ -105,7 +103,7 @@ class Session:
         self._idle: dict[Endpoint, list[Reader]] = {}
         """Connections for bytes, which are kept from one update to the next."""
         self._lending = threading.Lock()
-        self._memory: StagingMemory | None = None
+        self._memory: dict[int, StreamMemory] = {}
         """What was allocated last, unless the shelf has it."""
         self._staged: Staging | None = None
         """What the shelf has of ours."""
@@ -130,18 +128,17 @@ class Session:
         self.catalog = Catalog.received(table)
         try:
             self.plan = make_plan(self.catalog, self.target.choose(self.catalog))
-            self.live_plan: Plan | None = None
-            """Where a loader puts what it gets; other replicas serve only what they take."""
+            self.plans = [self.plan]
+            """What is leased together: what is taken, and where a loader puts it."""
             if self.target.live not in (None, self.target) and self.front.welcome.ranks:
-                self.live_plan = self.look()[1]
+                self.plans.append(self.look()[1])  # other replicas serve only what they take
         except (PlanError, SpecError) as error:  # the trainer's next report says so
             with suppress(TransportError):
                 text = f"{type(error).__name__}: {error}"
                 self.front.channel.call(Declined(text), Planned, deadline)
             raise
-        self.front.want(self.plan, deadline)
-        if self.live_plan is not None:  # whose digests are then computed before they are needed
-            self.front.want(self.live_plan, deadline)
+        for each in self.plans:
+            self.front.want(each, deadline)
 
     def _source(self, rank: int, deadline: float) -> SourceRank:
         """Connect to a rank of the trainer, if it is on this host."""
@@ -149,7 +146,7 @@ class Session:
         if ranks and rank == 0:
             reader = self.front
         elif ranks and endpoint.is_here and not self.me.is_remote:
-            reader = Reader.connect(endpoint, self.me, deadline, session=self.id, plan=self.plan)
+            reader = Reader.connect(endpoint, self.me, deadline, session=self.id, plans=self.plans)
         if reader is not None and not reader.channel.wire.is_local:
             if reader is not self.front:
                 reader.close()
@@ -160,6 +157,7 @@ class Session:
             reader=reader,
             catalog=self.catalog,
             plan=self.plan,
+            kinds=[each.kind for each in self.plans if rank in each.streams],
             target=self.target,
             transport=self.ways.transport,
             replica=self.me.name,
@@ -188,16 +186,16 @@ class Session:
         The connections are those for bytes, so that no other lease of this session is touched.
         """
         last, known = self.known or (None, {})
-        if last == id and plan.kind in known:
-            return known[plan.kind]
+        found = dict(known.get(plan.kind, {})) if last == id else {}
         with self.lending() as lend:
-            asked = {rank: lend(self._endpoint_of(rank), deadline) for rank in plan.streams}
+            ranks = plan.streams.keys() - found.keys()
+            asked = {rank: lend(self._endpoint_of(rank), deadline) for rank in ranks}
             for rank, reader in asked.items():
                 reader.want(plan, deadline)
-                reader.ask_lease(id, plan.kind, rank, deadline)
-            found = {rank: each.lease(deadline).digests[0] for rank, each in asked.items()}
-            for each in asked.values():
-                each.release(deadline, is_proof=False)
+                reader.ask_lease(id, [plan.kind], rank, deadline)
+            for rank, reader in asked.items():
+                found[rank] = reader.lease(deadline).digests[0]
+                reader.release(deadline, is_proof=False)
         return found
 
     @classmethod
@@ -257,8 +255,8 @@ class Session:
                 found.close()
                 found = None
             if found is None:
-                me, session, plan = self.me, self.id, self.plan
-                found = Reader.connect(endpoint, me, deadline, session=session, plan=plan)
+                me, session, plans = self.me, self.id, [self.plan]
+                found = Reader.connect(endpoint, me, deadline, session=session, plans=plans)
             lent.append(found)
             return found
 
@@ -281,18 +279,18 @@ class Session:
     def stage(self, id: PublishId, ranks: Sequence[int], deadline: float) -> Staging:
         """Return staging for a version, from which others may fetch; nobody reads its memory."""
         self.withdraw(min(deadline, monotonic() + WITHDRAW_SECONDS))
-        memory, self._memory = self._memory, None
-        if memory is None or list(memory.streams) != list(ranks):
-            memory = None  # before more is allocated
+        memory, self._memory = self._memory, {}
+        if list(memory) != list(ranks):
+            del memory  # before more is allocated
             has_local = any(self.sources[rank].reader is not None for rank in ranks)
-            memory = StagingMemory(
+            memory = staging_memory(
                 self.plan,
                 ranks,
-                limit_bytes=self.ways.staging_bytes,
+                self.ways.room(),
+                self.target.devices,
                 is_writable=self.puller is not None or has_local,
-                devices=self.target.devices,
             )
-        self._staged = Staging(id, memory)
+        self._staged = Staging(id, self.plan, memory)
         self._shelf.offer(self._staged)  # from here on the memory is the shelf's
         return self._staged
 

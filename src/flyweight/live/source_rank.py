@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flyweight.digest import Words
 from flyweight.live import messages
@@ -40,6 +41,8 @@ class SourceRank:
     """A connection on this host, if there is one."""
     catalog: Catalog
     plan: Plan
+    kinds: Sequence[str]
+    """What is leased: that of the plan, and where a loader puts it."""
     target: Target
     transport: str
     replica: str
@@ -62,7 +65,7 @@ class SourceRank:
         return None if self.reader is None else self.reader.leased
 
     def ask_lease(self, id: PublishId, deadline: float) -> None:
-        self._local.ask_lease(id, self.plan.kind, self.rank, deadline, can_map=self._can_map)
+        self._local.ask_lease(id, self.kinds, self.rank, deadline, can_map=self._can_map)
 
     def lease(self, deadline: float) -> None:
         """Take the lease that was asked for, and map its memory if that is possible."""
@@ -76,16 +79,17 @@ class SourceRank:
         mapped = open_segments(layout.segments, files)
         return self.stream.in_source(mapped_rows(layout.places, mapped, shape, item_bytes))
 
+    def _devices(self, rows: Integers) -> tuple[NDArray[np.str_], NDArray[np.str_]]:
+        """Return the devices that rows come from, and those that they go to."""
+        stream, devices, wanted = self.stream, self.catalog.devices, self.plan.wanted.devices
+        at = devices.index[self.catalog.rank == self.rank][stream.block[rows]]
+        return np.array(devices.names)[at], np.array(wanted.names)[wanted.index[stream.sink[rows]]]
+
     @cached_property
     def _can_map(self) -> bool:
         """True unless rows must be cast on another device than the one that they come from."""
-        stream, devices, wanted = self.stream, self.catalog.devices, self.plan.wanted.devices
-        if self.transport not in ("auto", "mapped"):
-            return False
-        rows = np.flatnonzero(stream.cast[:, 0] >= 0)
-        at = devices.index[self.catalog.rank == self.rank][stream.block[rows]]
-        to = wanted.index[stream.sink[rows]]
-        return bool((np.array(devices.names)[at] == np.array(wanted.names)[to]).all())
+        at, to = self._devices(np.flatnonzero(self.stream.cast[:, 0] >= 0))
+        return self.transport in ("auto", "mapped") and bool((at == to).all())
 
     @cached_property
     def _ring_device(self) -> str:
@@ -95,11 +99,8 @@ class SourceRank:
         """
         if self.transport not in ("auto", "filled") or not isinstance(self.target, ModelTarget):
             return ""
-        stream, devices, wanted = self.stream, self.catalog.devices, self.plan.wanted.devices
-        at = np.unique(devices.index[self.catalog.rank == self.rank][stream.block]).tolist()
-        to = np.unique(wanted.index[stream.sink]).tolist()
-        names = {devices.names[n] for n in at} | {wanted.names[n] for n in to}
-        return names.pop() if len(names) == 1 else ""
+        names = np.unique(self._devices(np.arange(len(self.stream.sink)))).tolist()
+        return names[0] if len(names) == 1 else ""
 
     def arrived(self, deadline: float) -> Arrived | None:
         """Return the rows that are mapped, or come through a ring; None if they must be staged."""
@@ -135,7 +136,7 @@ class SourceRank:
         If no answer comes, the connection is over, and with it the session and this memory: a late
         trainer writes where nobody reads.
         """
-        segment, digests = staging.memory.streams[self.rank].segment, leased.digests[0]
+        segment, digests = staging.memory[self.rank].segment, leased.digests[0]
         files = () if self._filled is segment else segment.files
         fill = messages.Fill(self.plan.kind, segment.nbytes, seconds_for_holder(deadline))
         self._filled = None

@@ -18,7 +18,7 @@ from flyweight.live.offer import Served
 from flyweight.live.plan import Plan
 from flyweight.live.publish_id import PublishId
 from flyweight.live.rows import RowDigests
-from flyweight.memory import Buffer, Bytes, available_bytes
+from flyweight.memory import Buffer, Bytes
 from flyweight.memory_table import BufferTable
 from flyweight.transports.address import Endpoint
 from flyweight.transports.segments import Segment
@@ -51,51 +51,39 @@ class StreamMemory:
     digests: RowDigests
 
 
-class StagingMemory:
-    """Memory for some streams of a plan, in which one version follows another."""
+def staging_memory(
+    plan: Plan, ranks: Sequence[int], room: int, devices: Sequence[int], *, is_writable: bool
+) -> dict[int, StreamMemory]:
+    """Allocate memory for streams; raise TransportError, with both values, if there is no room.
 
-    def __init__(
-        self,
-        plan: Plan,
-        ranks: Sequence[int],
-        *,
-        limit_bytes: int | None,
-        is_writable: bool,
-        devices: Sequence[int],
-    ) -> None:
-        """Allocate; raise TransportError, with both values, if it is more than is allowed.
-
-        is_writable: whether other processes write the memory: holders, or that of NIXL.
-        devices: those that copy from it, for which it is pinned.
-        """
-        self.plan, self.streams = plan, dict[int, StreamMemory]()
-        total = sum(plan.streams[rank].total for rank in ranks)
-        limit = available_bytes() // 2 if limit_bytes is None else limit_bytes
-        if total > limit:
-            raise TransportError(
-                f"staging needs {total} bytes and may take {limit}; give the replica a larger "
-                f"staging_bytes, or run it where the trainer's memory can be mapped"
-            )
-        for rank in ranks:
-            stream = plan.streams[rank]
-            segment = Segment.allocate(stream.total, is_writable_by_readers=is_writable)
-            memory = Buffer.flat_at(segment.start, segment.nbytes, segment)
-            owner = [segment, *(pinned(device, memory) for device in devices)]
-            rows = stream.packed_at(segment.start, owner)
-            self.streams[rank] = StreamMemory(segment, rows, RowDigests(rows, plan.digest))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.segment.nbytes for each in self.streams.values())
+    devices: those that copy from it, for which it is pinned.
+    is_writable: whether other processes write the memory: holders, or that of NIXL.
+    """
+    total = sum(plan.streams[rank].total for rank in ranks)
+    if total > room:
+        raise TransportError(
+            f"staging needs {total} bytes and may take {room}; give the replica a larger "
+            f"staging_bytes, or run it where the trainer's memory can be mapped"
+        )
+    found = {}
+    for rank in ranks:
+        stream = plan.streams[rank]
+        segment = Segment.allocate(stream.total, is_writable_by_readers=is_writable)
+        memory = Buffer.flat_at(segment.start, segment.nbytes, segment)
+        owner = [segment, *(pinned(device, memory) for device in devices)]
+        rows = stream.packed_at(segment.start, owner)
+        found[rank] = StreamMemory(segment, rows, RowDigests(rows, plan.digest))
+    return found
 
 
 class Staging(Served):
     """One version that arrives. Threads that fetch, and threads that serve, use it together."""
 
-    memory: StagingMemory
+    memory: dict[int, StreamMemory]
 
-    def __init__(self, id: PublishId, memory: StagingMemory) -> None:
-        self.id, self.memory = id, memory
+    def __init__(self, id: PublishId, plan: Plan, memory: dict[int, StreamMemory]) -> None:
+        """memory: that of each source rank, in which one version follows another."""
+        self.id, self.plan, self.memory = id, plan, memory
         self._from: dict[Range, tuple[Endpoint, str]] = {}
         """Where each range that has arrived came from, and how."""
         self._digests: dict[int, tuple[bytes, int]] = {}
@@ -106,8 +94,12 @@ class Staging(Served):
     # The side that fetches.
 
     @property
+    def nbytes(self) -> int:
+        return sum(each.segment.nbytes for each in self.memory.values())
+
+    @property
     def progress(self) -> float:
-        return self._arrived_bytes / max(self.memory.nbytes, 1)
+        return self._arrived_bytes / max(self.nbytes, 1)
 
     @property
     def _arrived_bytes(self) -> int:
@@ -116,17 +108,17 @@ class Staging(Served):
 
     def _ranges(self, rank: int, start: int, stop: int) -> list[Range]:
         """Return the ranges that have bytes `start` to `stop` of a stream."""
-        total = self.memory.plan.streams[rank].total
+        total = self.plan.streams[rank].total
         starts = range(start - start % RANGE_BYTES, stop, RANGE_BYTES)
         return [Range(rank, at, min(at + RANGE_BYTES, total)) for at in starts]
 
     def missing(self, rank: int) -> list[Range]:
         """Return the ranges that have not arrived, in the order in which all readers ask."""
-        ranges = self._ranges(rank, 0, self.memory.plan.streams[rank].total)
+        ranges = self._ranges(rank, 0, self.plan.streams[rank].total)
         return [each for each in ranges if each not in self._from]
 
     def space(self, each: Range) -> Bytes:
-        return self.memory.streams[each.rank].segment.bytes[each.start : each.stop]
+        return self.memory[each.rank].segment.bytes[each.start : each.stop]
 
     def ways(self, rank: int) -> set[str]:
         """Return how a stream has come."""
@@ -139,7 +131,7 @@ class Staging(Served):
 
     def spoiled(self, rank: int, rows: Sequence[int]) -> set[Endpoint]:
         """Count the ranges of some rows as missing again; return the holders they came from."""
-        starts, found = self.memory.plan.streams[rank].starts, set()
+        starts, found = self.plan.streams[rank].starts, set()
         with self._changed:
             for each, (holder, _) in list(self._from.items()):
                 if each.rank == rank and any(
@@ -176,7 +168,7 @@ class Staging(Served):
 
     def segments(self, rank: int) -> Sequence[Segment]:
         self._check(rank)
-        return [self.memory.streams[rank].segment]
+        return [self.memory[rank].segment]
 
     def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
         self._check(rank)
@@ -193,14 +185,14 @@ class Staging(Served):
         return None if is_here else self._arrived_bytes
 
     def parts(self, plan: Plan, rank: int, start: int, stop: int) -> Sequence[Bytes]:
-        return [self.memory.streams[rank].segment.bytes[start:stop]]
+        return [self.memory[rank].segment.bytes[start:stop]]
 
     def confirm(self, seconds: float) -> None:
         if not self._wait(lambda: self._is_complete, seconds):
             raise TransferTimeout(f"{self.id} is not complete here yet")
 
     def _check(self, rank: int) -> None:
-        if rank not in self.memory.streams:
+        if rank not in self.memory:
             raise PlanError(f"what rank {rank} of the trainer has is not staged here")
 
     def _wait(self, is_true: Callable[[], bool], seconds: float) -> bool:
