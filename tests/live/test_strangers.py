@@ -2,6 +2,7 @@
 
 import gc
 import os
+from dataclasses import replace
 from time import monotonic
 
 import pytest
@@ -53,7 +54,7 @@ def source():
 def connection(source):
     deadline = monotonic() + LIMIT
     endpoint = parse_address(source.address).endpoint
-    return open_channel(endpoint, ME, deadline, is_remote=True), deadline
+    return open_channel(endpoint, replace(ME, is_remote=True), deadline), deadline
 
 
 def joined(source):

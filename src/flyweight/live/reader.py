@@ -79,14 +79,12 @@ def with_newest_token(
         return again, connect(again)
 
 
-def open_channel(
-    endpoint: Endpoint, me: Identity, deadline: float, *, is_remote: bool = False
-) -> Channel:
+def open_channel(endpoint: Endpoint, me: Identity, deadline: float) -> Channel:
     """Return a connection to a holder that has proved the token, and to which it was proved.
 
     It goes by the holder's Unix socket if that can be reached, since memory can be mapped then.
     """
-    if endpoint.is_here and not is_remote:
+    if endpoint.is_here and not me.is_remote:
         soon = min(deadline, monotonic() + _LOCAL_SECONDS) if endpoint.remote else deadline
         try:
             channel = Channel(
@@ -151,7 +149,7 @@ class Reader:
         join = messages.Join(
             me.name, os.getpid(), me.rank, me.num_ranks, this_host(), me.serves_at, session
         )
-        channel = open_channel(endpoint, me, deadline, is_remote=me.is_remote)
+        channel = open_channel(endpoint, me, deadline)
         try:
             welcome = channel.call(join, messages.Welcome, deadline)
             here = welcome.here

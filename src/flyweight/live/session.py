@@ -141,7 +141,7 @@ class Session:
             self.front.want(each, deadline)
 
     def _source(self, rank: int, deadline: float) -> SourceRank:
-        """Connect to a rank of the trainer, if it is on this host."""
+        """Return a rank of the trainer; connect to it if it is on this host."""
         ranks, endpoint, reader = self.front.welcome.ranks, self._endpoint_of(rank), None
         if ranks and rank == 0:
             reader = self.front
