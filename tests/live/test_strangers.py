@@ -2,7 +2,6 @@
 
 import gc
 import os
-from dataclasses import replace
 from time import monotonic
 
 import pytest
@@ -54,7 +53,7 @@ def source():
 def connection(source):
     deadline = monotonic() + LIMIT
     endpoint = parse_address(source.address).endpoint
-    return open_channel(endpoint, replace(ME, is_remote=True), deadline), deadline
+    return open_channel(endpoint, ME, deadline), deadline
 
 
 def joined(source):
