@@ -132,7 +132,7 @@ MUTANTS = [
     Mutant(
         "a loader gets a tensor whose digest is wrong",
         "live/loader.py",
-        "            check_digests(found, words_of(digests)[rows], some.sink, self._names, path)\n",
+        "            check_digests(found, words_of(digests), some.sink, self._names, path)\n",
         "            pass\n",
         "tests/live/test_loaders.py",
     ),

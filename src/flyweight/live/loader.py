@@ -119,10 +119,11 @@ class Loading:
         tensors: the first one, and the end; `table` says where they are.
         """
         stream = arrived.source.stream
-        rows = np.arange(*np.searchsorted(stream.sink, tensors))
-        if not len(rows):
+        low, high = np.searchsorted(stream.sink, tensors).tolist()
+        if low == high:
             return
-        some, digests = stream.take(rows), arrived.digests
+        rows, digests = np.arange(low, high), arrived.digests[8 * low : 8 * high]
+        some = stream.take(rows)
         sink = replace(some, sink=some.sink - tensors[0]).in_sink(table)
         cast = None if arrived.cast is None else some.cast
         copies = RowCopies(sink, arrived.rows.take(rows), self._plan.digest, cast)
@@ -134,4 +135,4 @@ class Loading:
             path = (
                 f"on their way to the loader of replica {self._replica!r}, which did not get them"
             )
-            check_digests(found, words_of(digests)[rows], some.sink, self._names, path)
+            check_digests(found, words_of(digests), some.sink, self._names, path)

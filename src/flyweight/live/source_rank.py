@@ -32,7 +32,7 @@ from flyweight.transports.segments import Segment, mapped_rows
 
 @dataclass(kw_only=True, eq=False)
 class SourceRank:
-    """Used by the thread that updates; `fill` by one thread for each rank."""
+    """What a session has of a rank; `fill` and `check` run in a thread for each rank."""
 
     rank: int
     endpoint: Endpoint
